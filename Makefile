@@ -26,7 +26,7 @@ QUICK := tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry
   tests/structure/test_imports.py tests/structure/test_tests.py tests/docs/test_docs.py tests/docs/test_figures.py \
   tests/docs/test_settings_page.py tests/docs/test_site.py
 
-.PHONY: demo quick test examples test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-commit bench-daemon bench-formats bench-plan bench-tune bench-commands bench-gather bench-engines bench-first-step bench-activations bench-peers bench-gpu gpu-test docs docs-pictures docs-site install clean
+.PHONY: demo quick test examples test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-checkpoint bench-daemon bench-formats bench-plan bench-tune bench-commands bench-gather bench-engines bench-first-step bench-activations bench-peers bench-gpu gpu-test docs docs-pictures docs-site install clean
 
 # Each has a folder of its own, runs/TIME: an earlier one is not written over.
 demo: install
@@ -96,8 +96,8 @@ bench-io: install
 bench-step: install
 	$(BIN)/python benchmarks/bench_step.py $(ARGS)
 
-bench-commit: install
-	$(BIN)/python benchmarks/bench_commit.py $(ARGS)
+bench-checkpoint: install
+	$(BIN)/python benchmarks/bench_checkpoint.py $(ARGS)
 
 bench-daemon: install
 	$(BIN)/python -W ignore benchmarks/bench_daemon.py $(ARGS)
@@ -137,8 +137,8 @@ bench-tune: install
 docs: install
 	$(BIN)/python -W ignore -m infinity.config > docs/settings.md
 	$(BIN)/python -W ignore -m infinity.telemetry.metrics > docs/metrics.md
-	$(BIN)/python -W ignore -m infinity_daemon.config > docs/daemon-settings.md
-	$(BIN)/python -W ignore -m infinity_tools.migrate.page > docs/migrate.md
+	$(BIN)/python -W ignore -m infinity_daemon.daemon_config > docs/daemon-settings.md
+	$(BIN)/python -W ignore -m infinity_tools.migrate.reference_page > docs/migrate.md
 	PYTHONPATH=tests $(BIN)/python -W ignore -m support.wide_page > docs/compatibility.md
 	PYTHONPATH=tests $(BIN)/python -W ignore -m support.doctor_page > docs/doctor.md
 	$(BIN)/python docker/grafana/dashboard.py > docker/grafana/dashboards/infinity.json

@@ -65,7 +65,7 @@ def train(pipe: Any, options: argparse.Namespace, engine: str, rings: int, folde
         model, optimizer, vocabulary = build(
             options, "infinity", folders[0], dtype=options.dtype,
             storage={"paths": folders, "engine": engine}, memory={"host_bytes": options.host_memory},
-            run={"keep": "never", "retained_commits": 0}, telemetry={"runtime_dir": runtime},
+            run={"keep": "never", "retained_checkpoints": 0}, telemetry={"runtime_dir": runtime},
         )  # fmt: skip
         chosen, page = optimizer.run.engine.name, optimizer.run.layout.page_bytes
         points = {

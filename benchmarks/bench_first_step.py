@@ -1,7 +1,7 @@
 """How much longer than the others the first two steps take: read ahead, with clipping, on demand; and FSDP2 in memory.
 
 Each start is a process of its own; the ways take turns. The others are the steps from the third on: the second one has
-updates of the first in its forward, and the arena fills with what the plan keeps.
+updates of the first in its forward, and the host cache fills with what the plan keeps.
 
     python benchmarks/bench_first_step.py --model llama-100m --tokens 64,512 --nvme DIR
 """
@@ -31,7 +31,7 @@ WAYS = {
     "infinity, on demand": {"on_demand": True},
     "FSDP2 in memory": {"variant": "fsdp_memory"},
 }  # fmt: skip
-SETTLED = 2
+FLUSHED = 2
 """Steps that are compared with those behind them."""
 
 
@@ -51,7 +51,7 @@ def start(
         sections = {"memory": {"host_bytes": options.host_memory}}
         model, optimizer, vocabulary = build(options, variant, folder, **sections)
         seconds = []
-        for number in range(SETTLED + options.steps):
+        for number in range(FLUSHED + options.steps):
             torch.manual_seed(number)
             batch = torch.randint(0, vocabulary, (max(1, tokens // options.seq), min(tokens, options.seq)))
             began = time.perf_counter()
@@ -88,10 +88,10 @@ def main() -> None:
     rows: dict[str, dict[str, Any]] = {}
     table = Table("tokens", "", "others", "first over them (spread)", "second over them (spread)")
     for (count, name), starts in found.items():
-        others = [statistics.median(seconds[SETTLED:]) for seconds in starts]
+        others = [statistics.median(seconds[FLUSHED:]) for seconds in starts]
         over = [
             spread([seconds[number] / other for seconds, other in zip(starts, others, strict=True)])
-            for number in range(SETTLED)
+            for number in range(FLUSHED)
         ]
         rows.setdefault(f"{count} tokens", {})[name] = {
             "step_seconds": statistics.median(others), "first_over_others": over[0], "second_over_others": over[1],

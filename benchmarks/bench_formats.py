@@ -108,7 +108,7 @@ def cost_of_update(name: str, folder: str) -> float:
         "state": {"format": name},
         "memory": {"host_bytes": "512MiB"},
         "run": {"keep": "never"},
-        "update": {"placement": "after_backward"},
+        "update": {"schedule": "after_backward"},
     }
     run, taken = Update.run, [0]
 
@@ -123,7 +123,7 @@ def cost_of_update(name: str, folder: str) -> float:
             model(torch.randn(4, _WIDTH)).square().mean().backward()
             paged.step()
             paged.zero_grad()
-            paged.commit()  # the updates have run
+            paged.save_checkpoint()  # the updates have run
             taken.append(0)
     count = sum(param.numel() for param in model.parameters())
     dist.destroy_process_group()

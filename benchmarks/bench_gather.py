@@ -1,6 +1,7 @@
 """What it is worth that pages land in FSDP2's all-gather buffer, and are not put together to shards first; two ranks.
 
-Both run the same steps of the same model, alternating, with all pages in the arena: what differs is copies in memory.
+Both run the same steps of the same model, alternating, with all pages in the host cache: what differs is copies in
+memory.
 
 python benchmarks/bench_gather.py
 """

@@ -5,8 +5,8 @@ of device memory (`torch.cuda.set_per_process_memory_fraction`), which the model
 
 - `fsdp_memory`: FSDP2 and torch's optimizer, everything in device memory, no cap.
 - `fsdp_cpu_offload`: FSDP2's CPUOffloadPolicy: parameters and optimizer in host memory, updates on the CPU.
-- `infinity_host`: an arena that all of the state stays in.
-- `infinity_nvme`: an arena of `--host-memory`; what is not in there is on NVMe.
+- `infinity_host`: a host cache that all of the state stays in.
+- `infinity_nvme`: a host cache of `--host-memory`; what is not in there is on NVMe.
 
 A turn is `--steps` steps without a pause, of which the first does not count: it begins with the device idle and leaves
 in flight what the following ones hide. Losses are read when the turn has ended. Reported are medians, and medians of
@@ -60,14 +60,17 @@ SHAPE = {
 }  # fmt: skip
 """Options, and what they are called in LlamaConfig."""
 WARM = 2
-"""Steps of every variant that are not counted: in the first one infinity records, in the second it fills its arena."""
+"""Steps of every variant that are not counted:
+
+in the first one infinity records, in the second it fills its host cache.
+"""
 LINK = ("to_device", "from_device")
 RESOURCES = {
     "computation": (("computation",), ("compute",)),
     "collectives": (("collectives",), ("collective",)),
     "links": (("weights", "gradients"), ("copy",)),
     "updates": (("updates",), ("update",)),
-    "drives": (("drives", "hashing"), ("read_stall", "write_stall", "arena_stall")),
+    "drives": (("drives", "hashing"), ("read_stall", "write_stall", "host_cache_stall")),
     "Python": (("interpreter", "fixed"), ("python",)),
 }
 """By resource, what it is called in infinity/estimate and in the ledger; it is as busy as the busiest there."""
@@ -133,10 +136,10 @@ def build(options: argparse.Namespace, variant: str, folder: str, device_bytes: 
 def settings_of(options: argparse.Namespace, variant: str, parameters: int, device_bytes: int) -> dict[str, Any]:
     """Return the settings that a plan depends on."""
     # State, gradients and ends of pages.
-    arena = 18 * parameters + (1 << 29) if variant == "infinity_host" else options.host_memory
+    host_cache = 18 * parameters + (1 << 29) if variant == "infinity_host" else options.host_memory
     return {
-        "memory": {"host_bytes": arena, "page_bytes": options.page_bytes, "device_bytes": device_bytes},
-        "update": {"placement": options.update, "cores": options.update_cores, "device": options.update_device},
+        "memory": {"host_bytes": host_cache, "page_bytes": options.page_bytes, "device_bytes": device_bytes},
+        "update": {"schedule": options.update, "cores": options.update_cores, "device": options.update_device},
     }
 
 
@@ -291,7 +294,7 @@ def foretold(optimizer: Any) -> dict[str, Any]:
     rate = max(((r.read_bytes + r.written_bytes) / r.transfer_seconds for r in moving), default=0.0)
     busy = statistics.median(record.seconds - record.stall_seconds for record in records)
     return {
-        "placement": optimizer.update_placement,
+        "schedule": optimizer.update_schedule,
         "plan_bytes": {"read": traffic.read_bytes, "write": traffic.written_bytes, **link},
         "clock_seconds": optimizer.predict_seconds(rate, busy) if rate else None,
     }
@@ -401,7 +404,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Let all variants take turns; return all figures."""
     from rich.progress import Progress
 
-    from infinity_tools.plan.drives import drives_at, typed_drives
+    from infinity_tools.plan.plan_drives import drives_at, typed_drives
 
     bandwidth = options.nvme_bandwidth
     drives = typed_drives(bandwidth, 1, 0, 0) if bandwidth else drives_at([folder], 0)[0]
@@ -465,7 +468,7 @@ def figures(
             rows, plan, end = [row[variant] for row in turns[1:]], plans[variant], last[variant]
             found[variant] |= {
                 **{name: facts[variant][name] for name in ("host_bytes", "state_bytes", "update_cores")},
-                "placement": end["placement"],
+                "schedule": end["schedule"],
                 "planned_seconds": {"before": plan["step_seconds"], "with_own_rates": end["clock_seconds"]},
                 "bytes": {
                     name: {
@@ -614,9 +617,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one that is not")
     parser.add_argument("--cap-fraction", type=float, default=0.05, help="of the GPU's memory, for capped variants")
     parser.add_argument("--device-bytes", default="0", help="memory.device_bytes; 0: a quarter of the cap")
-    parser.add_argument("--host-memory", default="2GiB", help="arena of infinity_nvme")
+    parser.add_argument("--host-memory", default="2GiB", help="host cache of infinity_nvme")
     parser.add_argument("--page-bytes", default="0", help="memory.page_bytes; 0: derived")
-    parser.add_argument("--update", default="auto", help="update.placement")
+    parser.add_argument("--update", default="auto", help="update.schedule")
     parser.add_argument("--update-device", choices=("auto", "cpu", "cuda"), default="auto", help="update.device")
     parser.add_argument("--update-cores", type=int, default=-1, help="update.cores; -1: infinity's choice")
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True,

@@ -36,8 +36,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.loopdev import LoopDeviceError, loop_device  # noqa: E402
 from infinity.errors import InfinityError  # noqa: E402
 from infinity.io import Engine, Op, ThreadEngine, Ticket, UringEngine  # noqa: E402
-from infinity.memory.arena import Arena  # noqa: E402
 from infinity.memory.device import open_device  # noqa: E402
+from infinity.memory.host_cache import HostCache  # noqa: E402
 from infinity.units import KIB, MIB, format_size, parse_size  # noqa: E402
 
 
@@ -153,12 +153,12 @@ def run_engine(name: str, path: Path, shape: Shape, op: Op, seconds: float, size
         "threads": ThreadEngine,
     }
     engine = kinds[name](shape.depth, shape.request_bytes)
-    arena = Arena(shape.tickets, shape.ticket_bytes, device=open_device(torch.device("cpu")))
-    arena.memory[:] = os.urandom(arena.nbytes)
-    engine.register(arena.memory)
-    result = Load(engine, path, op, shape, arena.memory, size).run(RAMP_SECONDS, seconds)
+    host_cache = HostCache(shape.tickets, shape.ticket_bytes, device=open_device(torch.device("cpu")))
+    host_cache.memory[:] = os.urandom(host_cache.nbytes)
+    engine.register(host_cache.memory)
+    result = Load(engine, path, op, shape, host_cache.memory, size).run(RAMP_SECONDS, seconds)
     engine.close()
-    arena.close()
+    host_cache.close()
     return result
 
 
@@ -303,7 +303,7 @@ def main() -> None:
             "ramp_seconds": RAMP_SECONDS,
             "shapes": [asdict(shape) for shape in SHAPES],
             "fio": "io_uring, direct, registered buffers, one job, its own default memory",
-            "infinity": "transfers from and to a host arena, as in training: huge pages where the kernel has them",
+            "infinity": "transfers from and to a host cache, as in training: huge pages where the kernel has them",
         },
         "machine": machine(),
         "read_ratio": {engine: shapes[HEADLINE] for engine, shapes in read.items()},

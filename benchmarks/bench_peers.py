@@ -73,7 +73,7 @@ class Contestant:
 
 
 def ours(name: str, **sections: Any) -> Contestant:
-    """Return infinity with the arena of the comparison and further settings."""
+    """Return infinity with the host cache of the comparison and further settings."""
     return Contestant(name=name, system="infinity", settings={"memory": {"host_bytes": "256MiB"}, **sections})
 
 
@@ -265,9 +265,9 @@ def measure_saves(bench: Bench, size: str, ranks: int, progress: Callable[[str],
         except SystemFailedError as error:
             found |= {"resume_equal": False, "resume_failed": str(error)[:400]}
         if who is BASE:
-            with bench.live(who, size, ranks, settings={"run": {"retained_commits": 0}}) as system:
+            with bench.live(who, size, ranks, settings={"run": {"retained_checkpoints": 0}}) as system:
                 system.steps(0, 3, tokens, SEQ)
-                found["drive_bytes_without_commits"] = occupied(system.work)
+                found["drive_bytes_without_checkpoints"] = occupied(system.work)
                 system.end()
         clear(work)
         bench.note(who, size, ranks, None, found)
@@ -354,9 +354,9 @@ def table(result: dict[str, Any], size: str, ranks: int, tokens: int) -> Table:
     return found
 
 
-def cell(form: str, value: float | None, unit: float = 1.0) -> str:
-    """Return a figure in its unit; empty where it was not measured."""
-    return "" if value is None else form.format(value / unit)
+def cell(form: str, value: float | None, fsdp_module: float = 1.0) -> str:
+    """Return a figure in its FSDP module; empty where it was not measured."""
+    return "" if value is None else form.format(value / fsdp_module)
 
 
 def draw(result: dict[str, Any], size: str, ranks: int, tokens: int, to: Path) -> None:

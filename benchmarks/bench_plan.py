@@ -25,7 +25,7 @@ from bench_step import RESULTS, ROOT, machine, publish
 
 MODELS = {"llama-100m": (256, 512, 1024), "gpt2-354m": (256, 512, 1024)}
 """Tokens per step, by model."""
-ARENAS = ("256MiB", "1GiB")
+HOST_CACHES = ("256MiB", "1GiB")
 LOOP_BYTES = 14 << 30
 
 
@@ -43,9 +43,9 @@ def command(*words: object) -> dict[str, Any]:
     return found
 
 
-def measure(model: str, tokens: int, arena: str, device: str, folder: Path, steps: int) -> dict[str, Any]:
+def measure(model: str, tokens: int, host_cache: str, device: str, folder: Path, steps: int) -> dict[str, Any]:
     """Plan a set-up, then run it."""
-    same = ("--model", model, "--batch-tokens", tokens, "--seq", 256, "--dtype", "bf16", "--host-memory", arena)
+    same = ("--model", model, "--batch-tokens", tokens, "--seq", 256, "--dtype", "bf16", "--host-memory", host_cache)
     same += ("--no-activation-checkpointing", "--nvme", folder)
     began = time.perf_counter()
     planned = command("plan", *same, "--no-changes")
@@ -56,7 +56,7 @@ def measure(model: str, tokens: int, arena: str, device: str, folder: Path, step
     before = planned["read_bytes_per_step"] + planned["written_bytes_per_step"]
     clock = run["predicted_step_seconds"] or run["step_seconds"] - run["stall_seconds_per_step"]
     return {
-        "model": model, "tokens": tokens, "arena": arena, "device": device,
+        "model": model, "tokens": tokens, "host_cache": host_cache, "device": device,
         "step_seconds": run["step_seconds"], "bytes": moved, "stall_seconds": run["stall_seconds_per_step"],
         "planned_seconds": planned["seconds"]["step"], "planned_bytes": before, "plan_took_seconds": plan_seconds,
         "clock_seconds": clock, "parts": planned["seconds"], "drives": planned["machine"]["drives"],
@@ -120,10 +120,10 @@ def show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("model", "tokens", "arena", "device", "s/step", "before", "clock", "bytes", box=None)
+    table = Table("model", "tokens", "host_cache", "device", "s/step", "before", "clock", "bytes", box=None)
     for row in result["setups"]:
         table.add_row(
-            row["model"], str(row["tokens"]), row["arena"], row["device"].split()[0], f"{row['step_seconds']:.2f}",
+            row["model"], str(row["tokens"]), row["host_cache"], row["device"].split()[0], f"{row['step_seconds']:.2f}",
             f"{row['planned_seconds'] / row['step_seconds'] - 1:+.0%}",
             f"{row['clock_seconds'] / row['step_seconds'] - 1:+.0%}", f"{100 * row['bytes_error']:.2f} %",
         )  # fmt: skip
@@ -160,11 +160,16 @@ def main() -> None:
                 devices["loop device in memory"] = stack.enter_context(loop_device(LOOP_BYTES))
             except LoopDeviceError as error:
                 sys.exit(f"--loop: {error}; or --no-loop")
-        cases = [(model, tokens, arena) for model in options.models for tokens in MODELS[model] for arena in ARENAS]
+        cases = [
+            (model, tokens, host_cache)
+            for model in options.models
+            for tokens in MODELS[model]
+            for host_cache in HOST_CACHES
+        ]
         progress = stack.enter_context(Progress(transient=True, disable=options.json))
         for number, case in enumerate(progress.track(cases, description="plan, then run")):
-            # Every second model, number of tokens and arena on the other device: each meets both.
-            of = list(devices)[(number + number // len(ARENAS)) % len(devices)]
+            # Every second model, number of tokens and host cache on the other device: each meets both.
+            of = list(devices)[(number + number // len(HOST_CACHES)) % len(devices)]
             rows.append(measure(*case, of, devices[of], options.steps))
         updates = {"update_nanoseconds": update_nanoseconds(drive)} if options.updates else {}
     publish({**errors(rows), **updates, "setups": rows, **machine()}, options, draw, show)

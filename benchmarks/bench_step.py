@@ -13,8 +13,9 @@ the first one has left in flight, as in training. Reported are medians, and medi
   Threads that wait by spinning count as busy.
 - `hides_from_tokens`: the fewest tokens per step of those measured whose computation takes longer than the transfers;
   `over_torch`: infinity's step over that of plain torch in memory from there on.
-- `bytes_per_parameter` by state format and placement, with next to nothing cached, and `predicted_over_measured_bytes`
-  by placement and share of the state in the arena; bf16 compute, few tokens.
+- `bytes_per_parameter` by state format and update schedule, with next to nothing cached, and
+  `predicted_over_measured_bytes`
+  by update schedule and share of the state in the host cache; bf16 compute, few tokens.
 
 A balanced step is one whose computation takes about as long as the transfers; `bound_by` says "both" then.
 
@@ -51,15 +52,20 @@ VARIANTS = (
     "infinity", "resident", "io_only", "fsdp_memory", "fsdp_memory_huge", "fsdp_cpu_offload", "torch_memory"
 )  # fmt: skip
 PAGED = VARIANTS[:3]
-PLACEMENTS = ("in_backward", "in_forward", "after_backward")
+UPDATE_SCHEDULES = ("in_backward", "in_forward", "after_backward")
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
 LEAST_PAGES, PAGE_BYTES = 48 + 8, 1 << 20
-"""The smallest arena has so many pages, which stream or are being written, and room for the largest unit's weights."""
+"""The smallest host cache has so many pages, which stream or are being written, and room for the largest FSDP module's
+weights.
+"""
 FEW_TOKENS, BYTES_STEPS = 16, 2
 TURN = 2
 """Steps of a turn; the last one counts."""
 WARM = 2
-"""Steps of every variant that are not counted: in the first one infinity records, in the second it fills its arena."""
+"""Steps of every variant that are not counted:
+
+in the first one infinity records, in the second it fills its host cache.
+"""
 
 
 def build(
@@ -142,7 +148,7 @@ def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: 
 
     if threads:
         torch.set_num_threads(threads)
-    sections = {"update": {"placement": options.update}, "memory": {"host_bytes": options.host_memory}}
+    sections = {"update": {"schedule": options.update}, "memory": {"host_bytes": options.host_memory}}
     model, optimizer, vocabulary = build(options, variant, folder, dtype=options.dtype, **sections)
     facts: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     if variant in PAGED:
@@ -162,7 +168,7 @@ def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: 
             answer |= {"seconds": time.perf_counter() - began, "processor_seconds": processor_seconds() - busy}
             number += 1
         if variant == "infinity":
-            answer |= {"stall": optimizer.records[-1].stall_seconds, "placement": optimizer.update_placement}
+            answer |= {"stall": optimizer.records[-1].stall_seconds, "schedule": optimizer.update_schedule}
         if variant in PAGED:  # what is in flight is not to slow down whoever comes next
             while any(optimizer.run.pager.in_flight().values()):
                 time.sleep(0.01)
@@ -266,7 +272,7 @@ def figures(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             for variant, found in rows.items()
         },
         "stall_share": spread([row["stall"] / row["seconds"] for row in rows["infinity"]]),
-        "update_placement": rows["infinity"][-1]["placement"],
+        "update_schedule": rows["infinity"][-1]["schedule"],
         "samples": seconds,
     }
     if "fsdp_memory" in seconds:
@@ -288,7 +294,7 @@ def figures(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def headlines(result: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures by name, out of those of all devices, numbers of tokens and arenas."""
+    """Return the figures by name, out of those of all devices, numbers of tokens and host caches."""
     devices = {device: found["by_tokens"] for device, found in result["devices"].items()}
     hiding = {device: [int(n) for n, row in rows.items() if row.get("hidden")] for device, rows in devices.items()}
     found: dict[str, Any] = {
@@ -313,31 +319,33 @@ def headlines(result: dict[str, Any]) -> dict[str, Any]:
     }
     for row in result.get("bytes", ()):
         if row["smallest"]:
-            found["bytes_per_parameter"].setdefault(row["format"], {})[row["placement"]] = row["bytes_per_parameter"]
+            found["bytes_per_parameter"].setdefault(row["format"], {})[row["schedule"]] = row["bytes_per_parameter"]
         if row["format"] == "fp32":
-            by_share = found["predicted_over_measured_bytes"].setdefault(row["placement"], {})
+            by_share = found["predicted_over_measured_bytes"].setdefault(row["schedule"], {})
             by_share[f"{row['share']:.2f}"] = row["predicted_over_measured_bytes"]
     return found
 
 
 def measure_bytes(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Return measured, predicted and least bytes per step, by format, placement and share of the state in the arena."""
+    """Return measured, predicted and least bytes per step, by format, update schedule and share of the state in the
+    host cache.
+    """
     from rich.progress import Progress
 
     from infinity.content.format import FORMATS
 
-    cases = [("fp32", placement, share) for placement in PLACEMENTS for share in SHARES]
+    cases = [("fp32", update_schedule, share) for update_schedule in UPDATE_SCHEDULES for share in SHARES]
     cases += [(fmt, "in_backward", 0.0) for fmt in FORMATS if fmt != "fp32"]
     found = []
     with Progress(transient=True) as progress:
-        for case in progress.track(cases, description="bytes by arena"):
+        for case in progress.track(cases, description="bytes by host cache"):
             with tempfile.TemporaryDirectory(dir=folder) as home:
                 found.append(apart(count_bytes, options, home, *case))
     return found
 
 
-def largest_unit(options: argparse.Namespace) -> int:
-    """Return the number of parameters of the largest unit."""
+def largest_fsdp_module(options: argparse.Namespace) -> int:
+    """Return the number of parameters of the largest FSDP module."""
     from infinity.models.sharding import layers_of
     from infinity_tools.presets import find_model, on_meta
 
@@ -347,7 +355,7 @@ def largest_unit(options: argparse.Namespace) -> int:
 
 
 def count_bytes(
-    pipe: Connection, options: argparse.Namespace, folder: str, fmt: str, placement: str, share: float
+    pipe: Connection, options: argparse.Namespace, folder: str, fmt: str, update_schedule: str, share: float
 ) -> None:
     """Take a few steps of few tokens; send what was moved."""
     warnings.simplefilter("ignore")
@@ -355,14 +363,14 @@ def count_bytes(
 
     from infinity.content.format import Role
 
-    state = (14 if placement == "in_backward" else 16) * options.parameters  # gradients in bf16
-    memory = {"host_bytes": max(options.smallest_arena, int(share * state)), "page_bytes": PAGE_BYTES}
-    sections = {"update": {"placement": placement}, "memory": memory, "state": {"format": fmt}}
+    state = (14 if update_schedule == "in_backward" else 16) * options.parameters  # gradients in bf16
+    memory = {"host_bytes": max(options.smallest_host_cache, int(share * state)), "page_bytes": PAGE_BYTES}
+    sections = {"update": {"schedule": update_schedule}, "memory": memory, "state": {"format": fmt}}
     model, optimizer, vocabulary = build(options, "infinity", folder, recompute=False, **sections)
     layout, steps = optimizer.run.layout, BYTES_STEPS
     for number in range(WARM + steps):
         tokens = torch.randint(0, vocabulary, (1, FEW_TOKENS))
-        train_step(model, optimizer, tokens, clip=placement in ("in_forward", "after_backward"))
+        train_step(model, optimizer, tokens, clip=update_schedule in ("in_forward", "after_backward"))
         if number + 1 == WARM:
             before = optimizer.run.ledger.total_bytes
     moved = {op: nbytes - before[op] for op, nbytes in optimizer.run.ledger.total_bytes.items()}
@@ -370,7 +378,7 @@ def count_bytes(
     used = {use.page for access in optimizer.run.plan.trace for use in access}
     gradients = sum(page.nbytes for page in layout.pages if page.role is Role.GRAD and page.index in used)
     weights = layout.bytes_of(Role.PARAM)
-    reads = 2 if placement == "in_forward" else 3  # transfers of a weight: read for each pass, written once
+    reads = 2 if update_schedule == "in_forward" else 3  # transfers of a weight: read for each pass, written once
     rest = layout.state_bytes - weights + gradients
     cached = optimizer.run.host_bytes
     first = min(cached, weights)
@@ -378,7 +386,7 @@ def count_bytes(
     pipe.send(
         {
             "format": fmt,
-            "placement": placement,
+            "schedule": update_schedule,
             "share": cached / (layout.state_bytes + gradients),
             "smallest": not share,
             "bytes_per_parameter": sum(moved.values()) / steps / parameters,
@@ -386,7 +394,7 @@ def count_bytes(
             "predicted_over_measured_bytes": (traffic.read_bytes + traffic.written_bytes) * steps / sum(moved.values())
             if sum(moved.values())
             else 1.0,
-            "least": max(0, least) / parameters if placement in PLACEMENTS else None,
+            "least": max(0, least) / parameters if update_schedule in UPDATE_SCHEDULES else None,
         }
     )
     optimizer.close()
@@ -404,7 +412,7 @@ def machine() -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw step time against tokens with its limits, and bytes against the arena with the bound."""
+    """Draw step time against tokens with its limits, and bytes against the host cache with the bound."""
     devices = result["devices"]
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -445,13 +453,13 @@ def draw(result: dict[str, Any], file: Path) -> None:
 
 def draw_bytes(axes: Any, found: list[dict[str, Any]]) -> None:
     """Draw measured bytes as points and the least possible as lines."""
-    colours = dict(zip(PLACEMENTS, ("#4477aa", "#228833", "#ccbb44"), strict=True))
-    for placement, colour in colours.items():
-        rows = [row for row in found if (row["format"], row["placement"]) == ("fp32", placement)]
+    colours = dict(zip(UPDATE_SCHEDULES, ("#4477aa", "#228833", "#ccbb44"), strict=True))
+    for update_schedule, colour in colours.items():
+        rows = [row for row in found if (row["format"], row["schedule"]) == ("fp32", update_schedule)]
         shares = [100 * row["share"] for row in rows]
-        axes.plot(shares, [row["bytes_per_parameter"] for row in rows], "o", color=colour, label=placement)
+        axes.plot(shares, [row["bytes_per_parameter"] for row in rows], "o", color=colour, label=update_schedule)
         axes.plot(shares, [row["least"] for row in rows], "-", color=colour, linewidth=1)
-    axes.set_xlabel("arena, % of the state (lines: least possible)")
+    axes.set_xlabel("host cache, % of the state (lines: least possible)")
     axes.set_ylabel("NVMe bytes per parameter and step")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -489,10 +497,10 @@ def show(result: dict[str, Any]) -> None:
     if "bytes" not in result:
         return
     table = Table(title="\nNVMe bytes per parameter and step", box=None, padding=(0, 1, 0, 0))
-    for name in ("format", "placement", "arena, %", "measured", "predicted/measured", "least"):
-        table.add_column(name, justify="left" if name in ("format", "placement") else "right")
+    for name in ("format", "schedule", "host cache, %", "measured", "predicted/measured", "least"):
+        table.add_column(name, justify="left" if name in ("format", "schedule") else "right")
     for row in result["bytes"]:
-        table.add_row(row["format"], row["placement"], f"{100 * row['share']:.0f}", f"{row['bytes_per_parameter']:.2f}",
+        table.add_row(row["format"], row["schedule"], f"{100 * row['share']:.0f}", f"{row['bytes_per_parameter']:.2f}",
                       f"{row['predicted_over_measured_bytes']:.4f}",
                       "" if row["least"] is None else f"{row['least']:.2f}")  # fmt: skip
     console.print(table)
@@ -526,7 +534,7 @@ def main() -> None:
     parser.add_argument(
         "--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="of computation; auto: bf16 if the CPU has it"
     )
-    parser.add_argument("--host-memory", default="256MiB", help="host arena of infinity")
+    parser.add_argument("--host-memory", default="256MiB", help="host cache of infinity")
     parser.add_argument("--update", default="auto")
     parser.add_argument("--threads", default="0", help="threads that compute; 0: as many as torch takes by itself")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one that is not")
@@ -534,7 +542,7 @@ def main() -> None:
     parser.add_argument("--nvme", help="folder on the drive; default: a temporary one here")
     parser.add_argument("--loop", action="store_true", help="also on XFS on a loop device in memory (root only)")
     parser.add_argument("--no-time", action="store_true", help="count bytes only; the times in --out stay")
-    parser.add_argument("--no-bytes", action="store_true", help="do not count bytes by placement and arena")
+    parser.add_argument("--no-bytes", action="store_true", help="do not count bytes by update schedule and host cache")
     parser.add_argument("--out", type=Path, default=RESULTS / "step.json")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -565,7 +573,9 @@ def main() -> None:
             result["devices"] = measure_devices(options, folder, stack)
         if not options.no_bytes:
             options.parameters = next(iter(result["devices"].values()))["parameters"]
-            options.smallest_arena = LEAST_PAGES * PAGE_BYTES + 2 * largest_unit(options)  # bytes of a weight in bf16
+            options.smallest_host_cache = LEAST_PAGES * PAGE_BYTES + 2 * largest_fsdp_module(
+                options
+            )  # bytes of a weight in bf16
             result["bytes"], result["bytes_commit"] = measure_bytes(options, folder), machine()["commit"]
     first = headlines(result)
     publish({**first, **result, **first}, options, draw, show)

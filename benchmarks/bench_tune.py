@@ -36,12 +36,13 @@ SIZES = {
     "small": ((384, 1024, 8, 6), 128, 64, "64MiB"),
     "least": ((64, 128, 4, 4), 64, 32, "4MiB"),
 }
-"""By name: sizes, layers and heads of a Llama; tokens per step and per sequence; the arena, a third of the state."""
+"""By name: sizes, layers and heads of a Llama; tokens per step and per sequence; the host cache, a third of the state.
+"""
 GRID: dict[str, tuple[Any, ...]] = {
     "storage.request_bytes": (64 << 10, 512 << 10, 2 << 20),
     "storage.queue_depth": (1, 8, 32),
     "memory.page_bytes": (256 << 10, 1 << 20, 4 << 20),
-    "update.placement": ("in_backward", "in_forward", "after_backward"),
+    "update.schedule": ("in_backward", "in_forward", "after_backward"),
     "storage.engine": ("io_uring", "threads"),
 }
 """162 combinations."""
@@ -49,7 +50,7 @@ BAD = {
     "storage.request_bytes": 64 << 10,
     "storage.queue_depth": 1,
     "memory.page_bytes": 256 << 10,
-    "update.placement": "after_backward",
+    "update.schedule": "after_backward",
     "storage.engine": "threads",
 }
 """Where tune starts."""
@@ -145,10 +146,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from benchmarks.bench_step import machine, spread
     from infinity.config import Config
     from infinity.units import parse_size
-    from infinity_tools.tune.folders import trial_folders
-    from infinity_tools.tune.space import candidate_of
+    from infinity_tools.tune.search_space import candidate_of
     from infinity_tools.tune.trial import Workload
-    from infinity_tools.tune.worker import Worker
+    from infinity_tools.tune.trial_folders import trial_folders
+    from infinity_tools.tune.trial_worker import Worker
 
     model, home = write_model(options, folder), folder / "nvme"
     _, tokens, seq, host = SIZES[options.size]
@@ -226,7 +227,7 @@ def show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from infinity_tools.tune.space import describe
+    from infinity_tools.tune.search_space import describe
 
     console = Console()
     table = Table(title=f"{result['parameters'] / 1e6:.0f} M parameters, {result['device']}", box=None)

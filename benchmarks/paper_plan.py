@@ -23,18 +23,19 @@ DGX2 = {
     "device": "v100",
     "ranks": 16,
     "drives": (8, 25e9, 25e9, 28e12),
-    "arena": 64 << 30,
+    "host_cache": 64 << 30,
     "exchange": 100e9,
     "cores": 3,
 }
-"""A node: ranks, drives (how many, read and written by all of them, bytes), bytes of arena for each rank (of 94 that it
+"""A node: ranks, drives (how many, read and written by all of them, bytes), bytes of host cache for each rank (of 94
+that it
 has), bytes per second between nodes (a ring goes through each node once, so that all its ranks get what crosses the
 network once), cores of each rank for updates."""
 RTX4090 = {
     "device": "rtx4090",
     "ranks": 1,
     "drives": (12, 32e9, 24e9, 46e12),
-    "arena": 192 << 30,
+    "host_cache": 192 << 30,
     "exchange": 0.0,
     "cores": 16,
 }
@@ -96,7 +97,7 @@ def plan(setup: Published) -> dict[str, Any]:
     )
     tokens = int(setup.sequences * _SEQUENCE) * ranks
     work = Workload(batch_tokens=tokens, sequence=_SEQUENCE, world_size=ranks, checkpointing=True)
-    found = estimate(model, work, rates, Config().with_values(**{"memory.host_bytes": setup.node["arena"]}))
+    found = estimate(model, work, rates, Config().with_values(**{"memory.host_bytes": setup.node["host_cache"]}))
     # As published figures count them: each layer's forward twice.
     reached = work.flops(model) / found.seconds.step / 1e12
     alone = device.flops / 1e12

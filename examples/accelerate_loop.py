@@ -65,7 +65,7 @@ def main() -> None:
                 scheduler.step()
                 optimizer.zero_grad()
                 accelerator.print(f"step {optimizer.optimizer.steps}: loss {loss.item():.4f}")
-    accelerator.save_state(options.checkpoint)  # a commit; nothing of weights or moments is copied
+    accelerator.save_state(options.checkpoint)  # a checkpoint; nothing of weights or moments is copied
     accelerator.print(f"saved step {optimizer.optimizer.steps}")
     optimizer.optimizer.close()
 

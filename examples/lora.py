@@ -64,7 +64,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             print(f"step {step + 1}: loss {loss.item():.4f}")
-        optimizer.commit()  # writes what has changed: the adapters
+        optimizer.save_checkpoint()  # writes what has changed: the adapters
         model.save_pretrained(
             out
         )  # adapter_model.safetensors and adapter_config.json; `infinity export` writes them too

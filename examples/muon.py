@@ -62,8 +62,8 @@ def main() -> None:
             for schedule in schedules:
                 schedule.step()
             print(f"step {step + 1}: loss {loss:.3f}, Muon at {schedules[0].get_last_lr()[0]:.2e}")
-        optimizer.commit(extra={"schedules": [schedule.state_dict() for schedule in schedules]})
-        print(f"committed step {optimizer.steps}")
+        optimizer.save_checkpoint(extra={"schedules": [schedule.state_dict() for schedule in schedules]})
+        print(f"checkpointed step {optimizer.steps}")
 
 
 if __name__ == "__main__":

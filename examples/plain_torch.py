@@ -21,15 +21,15 @@ SETTINGS = """
 paths = ["{folder}/pages"]  # one folder per drive; pages are spread over them
 
 [memory]
-host_bytes = "8MiB"  # the arena: all the host memory that pages get
+host_bytes = "8MiB"  # the host cache: all the host memory that pages get
 
 [run]
-retained_commits = 2  # the newest two can be gone back to
+retained_checkpoints = 2  # the newest two can be gone back to
 """
 
 
 class Block(nn.Module):
-    """A residual block; what one `fully_shard` call makes a unit of."""
+    """A residual block; what one `fully_shard` call makes an FSDP module of."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -86,8 +86,8 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             if (step + 1) % 5 == 0:
-                optimizer.commit()
-                print(f"step {step + 1}: loss {loss:.4f}, committed")
+                optimizer.save_checkpoint()
+                print(f"step {step + 1}: loss {loss:.4f}, checkpointed")
         # One parameter's values and moments, as they are on the drive.
         state = optimizer.read_state("head.weight")
         print({name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)})

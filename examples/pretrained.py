@@ -57,9 +57,9 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             print(f"step {step + 1}: loss {loss:.3f}")
-        optimizer.commit()
+        optimizer.save_checkpoint()
 
-    # What is exported is a commit; no model is built in memory for it. In a shell: infinity export PAGES --out OUT
+    # What is exported is a checkpoint; no model is built in memory for it. In a shell: infinity export PAGES --out OUT
     subprocess.run([sys.executable, "-m", "infinity_tools", "export", str(pages), "--out", str(out)], check=True)
     trained = AutoModelForCausalLM.from_pretrained(out)
     print(f"{out} has {trained.num_parameters()} parameters")

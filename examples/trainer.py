@@ -49,7 +49,7 @@ def main() -> None:
             gradient_accumulation_steps=4,  # layer by layer: weights are read twice per step
             learning_rate=1e-3,
             save_steps=2,
-            save_total_limit=1,  # checkpoints are commits; each takes the size of the state on NVMe
+            save_total_limit=1,  # checkpoints are checkpoints; each takes the size of the state on NVMe
             logging_steps=1,
             report_to="none",
             disable_tqdm=True,

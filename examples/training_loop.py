@@ -37,11 +37,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
 
-    # On the meta device a model takes no memory: values are made unit by unit, straight onto the drive.
+    # On the meta device a model takes no memory: values are made FSDP module by FSDP module, straight onto the drive.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG)
 
-    # One unit per layer, and the rest as one: what is gathered together. Weights in bf16, master weights in fp32.
+    # One FSDP module per layer, and the rest as one: what is gathered together. Weights in bf16, master weights in
+    # fp32.
     mesh = infinity.mesh()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
@@ -54,18 +55,18 @@ def main() -> None:
     # Optimizer and scheduler are made as ever; `offload` returns the optimizer to train with.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
     scheduler = LinearLR(optimizer, start_factor=0.25, total_iters=WARM_UP)
-    committed = options.folder.exists() and any(options.folder.iterdir())
+    checkpointed = options.folder.exists() and any(options.folder.iterdir())
     optimizer = infinity.offload(
         model,
         optimizer,
         {
             "storage": {"paths": [str(options.folder)]},
-            "memory": {"host_bytes": "8MiB"},  # the arena: all the host memory that pages get
-            "run": {"resume": "latest" if committed else ""},
+            "memory": {"host_bytes": "8MiB"},  # the host cache: all the host memory that pages get
+            "run": {"resume": "latest" if checkpointed else ""},
         },
     )
 
-    # Leaving the `with` block closes the run: files, memory and the lock of the folder. It does not commit.
+    # Leaving the `with` block closes the run: files, memory and the lock of the folder. It does not checkpoint.
     with optimizer:
         if optimizer.resumed_extra:
             scheduler.load_state_dict(optimizer.resumed_extra["scheduler"])
@@ -81,8 +82,8 @@ def main() -> None:
             moved = optimizer.records[-1].read_bytes + optimizer.records[-1].written_bytes
             print(f"step {step + 1}: loss {loss:.3f}, norm {norm:.2f}, {moved / 1e6:.1f} MB moved")
         # Weights, moments, step counts and random state are durable after this; so is plain data of your own.
-        optimizer.commit(extra={"scheduler": scheduler.state_dict()})
-        print(f"committed step {optimizer.steps}")
+        optimizer.save_checkpoint(extra={"scheduler": scheduler.state_dict()})
+        print(f"checkpointed step {optimizer.steps}")
 
 
 if __name__ == "__main__":

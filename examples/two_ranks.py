@@ -31,7 +31,7 @@ def main() -> None:
     optimizer = infinity.offload(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
-        {"storage": {"paths": [sys.argv[1]]}, "memory": {"host_bytes": "8MiB"}},  # an arena for each rank
+        {"storage": {"paths": [sys.argv[1]]}, "memory": {"host_bytes": "8MiB"}},  # a host cache for each rank
     )
     # If a rank fails, leaving this block tells the others, so that none waits for it.
     with optimizer:
@@ -47,9 +47,9 @@ def main() -> None:
             dist.all_reduce(loss := loss.detach())
             if rank == 0:
                 print(f"step {step + 1}: loss {loss / ranks:.4f}, norm {norm:.3f}")
-        optimizer.commit()  # all ranks together: either all of it is published or nothing
+        optimizer.save_checkpoint()  # all ranks together: either all of it is published or nothing
     if rank == 0:
-        print(f"committed by {ranks} ranks")
+        print(f"checkpointed by {ranks} ranks")
     dist.destroy_process_group()
 
 

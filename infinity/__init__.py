@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from infinity.accumulation.micro_batches import micro_batches, sliced_loss
     from infinity.fsdp.mesh import mesh
     from infinity.models.pretrained import from_config, from_pretrained
-    from infinity.run.live import close_all
     from infinity.run.offload import offload
+    from infinity.run.open_runs import close_all
     from infinity.run.optimizer import PagedOptimizer
 
 __version__ = "0.1.0"
@@ -33,9 +33,9 @@ __all__ = [
 use_for_tensors()
 
 # Loaded at first use: the daemon and the telemetry import this package and must not pay for torch.
-_HOMES = {
+_DEFINED_IN = {
     "PagedOptimizer": "infinity.run.optimizer",
-    "close_all": "infinity.run.live",
+    "close_all": "infinity.run.open_runs",
     "from_config": "infinity.models.pretrained",
     "from_pretrained": "infinity.models.pretrained",
     "mesh": "infinity.fsdp.mesh",
@@ -46,10 +46,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _DEFINED_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_DEFINED_IN[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_DEFINED_IN})

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from infinity.access import whose_folder, why_not_written
+from infinity.config_fields import Settings, setting
 from infinity.errors import ConfigError
-from infinity.settings import Settings, setting
 from infinity.units import GIB, KIB, MIB
+from infinity.untrusted_files import whose_folder, why_not_written
 
 _SYSTEM = Path("/run/infinity")
 _LEFT_CORES = 3
@@ -77,24 +77,24 @@ class StorageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """The host arena."""
+    """The host cache."""
 
     host_bytes: int = setting(
         0,
-        "Size of the pinned host arena of this rank, allocated once. 0: a quarter of what the machine has free and the "
+        "Size of the pinned host cache of this rank, allocated once. 0: a quarter of what the machine has free and the "
         "limits of this process's control groups (containers, Slurm, systemd) leave, shared by the ranks of the node.",
         size=True,
     )
     page_bytes: int = setting(
         0,
-        "Largest page, and the size of a frame. 0: derived from the arena and the model, up to 8 MiB; up to 256 MiB "
+        "Largest page, and the size of a cache slot. 0: derived from the host cache and the model, up to 8 MiB; up to 256 MiB "
         "where there are more than 4096 pages; where a GPU computes, up to 64 MiB where there are more than 1024.",
         size=True,
     )
     device_bytes: int = setting(
         0,
-        "Memory of this rank's GPU for weights: those of the next unit are copied there ahead of its gather. What is "
-        "left has whole units that never leave it, with their state, where updates run there, and keeps weights of "
+        "Memory of this rank's GPU for weights: those of the next FSDP module are copied there ahead of its gather. What is "
+        "left has whole FSDP modules that never leave it, with their state, where updates run there, and keeps weights of "
         "others from one gather of a step to the next. 0: what is free after the first step, but for a tenth of all, "
         "at least 1 GiB. Not used on the CPU.",
         size=True,
@@ -109,7 +109,7 @@ class StateConfig:
         "fp32",
         "`fp32`: 14 bytes per parameter. `split`: the same values, bit for bit, in 12.125: weight and master share 16 "
         "bits. `bf16-moments` (8.125) also stores the optimizer's fp32 states in bf16, rounded at random without bias; "
-        "`8bit` (6.1875) in 8 bits with a scale for every 64. A run may go on from a commit in another format.",
+        "`8bit` (6.1875) in 8 bits with a scale for every 64. A run may go on from a checkpoint in another format.",
     )
 
 
@@ -117,9 +117,9 @@ class StateConfig:
 class UpdateConfig:
     """Where in the step the optimizer's update runs."""
 
-    placement: Literal["auto", "in_backward", "in_forward", "after_backward"] = setting(
+    schedule: Literal["auto", "in_backward", "in_forward", "after_backward"] = setting(
         "auto",
-        "`in_backward` updates a unit as soon as its gradients are reduced, `in_forward` when the next forward gathers "
+        "`in_backward` updates an FSDP module as soon as its gradients are reduced, `in_forward` when the next forward gathers "
         "it, `after_backward` in `step()`. `auto` takes in_backward when the first step shows that nothing global is "
         "needed (no clipping, one backward per step), else in_forward; after_backward where ranks exchange whole "
         "parameters.",
@@ -135,8 +135,8 @@ class UpdateConfig:
 
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto",
-        "Where updates compute. `cpu`: on the host, in the arena. `cuda`: pages are copied to the GPU, updated there, "
-        "and copied back; the bits are those of training in its memory. `auto`: where a commit that is continued was "
+        "Where updates compute. `cpu`: on the host, in the host cache. `cuda`: pages are copied to the GPU, updated there, "
+        "and copied back; the bits are those of training in its memory. `auto`: where a checkpoint that is continued was "
         "updated, else where it is faster, as measured at the start. Formats other than `fp32` are for the CPU.",
     )
 
@@ -162,8 +162,8 @@ class ActivationsConfig:
     tier: Literal["device", "host", "nvme"] = setting(
         "device",
         "Where the inputs of layers wait for backward, which activation checkpointing or `micro_batches` leave of a "
-        "layer. `device`: in the memory that computes, as without infinity. `host`: in the arena; from a GPU only. "
-        "`nvme`: in the arena, and on the drives what it has no room for. Changes no bit.",
+        "layer. `device`: in the memory that computes, as without infinity. `host`: in the host cache; from a GPU only. "
+        "`nvme`: in the host cache, and on the drives what it has no room for. Changes no bit.",
     )
     host_bytes: int = setting(
         0,
@@ -179,9 +179,9 @@ class RunConfig:
     seed: int = setting(0, "Seed of the initialisation of models on the meta device.")
     resume: str = setting(
         "",
-        "`latest`, or the id of a run in the first path, to continue from its last commit. `auto`: as `latest`, but a "
-        "new run begins where there is none; a commit that is damaged, or of another model, is still refused. With "
-        "another number of ranks, page size or paths a new run begins from that commit; all files of the old one must "
+        "`latest`, or the id of a run in the first path, to continue from its last checkpoint. `auto`: as `latest`, but a "
+        "new run begins where there is none; a checkpoint that is damaged, or of another model, is still refused. With "
+        "another number of ranks, page size or paths a new run begins from that checkpoint; all files of the old one must "
         "be reachable.",
     )
     resume_paths: tuple[str, ...] = setting(
@@ -190,18 +190,20 @@ class RunConfig:
         "Empty: storage.paths.",
     )
     resume_step: int = setting(
-        -1, "Step of the commit to continue from; -1: the newest. Commits of later steps are removed.", minimum=-1
+        -1,
+        "Step of the checkpoint to continue from; -1: the newest. Checkpoints of later steps are removed.",
+        minimum=-1,
     )
-    retained_commits: int = setting(
+    retained_checkpoints: int = setting(
         1,
-        "Commits that are kept, the newest ones; each takes the size of the state on NVMe, once more. 0: there is no "
-        "room for any, and `commit()` is refused.",
+        "Checkpoints that are kept, the newest ones; each takes the size of the state on NVMe, once more. 0: there is no "
+        "room for any, and `save_checkpoint()` is refused.",
         minimum=0,
     )
     keep: Literal["auto", "always", "never"] = setting(
         "auto",
-        "What `close()` leaves on disk: `auto` keeps a run that has a commit and removes one that has none; `always` "
-        "keeps everything, `never` nothing, commits included.",
+        "What `close()` leaves on disk: `auto` keeps a run that has a checkpoint and removes one that has none; `always` "
+        "keeps everything, `never` nothing, checkpoints included.",
     )
 
 
@@ -217,7 +219,7 @@ class TelemetryConfig:
     )
     timeline: str = setting(
         "",
-        "File that each rank writes at its end for ui.perfetto.dev: when which page was moved, which unit gathered and "
+        "File that each rank writes at its end for ui.perfetto.dev: when which page was moved, which FSDP module gathered and "
         "updated, and what was waited for. Ranks above 0 put their number into the name. Empty: none.",
     )
     timeline_events: int = setting(200_000, "How many of the latest events the timeline keeps.", minimum=1)

@@ -22,7 +22,7 @@ class ConfigError(InfinityError, ValueError):
 
 
 class BudgetError(InfinityError):
-    """The model does not fit the host arena or the space on the NVMe paths."""
+    """The model does not fit the host cache or the space on the NVMe paths."""
 
 
 class UnsupportedError(InfinityError):
@@ -37,8 +37,8 @@ class FolderBusyError(InfinityError):
     """Another live run owns the folder; the message says which."""
 
 
-class CommitError(InfinityError):
-    """A commit is missing, malformed or belongs to another model."""
+class CheckpointError(InfinityError):
+    """A checkpoint is missing, malformed or belongs to another model."""
 
 
 class StorageError(InfinityError):
@@ -66,14 +66,14 @@ class CorruptPageError(StorageError):
             length,
             None,
             f"page {page} is corrupt: checksum {found:016x}, expected {expected:016x}; "
-            "resume from an earlier commit or restore the file",
+            "resume from an earlier checkpoint or restore the file",
         )
         self.page = page
         self.reason = f"checksum {found:016x}, expected {expected:016x}"
 
 
 class StallError(InfinityError):
-    """A transfer or a frame was waited for longer than the time limit."""
+    """A transfer or a cache slot was waited for longer than the time limit."""
 
 
 class LostRankError(InfinityError):

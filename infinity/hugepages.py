@@ -2,7 +2,7 @@
 
 For transfers: a request from memory in 4 KiB pages is hundreds of runs of physical memory, which drives split into
 several commands; from huge pages it is one (`make bench-io`). For tensors: FSDP2 allocates the weights and gradients of
-every unit anew, and the kernel clears what it hands out, page by page.
+every FSDP module anew, and the kernel clears what it hands out, page by page.
 """
 
 from __future__ import annotations

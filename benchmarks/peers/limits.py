@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from infinity.io.drives import locate
+from infinity.io.block_devices import locate
 
 MEMORY = Path("/sys/fs/cgroup/memory")
 BLKIO = Path("/sys/fs/cgroup/blkio")

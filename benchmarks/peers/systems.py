@@ -76,7 +76,7 @@ class System(ABC):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def settle(self) -> None:
+    def flush_updates(self) -> None:
         """Wait until nothing is on its way to a drive."""
         return None
 
@@ -174,12 +174,12 @@ class Infinity(System):
         self.optimizer = infinity.offload(self.model, adamw(self.model.parameters()), sections)
 
     def save(self) -> None:
-        self.optimizer.commit()
+        self.optimizer.save_checkpoint()
 
     def resume(self) -> None:
         """`build` did it."""
 
-    def settle(self) -> None:
+    def flush_updates(self) -> None:
         while any(self.optimizer.run.pager.in_flight().values()):
             time.sleep(0.01)
 

@@ -92,7 +92,7 @@ def main() -> None:
             if command["do"] == "save":
                 system.save()
             answer["seconds"] = time.perf_counter() - began
-            system.settle()
+            system.flush_updates()
             read, written = (now - then for now, then in zip(moved(), before, strict=True))
             print(json.dumps({**answer, "read": read, "written": written, "peak_rss_bytes": peak_rss()}), file=answers)
         system.close()

@@ -1,6 +1,6 @@
 """The console script `infinityd`, and `python -m infinity_daemon`."""
 
-from infinity.extras import run_command
+from infinity.optional_dependencies import run_command
 
 
 def main() -> None:

@@ -9,12 +9,12 @@ from typing import Final
 
 from prometheus_client.core import Metric as Family
 
-from infinity.io.drives import SYSFS, Drive, Place, counters, locate, space
+from infinity.io.block_devices import SYSFS, Drive, Place, counters, locate, space
 from infinity.telemetry import BY_NAME
 from infinity.telemetry.exporter import new_family
-from infinity_daemon.bandwidth import LOADS, Profile
-from infinity_daemon.pages import StatsPages
-from infinity_daemon.wear import WearWatch
+from infinity_daemon.drive_bandwidth import LOADS, Profile
+from infinity_daemon.drive_wear import WearWatch
+from infinity_daemon.stats_files import StatsPages
 
 _COUNTERS: Final = {
     "device_read_bytes_total": "read",

@@ -10,7 +10,7 @@ from prometheus_client.core import Metric as Family
 from infinity.telemetry import BY_NAME
 from infinity.telemetry.exporter import StatsCollector, new_family
 from infinity.telemetry.metrics import PAGE_STATUSES
-from infinity_daemon.pages import StatsPages
+from infinity_daemon.stats_files import StatsPages
 
 
 class RanksCollector:

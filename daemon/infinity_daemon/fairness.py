@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from infinity.telemetry import BY_NAME, Snapshot
-from infinity.telemetry.cells import label_sets
+from infinity.telemetry.stats_cells import label_sets
 
 Rank = tuple[str, int]
 """Run id and rank."""

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from infinity.command import HELP, Command, Version, failures
-from infinity_daemon.config import DaemonConfig, load_daemon_config
+from infinity.cli_errors import HELP, Command, Version, failures
+from infinity_daemon.daemon_config import DaemonConfig, load_daemon_config
 from infinity_daemon.log import start_logging
 from infinity_daemon.service import run
 

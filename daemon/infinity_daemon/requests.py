@@ -23,14 +23,14 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from infinity.errors import BudgetError, ConfigError, InfinityError
-from infinity.io.drives import Drive, locate, space
+from infinity.io.block_devices import Drive, locate, space
 from infinity.schema import Mismatch, Rule, at, integer, one_of, printable, record, sequence, table
-from infinity_daemon.bandwidth import LOADS, Measured, Profile, Profiles, Rates, rates
+from infinity_daemon.drive_bandwidth import LOADS, Measured, Profile, Profiles, Rates, rates
+from infinity_daemon.drive_wear import DriveWear
 from infinity_daemon.log import event
-from infinity_daemon.pages import StatsPages
 from infinity_daemon.reservations import Owner, Reservations
 from infinity_daemon.stale import StaleRun
-from infinity_daemon.wear import DriveWear
+from infinity_daemon.stats_files import StatsPages
 
 Answer = Mapping[str, object]
 
@@ -132,7 +132,7 @@ class Requests:
                     "run_id": run.run_id,
                     "folders": [str(root) for root in run.roots],
                     "complete": run.complete,
-                    "committed": run.committed,
+                    "checkpointed": run.checkpointed,
                     "bytes": run.nbytes,
                     "changed": run.changed,
                 }

@@ -2,7 +2,7 @@
 
 A reservation is a promise between asking for space and taking it (`fallocate`): the sum of reservations on
 a file system never exceeds what is free on it. A rank releases its reservation once the space is taken,
-because from then on the file system itself says so (`infinity.node.NodeDaemon.space_reserved`).
+because from then on the file system itself says so (`infinity.daemon_client.NodeDaemon.space_reserved`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from infinity.errors import BudgetError, ConfigError
-from infinity.io.drives import Place
+from infinity.io.block_devices import Place
 from infinity.units import format_size
 
 _MAX_RESERVATIONS: Final = 4096

@@ -17,10 +17,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
-from infinity.access import open_own, trusted
 from infinity.errors import ConfigError, FolderBusyError
-from infinity.telemetry.page import process_start
+from infinity.telemetry.stats_file import process_start
 from infinity.units import KIB
+from infinity.untrusted_files import open_own, trusted
 from infinity_daemon.log import event
 from infinity_daemon.requests import Answer
 from infinity_daemon.reservations import Owner

@@ -17,30 +17,30 @@ from typing import Final
 from prometheus_client import CollectorRegistry
 
 from infinity import __version__
-from infinity.access import own_folder, read_own
 from infinity.errors import ConfigError, InfinityError
-from infinity.io.drives import Drive, locate
+from infinity.io.block_devices import Drive, locate
 from infinity.telemetry.exporter import serve_registry
-from infinity_daemon import measure, stale
+from infinity.untrusted_files import own_folder, read_own
+from infinity_daemon import drive_measurement, stale
 from infinity_daemon.background import Background
-from infinity_daemon.bandwidth import Profiles
 from infinity_daemon.collect_build import BuildCollector
 from infinity_daemon.collect_devices import DevicesCollector
 from infinity_daemon.collect_ranks import RanksCollector
 from infinity_daemon.collect_stale import StaleCollector
 from infinity_daemon.collection import Collection
-from infinity_daemon.config import DaemonConfig
-from infinity_daemon.drives import Drives
+from infinity_daemon.configured_drives import Drives
+from infinity_daemon.daemon_config import DaemonConfig
+from infinity_daemon.drive_bandwidth import Profiles
+from infinity_daemon.drive_measurement import Measuring
+from infinity_daemon.drive_wear import DriveWear, WearWatch
 from infinity_daemon.fairness import Fairness, usages
 from infinity_daemon.log import event
-from infinity_daemon.measure import Measuring
-from infinity_daemon.pages import StatsPages
+from infinity_daemon.node_state import NodeState
 from infinity_daemon.requests import Requests
 from infinity_daemon.reservations import Reservations
 from infinity_daemon.server import SocketServer
 from infinity_daemon.stale import StaleRuns
-from infinity_daemon.state import NodeState
-from infinity_daemon.wear import DriveWear, WearWatch
+from infinity_daemon.stats_files import StatsPages
 from infinity_daemon.web import routes
 
 _SWEEP_SECONDS: Final = 1.0
@@ -181,7 +181,7 @@ class Daemon:
     async def _work_until(self, stop: asyncio.Event) -> None:
         """Do what the daemon does by itself, until told to stop."""
         threads = [
-            Background("measure", self._measuring.look, measure.LOOK_SECONDS),
+            Background("measure", self._measuring.look, drive_measurement.LOOK_SECONDS),
             Background("stale", self._stale.look, stale.LOOK_SECONDS),
         ]
         try:
@@ -245,7 +245,7 @@ def _token(file: str) -> str:
 def _state_folder(config: DaemonConfig) -> Path:
     """Make the folder of what is kept, and return it; the runtime folder where the one by default cannot be used."""
     try:
-        _make_folder(config.state_dir, "state folder", "measure.state_dir")
+        _make_folder(config.state_dir, "state folder", "drive_measurement.state_dir")
     except ConfigError as error:
         if config.measure.state_dir:
             raise

@@ -1,8 +1,9 @@
 """Runs on the drives that nobody holds any more: what they take, and their removal where that is set.
 
-[Note: what a removal loses] Without a commit a run cannot be gone on with: its removal loses nothing. A run with a
-commit is all that is left of a training, and nobody but its user knows whether it is still wanted. So the two are set
-apart, and neither is removed by default. What looks like a commit counts as one: on drives of several nodes the
+[Note: what a removal loses] Without a checkpoint a run cannot be gone on with: its removal loses nothing. A run with a
+checkpoint is all that is left of a training, and nobody but its user knows whether it is still wanted. So the two are
+set
+apart, and neither is removed by default. What looks like a checkpoint counts as one: on drives of several nodes the
 manifests that make it whole may be elsewhere, and so may its first folder. A run of which a folder is not among the
 daemon's paths, or that belongs to another user, is listed only.
 """
@@ -20,10 +21,10 @@ from pathlib import Path
 from typing import Final
 
 from infinity.errors import ConfigError, FolderBusyError
-from infinity.io.drives import locate
+from infinity.io.block_devices import locate
 from infinity.store.folder import RunFolder, holder_of, no_starts
 from infinity.store.marker import FoundRun, look_for_runs
-from infinity_daemon.config import StaleConfig
+from infinity_daemon.daemon_config import StaleConfig
 from infinity_daemon.log import event
 
 LOOK_SECONDS: Final = 60.0
@@ -41,8 +42,8 @@ class StaleRun:
     """Its folders that were found, in its own order."""
     complete: bool
     """Whether these are all."""
-    committed: bool
-    """Whether it has a commit, or may have one."""
+    checkpointed: bool
+    """Whether it has a checkpoint, or may have one."""
     nbytes: int
     """What it takes on the drives."""
     by_drive: Mapping[str, int]
@@ -81,14 +82,14 @@ class StaleRuns:
 
     def _is_time(self, run: StaleRun, now: float) -> bool:
         settings = self.settings
-        grace = settings.remove_committed_after_seconds if run.committed else settings.remove_after_seconds
+        grace = settings.remove_checkpointed_after_seconds if run.checkpointed else settings.remove_after_seconds
         if not grace or not run.complete or any(_owner(root) != os.geteuid() for root in run.roots):
             return False
         return time.time() - run.changed >= grace and now - self._since[run.run_id] >= min(grace, _SURE_SECONDS)
 
     def _remove(self, run: StaleRun, drives: Mapping[str, str]) -> bool:
         """Remove a run if it is as it was found; return whether it is gone."""
-        said = {"run": run.run_id, "bytes": run.nbytes, "committed": run.committed}
+        said = {"run": run.run_id, "bytes": run.nbytes, "checkpointed": run.checkpointed}
         try:
             with no_starts([root.parent for root in run.roots]):
                 if run not in _stale(drives):  # it goes on, or somebody has removed it
@@ -123,16 +124,16 @@ def _described(run: FoundRun, drives: Mapping[str, str]) -> StaleRun:
         run_id=run.run_id,
         roots=run.in_order,
         complete=run.complete,
-        committed=0 not in run.roots or _may_have_commits(run.roots[0] / "commits"),
+        checkpointed=0 not in run.roots or _may_have_checkpoints(run.roots[0] / "checkpoints"),
         nbytes=sum(by_drive.values()),
         by_drive=by_drive,
         changed=changed,
     )
 
 
-def _may_have_commits(commits: Path) -> bool:
+def _may_have_checkpoints(checkpoints: Path) -> bool:
     try:
-        return any(name.endswith(".json") for name in os.listdir(commits))
+        return any(name.endswith(".json") for name in os.listdir(checkpoints))
     except FileNotFoundError:
         return False
     except OSError:

@@ -7,13 +7,13 @@ from importlib.resources import files
 from typing import Final
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from infinity.telemetry.server import Route, Stream
-from infinity_daemon.state import NodeState
+from infinity.telemetry.http_server import Route, Stream
+from infinity_daemon.node_state import NodeState
 
 _FILES: Final = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
-    **{f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in ("page", "chart", "units")},
+    **{f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in ("page", "chart", "fsdp_modules")},
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 """By path, the file in `site` and its type."""
@@ -22,7 +22,7 @@ _HEADERS: Final = (
     (
         "Content-Security-Policy",
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'",
+        "base-uri 'none'; form-action 'none'; cache slot-ancestors 'none'; require-trusted-types-for 'script'",
     ),
     ("X-Content-Type-Options", "nosniff"),
     ("Referrer-Policy", "no-referrer"),

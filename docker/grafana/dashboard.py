@@ -81,7 +81,7 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
               f"sum(rate(steps_total{_RATE}))", "{{part}}"),), "stacked",
         ),
         Panel(
-            "Share of time by phase", "percentunit", "Commits and the time between steps included; mean over ranks.",
+            "Share of time by phase", "percentunit", "Checkpoints and the time between steps included; mean over ranks.",
             ((f"avg by (phase) (rate(step_phase_seconds_total{_RATE}))", "{{phase}}"),), "stacked",
         ),
         Panel(
@@ -101,7 +101,7 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
               "{{run}} {{phase}}"),),
         ),
         Panel(
-            "Waiting for a frame", "percentunit", "Share of time, mean over ranks.",
+            "Waiting for a cache slot", "percentunit", "Share of time, mean over ranks.",
             ((f"avg by (run) (rate(pool_wait_seconds_total{_RATE}))", "{{run}}"),),
         ),
     ),
@@ -172,8 +172,8 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             ),
         ),
     ),
-    "Memory and commits": (
-        Panel("Arena frames", "short", "Frames of the host arena by use.",
+    "Memory and checkpoints": (
+        Panel("Host cache slots", "short", "Cache slots of the host cache by use.",
               (("sum by (status) (pool_frames)", "{{status}}"),), "stacked"),
         Panel(
             "State by tier", "bytes", "Bytes held, and what the tier may hold.",
@@ -183,17 +183,17 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             ),
         ),
         Panel(
-            "Commit time", "s", "Until a commit is durable, over the last hour.",
+            "Checkpoint time", "s", "Until a checkpoint is durable, over the last hour.",
             (
-                ("sum by (run) (increase(commit_duration_seconds_sum[1h])) / "
-                 "sum by (run) (increase(commit_duration_seconds_count[1h]))", "{{run}} mean"),
-                ("histogram_quantile(0.95, sum by (run, le) (increase(commit_duration_seconds_bucket[1h])))",
+                ("sum by (run) (increase(checkpoint_duration_seconds_sum[1h])) / "
+                 "sum by (run) (increase(checkpoint_duration_seconds_count[1h]))", "{{run}} mean"),
+                ("histogram_quantile(0.95, sum by (run, le) (increase(checkpoint_duration_seconds_bucket[1h])))",
                  "{{run}} p95"),
             ),
         ),
         Panel(
-            "Age of the last commit", "s", "What a crash now would cost; of the rank that is furthest behind.",
-            (("time() - min by (run) (commit_last_success_timestamp_seconds > 0)", "{{run}}"),), "stat",
+            "Age of the last checkpoint", "s", "What a crash now would cost; of the rank that is furthest behind.",
+            (("time() - min by (run) (checkpoint_last_success_timestamp_seconds > 0)", "{{run}}"),), "stat",
         ),
     ),
     "Drives": (
@@ -303,7 +303,10 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
         "description": panel.about,
         "datasource": SOURCE,
         "gridPos": place,
-        "fieldConfig": {"defaults": {"unit": panel.unit, **({"custom": custom} if lines else {})}, "overrides": []},
+        "fieldConfig": {
+            "defaults": {"unit": panel.unit, **({"custom": custom} if lines else {})},
+            "overrides": [],
+        },
         "options": {"showHeader": True} if table else options,
         "targets": [
             {

@@ -1,1 +1,1 @@
-"""Layer-major accumulation: each unit runs all slices of a batch before the next unit starts."""
+"""Layer-major accumulation: each FSDP module runs all slices of a batch before the next FSDP module starts."""

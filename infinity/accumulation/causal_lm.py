@@ -26,32 +26,32 @@ class SlicedCausalLM(SlicedForward):
     the loss of another.
     """
 
-    def __init__(self, model: nn.Module, count: int, layers: Mapping[str, nn.Module], unit: nn.Module) -> None:
+    def __init__(self, model: nn.Module, count: int, layers: Mapping[str, nn.Module], fsdp_module: nn.Module) -> None:
         """Take over; slices of tokens stay.
 
         Args:
             model: found by `causal_lm_in`.
             count: as for other modules.
-            layers: other units, by name.
-            unit: `fully_shard` was called on it: the model, or what adapters have put around it.
+            layers: other FSDP modules, by name.
+            FSDP module: `fully_shard` was called on it: the model, or what adapters have put around it.
 
         Raises:
-            UnsupportedError: a unit other than the root has a part of the head.
+            UnsupportedError: an FSDP module other than the root has a part of the head.
         """
         self.tokens: int | None = model.forward.tokens if isinstance(model.forward, SlicedCausalLM) else None
         """Tokens in a slice; None: those of `count` slices of rows. Changed by `sliced_loss`."""
-        super().__init__(model, count, unit=unit)
+        super().__init__(model, count, fsdp_module=fsdp_module)
         base: Any = model.base_model
         self._base: nn.Module = getattr(base, "decoder", base)  # some models call that part of it
         of_base = set(self._base.modules())
         for name, layer in layers.items():
             if layer not in of_base:
                 raise UnsupportedError(
-                    f"head and loss can be sliced in the unit of the model only, but {name} is a unit"
+                    f"head and loss can be sliced in the FSDP module of the model only, but {name} is an FSDP module"
                 )
-        children, units = list(self._base.children()), set(layers.values())
+        children, fsdp_modules = list(self._base.children()), set(layers.values())
         behind = 1 + max(
-            (at for at, child in enumerate(children) if units & set(child.modules())), default=len(children)
+            (at for at, child in enumerate(children) if fsdp_modules & set(child.modules())), default=len(children)
         )
         self.norms = [child for child in children[behind:] if _may_be_norm(child)]
         """What the root runs between layers and head, as far as the order of modules tells; fixed."""

@@ -1,7 +1,8 @@
-"""Layer-major accumulation: each unit runs all slices of the batch before the next unit starts.
+"""Layer-major accumulation: each FSDP module runs all slices of the batch before the next FSDP module starts.
 
-FSDP2's hooks stay around the whole: a unit is gathered once in forward and once in backward, and its gradients are
-reduced once, for any number of slices. Kept for backward are the inputs of units; all else is computed again.
+FSDP2's hooks stay around the whole: an FSDP module is gathered once in forward and once in backward, and its gradients
+are
+reduced once, for any number of slices. Kept for backward are the inputs of FSDP modules; all else is computed again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _log = logging.getLogger("infinity")
 
 
 def micro_batches(model: nn.Module, count: int, *, batch_dim: BatchDim = None) -> None:
-    """Let every unit of a sharded model run a batch in `count` slices, so that more slices move no more weights.
+    """Let every FSDP module of a sharded model run a batch in `count` slices, so that more slices move no more weights.
 
     Called after `fully_shard`, before or after `infinity.offload`; a later call changes the number. Batches given to
     the model are whole. In the first forward each layer is tried with one and two rows of its batch: which arguments
@@ -64,7 +65,7 @@ def sliced_loss(model: nn.Module, tokens: int) -> None:
     `micro_batches`. `torch.autograd.grad` and `backward(inputs=…)` do not work with it. Adapters of peft may be in it.
 
     Args:
-        model: `fully_shard` was called on it; the head is in the unit of the model itself.
+        model: `fully_shard` was called on it; the head is in the FSDP module of the model itself.
         tokens: per slice of the tokens of a batch, all its sequences one behind the other.
 
     Raises:
@@ -83,12 +84,12 @@ def sliced_loss(model: nn.Module, tokens: int) -> None:
         )
     forward = found.forward
     if not isinstance(forward, SlicedCausalLM):
-        forward = SlicedCausalLM(found, 0, _units(model), model)
+        forward = SlicedCausalLM(found, 0, _fsdp_modules(model), model)
         replace_forward(found, forward)
     forward.tokens = tokens
 
 
-def _units(model: nn.Module) -> dict[str, nn.Module]:
+def _fsdp_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if name and private.is_sharded_module(module)}
 
 
@@ -96,7 +97,7 @@ class LayerMajor:
     """Slices the batches of a sharded model like `micro_batches`, but only those that run inside of `slices`."""
 
     def __init__(self, model: nn.Module, *, head: bool = True) -> None:
-        """Take over the forwards of the model's units, which run as they are until `slices`.
+        """Take over the forwards of the model's FSDP modules, which run as they are until `slices`.
 
         Args:
             model: as `micro_batches` takes it.
@@ -120,8 +121,8 @@ class LayerMajor:
 
 
 def _sliced(model: nn.Module, count: int, batch_dim: BatchDim, *, head: bool) -> list[SlicedForward]:
-    """Put sliced forwards in the place of those of the model's units."""
-    layers = _units(model)
+    """Put sliced forwards in the place of those of the model's FSDP modules."""
+    layers = _fsdp_modules(model)
     if not private.is_sharded_module(model) or not layers:
         raise UnsupportedError(
             "micro_batches needs a sharded model: call fully_shard on its layers and on itself first"
@@ -135,12 +136,12 @@ def _sliced(model: nn.Module, count: int, batch_dim: BatchDim, *, head: bool) ->
     for name in layers:
         inner = next((other for other in layers if other.startswith(f"{name}.")), None)
         if inner is not None:
-            raise UnsupportedError(f"micro_batches needs units side by side, but {name} contains {inner}")
+            raise UnsupportedError(f"micro_batches needs FSDP modules side by side, but {name} contains {inner}")
     forwards = [SlicedForward(layer, count, batch_dim) for layer in layers.values()]
     found = causal_lm_in(model) if head else None
     if found is not None:
         whole = SlicedCausalLM(found, count, layers, model)
-        forwards += [whole, *(SlicedNorm(norm, count, unit=model) for norm in whole.norms)]
+        forwards += [whole, *(SlicedNorm(norm, count, fsdp_module=model) for norm in whole.norms)]
     elif head and computes_loss(model):
         _log.warning("head and loss of %s run on the whole batch at once", type(model).__name__)
     for forward in forwards:

@@ -33,7 +33,7 @@ class SlicedForward:
     """The forward of a module, slice by slice."""
 
     def __init__(
-        self, module: nn.Module, count: int, batch_dim: BatchDim = None, *, unit: nn.Module | None = None
+        self, module: nn.Module, count: int, batch_dim: BatchDim = None, *, fsdp_module: nn.Module | None = None
     ) -> None:
         """Take over from the forward that `module` has.
 
@@ -41,11 +41,12 @@ class SlicedForward:
             module: its forward runs slice by slice.
             count: how many slices; 0: none, the module's own forward runs.
             batch_dim: as `micro_batches` takes it.
-            unit: `fully_shard` was called on it, and it gathers the module's parameters; None: the module itself.
+            FSDP module: `fully_shard` was called on it, and it gathers the module's parameters; None: the module
+            itself.
         """
         forward = module.forward
         self.module, self.count = module, count
-        self._unit = module if unit is None else unit
+        self._fsdp_module = module if fsdp_module is None else fsdp_module
         # The forward of the module itself, for a whole batch.
         self.whole: Callable[..., Any] = forward.whole if isinstance(forward, SlicedForward) else forward
         # Finds out, once per kind of call, how batches are sliced.
@@ -77,7 +78,7 @@ class SlicedForward:
             return tuple(outputs)
 
         if slicing is not None:
-            private.add_up_gradients(self._unit)
+            private.add_up_gradients(self._fsdp_module)
         # Without it a slice would not be part of the graph where its inputs need no gradient, but parameters do.
         anchor = torch.empty(0, requires_grad=any(param.requires_grad for param in self.module.parameters()))
         recompute = torch.is_grad_enabled() and any(

@@ -1,1 +1,1 @@
-"""Commits: what they hold, how they are published, and how they are read."""
+"""Checkpoints: what they hold, how they are published, and how they are read."""

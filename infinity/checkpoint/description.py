@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from infinity.content.format import ENCODINGS, HALVES, ITEMSIZE, MASTER, StateFormat
-from infinity.content.layout import RANGE_ALIGNMENT, Layout, ShardSpec, UnitSpec, build_layout
+from infinity.content.layout import RANGE_ALIGNMENT, FSDPModuleSpec, Layout, ShardSpec, build_layout
 from infinity.errors import BudgetError
 from infinity.schema import MOST, brief, distinct, flag, integer, one_of, record, row, sequence, table, text
 
@@ -84,7 +84,7 @@ _TENSOR = record(
     tensor_parallel=flag,
 )
 DESCRIPTION = record(
-    units=sequence(record(UnitSpec, name=text(), shards=sequence(_SHARD))),
+    fsdp_modules=sequence(record(FSDPModuleSpec, name=text(), shards=sequence(_SHARD))),
     formats=table(text(), _FORMAT),
     tensors=sequence(_TENSOR),
     buffers=distinct(sequence(text())),
@@ -112,7 +112,7 @@ class RunDescription:
             for shard in segment.shards
         }
         return {
-            "units": [unit.tree for unit in layout.units],
+            "fsdp_modules": [fsdp_module.tree for fsdp_module in layout.fsdp_modules],
             "formats": formats,
             "tensors": [asdict(tensor) for tensor in self.tensors],
             "buffers": self.buffers,
@@ -125,17 +125,17 @@ class RunDescription:
         Raises:
             ValueError: it contradicts itself, or is of more than can be.
         """
-        units, tensors = values["units"], values["tensors"]
-        _check_layout(units, values["formats"], page_bytes)
-        _check_tensors(tensors, [shard for unit in units for shard in unit.shards])
+        fsdp_modules, tensors = values["fsdp_modules"], values["tensors"]
+        _check_layout(fsdp_modules, values["formats"], page_bytes)
+        _check_tensors(tensors, [shard for fsdp_module in fsdp_modules for shard in fsdp_module.shards])
         try:
-            layout = build_layout(units, values["formats"], page_bytes)
+            layout = build_layout(fsdp_modules, values["formats"], page_bytes)
         except BudgetError as error:  # rows that the pages have no room for
             raise ValueError(f"page_bytes: {error}") from error
         return cls(layout=layout, tensors=tensors, buffers=values["buffers"])
 
 
-def _check_layout(units: tuple[UnitSpec, ...], formats: dict[str, StateFormat], page_bytes: int) -> None:
+def _check_layout(fsdp_modules: tuple[FSDPModuleSpec, ...], formats: dict[str, StateFormat], page_bytes: int) -> None:
     """Check that a layout can be built of these, before any memory is spent on it."""
     nbytes, number = 0.0, 0
     for fmt in formats.values():
@@ -143,17 +143,17 @@ def _check_layout(units: tuple[UnitSpec, ...], formats: dict[str, StateFormat], 
         sizes = (ITEMSIZE[fmt.param], fmt.update_bytes, *(ITEMSIZE[dtype] for dtype in fmt.grads))
         if max(sizes) * RANGE_ALIGNMENT > page_bytes:
             raise ValueError(f"page_bytes: {page_bytes} is too small for the state of {RANGE_ALIGNMENT} elements")
-    for shard in (shard for unit in units for shard in unit.shards):
+    for shard in (shard for fsdp_module in fsdp_modules for shard in fsdp_module.shards):
         if shard.segment_key not in formats or shard.numel > shard.padded:
-            raise ValueError(f"units: {brief(shard)} cannot be")
+            raise ValueError(f"FSDP modules: {brief(shard)} cannot be")
         fmt = formats[shard.segment_key]
         if shard.trainable != bool(fmt.grads):
-            raise ValueError(f"units: {brief(shard)} is not of {brief(fmt)}")
+            raise ValueError(f"FSDP modules: {brief(shard)} is not of {brief(fmt)}")
         nbytes += (shard.padded + RANGE_ALIGNMENT) * (fmt.state_bytes + sum(ITEMSIZE[dtype] for dtype in fmt.grads))
         number += 2 + len(fmt.grads)
     # Pages are cut about evenly (`layout`), so they are at least an eighth full but for one of each role and segment.
     if 8 * nbytes // page_bytes + number > _MOST_PAGES:
-        raise ValueError(f"units: they are of more than {_MOST_PAGES} pages")
+        raise ValueError(f"FSDP modules: they are of more than {_MOST_PAGES} pages")
 
 
 def _check_tensors(tensors: tuple[TensorSpec, ...], shards: list[ShardSpec]) -> None:

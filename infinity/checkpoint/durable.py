@@ -16,9 +16,9 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from infinity.access import sync_folder
 from infinity.errors import ConfigError
 from infinity.units import format_size
+from infinity.untrusted_files import sync_folder
 
 _log = logging.getLogger("infinity")
 _PARTIAL = ".partial-"

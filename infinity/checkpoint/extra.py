@@ -1,4 +1,4 @@
-"""What users give `commit()` of their own, as JSON that gives back something equal to it.
+"""What users give `save_checkpoint()` of their own, as JSON that gives back something equal to it.
 
 Numbers, texts, None, lists and dicts with texts as keys are themselves. JSON has neither tuples nor other keys, which
 state dicts of schedulers have: a tuple is `{"tuple": [item, …]}`, a dict with a key that is no text
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from infinity.errors import CommitError
+from infinity.errors import CheckpointError
 from infinity.schema import brief
 
 _MOST_NESTED = 100
@@ -18,21 +18,21 @@ _MARKS = ({"tuple"}, {"pairs"})
 
 
 def save_extra(extra: Any) -> dict[str, Any]:
-    """Return plain data of JSON for what `commit` is given.
+    """Return plain data of JSON for what `checkpoint` is given.
 
     NaN and infinities are accepted, as schedulers have them; Python's JSON gives them back.
 
     Raises:
-        CommitError: it would come back changed, or not at all; the place is named.
+        CheckpointError: it would come back changed, or not at all; the place is named.
     """
     if not isinstance(extra, dict) or not all(isinstance(key, str) for key in extra):
-        raise CommitError(f"extra is {brief(extra)}; commit a dict with texts as keys")
+        raise CheckpointError(f"extra is {brief(extra)}; checkpoint a dict with texts as keys")
     return {_key(key, "extra"): _plain(value, f"extra[{brief(key)}]", _MOST_NESTED) for key, value in extra.items()}
 
 
 def _plain(value: Any, place: str, depth: int) -> Any:
     if not depth:
-        raise CommitError(f"{place[:200]}… is nested more than {_MOST_NESTED} deep, or contains itself")
+        raise CheckpointError(f"{place[:200]}… is nested more than {_MOST_NESTED} deep, or contains itself")
     if isinstance(value, dict):
         items = [(_key(key, place), _plain(item, f"{place}[{brief(key)}]", depth - 1)) for key, item in value.items()]
         if all(isinstance(key, str) for key in value) and set(value) not in _MARKS:
@@ -46,7 +46,7 @@ def _plain(value: Any, place: str, depth: int) -> Any:
 
 def _key(key: Any, place: str) -> Any:
     if isinstance(key, tuple):
-        raise CommitError(f"{place} has the key {brief(key)}; use texts or numbers as keys")
+        raise CheckpointError(f"{place} has the key {brief(key)}; use texts or numbers as keys")
     return _atom(key, f"a key of {place}")
 
 
@@ -55,14 +55,14 @@ def _atom(value: Any, place: str) -> Any:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise CommitError(
-                f"{place} is a text that is not Unicode: {brief(value)}; commit bytes as hex()"
+            raise CheckpointError(
+                f"{place} is a text that is not Unicode: {brief(value)}; checkpoint bytes as hex()"
             ) from error
     elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
-        raise CommitError(f"{place} is an integer of more than {_MOST_BITS} bits; commit it as a text")
+        raise CheckpointError(f"{place} is an integer of more than {_MOST_BITS} bits; checkpoint it as a text")
     elif not isinstance(value, int | float | None):
-        raise CommitError(
-            f"{place} is of type {type(value).__name__}; commit numbers, texts, None, and lists, tuples and dicts of "
+        raise CheckpointError(
+            f"{place} is of type {type(value).__name__}; checkpoint numbers, texts, None, and lists, tuples and dicts of "
             "them (of a tensor or an array, tolist())"
         )
     return value

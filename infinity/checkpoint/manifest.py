@@ -1,11 +1,13 @@
-"""The manifest of a commit: one JSON file per rank, all that is needed to read its pages; docs/on-disk-format.md.
+"""The manifest of a checkpoint: one JSON file per rank, all that is needed to read its pages; docs/on-disk-format.md.
 
-[Note: the identity of a commit] Every commit has an identity of its own, which all its ranks have in the names of their
-files and in their manifests. A step that is committed again, or on another branch of the run, is another commit: ranks
+[Note: the identity of a checkpoint] Every checkpoint has an identity of its own, which all its ranks have in the names
+of their
+files and in their manifests. A step that is checkpointed again, or on another branch of the run, is another checkpoint:
+ranks
 of one are never taken for ranks of the other, and none is replaced before all ranks have published the one after it.
 
 A reader assumes nothing: every field is checked against `_BODY`, the fields against each other and the name of the
-file, the extents against the layout and the data files. Whatever is wrong is a `CommitError` that names the file.
+file, the extents against the layout and the data files. Whatever is wrong is a `CheckpointError` that names the file.
 """
 
 from __future__ import annotations
@@ -28,18 +30,18 @@ from typing import Any
 import xxhash
 
 from infinity import schema
-from infinity.access import read_regular
 from infinity.checkpoint.description import DESCRIPTION, RunDescription
 from infinity.checkpoint.durable import write_durably
 from infinity.checkpoint.extra import load_extra, save_extra
 from infinity.checkpoint.values import setting
 from infinity.content.format import Role
 from infinity.content.layout import PAGE_ALIGNMENT, Layout
-from infinity.errors import CommitError
+from infinity.errors import CheckpointError
 from infinity.schema import MOST, brief, index, integer, number, record, row, sequence, table, text
 from infinity.store.extents import Extent
 from infinity.store.folder import RunFolder
-from infinity.store.pages import Version
+from infinity.store.page_store import Version
+from infinity.untrusted_files import read_regular
 
 FORMAT = 2
 _MOST = 1 << 30  # bytes of a manifest, which takes about a hundred for a page; a longer one is not read into memory
@@ -89,13 +91,13 @@ _BODY = record(
 
 
 @dataclass(frozen=True, order=True)
-class CommitName:
-    """What the manifests of one commit have in common; sorts by step, then by age."""
+class CheckpointName:
+    """What the manifests of one checkpoint have in common; sorts by step, then by age."""
 
     step: int
     """That it is of, counted from the begin of the run."""
     identity: str
-    """24 hexadecimal digits; those of a later commit are greater."""
+    """24 hexadecimal digits; those of a later checkpoint are greater."""
     world_size: int
     """How many ranks have a manifest of it."""
 
@@ -104,26 +106,26 @@ class CommitName:
         return Published(self.step, self.identity, self.world_size, rank)
 
     def __str__(self) -> str:
-        return f"commit {self.identity} of step {self.step}"
+        return f"checkpoint {self.identity} of step {self.step}"
 
 
 @dataclass(frozen=True, order=True)
 class Published:
-    """What the name of a manifest says: this rank has published its part of this commit."""
+    """What the name of a manifest says: this rank has published its part of this checkpoint."""
 
     step: int
-    """That the commit is of."""
+    """That the checkpoint is of."""
     identity: str
-    """Of the commit; empty in names of format 1, which had none."""
+    """Of the checkpoint; empty in names of format 1, which had none."""
     world_size: int
-    """How many ranks have a manifest of the commit."""
+    """How many ranks have a manifest of the checkpoint."""
     rank: int
     """Whose manifest it is."""
 
     @property
-    def commit(self) -> CommitName:
-        """The commit."""
-        return CommitName(self.step, self.identity, self.world_size)
+    def checkpoint(self) -> CheckpointName:
+        """The checkpoint."""
+        return CheckpointName(self.step, self.identity, self.world_size)
 
     @property
     def file_name(self) -> str:
@@ -144,8 +146,8 @@ class Manifest:
     Attributes:
         run_id: of the run, and the name of its folders.
         step: optimizer steps that were done.
-        identity: of the commit [Note: the identity of a commit].
-        rank: whose part of the commit this is.
+        identity: of the checkpoint [Note: the identity of a checkpoint].
+        rank: whose part of the checkpoint this is.
         world_size: number of ranks.
         created: Unix time in seconds.
         description: what the pages hold.
@@ -201,7 +203,7 @@ class Manifest:
 
 
 def new_identity(after: str) -> str:
-    """Return an identity that no other commit has, and that sorts behind the one given; that may be empty.
+    """Return an identity that no other checkpoint has, and that sorts behind the one given; that may be empty.
 
     The first half is the time in milliseconds, the second half is random.
     """
@@ -210,7 +212,10 @@ def new_identity(after: str) -> str:
 
 
 def published_in(folder: Path) -> list[Published]:
-    """Return what was published in a run's folder of commits, in order; others are passed over. Raises `OSError`."""
+    """Return what was published in a run's folder of checkpoints, in order;
+
+    others are passed over. Raises `OSError`.
+    """
     found = []
     for file_name in names_in(folder):
         if match := _NAME.fullmatch(file_name):
@@ -230,10 +235,10 @@ def names_in(folder: Path) -> list[str]:
 
 
 def left_over(folder: Path, published: Iterable[Published]) -> list[Path]:
-    """Return state files of commits of which no manifest is there: they were cut off, or a manifest was lost.
+    """Return state files of checkpoints of which no manifest is there: they were cut off, or a manifest was lost.
 
     Args:
-        folder: of the run's commits.
+        folder: of the run's checkpoints.
         published: what is in it.
     """
     names = list(published)
@@ -244,28 +249,28 @@ def left_over(folder: Path, published: Iterable[Published]) -> list[Path]:
     return [folder / name for name in found if name not in known and ".".join(name.split(".")[:2]) not in unknown]
 
 
-def complete_commits(published: Iterable[Published]) -> list[CommitName]:
-    """Return the commits of which all ranks have published their part, in order: only they are commits."""
-    ranks = Counter(name.commit for name in set(published))
-    return sorted(commit for commit, number in ranks.items() if number == commit.world_size)
+def complete_checkpoints(published: Iterable[Published]) -> list[CheckpointName]:
+    """Return the checkpoints of which all ranks have published their part, in order: only they are checkpoints."""
+    ranks = Counter(name.checkpoint for name in set(published))
+    return sorted(checkpoint for checkpoint, number in ranks.items() if number == checkpoint.world_size)
 
 
-def choose_commit(run_id: str, commits: Sequence[CommitName], step: int) -> CommitName:
-    """Return the newest commit, or the newest of a step.
+def choose_checkpoint(run_id: str, checkpoints: Sequence[CheckpointName], step: int) -> CheckpointName:
+    """Return the newest checkpoint, or the newest of a step.
 
     Args:
-        commits: in order.
+        checkpoints: in order.
         step: -1 is any.
 
     Raises:
-        CommitError: it is not there; the steps that are there are listed.
+        CheckpointError: it is not there; the steps that are there are listed.
     """
-    found = [commit for commit in commits if step in (-1, commit.step)]
+    found = [checkpoint for checkpoint in checkpoints if step in (-1, checkpoint.step)]
     if found:
         return found[-1]
-    what = f"commit of step {step}" if step >= 0 else "commit"
-    listed = ", ".join(map(str, sorted({commit.step for commit in commits}))) or "none"
-    raise CommitError(f"run {run_id} has no {what} of all its ranks (steps with a commit: {listed})")
+    what = f"checkpoint of step {step}" if step >= 0 else "checkpoint"
+    listed = ", ".join(map(str, sorted({checkpoint.step for checkpoint in checkpoints}))) or "none"
+    raise CheckpointError(f"run {run_id} has no {what} of all its ranks (steps with a checkpoint: {listed})")
 
 
 def checksum_of(data: bytes) -> str:
@@ -279,14 +284,14 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     What was written is read back by the rules of `read_manifest` first.
 
     Raises:
-        CommitError: it is not what a reader would take.
+        CheckpointError: it is not what a reader would take.
         OSError: the file system refused.
     """
     target = folder / manifest.file_name
     body = json.dumps({"format": FORMAT, **_encode(manifest)}, sort_keys=True, separators=(",", ":"))
     envelope = json.dumps({"checksum": checksum_of(body.encode()), "body": body})
     if len(envelope) > _MOST:
-        raise CommitError(f"{target} would have {len(envelope)} bytes, at most {_MOST} are read; use larger pages")
+        raise CheckpointError(f"{target} would have {len(envelope)} bytes, at most {_MOST} are read; use larger pages")
     write_durably(target, envelope.encode(), check=partial(_decode, target))
 
 
@@ -294,7 +299,7 @@ def read_manifest(file: Path) -> Manifest:
     """Read and check a manifest.
 
     Raises:
-        CommitError: it cannot be read, is malformed, or does not match its checksum or its name.
+        CheckpointError: it cannot be read, is malformed, or does not match its checksum or its name.
     """
     with using(file):
         content = read_regular(file, _MOST)
@@ -302,14 +307,14 @@ def read_manifest(file: Path) -> Manifest:
 
 
 def _decode(file: Path, content: bytes) -> Manifest:
-    """Return the manifest that the content of a file is. Raises `CommitError`."""
+    """Return the manifest that the content of a file is. Raises `CheckpointError`."""
     with using(file):
         outer = _ENVELOPE(_parse(content))
         if checksum_of(outer["body"].encode()) != outer["checksum"]:
-            raise CommitError(f"{file} does not match its checksum; resume from another commit")
+            raise CheckpointError(f"{file} does not match its checksum; resume from another checkpoint")
         body = table(schema.anything, schema.anything)(_parse(outer["body"]))
         if (found := body.pop("format", None)) != FORMAT or type(found) is not int:
-            raise CommitError(
+            raise CheckpointError(
                 f"{file} has format {brief(found)}, this version reads {FORMAT}; use the version that wrote it"
             )
         values = _BODY(body)
@@ -328,7 +333,7 @@ def _decode(file: Path, content: bytes) -> Manifest:
 def _check_names(manifest: Manifest, file: Path) -> None:
     if manifest.rank >= manifest.world_size or manifest.file_name != file.name:
         raise ValueError(
-            f"it is of rank {manifest.rank} of {manifest.world_size} at step {manifest.step}, commit "
+            f"it is of rank {manifest.rank} of {manifest.world_size} at step {manifest.step}, checkpoint "
             f"{manifest.identity}"
         )
     if file.parent.parent.name != manifest.run_id:
@@ -346,7 +351,9 @@ def _check_extents(manifest: Manifest) -> None:
 
 
 def _check_indices(manifest: Manifest) -> None:
-    """Check that a commit has the pages of its layout, all of them and each of its size, and no other parameters."""
+    """Check that a checkpoint has the pages of its layout, all of them and each of its size, and no other
+    parameters.
+    """
     layout = manifest.layout
     expected = {page.index: page.nbytes for page in layout.pages if page.role is not Role.GRAD}
     if {page: version.extent.length for page, version in manifest.pages.items()} != expected:
@@ -357,14 +364,14 @@ def _check_indices(manifest: Manifest) -> None:
 
 
 def check_pages(manifest: Manifest, folder: RunFolder) -> None:
-    """Check that the pages of a commit are within the run's data files.
+    """Check that the pages of a checkpoint are within the run's data files.
 
     Raises:
-        CommitError: they are not, or the commit lies on another number of paths; the file is named.
+        CheckpointError: they are not, or the checkpoint lies on another number of paths; the file is named.
     """
-    file = folder.commits / manifest.file_name
+    file = folder.checkpoints / manifest.file_name
     if len(manifest.weights) != len(folder.roots):
-        raise CommitError(
+        raise CheckpointError(
             f"run {manifest.run_id} lies on {len(manifest.weights)} paths, {len(folder.roots)} were named; name them "
             "all, in the order of storage.paths"
         )
@@ -375,24 +382,24 @@ def check_pages(manifest: Manifest, folder: RunFolder) -> None:
         data = folder.data_file(path, manifest.rank)
         size = data.stat().st_size if data.is_file() else 0
         if size < end:
-            raise CommitError(f"{file} names {end} bytes of {data}, which has {size}")
+            raise CheckpointError(f"{file} names {end} bytes of {data}, which has {size}")
 
 
 @contextmanager
 def using(file: Path) -> Iterator[None]:
-    """Turn what is wrong with the content of a file, in the block, into a `CommitError` that names it.
+    """Turn what is wrong with the content of a file, in the block, into a `CheckpointError` that names it.
 
     Raises:
-        CommitError: for `OSError`, `ValueError`, `MemoryError` and `RecursionError`.
+        CheckpointError: for `OSError`, `ValueError`, `MemoryError` and `RecursionError`.
     """
     try:
         yield
     except OSError as error:
-        raise CommitError(f"{file} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     except MemoryError as error:
-        raise CommitError(f"{file} cannot be read: it does not fit into memory") from error
+        raise CheckpointError(f"{file} cannot be read: it does not fit into memory") from error
     except (ValueError, RecursionError) as error:
-        raise CommitError(f"{file} is malformed: {error}") from error
+        raise CheckpointError(f"{file} is malformed: {error}") from error
 
 
 def _parse(content: str | bytes) -> Any:
@@ -407,16 +414,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_state_file(folder: Path, manifest: Manifest) -> bytes:
-    """Return the content of a commit's state file.
+    """Return the content of a checkpoint's state file.
 
     Raises:
-        CommitError: it is missing or does not match its checksum.
+        CheckpointError: it is missing or does not match its checksum.
     """
     file = folder / manifest.state_file
     with using(file):
         data = read_regular(file, _MOST_STATE)
     if checksum_of(data) != manifest.state_checksum:
-        raise CommitError(f"state file {file} of the commit does not match its checksum")
+        raise CheckpointError(f"state file {file} of the checkpoint does not match its checksum")
     return data
 
 

@@ -1,4 +1,7 @@
-"""Reads a commit without a model, a process group or a GPU: whole parameters, assembled from the pages of all ranks."""
+"""Reads a checkpoint without a model, a process group or a GPU:
+
+whole parameters, assembled from the pages of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,51 +14,51 @@ import torch
 
 from infinity.checkpoint import manifest as files
 from infinity.checkpoint.description import RunDescription, TensorSpec
-from infinity.checkpoint.manifest import CommitName, Manifest
-from infinity.checkpoint.state import load_scalars, load_tensors, read_groups, saved_buffer
-from infinity.checkpoint.whole import WholeState, owners_of
+from infinity.checkpoint.full_state import FullState, owners_of
+from infinity.checkpoint.manifest import CheckpointName, Manifest
+from infinity.checkpoint.model_state import load_scalars, load_tensors, read_groups, saved_buffer
 from infinity.content.format import MASTER
 from infinity.content.views import read_section, torch_dtype
-from infinity.errors import CommitError
+from infinity.errors import CheckpointError
 from infinity.store.folder import RunFolder
-from infinity.store.pages import read_version
+from infinity.store.page_store import read_version
 
 _CACHED_PAGES = 4
 
 
-class CommitReader(WholeState):
-    """One commit of a run; memory is that of one parameter and a few pages.
+class CheckpointReader(FullState):
+    """One checkpoint of a run; memory is that of one parameter and a few pages.
 
     Nothing of it changes once it is made. Files are opened for each read and closed behind it: the run may be live, and
-    may remove the commit meanwhile, which is then an error of that read.
+    may remove the checkpoint meanwhile, which is then an error of that read.
     """
 
-    def __init__(self, folder: RunFolder, step: int | CommitName = -1) -> None:
+    def __init__(self, folder: RunFolder, step: int | CheckpointName = -1) -> None:
         """Read the manifests of all ranks.
 
         Args:
             folder: the run's folders, in the order of storage.paths.
-            step: of the commit, -1 is the newest that all ranks have; or the commit itself.
+            step: of the checkpoint, -1 is the newest that all ranks have; or the checkpoint itself.
 
         Raises:
-            CommitError: there is no such commit, or it is incomplete or malformed.
+            CheckpointError: there is no such checkpoint, or it is incomplete or malformed.
         """
         self._folder = folder  # of the run
-        if isinstance(step, CommitName):
-            commit = step
+        if isinstance(step, CheckpointName):
+            checkpoint = step
         else:
-            commits = files.complete_commits(files.published_in(folder.commits))
-            commit = files.choose_commit(folder.run_id, commits, step)
-        self._step = commit.step
-        names = [commit.of(rank).file_name for rank in range(commit.world_size)]
-        self._manifests: list[Manifest] = [files.read_manifest(folder.commits / name) for name in names]  # by rank
+            checkpoints = files.complete_checkpoints(files.published_in(folder.checkpoints))
+            checkpoint = files.choose_checkpoint(folder.run_id, checkpoints, step)
+        self._step = checkpoint.step
+        names = [checkpoint.of(rank).file_name for rank in range(checkpoint.world_size)]
+        self._manifests: list[Manifest] = [files.read_manifest(folder.checkpoints / name) for name in names]  # by rank
         self._ranks: list[RunDescription] = [manifest.description for manifest in self._manifests]  # by rank
         for described, manifest in zip(self._ranks, self._manifests, strict=True):
             if _whole(described) != _whole(self._ranks[0]):
-                file = folder.commits / manifest.file_name
-                raise CommitError(f"{file} is malformed: it has other parameters than that of rank 0")
+                file = folder.checkpoints / manifest.file_name
+                raise CheckpointError(f"{file} is malformed: it has other parameters than that of rank 0")
             files.check_pages(manifest, folder)
-            files.read_state_file(folder.commits, manifest)  # what cannot be resumed from is not exported either
+            files.read_state_file(folder.checkpoints, manifest)  # what cannot be resumed from is not exported either
         self._page = lru_cache(_CACHED_PAGES)(self._read_page)  # bytes of a page, by rank and index
 
     @property
@@ -70,7 +73,7 @@ class CommitReader(WholeState):
 
     @property
     def extra(self) -> dict[str, object]:
-        """What `commit` was given."""
+        """What `checkpoint` was given."""
         return self._manifests[0].extra
 
     def dtype(self, index: int, name: str = MASTER) -> torch.dtype:
@@ -89,7 +92,7 @@ class CommitReader(WholeState):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that made the commit."""
+        """Number of ranks that made the checkpoint."""
         return len(self._ranks)
 
     def manifest(self, rank: int) -> Manifest:
@@ -124,7 +127,7 @@ class CommitReader(WholeState):
 
         Raises:
             StorageError, CorruptPageError: a page cannot be read or is not what was written.
-            CommitError: a slice of it is on no rank, or it is tensor-parallel.
+            CheckpointError: a slice of it is on no rank, or it is tensor-parallel.
         """
         spec = self.tensors[index]
         owners = owners_of([described.tensors[index] for described in self._ranks])
@@ -173,14 +176,14 @@ class CommitReader(WholeState):
         """Yield the model's persistent buffers.
 
         Raises:
-            CommitError: their file is missing or is not what was written.
+            CheckpointError: their file is missing or is not what was written.
         """
         manifest = self._manifests[0]
         names = self._ranks[0].buffers
         if not names:
             return
-        data = files.read_state_file(self._folder.commits, manifest)
-        with files.using(self._folder.commits / manifest.state_file):
+        data = files.read_state_file(self._folder.checkpoints, manifest)
+        with files.using(self._folder.checkpoints / manifest.state_file):
             tensors = load_tensors(data)
             found = [(name, saved_buffer(tensors, name)) for name in names]
         yield from found

@@ -96,7 +96,7 @@ class StateFormat:
         return cls(param=computed, master=master, kinds=kinds, grads=grads)
 
     def key(self, own: str, *, trainable: bool, slices: str = "") -> str:
-        """Return what tells the shards of a unit that form a segment: see `ShardSpec.segment_key`.
+        """Return what tells the shards of an FSDP module that form a segment: see `ShardSpec.segment_key`.
 
         Args:
             slices: ``rows`` or ``whole`` where updates need more than any elements.

@@ -1,6 +1,6 @@
 """Which bytes of this rank's state lie in which page. Pure arithmetic: no I/O, no torch.
 
-A unit's shards are grouped into *segments*: shards that share dtype and state format. A segment is one
+An FSDP module's shards are grouped into *segments*: shards that share dtype and state format. A segment is one
 element space, shards back to back, each starting at a multiple of `SHARD_ALIGNMENT` elements. Its UPDATE
 pages cut that space evenly, and hold for their range of elements master and moments one after the other; its
 PARAM pages cut it again, and its GRAD pages, once for each component of the gradient. All join pieces of the finest of
@@ -49,7 +49,7 @@ class ShardSpec:
     padded: int
     """Elements that are gathered: more than it has where the slices of all ranks are padded to one size."""
     segment_key: str
-    """Key of its format; shards of a unit with the same one form a segment."""
+    """Key of its format; shards of an FSDP module with the same one form a segment."""
     trainable: bool
     """Whether it is trained."""
     row: int = 1
@@ -64,7 +64,7 @@ class ShardSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitSpec:
+class FSDPModuleSpec:
     """One `fully_shard` group: its shards in the order in which they are gathered."""
 
     name: str
@@ -81,7 +81,7 @@ class Placed:
     """Where a shard lies: elements [start, start + padded) of a segment."""
 
     spec: ShardSpec
-    unit: int
+    fsdp_module: int
     segment: int
     start: int
 
@@ -94,8 +94,8 @@ class Page:
     """Number in the layout."""
     role: Role
     """What of the elements it holds."""
-    unit: int
-    """Number of the unit in the layout."""
+    fsdp_module: int
+    """Number of the FSDP module in the layout."""
     segment: int
     """Number of the segment in the layout."""
     start: int
@@ -134,10 +134,10 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """One element space of a unit and the pages over it, each tuple in element order.
+    """One element space of an FSDP module and the pages over it, each tuple in element order.
 
     Attributes:
-        unit: index of it.
+        FSDP module: index of it.
         format: of all its elements.
         trainable: whether its shards are trained; if not there are no update and gradient pages.
         numel: elements, a multiple of `RANGE_ALIGNMENT`.
@@ -149,7 +149,7 @@ class Segment:
         whole: whether it does.
     """
 
-    unit: int
+    fsdp_module: int
     format: StateFormat
     trainable: bool
     numel: int
@@ -170,50 +170,50 @@ class Layout:
     """All pages of one rank; nothing of it changes.
 
     Attributes:
-        units: in the order in which they are first gathered.
-        segments: unit by unit.
-        shards: unit by unit, in the order in which a unit gathers them.
+        FSDP modules: in the order in which they are first gathered.
+        segments: FSDP module by FSDP module.
+        shards: FSDP module by FSDP module, in the order in which an FSDP module gathers them.
         pages: by index.
         page_bytes: of the largest page, at most.
     """
 
-    units: tuple[UnitSpec, ...]
+    fsdp_modules: tuple[FSDPModuleSpec, ...]
     segments: tuple[Segment, ...]
     shards: tuple[Placed, ...]
     pages: tuple[Page, ...]
     page_bytes: int
 
     @cached_property
-    def unit_shards(self) -> tuple[tuple[int, ...], ...]:
-        """Indices into `shards` for every unit, in gather order."""
-        members: list[list[int]] = [[] for _ in self.units]
+    def fsdp_module_shards(self) -> tuple[tuple[int, ...], ...]:
+        """Indices into `shards` for every FSDP module, in gather order."""
+        members: list[list[int]] = [[] for _ in self.fsdp_modules]
         for index, shard in enumerate(self.shards):
-            members[shard.unit].append(index)
+            members[shard.fsdp_module].append(index)
         return tuple(map(tuple, members))
 
-    def begins_unit(self, shard: int) -> bool:
-        """Whether a shard is the first one of its unit that is gathered."""
-        return self.unit_shards[self.shards[shard].unit][0] == shard
+    def begins_fsdp_module(self, shard: int) -> bool:
+        """Whether a shard is the first one of its FSDP module that is gathered."""
+        return self.fsdp_module_shards[self.shards[shard].fsdp_module][0] == shard
 
-    def ends_unit(self, shard: int) -> bool:
-        """Whether a shard is the last one of its unit that is gathered."""
-        return self.unit_shards[self.shards[shard].unit][-1] == shard
+    def ends_fsdp_module(self, shard: int) -> bool:
+        """Whether a shard is the last one of its FSDP module that is gathered."""
+        return self.fsdp_module_shards[self.shards[shard].fsdp_module][-1] == shard
 
     @cached_property
-    def unit_segments(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of the trainable segments of every unit."""
-        members: list[list[int]] = [[] for _ in self.units]
+    def fsdp_module_segments(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the trainable segments of every FSDP module."""
+        members: list[list[int]] = [[] for _ in self.fsdp_modules]
         for index, segment in enumerate(self.segments):
             if segment.trainable:
-                members[segment.unit].append(index)
+                members[segment.fsdp_module].append(index)
         return tuple(map(tuple, members))
 
     @cached_property
-    def unit_ranges(self) -> tuple[tuple[tuple[Segment, int], ...], ...]:
-        """All ranges of every unit as (segment, position), in the order in which an update walks over them."""
+    def fsdp_module_ranges(self) -> tuple[tuple[tuple[Segment, int], ...], ...]:
+        """All ranges of every FSDP module as (segment, position), in the order in which an update walks over them."""
         return tuple(
             tuple((self.segments[s], position) for s in indices for position in range(len(self.segments[s].ranges)))
-            for indices in self.unit_segments
+            for indices in self.fsdp_module_segments
         )
 
     @cached_property
@@ -225,7 +225,7 @@ class Layout:
     @cached_property
     def fingerprint(self) -> str:
         """Digest of everything that decides where bytes lie; equal layouts can read each other's pages."""
-        text = json.dumps([[unit.tree for unit in self.units], self.page_bytes, RANGE_ALIGNMENT,
+        text = json.dumps([[fsdp_module.tree for fsdp_module in self.fsdp_modules], self.page_bytes, RANGE_ALIGNMENT,
                            [asdict(segment.format) for segment in self.segments]], sort_keys=True)  # fmt: skip
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -249,18 +249,18 @@ class Layout:
 
     @cached_property
     def _numbers(self) -> tuple[int, ...]:
-        """Number of every page among those of its unit and role."""
+        """Number of every page among those of its FSDP module and role."""
         count: Counter[tuple[int, Role]] = Counter()
         numbers = []
         for page in self.pages:
-            numbers.append(count[page.unit, page.role])
-            count[page.unit, page.role] += 1
+            numbers.append(count[page.fsdp_module, page.role])
+            count[page.fsdp_module, page.role] += 1
         return tuple(numbers)
 
     def page_name(self, index: int) -> str:
         """Name of a page in errors and listings, such as ``layers.3/update[2]``."""
         page = self.pages[index]
-        return f"{self.units[page.unit].name}/{page.role.value}[{self._numbers[index]}]"
+        return f"{self.fsdp_modules[page.fsdp_module].name}/{page.role.value}[{self._numbers[index]}]"
 
 
 def overlapping(pages: Sequence[Page], start: int, stop: int) -> Iterator[tuple[Page, int, int]]:
@@ -281,11 +281,11 @@ def overlapping(pages: Sequence[Page], start: int, stop: int) -> Iterator[tuple[
         yield page, max(start, page.start), min(stop, page.stop)
 
 
-def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], page_bytes: int) -> Layout:
+def build_layout(fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[str, StateFormat], page_bytes: int) -> Layout:
     """Place every shard and cut every segment into pages.
 
     Args:
-        units: in the order in which they are first gathered.
+        FSDP modules: in the order in which they are first gathered.
         formats: state format of every `segment_key`.
         page_bytes: largest page, in bytes; has room for `RANGE_ALIGNMENT` elements.
 
@@ -295,15 +295,17 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
     pages: list[Page] = []
     segments: list[Segment] = []
     shards: list[Placed] = []
-    for unit_index, unit in enumerate(units):
-        keys = list(dict.fromkeys(spec.segment_key for spec in unit.shards))
+    for fsdp_module_index, fsdp_module in enumerate(fsdp_modules):
+        keys = list(dict.fromkeys(spec.segment_key for spec in fsdp_module.shards))
         extent = dict.fromkeys(keys, 0)
         members: dict[str, list[int]] = {key: [] for key in keys}
-        for spec in unit.shards:
+        for spec in fsdp_module.shards:
             key = spec.segment_key
             members[key].append(len(shards))
             shards.append(
-                Placed(spec=spec, unit=unit_index, segment=len(segments) + keys.index(key), start=extent[key])
+                Placed(
+                    spec=spec, fsdp_module=fsdp_module_index, segment=len(segments) + keys.index(key), start=extent[key]
+                )
             )
             extent[key] = align_up(extent[key] + spec.padded, SHARD_ALIGNMENT)
         for key in keys:
@@ -324,7 +326,7 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
                 size: float,
                 component: int = 0,
                 *,
-                unit: int = unit_index,
+                fsdp_module: int = fsdp_module_index,
                 segment: int = segment,
                 fixed: bool = not trainable,
                 finest: Sequence[int] = finest,
@@ -335,7 +337,7 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
                     Page(
                         index=len(pages) + position,
                         role=role,
-                        unit=unit,
+                        fsdp_module=fsdp_module,
                         segment=segment,
                         start=start,
                         count=stop - start,
@@ -354,7 +356,7 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
             at_once = any(placed.spec.whole for _, placed in of_segment)
             segments.append(
                 Segment(
-                    unit=unit_index,
+                    fsdp_module=fsdp_module_index,
                     format=fmt,
                     trainable=trainable,
                     numel=numel,
@@ -371,7 +373,7 @@ def build_layout(units: Sequence[UnitSpec], formats: dict[str, StateFormat], pag
                     whole=at_once,
                 )
             )
-    return Layout(tuple(units), tuple(segments), tuple(shards), tuple(pages), page_bytes)
+    return Layout(tuple(fsdp_modules), tuple(segments), tuple(shards), tuple(pages), page_bytes)
 
 
 def _within(shards: Sequence[tuple[int, Placed]], page: Page) -> tuple[int, ...]:
@@ -416,11 +418,11 @@ def _between_rows(shards: Sequence[Placed], numel: int, most: int) -> Sequence[i
     cuts = [0]
     for placed, after in itertools.zip_longest(shards, shards[1:]):
         start, spec = placed.start, placed.spec
-        unit = math.lcm(spec.row, SHARD_ALIGNMENT)
-        last = start + max(0, spec.numel - 2 * spec.row) // unit * unit
+        fsdp_module = math.lcm(spec.row, SHARD_ALIGNMENT)
+        last = start + max(0, spec.numel - 2 * spec.row) // fsdp_module * fsdp_module
         end = after.start if after is not None else numel
         while end - cuts[-1] > most:
-            point = min(last, start + max(0, cuts[-1] + most - start) // unit * unit)
+            point = min(last, start + max(0, cuts[-1] + most - start) // fsdp_module * fsdp_module)
             if point <= cuts[-1]:
                 raise BudgetError(
                     f"the optimizer updates whole rows of {spec.name}, and {end - cuts[-1]} elements of it (a row has "

@@ -12,7 +12,7 @@ exact for all 2^32 patterns but the payload of NaNs. Ties are no rarity: of weig
 [Note: moments are rounded at random] With beta2 = 0.999 a step changes exp_avg_sq by a thousandth of itself or less,
 and half a unit in the last place of bf16 is two to four thousandths: rounded to nearest it would never fall. So an
 update rounds up with the probability with which nothing is lost on average. The randomness is a hash of the value and
-the step: the same whatever the placement, the pages, the number of ranks and wherever the run was resumed.
+the step: the same whatever the update schedule, the pages, the number of ranks and wherever the run was resumed.
 """
 
 from __future__ import annotations

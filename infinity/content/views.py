@@ -14,7 +14,7 @@ from infinity.content.layout import Layout, Page, Segment, overlapping
 from infinity.units import align_down, align_up
 
 Content = memoryview | torch.Tensor
-"""The bytes of a page: in a frame, or on a device, of dtype uint8 and one dimension."""
+"""The bytes of a page: in a cache slot, or on a device, of dtype uint8 and one dimension."""
 
 
 def bytes_of(content: Content) -> torch.Tensor:

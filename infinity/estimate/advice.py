@@ -71,9 +71,9 @@ def _changes(of: Estimate) -> Iterator[tuple[str, str, _Inputs]]:
     before = _Inputs(of.workload, of.machine, of.settings)
     work, drives, settings = before.workload, before.machine.drives, before.settings
     if len(of.plan.resident) < len(of.layout.pages):
-        arena = 2 * align_up(of.settings.memory.host_bytes, MIB)
-        price = f'memory.host_bytes = "{format_setting(arena)}"'
-        yield f"{format_size(arena / 2)} more host memory", price, before.setting("memory.host_bytes", arena)
+        host_cache = 2 * align_up(of.settings.memory.host_bytes, MIB)
+        price = f'memory.host_bytes = "{format_setting(host_cache)}"'
+        yield f"{format_size(host_cache / 2)} more host memory", price, before.setting("memory.host_bytes", host_cache)
     formats = tuple(FORMATS)
     for name in formats[formats.index(settings.state.format) + 1 :]:
         price = "the same bits" if name == "split" else "moments are rounded"
@@ -88,5 +88,5 @@ def _changes(of: Estimate) -> Iterator[tuple[str, str, _Inputs]]:
     if not work.layer_major and work.micro_batches > 1:
         layers = replace(work, layer_major=True)
         yield "infinity.micro_batches", "sums are rounded otherwise", before._replace(workload=layers)
-    if settings.update.placement != "auto":
-        yield 'update.placement = "auto"', "the same bits", before.setting("update.placement", "auto")
+    if settings.update.schedule != "auto":
+        yield 'update.update schedule = "auto"', "the same bits", before.setting("update.schedule", "auto")

@@ -1,6 +1,7 @@
 """Will it fit, where does everything lie, how long does a step take, how long do the drives live?
 
-What is planned is what a run would plan, by the same budget, placement, planner and clock. Only shapes and events come
+What is planned is what a run would plan, by the same budget, update schedule, planner and clock. Only shapes and events
+come
 from `ModelShape`, not from a model and its first step. What else the clock is given is arithmetic: floating-point
 operations over what the device reaches, bytes over links and over the speed of checksums, parameters over the speed of
 updates, accesses over that of Python.
@@ -19,19 +20,19 @@ from infinity.content.format import ITEMSIZE, Role
 from infinity.content.layout import Layout, Page
 from infinity.errors import ConfigError
 from infinity.estimate.machine import Machine
-from infinity.estimate.model import OPTIMIZERS, ModelShape, UnitShape
+from infinity.estimate.model import OPTIMIZERS, FSDPModuleShape, ModelShape
 from infinity.memory.limits import device_margin
-from infinity.schedule.choice import choose_plan, placed
-from infinity.schedule.expected import expected_events
 from infinity.schedule.link import UPDATE_BYTES, LinkTraffic, link_traffic, share_that_stays
-from infinity.schedule.placement import Placement
 from infinity.schedule.planner import Plan, Traffic, predict_seconds
+from infinity.schedule.predicted_trace import expected_events
+from infinity.schedule.schedule_choice import choose_plan, placed
 from infinity.schedule.stack import activation_page, moved_bytes, page_lengths
-from infinity.schedule.tier import lives_at_home
+from infinity.schedule.tier import is_gpu_resident
 from infinity.schedule.timing import Beside
 from infinity.schedule.trace import Event, EventKind
+from infinity.schedule.update_schedule import UpdateSchedule
 from infinity.store.extents import SPARE_SLOTS, file_sizes, plan_slots, spread
-from infinity.store.pages import state_pages
+from infinity.store.page_store import state_pages
 from infinity.units import format_setting, format_size
 
 HIDDEN = 1.05
@@ -40,7 +41,7 @@ STORAGE = ("drives", "hashing")
 """What storage keeps busy, by the names in `Seconds`."""
 DAY = 86_400.0
 BEHIND = 2
-"""Units whose gradients may be between their computation and their update."""
+"""FSDP modules whose gradients may be between their computation and their update."""
 _AT_ONCE = 1e18
 """Bytes per second of drives that take no time."""
 _MOST_TOKENS = 1 << 34
@@ -172,14 +173,14 @@ class Estimate:
     machine: Machine
     settings: Config
     budget: Budget
-    """Page size, frames, and the layout of pages."""
+    """Page size, cache slots, and the layout of pages."""
     events: tuple[Event, ...]
     """Of one step."""
-    placement: str
+    update_schedule: str
     """Where updates run, by name."""
-    placed: Placement
+    placed: UpdateSchedule
     """Where that is in this step, and which weights are on the device ahead of their gather, or stay there, and which
-    units live there."""
+    FSDP modules live there."""
     device_bytes: int
     """Memory of the device for those; 0: it has none, or there is no device."""
     updates_on_device: bool
@@ -218,10 +219,10 @@ class Estimate:
     @cached_property
     def gathered_bytes(self) -> int:
         """Bytes of weights that are gathered in a step, as often as they are."""
-        by_unit: Counter[int] = Counter()
+        by_fsdp_module: Counter[int] = Counter()
         for page in self.layout.pages:
-            by_unit[page.unit] += page.nbytes if page.role is Role.PARAM else 0
-        return sum(by_unit[event.unit] for event in self.events if event.kind is EventKind.GATHER)
+            by_fsdp_module[page.fsdp_module] += page.nbytes if page.role is Role.PARAM else 0
+        return sum(by_fsdp_module[event.fsdp_module] for event in self.events if event.kind is EventKind.GATHER)
 
     @cached_property
     def link_traffic(self) -> LinkTraffic:
@@ -345,7 +346,7 @@ class Estimate:
     @property
     def first_drive_bytes(self) -> int:
         """Space that it takes until the end of the first step, which is not planned, and may store gradients."""
-        state = self._space(state_pages(self.layout.pages), self.settings.run.retained_commits)
+        state = self._space(state_pages(self.layout.pages), self.settings.run.retained_checkpoints)
         return state + self._space_of_gradients + self._space_of_activations
 
     @cached_property
@@ -377,7 +378,7 @@ class Estimate:
 
     @cached_property
     def resident_bytes(self) -> dict[Role, int]:
-        """Bytes in the arena of pages that always stay, by role."""
+        """Bytes in the host cache of pages that always stay, by role."""
         found = dict.fromkeys(Role, 0)
         for index in self.plan.resident:
             page = self.layout.pages[index]
@@ -389,8 +390,8 @@ class Estimate:
         """Bytes of pages that live on the device, by role; gradients that updates in backward consume are in none."""
         found = dict.fromkeys(Role, 0)
         for page in self.layout.pages:
-            consumed = page.role is Role.GRAD and page.unit in self.placed.in_backward
-            if page.unit in self.placed.at_home and lives_at_home(self.layout, page) and not consumed:
+            consumed = page.role is Role.GRAD and page.fsdp_module in self.placed.in_backward
+            if page.fsdp_module in self.placed.gpu_resident and is_gpu_resident(self.layout, page) and not consumed:
                 found[page.role] += page.nbytes
         return found
 
@@ -400,16 +401,16 @@ class Estimate:
         return self.traffic.total_bytes == 0 and self.settings.activations.tier != "nvme"
 
     @cached_property
-    def frames_by_use(self) -> dict[str, int]:
-        """Frames of the arena, by what they are for."""
+    def cache_slots_by_use(self) -> dict[str, int]:
+        """Cache slots of the host cache, by what they are for."""
         plan = self.plan
-        kept = {"resident": len(plan.resident), "streaming": plan.streaming_frames, "kept": plan.kept.frames}
-        frames = {**kept, "writing": plan.frames - sum(kept.values())}
-        return frames | ({"activations": number} if (number := self.budget.activation_frames) else {})
+        kept = {"resident": len(plan.resident), "streaming": plan.streaming_cache_slots, "kept": plan.kept.cache_slots}
+        cache_slots = {**kept, "writing": plan.cache_slots - sum(kept.values())}
+        return cache_slots | ({"activations": number} if (number := self.budget.activation_cache_slots) else {})
 
     @property
     def working_bytes(self) -> float:
-        """Memory for computation, in bytes, about: of the device, or of the host beside the arena."""
+        """Memory for computation, in bytes, about: of the device, or of the host beside the host cache."""
         return working_bytes(self.model, self.workload, paged=self.settings.activations.tier != "device")
 
     @property
@@ -428,12 +429,12 @@ class Estimate:
                 f"computation needs about {format_size(self.working_bytes)} of the {format_size(device.memory_bytes)} "
                 f"that {device.name} has; use more micro-batches, activation checkpointing, or --loss-tokens"
             )
-        need, frames = len(self.activations.pages) * self.activations.tensors, self.budget.activation_frames
-        if self.settings.activations.tier == "host" and need > frames:
+        need, cache_slots = len(self.activations.pages) * self.activations.tensors, self.budget.activation_cache_slots
+        if self.settings.activations.tier == "host" and need > cache_slots:
             page_bytes = self.layout.page_bytes
             found.append(
                 f"activations need {format_size(need * page_bytes)} of host memory, {need} pages, and "
-                f"{format_size(frames * page_bytes)} are for them; set activations.host_bytes to "
+                f"{format_size(cache_slots * page_bytes)} are for them; set activations.host_bytes to "
                 f'{format_setting(need * page_bytes)} or more, or activations.tier = "nvme"'
             )
         return tuple(found)
@@ -461,7 +462,7 @@ def _activations(model: ModelShape, work: Workload, settings: Config, budget: Bu
     nbytes = int(work.tokens / work.micro_batches * ITEMSIZE[work.computed] * model.hidden)
     slices = len(model.layers) * (work.micro_batches if work.layer_major else 1)
     pages = tuple(page_lengths(nbytes, page_bytes))
-    moved = moved_bytes(pages, slices, budget.activation_frames) if tier == "nvme" else 0
+    moved = moved_bytes(pages, slices, budget.activation_cache_slots) if tier == "nvme" else 0
     kept = slices * nbytes
     return Activations(kept=kept * work.passes, moved=moved * work.passes, pages=pages, tensors=slices)
 
@@ -477,7 +478,7 @@ def working_bytes(model: ModelShape, work: Workload, *, paged: bool = False) -> 
         paged: whether inputs of layers are paged: then one, what comes out, and their gradients are there at a time.
     """
     itemsize = ITEMSIZE[work.computed]
-    layer = max((unit.numel for unit in model.layers), default=0)
+    layer = max((fsdp_module.numel for fsdp_module in model.layers), default=0)
     at_once = work.tokens / work.micro_batches
     inside = at_once * _ACTIVATIONS / 2 * itemsize * model.hidden
     if work.recomputes:
@@ -496,12 +497,15 @@ def working_bytes(model: ModelShape, work: Workload, *, paged: bool = False) -> 
     of_root = ITEMSIZE["float32"] if work.slices_layers or of_loss < of_pass else itemsize
     of_layer = ITEMSIZE["float32"] if work.slices_layers else itemsize
     at_loss = logits * _LOGIT_BYTES + head * (of_root + (itemsize if of_root > itemsize else 0))
-    at_layer = head * of_root + max((_reduced_bytes(unit, work, of_layer) for unit in model.layers), default=0.0)
+    at_layer = head * of_root + max(
+        (_reduced_bytes(fsdp_module, work, of_layer) for fsdp_module in model.layers), default=0.0
+    )
     return max(weights + kept + max(at_loss, at_layer), _reduced_bytes(model.root, work, of_root))
 
 
-def _reduced_bytes(unit: UnitShape, work: Workload, left: int) -> float:
-    """Return the most bytes that FSDP2 holds of the gradients of a unit while it reduces them, also on one rank.
+def _reduced_bytes(fsdp_module: FSDPModuleShape, work: Workload, left: int) -> float:
+    """Return the most bytes that FSDP2 holds of the gradients of an FSDP module while it reduces them, also on one
+    rank.
 
     First those that backward has left and a copy in fp32, which is reduced; then that copy and what comes out of it.
 
@@ -509,7 +513,7 @@ def _reduced_bytes(unit: UnitShape, work: Workload, left: int) -> float:
         left: bytes of an element that backward has left.
     """
     copied = ITEMSIZE["float32"]
-    return unit.trained * (copied + max(left, copied / work.world_size))
+    return fsdp_module.trained * (copied + max(left, copied / work.world_size))
 
 
 def spare_bytes(model: ModelShape, workload: Workload, machine: Machine, updates: int, *, paged: bool) -> int:
@@ -527,7 +531,7 @@ def _step_events(model: ModelShape, workload: Workload) -> tuple[Event, ...]:
     """Return the events of one step."""
     alone = workload.world_size == 1
     return expected_events(
-        [unit.trainable for unit in model.units],
+        [fsdp_module.trainable for fsdp_module in model.fsdp_modules],
         root=True,
         embeds=any(parameter.looked_up and parameter.trainable for parameter in model.root.parameters),
         passes=workload.passes,
@@ -553,15 +557,15 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
 
     Args:
         settings: `memory.host_bytes` must be set; also used are `memory.page_bytes`, `memory.device_bytes`,
-            `state.format`, `update.placement`, `update.device` and `run.retained_commits`.
+            `state.format`, `update.schedule`, `update.device` and `run.retained_checkpoints`.
 
     Raises:
-        BudgetError: the arena is too small; the message has the least that works.
-        ConfigError: no such optimizer; the placement is impossible; the format would change nothing.
+        BudgetError: the host cache is too small; the message has the least that works.
+        ConfigError: no such optimizer; the update schedule is impossible; the format would change nothing.
     """
     if workload.optimizer not in OPTIMIZERS:
         raise ConfigError(f"no optimizer {workload.optimizer!r}; there are {', '.join(OPTIMIZERS)}")
-    units, formats = model.specs(
+    fsdp_modules, formats = model.specs(
         workload.optimizer,
         world_size=workload.world_size,
         computed=workload.computed,
@@ -573,15 +577,15 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
     if settings.activations.tier == "host" and not machine.device.link:
         raise ConfigError('activations.tier = "host" is for an accelerator: nothing computes beside host memory here')
     budget = choose_budget(
-        units, formats, memory.host_bytes, memory.page_bytes,
+        fsdp_modules, formats, memory.host_bytes, memory.page_bytes,
         device=machine.device.link > 0, activations=settings.activations,
     )  # fmt: skip
     events = _step_events(model, workload)
-    wanted = settings.update.placement
+    wanted = settings.update.schedule
     name = placed(wanted, events, late=workload.clipping)
     if wanted == "in_backward" != name:
         raise ConfigError(
-            'update.placement = "in_backward" is impossible with clipping, or a loop over micro-batches; set "auto"'
+            'update.update schedule = "in_backward" is impossible with clipping, or a loop over micro-batches; set "auto"'
         )
     on_device = updates_on_device(settings, machine, budget.layout)
     device_bytes = memory.device_bytes
@@ -590,11 +594,11 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
     elif not device_bytes:
         updates = device_update_bytes(budget.layout) if on_device else 0
         device_bytes = spare_bytes(model, workload, machine, updates, paged=settings.activations.tier != "device")
-    placement, plan = choose_plan(
+    update_schedule, plan = choose_plan(
         name,
         events,
         budget.layout,
-        budget.frames,
+        budget.cache_slots,
         threaded=machine.threaded,
         device_bytes=device_bytes,
         update_on_device=on_device,
@@ -606,8 +610,8 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
         settings=settings,
         budget=budget,
         events=events,
-        placement=name,
-        placed=placement,
+        update_schedule=name,
+        placed=update_schedule,
         device_bytes=device_bytes,
         updates_on_device=on_device,
         plan=plan,

@@ -1,4 +1,4 @@
-"""A model as far as an estimate needs it: the shapes of its parameters, unit by unit."""
+"""A model as far as an estimate needs it: the shapes of its parameters, FSDP module by FSDP module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from infinity.content.format import StateFormat
-from infinity.content.layout import ShardSpec, UnitSpec
+from infinity.content.layout import FSDPModuleSpec, ShardSpec
 from infinity.errors import ConfigError
 
 Kinds = tuple[tuple[str, str], ...]
@@ -58,7 +58,7 @@ class ParameterShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitShape:
+class FSDPModuleShape:
     """One `fully_shard` group."""
 
     name: str
@@ -89,13 +89,13 @@ class UnitShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A model of a root and layers that are units of their own."""
+    """A model of a root and layers that are FSDP modules of their own."""
 
     name: str
     """What to call it."""
-    root: UnitShape
+    root: FSDPModuleShape
     """What is in no layer: embeddings, head, the last norm. FSDP2 gathers it first, and once per step."""
-    layers: tuple[UnitShape, ...]
+    layers: tuple[FSDPModuleShape, ...]
     """In the order in which they compute."""
     hidden: int
     """Width of what goes from layer to layer, in elements per token."""
@@ -103,19 +103,19 @@ class ModelShape:
     """Logits per token."""
 
     @property
-    def units(self) -> tuple[UnitShape, ...]:
-        """All units, in the order in which they are first gathered."""
+    def fsdp_modules(self) -> tuple[FSDPModuleShape, ...]:
+        """All FSDP modules, in the order in which they are first gathered."""
         return (self.root, *self.layers)
 
     @cached_property
     def parameters(self) -> int:
         """Elements of all parameters."""
-        return sum(unit.numel for unit in self.units)
+        return sum(fsdp_module.numel for fsdp_module in self.fsdp_modules)
 
     @cached_property
     def trainable_parameters(self) -> int:
         """Elements of those that are trained."""
-        return sum(unit.trained for unit in self.units)
+        return sum(fsdp_module.trained for fsdp_module in self.fsdp_modules)
 
     def forward_flops(self, sequence: int) -> tuple[float, float]:
         """Return the floating-point operations per token in a forward of the root, and of all layers.
@@ -128,8 +128,8 @@ class ModelShape:
 
     def specs(
         self, optimizer: str, *, world_size: int, computed: str, state_format: str
-    ) -> tuple[list[UnitSpec], dict[str, StateFormat]]:
-        """Return the units and formats of the first rank, as an offloaded model has them.
+    ) -> tuple[list[FSDPModuleSpec], dict[str, StateFormat]]:
+        """Return the FSDP modules and formats of the first rank, as an offloaded model has them.
 
         Args:
             optimizer: one of `OPTIMIZERS`.
@@ -138,10 +138,10 @@ class ModelShape:
             state_format: setting `state.format`.
         """
         formats: dict[str, StateFormat] = {}
-        units = []
-        for unit in self.units:
+        fsdp_modules = []
+        for fsdp_module in self.fsdp_modules:
             shards = []
-            for parameter in unit.parameters:
+            for parameter in fsdp_module.parameters:
                 trainable, own = parameter.trainable, parameter.dtype
                 fmt = StateFormat.of(own, computed, OPTIMIZERS[optimizer], trainable=trainable, alone=world_size == 1)
                 key = fmt.key(own, trainable=trainable)
@@ -150,8 +150,8 @@ class ModelShape:
                 shards.append(
                     ShardSpec(name=parameter.name, numel=numel, padded=numel, segment_key=key, trainable=trainable)
                 )
-            units.append(UnitSpec(name=unit.name, shards=tuple(shards)))
-        return units, formats
+            fsdp_modules.append(FSDPModuleSpec(name=fsdp_module.name, shards=tuple(shards)))
+        return fsdp_modules, formats
 
 
 def decoder(*, parameters: float, layers: int, hidden: int, vocabulary: int, tied: bool = False) -> ModelShape:
@@ -178,12 +178,12 @@ def decoder(*, parameters: float, layers: int, hidden: int, vocabulary: int, tie
     head = ParameterShape(name="head", shape=(vocabulary, hidden))
     return ModelShape(
         name=f"decoder of {layers} layers",
-        root=UnitShape(
+        root=FSDPModuleShape(
             name="root",
             parameters=(embedding, ParameterShape(name="norm", shape=(hidden,)), *([] if tied else [head])),
         ),
         layers=tuple(
-            UnitShape(
+            FSDPModuleShape(
                 name=f"layers.{number}",
                 parameters=tuple(
                     ParameterShape(name=f"layers.{number}.{name}", shape=shape)
@@ -253,7 +253,7 @@ def with_trainable_share(model: ModelShape, share: float, dtype: str) -> ModelSh
     The others, and the root, are frozen and kept in `dtype`.
     """
     trained, wanted = 0, share * model.parameters
-    layers: list[UnitShape] = []
+    layers: list[FSDPModuleShape] = []
     for layer in reversed(model.layers):
         keep = trained < wanted
         trained += layer.numel if keep else 0
@@ -261,5 +261,7 @@ def with_trainable_share(model: ModelShape, share: float, dtype: str) -> ModelSh
     return replace(model, root=_frozen(model.root, dtype), layers=tuple(reversed(layers)))
 
 
-def _frozen(unit: UnitShape, dtype: str) -> UnitShape:
-    return replace(unit, parameters=tuple(replace(p, trainable=False, dtype=dtype) for p in unit.parameters))
+def _frozen(fsdp_module: FSDPModuleShape, dtype: str) -> FSDPModuleShape:
+    return replace(
+        fsdp_module, parameters=tuple(replace(p, trainable=False, dtype=dtype) for p in fsdp_module.parameters)
+    )

@@ -1,6 +1,7 @@
 """What an export needs besides pages: a model's config.json, and what lay beside the weights that a run began with.
 
-A run keeps copies in the folder `model` beside its commits, so that an export needs neither the model's class nor the
+A run keeps copies in the folder `model` beside its checkpoints, so that an export needs neither the model's class nor
+the
 folder of the first weights.
 """
 
@@ -17,12 +18,12 @@ from typing import Any
 
 from torch import nn
 
-from infinity.access import read_regular, sync_folder
 from infinity.checkpoint.durable import write_durably
 from infinity.errors import ConfigError
 from infinity.formats import transformers_names as names
 from infinity.formats.adapters import ADAPTER_CONFIG, Adapter, adapters_of, peft_model
 from infinity.formats.weight_files import WeightFiles, read_json
+from infinity.untrusted_files import read_regular, sync_folder
 
 _log = logging.getLogger(__name__)
 
@@ -43,13 +44,13 @@ class Companions:
     adapters: tuple[Adapter, ...]  # of peft, where they are trained
 
     @classmethod
-    def of_run(cls, commits: Path) -> Companions:
-        """Read what a run has kept in its folder of commits.
+    def of_run(cls, checkpoints: Path) -> Companions:
+        """Read what a run has kept in its folder of checkpoints.
 
         Raises:
             ConfigError: a file is malformed.
         """
-        folder = commits / _FOLDER
+        folder = checkpoints / _FOLDER
         config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
         found = read_json(folder / _NAMES).get("names") if (folder / _NAMES).is_file() else None
         loaded = tuple(map(str, found)) if isinstance(found, list) else None
@@ -83,8 +84,8 @@ def companion_files(folder: Path) -> Iterator[Path]:
             yield file
 
 
-def keep_companions(commits: Path, model: nn.Module, weights: WeightFiles | None) -> None:
-    """Put copies beside the commits of a run that begins.
+def keep_companions(checkpoints: Path, model: nn.Module, weights: WeightFiles | None) -> None:
+    """Put copies beside the checkpoints of a run that begins.
 
     Args:
         weights: what the run begins with; None without a folder of safetensors.
@@ -92,7 +93,7 @@ def keep_companions(commits: Path, model: nn.Module, weights: WeightFiles | None
     Raises:
         OSError: a file cannot be read, or written.
     """
-    folder = commits / _FOLDER
+    folder = checkpoints / _FOLDER
     folder.mkdir(exist_ok=True)
     for file in companion_files(weights.folder) if weights is not None else ():
         write_durably(folder / file.name, file.read_bytes())

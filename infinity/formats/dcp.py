@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
 from infinity.checkpoint.durable import NewFolder, sync_file
 from infinity.checkpoint.extra import save_extra
-from infinity.checkpoint.whole import WholeState
+from infinity.checkpoint.full_state import FullState
 from infinity.content.format import MASTER
-from infinity.errors import CommitError, ConfigError, InfinityError
+from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.formats.dcp_metadata import read_metadata
 from infinity.formats.safetensors import cut, digest_of
 from infinity.fsdp import private
@@ -51,7 +51,7 @@ class DcpExport(DefaultSavePlanner):
     Parameters that were never updated have no optimizer state, as in torch.
     """
 
-    def __init__(self, reader: WholeState) -> None:
+    def __init__(self, reader: FullState) -> None:
         """Plan what is to be written; nothing is read from pages yet."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._reader = reader
@@ -111,7 +111,7 @@ class DcpExport(DefaultSavePlanner):
 
         Raises:
             ConfigError: the folder is not empty or cannot be written to, or what is read back is something else.
-            StorageError, CorruptPageError, CommitError: the state cannot be read.
+            StorageError, CorruptPageError, CheckpointError: the state cannot be read.
         """
         self._advance = advance
         # The writer holds all tensors of a file until it is written, and has one file per rank. So the files are
@@ -205,7 +205,7 @@ def open_checkpoint(folder: Path) -> tuple[FileSystemReader, Metadata]:
     """Return what reads a folder, and its metadata.
 
     Raises:
-        CommitError: they cannot be read, or a file is missing.
+        CheckpointError: they cannot be read, or a file is missing.
     """
     file = folder / METADATA
     try:
@@ -216,9 +216,9 @@ def open_checkpoint(folder: Path) -> tuple[FileSystemReader, Metadata]:
             if not (folder / name).is_file():
                 raise ValueError(f"it names {name}, which is no file")
     except OSError as error:
-        raise CommitError(f"{file} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     except Exception as error:  # what a malformed pickle raises is not one kind
-        raise CommitError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
     return reader, metadata
 
 

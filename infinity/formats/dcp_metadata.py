@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from infinity.access import read_regular
+from infinity.untrusted_files import read_regular
 
 _MOST = 1 << 30  # bytes of metadata, which take some hundred for a slice of a tensor
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"

@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.functional import linear
 
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.extras import needs
 from infinity.formats.transformers_names import Conversion
 from infinity.fsdp import private
+from infinity.optional_dependencies import needs
 
 _PREFIX = "weight_"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

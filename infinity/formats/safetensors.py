@@ -1,4 +1,4 @@
-"""The weights of a commit, or of a run that trains, as a folder for transformers."""
+"""The weights of a checkpoint, or of a run that trains, as a folder for transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from infinity.checkpoint.durable import NewFolder, sync_file
-from infinity.checkpoint.whole import WholeState
+from infinity.checkpoint.full_state import FullState
 from infinity.errors import ConfigError
 from infinity.formats import transformers_names as names
 from infinity.formats.adapters import ADAPTER, ADAPTER_CONFIG, Adapter
@@ -76,7 +76,7 @@ def cut(sizes: Sequence[int], most: int) -> list[list[int]]:
 
 
 def export_safetensors(
-    reader: WholeState,
+    reader: FullState,
     folder: Path,
     *,
     config: Mapping[str, Any] | None = None,
@@ -106,11 +106,11 @@ def export_safetensors(
     Raises:
         ConfigError: the folder is not empty or cannot be written to, what is read back is something else, or
             config.json is not that of the model.
-        StorageError, CorruptPageError, CommitError: the weights cannot be read.
+        StorageError, CorruptPageError, CheckpointError: the weights cannot be read.
     """
     if companions is not None and not companions.is_dir():
         raise ConfigError(f"companions {str(companions)!r} is not a folder")
-    kept = Companions.of_run(reader.folder.commits)
+    kept = Companions.of_run(reader.folder.checkpoints)
     if kept.adapters:
         return _export_adapters(reader, kept.adapters, folder, dtype, advance)
     config = kept.config if config is None else config
@@ -159,7 +159,7 @@ def _write_safetensors(
 
 
 def _export_adapters(
-    reader: WholeState,
+    reader: FullState,
     adapters: Sequence[Adapter],
     folder: Path,
     dtype: torch.dtype | None,
@@ -184,13 +184,13 @@ def _export_adapters(
     return [folder / file for file in written]
 
 
-def export_bytes(reader: WholeState, dtype: torch.dtype | None = None) -> int:
+def export_bytes(reader: FullState, dtype: torch.dtype | None = None) -> int:
     """Return how many bytes of parameters an export reads: of all, or of adapters where those are what was trained.
 
     Raises:
         ConfigError: what the run has kept for exports is malformed.
     """
-    adapters = Companions.of_run(reader.folder.commits).adapters
+    adapters = Companions.of_run(reader.folder.checkpoints).adapters
     chosen = {source for adapter in adapters for source in (adapter.tensors or {}).values()}
     return sum(
         reader.nbytes(index, dtype)
@@ -216,7 +216,7 @@ class _Outgoing:
 
     def __init__(
         self,
-        reader: WholeState,
+        reader: FullState,
         config: Mapping[str, Any] | None,
         loaded_from: Sequence[str] | None,
         dtype: torch.dtype | None,
@@ -284,7 +284,7 @@ class _Outgoing:
             # What is only written down may be more than the model of the config has, as an adapter; never less.
             if foreign := sorted(model.all ^ known if converts else model.all - known):
                 raise ConfigError(
-                    f"config.json is of another model than the commit, as for {', '.join(foreign[:5])}; give that of "
+                    f"config.json is of another model than the checkpoint, as for {', '.join(foreign[:5])}; give that of "
                     "the model that was trained (--model-config)"
                 )
             if not converts:

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from infinity.extras import needs
 from infinity.formats.adapters import base_model
 from infinity.fsdp import private
+from infinity.optional_dependencies import needs
 
 
 @dataclass(frozen=True)

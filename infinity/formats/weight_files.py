@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from infinity.access import read_regular
 from infinity.errors import ConfigError
+from infinity.untrusted_files import read_regular
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST = 1 << 30  # bytes of a file of JSON

@@ -13,7 +13,7 @@ from infinity.errors import UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.conversions import refuse_conversions
 from infinity.fsdp.gradient import Gradient, PagedGradient
-from infinity.fsdp.shard import PagedShard, ShardHome, ShardSource
+from infinity.fsdp.shard import PagedShard, ShardHandle, ShardSource
 from infinity.fsdp.sharded_model import Member, ShardedModel, check_gradient_dtype
 from infinity.telemetry.ledger import Ledger
 
@@ -22,7 +22,7 @@ class ModelListener(Protocol):
     """Who runs steps: is told what the model does."""
 
     def forward(self, grad_enabled: bool) -> None:
-        """Note that a forward begins that is inside of no other unit's, under `torch.no_grad()` or not."""
+        """Note that a forward begins that is inside of no other FSDP module's, under `torch.no_grad()` or not."""
 
     def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
         """Take over what is in `p.grad` after a reduction and the user's hooks.
@@ -49,7 +49,9 @@ class Attachment:
         """
         self._members = sharded.shards
         with ExitStack() as undo:
-            groups = [group for group, unit in zip(sharded.groups, sharded.members, strict=True) for _ in unit]
+            groups = [
+                group for group, fsdp_module in zip(sharded.groups, sharded.members, strict=True) for _ in fsdp_module
+            ]
             for shard, (group, member) in enumerate(zip(groups, self._members, strict=True)):
                 self._attach(shard, group, member, source, listener, undo)
             # Before collectives are watched, which puts something else in the place of this; undone behind it.
@@ -57,9 +59,10 @@ class Attachment:
             undo.callback(private.watch_collectives(sharded.groups, partial(ledger.part, "collective")))
             undo.callback(refuse_conversions(sharded.model))
 
-            running: list[nn.Module] = []  # units of the forward that runs, the outermost first
+            running: list[nn.Module] = []  # FSDP modules of the forward that runs, the outermost first
 
-            # The outermost tells: checkpointing runs the units inside of it under no_grad, and computes them again.
+            # The outermost tells: checkpointing runs the FSDP modules inside of it under no_grad, and computes them
+            # again.
             def begin(module: nn.Module, args: Any) -> None:
                 again = module is sharded.model or any(other is module for other in running)
                 if again and not private.in_backward():
@@ -87,7 +90,7 @@ class Attachment:
         param = member.param
         current: nn.Parameter = param.sharded_param
         local = private.local_tensor(param)
-        home = ShardHome(
+        handle = ShardHandle(
             source=source,
             shard=index,
             name=member.names[0],
@@ -95,7 +98,7 @@ class Attachment:
             gather_dtype=private.compute_dtype(param),
             device=group.device,
         )
-        shard = PagedShard.stored(home, local.shape, current.dtype, group.device)
+        shard = PagedShard.stored(handle, local.shape, current.dtype, group.device)
         try:
             private.replace_local_tensor(param, shard)
         except RuntimeError as error:
@@ -119,7 +122,7 @@ class Attachment:
         """Check that all parameters are still paged.
 
         Raises:
-            UnsupportedError: one was exchanged for another tensor, which would be trained and committed nowhere.
+            UnsupportedError: one was exchanged for another tensor, which would be trained and checkpointed nowhere.
         """
         for member in self._members:
             _check(member)

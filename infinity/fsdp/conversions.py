@@ -24,9 +24,9 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 def refuse_conversions(model: nn.Module) -> Callable[[], None]:
     """Let no module of an offloaded model be converted; return what ends that."""
     guarded = list(model.modules())
-    units = [module for module in guarded if private.is_sharded_module(module)]
+    fsdp_modules = [module for module in guarded if private.is_sharded_module(module)]
     for module in guarded:
-        private.replace_apply(module, _Apply(module, units))
+        private.replace_apply(module, _Apply(module, fsdp_modules))
 
     def end() -> None:
         for module in guarded:
@@ -36,10 +36,13 @@ def refuse_conversions(model: nn.Module) -> Callable[[], None]:
 
 
 class _Apply:
-    """Stands in for `Module._apply` of one module; `units` are the sharded modules of the model that it belongs to."""
+    """Stands in for `Module._apply` of one module;
 
-    def __init__(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
-        self._module, self._units = module, units
+    `fsdp_modules` are the sharded modules of the model that it belongs to.
+    """
+
+    def __init__(self, module: nn.Module, fsdp_modules: Sequence[nn.Module]) -> None:
+        self._module, self._fsdp_modules = module, fsdp_modules
 
     def __call__(self, function: Function, recurse: bool = True) -> nn.Module:
         """Convert what is not paged.
@@ -49,14 +52,14 @@ class _Apply:
         """
         modules = list(self._module.modules()) if recurse else [self._module]
         if not all(map(_is_paged, _parameters(modules))):  # some may be gathered
-            for unit in self._units:
-                private.reshard(unit)
+            for fsdp_module in self._fsdp_modules:
+                private.reshard(fsdp_module)
         for param in _parameters(modules):
             if _is_paged(param) and (change := _change(function, param)):
                 raise UnsupportedError(
                     f"the weights of this {type(self._module).__name__} are on NVMe, and that would {change}; "
                     "convert the model before infinity.offload (compute dtypes are MixedPrecisionPolicy's), or export "
-                    "a commit and convert that"
+                    "a checkpoint and convert that"
                 )
         for module in modules:
             if any(map(_is_paged, _parameters([module]))):
@@ -67,7 +70,7 @@ class _Apply:
         return self._module
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies of a module belong to no unit: copies of its parameters are in memory."""
+        """Copies of a module belong to no FSDP module: copies of its parameters are in memory."""
         return _Apply, (self._module, ())
 
 

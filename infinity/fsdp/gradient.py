@@ -278,7 +278,7 @@ class _Number:
     def __init__(self, value: torch.Tensor) -> None:
         self._copies = {value.device: value.detach().clone()}  # the first is where it came from
         self._device = open_device(value.device)
-        self._made = self._device.mark(self._device.current())  # behind the first
+        self._made = self._device.record_event(self._device.current())  # behind the first
 
     def on(self, device: torch.device) -> torch.Tensor:
         """Return it on a device; that it comes from is waited for when it is first needed on the host."""

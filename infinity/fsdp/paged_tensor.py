@@ -26,7 +26,7 @@ aten = torch.ops.aten
 Paged = TypeVar("Paged", bound="PagedTensor")
 
 
-class Home(Protocol):
+class TensorHandle(Protocol):
     """Where the elements of one stored tensor are. Two tensors are views of one if their homes are one object."""
 
     @property
@@ -127,21 +127,23 @@ class _NoStorage:
 class PagedTensor(WithoutMemory):
     """A stored tensor or a view of one; make the first of each with `stored`."""
 
-    home: Home
+    handle: TensorHandle
     _likeness: torch.Tensor  # on the meta device: shape, strides, offset and dtype of this view
     _whole: torch.Tensor  # the same of what is stored
     _steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # make this view of the whole
 
     @classmethod
-    def stored(cls: type[Paged], home: Home, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Paged:
-        """Return the stored tensor of `home`, contiguous, of a shape with as many elements as `home` loads."""
+    def stored(
+        cls: type[Paged], handle: TensorHandle, shape: Iterable[int], dtype: torch.dtype, device: torch.device
+    ) -> Paged:
+        """Return the stored tensor of `handle`, contiguous, of a shape with as many elements as `handle` loads."""
         likeness = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        return cls._made(home, likeness, likeness, (), device)
+        return cls._made(handle, likeness, likeness, (), device)
 
     @classmethod
     def _made(
         cls: type[Paged],
-        home: Home,
+        handle: TensorHandle,
         likeness: torch.Tensor,
         whole: torch.Tensor,
         steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...],
@@ -156,12 +158,12 @@ class PagedTensor(WithoutMemory):
                 dtype=likeness.dtype,
                 device=device,
             )
-        made.home, made._likeness, made._whole, made._steps = home, likeness, whole, steps
+        made.handle, made._likeness, made._whole, made._steps = handle, likeness, whole, steps
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name the tensor without loading it."""
-        return f"{type(self).__name__}({self.home.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"{type(self).__name__}({self.handle.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @property
     def data(self) -> torch.Tensor:
@@ -182,8 +184,8 @@ class PagedTensor(WithoutMemory):
     # Loading #
 
     def dense(self) -> torch.Tensor:
-        """Return a copy in memory, of the same shape and strides. Raises what `Home.load` raises."""
-        return self._seen_in(self.home.load())
+        """Return a copy in memory, of the same shape and strides. Raises what `TensorHandle.load` raises."""
+        return self._seen_in(self.handle.load())
 
     def _seen_in(self, content: torch.Tensor) -> torch.Tensor:
         """Return this view of the loaded elements."""
@@ -216,7 +218,7 @@ class PagedTensor(WithoutMemory):
             if func is aten.copy_.default and first._is_all:  # needs no load
                 value = args[1].dense() if isinstance(args[1], PagedTensor) else args[1]
                 whole = torch.empty(first.shape, dtype=first.dtype, device=first.device).copy_(value)
-                first.home.save(whole.view(-1))
+                first.handle.save(whole.view(-1))
                 return first
         return computed(func, args, kwargs)
 
@@ -227,14 +229,14 @@ class PagedTensor(WithoutMemory):
         views = []
         for index, likeness in enumerate(likenesses):
             step = partial(make_view, func, args, kwargs, index if several else None)
-            views.append(self._made(self.home, likeness, self._whole, (*self._steps, step), self.device))
+            views.append(self._made(self.handle, likeness, self._whole, (*self._steps, step), self.device))
         return views if several else views[0]
 
     def refusal(self) -> str:
         """See `WithoutMemory`."""
         return (
-            f"{self.home.name} is on NVMe and has no memory of its own; to save the model call "
-            "optimizer.save_pretrained(folder), optimizer.save_dcp(folder) or, to go on from, optimizer.commit(); to "
+            f"{self.handle.name} is on NVMe and has no memory of its own; to save the model call "
+            "optimizer.save_pretrained(folder), optimizer.save_dcp(folder) or, to go on from, optimizer.save_checkpoint(); to "
             "work on this tensor take a copy, tensor.clone()"
         )
 
@@ -289,8 +291,8 @@ def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         UnsupportedError: it would change dtype, shape or storage in place; or it is a collective that would write to
             one; or a tensor is too large to be loaded.
     """
-    changed = {id(tensor.home): tensor for tensor in written(func, args, kwargs) if isinstance(tensor, PagedTensor)}
-    names = ", ".join(tensor.home.name for tensor in changed.values())
+    changed = {id(tensor.handle): tensor for tensor in written(func, args, kwargs) if isinstance(tensor, PagedTensor)}
+    names = ", ".join(tensor.handle.name for tensor in changed.values())
     if changed and is_collective(func):
         raise UnsupportedError(
             f"{func} would write to {names}, which is on NVMe, where a collective cannot; run it on a copy, "
@@ -300,16 +302,16 @@ def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise UnsupportedError(
             f"{func} would change the shape or the storage of {names}, which is on NVMe; copy_ into it"
         )
-    contents: dict[int, torch.Tensor] = {}  # by home
+    contents: dict[int, torch.Tensor] = {}  # by handle
     paged: dict[int, PagedTensor] = {}  # by the tensor that stands for it
     kept: list[torch.Tensor] = []  # so that no other one has its id
 
     def loaded(value: Any) -> Any:
         if not isinstance(value, PagedTensor):
             return value
-        key = id(value.home)
+        key = id(value.handle)
         if key not in contents:
-            contents[key] = value.home.load()
+            contents[key] = value.handle.load()
         seen = value._seen_in(contents[key])
         paged[id(seen)] = value
         kept.append(seen)
@@ -317,7 +319,7 @@ def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     result = func(*tree_map(loaded, args), **tree_map(loaded, kwargs))
     for key, tensor in changed.items():
-        tensor.home.save(contents[key])
+        tensor.handle.save(contents[key])
     return tree_map(lambda value: paged.get(id(value), value), result) if changed else result
 
 

@@ -25,17 +25,20 @@ from torch.overrides import TorchFunctionMode
 
 from infinity import hugepages
 from infinity.errors import UnsupportedError
-from infinity.extras import NEWEST_TORCH, OLDEST
 from infinity.memory import heap
+from infinity.optional_dependencies import NEWEST_TORCH, OLDEST
 
 TESTED = f"{OLDEST['torch']} to {NEWEST_TORCH}"
 """Releases of torch that are supported."""
 
 
 _FEW = 2
-"""Units much larger than most for which freed memory is given back, in every backward: a root, and a head beside it."""
+"""FSDP modules much larger than most for which freed memory is given back, in every backward:
+
+a root, and a head beside it.
+"""
 ROOT = "root"
-"""The name of the first unit, if the model has parameters that are in no other one."""
+"""The name of the first FSDP module, if the model has parameters that are in no other one."""
 
 
 def _lacking(missing: str) -> UnsupportedError:
@@ -466,9 +469,11 @@ class _Collectives:
 
 
 def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
-    """Let groups on the CPU reduce gradients in memory that is used again, instead of fresh memory for every unit.
+    """Let groups on the CPU reduce gradients in memory that is used again, instead of fresh memory for every FSDP
+    module.
 
-    What units need that are much larger than most, such as a root with a large vocabulary, is not kept: it would be
+    What FSDP modules need that are much larger than most, such as a root with a large vocabulary, is not kept: it would
+    be
     unused for all of a step but an instant. Where these are few, the kernel has it back at once, and what else is free
     in the heap before it: behind the backward of such a root, several pieces of its size. A group of one rank reduces
     in place: FSDP2 brings the gradients together, and would copy them to as much memory again. A group whose collective
@@ -479,7 +484,7 @@ def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
     """
     groups = list(groups)
     sizes = [sum(full_shape(param).numel() for param in fsdp_params(group)) for group in groups]
-    most = 2 * 4 * median_high(sizes)  # bytes of a buffer that is kept: twice what most units need, in fp32
+    most = 2 * 4 * median_high(sizes)  # bytes of a buffer that is kept: twice what most FSDP modules need, in fp32
     few = sum(4 * size > most for size in sizes) <= _FEW
 
     class ReusedBuffers(DefaultReduceScatter):
@@ -499,7 +504,7 @@ def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
             free = [buffer for buffer in self._buffers if _is_unused(buffer)]
             chosen = next((buffer for buffer in free if buffer.numel() >= nbytes), None)
             if chosen is None:
-                if free:  # the largest unit decides how large they are, the largest number at once how many
+                if free:  # the largest FSDP module decides how large they are, the largest number at once how many
                     self._buffers = [buffer for buffer in self._buffers if buffer is not free[0]]
                 chosen = torch.empty(nbytes, dtype=torch.uint8, device=device)
                 self._buffers.append(chosen)
@@ -574,7 +579,7 @@ def _is_unused(buffer: torch.Tensor) -> bool:
 
 
 COPY_IN = torch.ops.fsdp.all_gather_copy_in.default
-"""With several ranks: copies the all-gather inputs of a unit into this rank's part of what will be gathered."""
+"""With several ranks: copies the all-gather inputs of an FSDP module into this rank's part of what will be gathered."""
 
 
 def copy_in(
@@ -606,8 +611,8 @@ def local_gradient(param: nn.Parameter) -> torch.Tensor:
     grad = param.grad
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
         raise UnsupportedError(
-            f"a gradient was assigned with placements {grad.placements}, but its parameter has {param.placements}; "
-            "assign grad.redistribute(param.device_mesh, param.placements)"
+            f"a gradient was assigned with update schedules {grad.placements}, but its parameter has {param.placements}; "
+            "assign grad.redistribute(param.device_mesh, param.update schedules)"
         )
     return grad._local_tensor if isinstance(grad, DTensor) else grad  # type: ignore[return-value]
 

@@ -2,7 +2,7 @@
 
 FSDP2 asks it for its all-gather input (`fsdp_pre_all_gather`); the answer is another tensor without storage
 that copies itself, page by page, into the buffer that FSDP2 has allocated. So no shard is ever assembled in
-between, a shard may cross any number of pages, and a frame is held exactly as long as its bytes are copied.
+between, a shard may cross any number of pages, and a cache slot is held exactly as long as its bytes are copied.
 All else that is done to a shard is done as `PagedTensor` says.
 """
 
@@ -36,7 +36,7 @@ class ShardSource(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class ShardHome:
+class ShardHandle:
     """Where one shard is.
 
     `padded` is the shape of its all-gather input, `gather_dtype` the dtype of that; `device` the compute device.
@@ -64,13 +64,13 @@ class ShardHome:
 class PagedShard(PagedTensor):
     """This rank's slice of a parameter, paged, or a view of it."""
 
-    home: ShardHome
+    handle: ShardHandle
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """Answer FSDP2 with what it is to gather: this slice in the compute dtype, padded."""
-        return (GatherInput(self.home, self.home.padded),), None
+        return (GatherInput(self.handle, self.handle.padded),), None
 
     def fsdp_post_all_gather(
         self,
@@ -92,17 +92,17 @@ PagedShard.fsdp_pre_all_gather.__signature__ = inspect.signature(PagedShard.fsdp
 class GatherInput(torch.Tensor):
     """The all-gather input of a paged shard: copies itself out of the pages when FSDP2 copies it."""
 
-    home: ShardHome
+    handle: ShardHandle
     raw: bool
 
     @staticmethod
-    def __new__(cls: type[GatherInput], home: ShardHome, shape: Sequence[int], raw: bool = False) -> GatherInput:
+    def __new__(cls: type[GatherInput], handle: ShardHandle, shape: Sequence[int], raw: bool = False) -> GatherInput:
         """Make the input; `raw` is the same bytes seen as uint8 (FSDP2 gathers mixed dtypes that way)."""
-        dtype = torch.uint8 if raw else home.gather_dtype
+        dtype = torch.uint8 if raw else handle.gather_dtype
         tensor: GatherInput = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=dtype, device=home.device
+            cls, torch.Size(shape), dtype=dtype, device=handle.device
         )  # type: ignore[attr-defined]
-        tensor.home, tensor.raw = home, raw
+        tensor.handle, tensor.raw = handle, raw
         return tensor
 
     def __init__(self, *args: Any) -> None:
@@ -110,12 +110,12 @@ class GatherInput(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name the shard."""
-        return f"GatherInput({self.home.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"GatherInput({self.handle.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def copy_into(self, destination: torch.Tensor) -> None:
         """Copy the shard's pages into `destination`."""
         flat = destination.view(-1)
-        self.home.source.gather_into(self.home.shard, flat.view(self.home.gather_dtype) if self.raw else flat)
+        self.handle.source.gather_into(self.handle.shard, flat.view(self.handle.gather_dtype) if self.raw else flat)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -137,13 +137,13 @@ class GatherInput(torch.Tensor):
             return private.copy_in(*args)
         if isinstance(first, GatherInput):
             if func is aten.view.default:
-                return GatherInput(first.home, _viewed(first.shape, args[1]), first.raw)
+                return GatherInput(first.handle, _viewed(first.shape, args[1]), first.raw)
             if func is aten.detach.default:
-                return GatherInput(first.home, first.shape, first.raw)
+                return GatherInput(first.handle, first.shape, first.raw)
             if func is aten.view.dtype and args[1] is torch.uint8:
                 if first.raw:
                     return first
-                return GatherInput(first.home, (first.numel() * first.home.gather_dtype.itemsize,), True)
+                return GatherInput(first.handle, (first.numel() * first.handle.gather_dtype.itemsize,), True)
         return func(*tree_map(_dense, args), **tree_map(_dense, kwargs or {}))
 
 
@@ -155,6 +155,6 @@ def _viewed(shape: torch.Size, wanted: Sequence[int]) -> Sequence[int]:
 def _dense(value: Any) -> Any:
     if not isinstance(value, GatherInput):
         return value
-    flat = torch.empty(value.home.padded.numel(), dtype=value.home.gather_dtype, device=value.device)
-    value.home.source.gather_into(value.home.shard, flat)
+    flat = torch.empty(value.handle.padded.numel(), dtype=value.handle.gather_dtype, device=value.device)
+    value.handle.source.gather_into(value.handle.shard, flat)
     return (flat.view(torch.uint8) if value.raw else flat).view(value.shape)

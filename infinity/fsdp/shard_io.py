@@ -19,7 +19,7 @@ from infinity.content.layout import Layout, Page, Placed, overlapping
 from infinity.content.views import Content, bytes_of, put, read_section, section, stored, torch_dtype
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
-from infinity.fsdp.staging import Staging
+from infinity.fsdp.staging import GpuPrefetcher
 from infinity.memory.device import Device
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Mode, Use
@@ -40,13 +40,13 @@ class GatherListener(Protocol):
         """Let weights and states of a shard be those of the last step: somebody is about to read or write them."""
 
 
-class _Open(NamedTuple):
+class _OpenRun(NamedTuple):
     """What there is until a run is closed."""
 
     pager: Pager
     listener: GatherListener
     ledger: Ledger
-    staging: Staging
+    gpu_prefetcher: GpuPrefetcher
     make_room: Callable[[Iterable[int]], None]
 
 
@@ -62,7 +62,7 @@ class ShardIO:
         layout: Layout,
         pager: Pager,
         device: Device,
-        staging: Staging,
+        gpu_prefetcher: GpuPrefetcher,
         listener: GatherListener,
         ledger: Ledger,
         *,
@@ -74,12 +74,12 @@ class ShardIO:
         Args:
             device: what computes.
             staging: may have weights on it ahead of their gather.
-            load_limit: most bytes that `load` may have given away at any moment: memory outside of the arena.
+            load_limit: most bytes that `load` may have given away at any moment: memory outside of the host cache.
             make_room: called with pages of what is not trained before they are written again: they have no room for it.
         """
         self._layout, self._device, self._load_limit = layout, device, load_limit
-        self._open: _Open | None  # None once closed
-        self._open = _Open(pager, listener, ledger, staging, make_room)
+        self._open: _OpenRun | None  # None once closed
+        self._open = _OpenRun(pager, listener, ledger, gpu_prefetcher, make_room)
         # What errors say once it is closed.
         self._why_closed = "the optimizer of this model was closed, and the model's values went with it"
         self._loaded = 0  # bytes of shards that `load` has returned, but for those in `_returned`
@@ -109,11 +109,11 @@ class ShardIO:
         return self._opened.ledger
 
     @property
-    def _staging(self) -> Staging:
-        return self._opened.staging
+    def _gpu_prefetcher(self) -> GpuPrefetcher:
+        return self._opened.gpu_prefetcher
 
     @property
-    def _opened(self) -> _Open:
+    def _opened(self) -> _OpenRun:
         if self._open is None:
             raise InfinityError(self._why_closed)
         return self._open
@@ -126,8 +126,8 @@ class ShardIO:
         with self._ledger.part("python", name, name="gather"), shown:
             planned = listener.gathering(shard)
             with torch.no_grad():
-                if planned and self._staging.has(placed.unit):
-                    self._staging.copy_out(shard, destination)
+                if planned and self._gpu_prefetcher.has(placed.fsdp_module):
+                    self._gpu_prefetcher.copy_out(shard, destination)
                 else:
                     self._copy_param(placed, destination, planned=planned)
             self._ledger.copied(destination.numel() * destination.itemsize)
@@ -137,7 +137,7 @@ class ShardIO:
     def _copy_param(self, placed: Placed, destination: torch.Tensor, *, planned: bool) -> None:
         segment = self._layout.segments[placed.segment]
         stream = self._device.current()
-        copied = partial(self._device.mark, stream)
+        copied = partial(self._device.record_event, stream)
         for page, first, last in overlapping(segment.param_pages, placed.start, placed.start + placed.spec.padded):
             use = (Use(page.index, Mode.READ),)
             with self._pager.access(use, planned=planned, copies=copied) as (content,):
@@ -178,9 +178,9 @@ class ShardIO:
         if size + self._held() > self._load_limit:
             held = f", and {format_size(self._loaded)} are loaded already" if self._loaded else ""
             raise UnsupportedError(
-                f"loading {placed.spec.name} would take {format_size(size)} of host memory outside the arena{held} "
+                f"loading {placed.spec.name} would take {format_size(size)} of host memory outside the host cache{held} "
                 f"(limit {format_size(self._load_limit)}); to save the model in bounded memory call "
-                "optimizer.save_pretrained(folder), optimizer.save_dcp(folder) or, to go on from, optimizer.commit()"
+                "optimizer.save_pretrained(folder), optimizer.save_dcp(folder) or, to go on from, optimizer.save_checkpoint()"
             )
         return self.read(shard, name)
 
@@ -219,7 +219,7 @@ class ShardIO:
                 f"{placed.spec.name} has {placed.spec.numel} elements on this rank, got {content.numel()}"
             )
         self._listener.look(shard)
-        self._staging.drop(placed.unit)
+        self._gpu_prefetcher.drop(placed.fsdp_module)
         begin, end = placed.start, placed.start + placed.spec.numel
         if not segment.trainable:
             pages = (*segment.param_pages, *segment.update_pages)
@@ -230,16 +230,16 @@ class ShardIO:
                     with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (held,):
                         put(held, page, component, placed.start, items)
 
-    def initialise(self, unit: int, value_of: Callable[[int, str], torch.Tensor | None]) -> None:
-        """Write the first content of a unit's pages.
+    def initialise(self, fsdp_module: int, value_of: Callable[[int, str], torch.Tensor | None]) -> None:
+        """Write the first content of an FSDP module's pages.
 
         Args:
             value_of: returns one section (``master`` or a state kind) of the real elements of a shard, given its
-                position in the unit, shape (numel,); the master in the dtype that is trained; None for zeros.
+                position in the FSDP module, shape (numel,); the master in the dtype that is trained; None for zeros.
         """
-        first = self._layout.unit_shards[unit][0]
+        first = self._layout.fsdp_module_shards[fsdp_module][0]
         for segment in self._layout.segments:
-            if segment.unit != unit:
+            if segment.fsdp_module != fsdp_module:
                 continue
             parts = [
                 (self._layout.shards[shard].start, component, items)

@@ -1,4 +1,4 @@
-"""What `fully_shard` has made of a model: its units, their parameters, and this rank's slices of them."""
+"""What `fully_shard` has made of a model: its FSDP modules, their parameters, and this rank's slices of them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch
 from torch import nn
 
 from infinity.content.format import StateFormat
-from infinity.content.layout import ShardSpec, UnitSpec
+from infinity.content.layout import FSDPModuleSpec, ShardSpec
 from infinity.content.views import dtype_name
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.shard import PagedShard
-from infinity.schedule.expected import expected_events
+from infinity.schedule.predicted_trace import expected_events
 from infinity.schedule.trace import Event
 
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter of a unit: FSDP2's object, and all names that the model has for it."""
+    """One parameter of an FSDP module: FSDP2's object, and all names that the model has for it."""
 
     param: Any
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Reach:
+class UpdateExtent:
     """What of a parameter an update needs at once, where that is more than any elements; see `ShardSpec`."""
 
     row: int = 1
@@ -49,15 +49,15 @@ _OTHER_WRAPPERS = {"FullyShardedDataParallel", "DistributedDataParallel"}
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """What `fully_shard` left behind: units, their parameters, and what each looks like on this rank."""
+    """What `fully_shard` left behind: FSDP modules, their parameters, and what each looks like on this rank."""
 
     model: nn.Module
     names: tuple[str, ...]
-    """Of units, in the order in which FSDP2 has them."""
+    """Of FSDP modules, in the order in which FSDP2 has them."""
     groups: tuple[Any, ...]
-    """FSDP2's parameter group of each unit."""
+    """FSDP2's parameter group of each FSDP module."""
     members: tuple[tuple[Member, ...], ...]
-    """Parameters of each unit, in the order in which they are gathered."""
+    """Parameters of each FSDP module, in the order in which they are gathered."""
     device: torch.device
     """Where the model computes."""
     on_meta: bool
@@ -65,10 +65,11 @@ class ShardedModel:
 
     @classmethod
     def inspect(cls, model: nn.Module) -> ShardedModel:
-        """Find the units of a model.
+        """Find the FSDP modules of a model.
 
         Raises:
-            UnsupportedError: the model is not sharded, or a parameter is outside of all units; or this release of
+            UnsupportedError: the model is not sharded, or a parameter is outside of all FSDP modules; or this release
+                of
                 torch lacks what is needed of FSDP2.
         """
         if not isinstance(model, nn.Module):
@@ -91,19 +92,19 @@ class ShardedModel:
         for name, group in found:
             if private.uses_cpu_offload(group):
                 raise UnsupportedError(
-                    f"unit {name} was sharded with CPUOffloadPolicy; leave offload_policy out, infinity pages instead"
+                    f"FSDP module {name} was sharded with CPUOffloadPolicy; leave offload_policy out, infinity pages instead"
                 )
             if private.reshards_to_fewer_ranks(group):
                 raise UnsupportedError(
-                    f"unit {name} was sharded with a number for reshard_after_forward, which keeps a part of all "
+                    f"FSDP module {name} was sharded with a number for reshard_after_forward, which keeps a part of all "
                     "gathered weights in memory until backward; infinity reads them again from NVMe: pass True (or "
-                    "False for units whose weights are to stay)"
+                    "False for FSDP modules whose weights are to stay)"
                 )
             for param in private.fsdp_params(group):
                 if id(param.sharded_param) not in names_of:
                     module, key = private.owner(param)
                     raise UnsupportedError(
-                        f"{key} of a {private.original_class(module).__name__} in unit {name} is not the parameter "
+                        f"{key} of a {private.original_class(module).__name__} in FSDP module {name} is not the parameter "
                         "that fully_shard has sharded: tie or replace parameters before fully_shard"
                     )
             members.append(
@@ -111,12 +112,16 @@ class ShardedModel:
             )
         if names_of:
             raise _outside(model, sorted(name for names in names_of.values() for name in names))
-        if any(isinstance(private.local_tensor(member.param), PagedShard) for unit in members for member in unit):
+        if any(
+            isinstance(private.local_tensor(member.param), PagedShard)
+            for fsdp_module in members
+            for member in fsdp_module
+        ):
             raise UnsupportedError("the model is offloaded already; build it anew to offload it again")
-        for unit in members:
-            for member in unit:
+        for fsdp_module in members:
+            for member in fsdp_module:
                 _refuse_composed(member)
-        devices = {member.param.sharded_param.device.type for unit in members for member in unit}
+        devices = {member.param.sharded_param.device.type for fsdp_module in members for member in fsdp_module}
         return cls(
             model=model,
             names=tuple(name for name, _ in found),
@@ -129,24 +134,24 @@ class ShardedModel:
     @property
     def shards(self) -> tuple[Member, ...]:
         """All parameters, in the order of the shards."""
-        return tuple(member for unit in self.members for member in unit)
+        return tuple(member for fsdp_module in self.members for member in fsdp_module)
 
     def parameters(self) -> list[list[nn.Parameter]]:
-        """Return the sharded parameters, unit by unit."""
-        return [[member.param.sharded_param for member in unit] for unit in self.members]
+        """Return the sharded parameters, FSDP module by FSDP module."""
+        return [[member.param.sharded_param for member in fsdp_module] for fsdp_module in self.members]
 
     def expected_step(self, *, alone: bool) -> tuple[Event, ...]:
-        """Return the events of a training step in which units are used in the order in which the model has them.
+        """Return the events of a training step in which FSDP modules are used in the order in which the model has them.
 
         Args:
             alone: whether there is one rank.
         """
-        units = self.parameters()
+        fsdp_modules = self.parameters()
         root = self.names[0] == private.ROOT
-        of_root = {id(param) for param in units[0]} if root else set()
+        of_root = {id(param) for param in fsdp_modules[0]} if root else set()
         before = itertools.takewhile(lambda param: id(param) in of_root, self.model.parameters())
         return expected_events(
-            [any(param.requires_grad for param in unit) for unit in units],
+            [any(param.requires_grad for param in fsdp_module) for fsdp_module in fsdp_modules],
             root=root,
             embeds=any(param.requires_grad for param in before),
             alone=alone,
@@ -155,15 +160,15 @@ class ShardedModel:
     def describe(
         self,
         kinds_of: Callable[[nn.Parameter], tuple[tuple[str, str], ...]],
-        reach_of: Callable[[Member], Reach] = lambda _: Reach(),
-    ) -> tuple[list[UnitSpec], dict[str, StateFormat]]:
-        """Return the units and state formats from which pages are laid out.
+        reach_of: Callable[[Member], UpdateExtent] = lambda _: UpdateExtent(),
+    ) -> tuple[list[FSDPModuleSpec], dict[str, StateFormat]]:
+        """Return the FSDP modules and state formats from which pages are laid out.
 
         Args:
             kinds_of: the optimizer's element-wise states of a trainable parameter, as (name, dtype).
             reach_of: what of a trainable parameter its update needs at once.
         """
-        units: list[UnitSpec] = []
+        fsdp_modules: list[FSDPModuleSpec] = []
         formats: dict[str, StateFormat] = {}
         for name, members in zip(self.names, self.members, strict=True):
             shards = []
@@ -175,7 +180,7 @@ class ShardedModel:
                 kinds = kinds_of(param) if trainable else ()
                 alone = not private.reduces(member.param)
                 fmt = StateFormat.of(own, gather, kinds, trainable=trainable, alone=alone)
-                reach = reach_of(member) if trainable else Reach()
+                reach = reach_of(member) if trainable else UpdateExtent()
                 key = fmt.key(own, trainable=trainable, slices=reach.slices)
                 formats[key] = fmt
                 shards.append(
@@ -189,8 +194,8 @@ class ShardedModel:
                         whole=reach.whole,
                     )
                 )
-            units.append(UnitSpec(name=name, shards=tuple(shards)))
-        return units, formats
+            fsdp_modules.append(FSDPModuleSpec(name=name, shards=tuple(shards)))
+        return fsdp_modules, formats
 
 
 _UNQUANTISED = (
@@ -200,7 +205,7 @@ _UNQUANTISED = (
 
 
 def _outside(model: nn.Module, names: list[str]) -> UnsupportedError:
-    """Return the error for parameters that are in no unit, which says how they get there."""
+    """Return the error for parameters that are in no FSDP module, which says how they get there."""
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
     def of_adapter(name: str) -> bool:
@@ -210,11 +215,11 @@ def _outside(model: nn.Module, names: list[str]) -> UnsupportedError:
 
     if all(map(of_adapter, names)):
         return UnsupportedError(
-            "parameters of adapters of peft are outside of all units, since they were added after fully_shard: "
+            "parameters of adapters of peft are outside of all FSDP modules, since they were added after fully_shard: "
             f"{shown}; give their configuration to infinity.from_pretrained or from_config (adapters=), or call "
             "get_peft_model before fully_shard (docs/lora.md)"
         )
-    return UnsupportedError(f"parameters outside of all units: {shown}; call fully_shard(model) too")
+    return UnsupportedError(f"parameters outside of all FSDP modules: {shown}; call fully_shard(model) too")
 
 
 def _refuse_quantised_modules(model: nn.Module) -> None:

@@ -22,11 +22,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 import infinity
 from infinity.config import Config, load_config
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.extras import needs
 from infinity.formats.safetensors import FILE_BYTES
 from infinity.fsdp import private
 from infinity.fsdp.sharded_model import ShardedModel
-from infinity.integrations.checkpoints import Checkpoints, Record
+from infinity.integrations.checkpoint_folders import Checkpoints, Record
+from infinity.optional_dependencies import needs
 from infinity.ranks import Ranks
 from infinity.run.optimizer import PagedOptimizer
 from infinity.sources.initialise import InitFunction
@@ -57,7 +57,8 @@ def prepare(
     """Do what `accelerator.prepare(model, optimizer, *others)` does, with the state of training on NVMe.
 
     What changes of the accelerator: `no_sync` and `accumulate` reduce the gradients of every micro-batch (as with
-    `sync_each_batch`), since those of the whole model would stay in memory otherwise; `save_state` is a commit and what
+    `sync_each_batch`), since those of the whole model would stay in memory otherwise; `save_state` is a checkpoint and
+    what
     Accelerate writes beside weights and optimizer; `load_state` checks that this is what the run goes on from;
     `save_model` streams; `get_state_dict` is refused for a model that does not fit.
 
@@ -72,7 +73,8 @@ def prepare(
         strict: as for `infinity.offload`.
         init: as for `infinity.offload`.
         fsdp_plugin: how the model is to be sharded; by default the accelerator's. Accelerate has none on CPUs.
-        resume_from: a folder that `save_state` wrote; the run goes on from its commit. Call `load_state` with it, too.
+        resume_from: a folder that `save_state` wrote; the run goes on from its checkpoint. Call `load_state` with it,
+            too.
 
     Returns:
         Model, optimizer (Accelerate's; what `infinity.offload` returns is its `.optimizer`) and `others`.
@@ -81,14 +83,14 @@ def prepare(
         UnsupportedError: what the accelerator is to do besides cannot work, with the reason.
         ConfigError: the model is not sharded, does not compute in the accelerator's precision, or `resume_from` is no
             such folder.
-        CommitError: the commit of `resume_from` was replaced; nothing is changed.
+        CheckpointError: the checkpoint of `resume_from` was replaced; nothing is changed.
         Exception: what `infinity.offload` raises.
     """
     _check(accelerator, optimizer, others)
     settings = load_config(config)
     infinity.mesh(accelerator.device.type)
     if resume_from is not None:
-        _, record = Record.of_commit(Path(resume_from).expanduser(), settings, Ranks.current())
+        _, record = Record.of_checkpoint(Path(resume_from).expanduser(), settings, Ranks.current())
         settings = record.resumed(settings)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         _shard(accelerator, model, optimizer, fsdp_plugin)
@@ -186,7 +188,7 @@ def _shard(
 
 
 def _check_precision(accelerator: Accelerator, model: nn.Module) -> None:
-    """Check that units compute in the accelerator's precision: nothing else would. Raises `ConfigError`."""
+    """Check that FSDP modules compute in the accelerator's precision: nothing else would. Raises `ConfigError`."""
     if accelerator.mixed_precision != "bf16":
         return
     for member in ShardedModel.inspect(model).shards:
@@ -217,14 +219,15 @@ class _Served:
         yield
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **named: Any) -> Any:
-        """Write what Accelerate keeps besides weights and optimizer into a folder, then commit; all ranks together.
+        """Write what Accelerate keeps besides weights and optimizer into a folder, then checkpoint; all ranks together.
 
-        Whenever it is cut off, the commit before and its folder belong together still, also if that is this folder: it
-        stays beside until the new commit is there. Not if Accelerate itself removes that folder (`total_limit=1`).
+        Whenever it is cut off, the checkpoint before and its folder belong together still, also if that is this folder:
+        it
+        stays beside until the new checkpoint is there. Not if Accelerate itself removes that folder (`total_limit=1`).
 
         Raises:
             InfinityError: gradients are pending (call it after `step`), or another rank failed.
-            StorageError, OSError: a drive refused; the commit before is intact.
+            StorageError, OSError: a drive refused; the checkpoint before is intact.
         """
 
         def write() -> Path:
@@ -240,7 +243,7 @@ class _Served:
 
         Raises:
             ConfigError: the folder is none of `save_state`.
-            CommitError: the run has not gone on from its commit, or has trained since; says what to do.
+            CheckpointError: the run has not gone on from its checkpoint, or has trained since; says what to do.
         """
         folder = self._checkpoints.check(Path(input_dir if input_dir is not None else self._newest()).expanduser())
         with self._apart():
@@ -293,7 +296,7 @@ class _Served:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Let Accelerate see no model and no optimizer: theirs is in the commit."""
+        """Let Accelerate see no model and no optimizer: theirs is in the checkpoint."""
         accelerator = self._accelerator
         models, optimizers = accelerator._models, accelerator._optimizers
         accelerator._models = [model for model in models if model is not self._model]

@@ -14,15 +14,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import infinity
-from infinity.access import read_regular
 from infinity.checkpoint.durable import write_durably
 from infinity.config import Config, load_config
 from infinity.errors import UnsupportedError
-from infinity.extras import needs
-from infinity.integrations.checkpoints import Checkpoints, Record
+from infinity.integrations.checkpoint_folders import Checkpoints, Record
+from infinity.optional_dependencies import needs
 from infinity.ranks import Ranks
 from infinity.run.optimizer import PagedOptimizer
 from infinity.sources.initialise import InitFunction
+from infinity.untrusted_files import read_regular
 
 with needs("lightning", "infinity.integrations.lightning"):
     from lightning.pytorch import Trainer
@@ -38,8 +38,9 @@ _MOST_META = 1 << 30  # bytes of that
 class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
     """Trains a module whose `configure_model` calls `fully_shard`, with its state on NVMe.
 
-    `trainer.fit` makes the optimizer, offloads, and with `ckpt_path` goes on from the commit of that checkpoint. A
-    checkpoint is a folder with what Lightning keeps besides weights and optimizer, and a commit, which copies nothing.
+    `trainer.fit` makes the optimizer, offloads, and with `ckpt_path` goes on from the checkpoint of that checkpoint. A
+    checkpoint is a folder with what Lightning keeps besides weights and optimizer, and a checkpoint, which copies
+    nothing.
     All ranks are data parallel: `self.device_mesh["data_parallel"]` is the mesh for `fully_shard`.
     """
 
@@ -67,7 +68,9 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         """
         for refused in ("data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint"):
             if refused in named:
-                raise UnsupportedError(f"{refused}: all ranks are data parallel, and checkpoints are commits; leave it")
+                raise UnsupportedError(
+                    f"{refused}: all ranks are data parallel, and checkpoints are checkpoints; leave it"
+                )
         super().__init__(**named)
         self._settings, self._weights, self._strict, self._init = load_config(config), weights, strict, init
         self._paged: PagedOptimizer | None = None  # of the last fit
@@ -83,7 +86,7 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """No: which commit to go on from is to be known when the run begins, in `setup`."""
+        """No: which checkpoint to go on from is to be known when the run begins, in `setup`."""
         return False
 
     def setup_environment(self) -> None:
@@ -123,7 +126,7 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         settings, loaded = self._settings, self._loaded
         self._loaded = None
         if loaded is not None:
-            _, record = Record.of_commit(loaded, settings, Ranks.current())
+            _, record = Record.of_checkpoint(loaded, settings, Ranks.current())
             settings = record.resumed(settings)
         if self._paged is not None:
             self._paged.close()
@@ -155,24 +158,24 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
     # Checkpoints #
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return nothing: weights are in the commit."""
+        """Return nothing: weights are in the checkpoint."""
         return {}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return nothing: states are in the commit."""
+        """Return nothing: states are in the checkpoint."""
         return {}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write what Lightning keeps into a folder, and commit; all ranks together.
+        """Write what Lightning keeps into a folder, and checkpoint; all ranks together.
 
         Without the states of optimizers (`save_weights_only=True`), the folder is one for `from_pretrained` instead,
-        and there is no commit. A folder of before is replaced, and stays until the new one is complete.
+        and there is no checkpoint. A folder of before is replaced, and stays until the new one is complete.
 
         Raises:
             InfinityError: gradients are pending, or another rank failed.
-            StorageError, OSError, ConfigError: a drive refused; the commit before is intact.
+            StorageError, OSError, ConfigError: a drive refused; the checkpoint before is intact.
             UnsupportedError: `storage_options` were given.
         """
         if storage_options is not None:
@@ -197,16 +200,16 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return what Lightning kept; the run begins with weights and optimizer of its commit, or is there already.
+        """Return what Lightning kept; the run begins with weights and optimizer of its checkpoint, or is there already.
 
         Raises:
             ConfigError: the folder is none of `save_checkpoint`.
-            CommitError: the run is not at that commit; says what to do.
+            CheckpointError: the run is not at that checkpoint; says what to do.
         """
         folder, ranks = Path(self.broadcast(checkpoint_path)), Ranks.current()
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            folder, _ = Record.of_commit(folder, self._settings, ranks)
+            folder, _ = Record.of_checkpoint(folder, self._settings, ranks)
             self._loaded = folder
         elif self._checkpoints is not None:
             folder = self._checkpoints.check(folder)

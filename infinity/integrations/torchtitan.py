@@ -1,8 +1,9 @@
 """torchtitan: `on_nvme(config, settings)` in place of a Trainer's config: the same training, with its state on NVMe.
 
-The model stays on the meta device and is initialised unit by unit, the container of optimizers steps the one that
+The model stays on the meta device and is initialised FSDP module by FSDP module, the container of optimizers steps the
+one that
 `infinity.offload` returns, and a checkpoint is a folder with what torchtitan keeps besides weights and optimizer, and a
-commit, which copies nothing.
+checkpoint, which copies nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from torch import nn
 
 import infinity
 from infinity.config import Config, load_config
-from infinity.errors import CommitError, ConfigError, UnsupportedError
-from infinity.extras import needs
-from infinity.integrations.checkpoints import Checkpoints, Record
+from infinity.errors import CheckpointError, ConfigError, UnsupportedError
+from infinity.integrations.checkpoint_folders import Checkpoints, Record
+from infinity.optional_dependencies import needs
 from infinity.ranks import Ranks
 
 with needs("torchtitan", "infinity.integrations.torchtitan"):
@@ -72,7 +73,7 @@ class PagedTrainer(Trainer):  # type: ignore[misc]
         """Settings, as for `infinity.offload`: a mapping, or the name of a file."""
 
     def __init__(self, config: PagedTrainer.Config) -> None:
-        """Build everything, and move the state to NVMe, or go on from a commit; all ranks together.
+        """Build everything, and move the state to NVMe, or go on from a checkpoint; all ranks together.
 
         Raises:
             UnsupportedError: the config wants what cannot work, with the reason.
@@ -88,11 +89,11 @@ class PagedTrainer(Trainer):  # type: ignore[misc]
         assert spec is not None
         changed: dict[str, Any] = {
             "optimizer": optimizer,
-            "checkpoint": Commits.Config(**_fields_of_base(config.checkpoint)),
+            "checkpoint": NVMeCheckpointManager.Config(**_fields_of_base(config.checkpoint)),
             "model_spec": replace(spec, parallelize_fn=partial(_parallelised, spec.parallelize_fn)),
             # Of the ways to have tensor parallel parameters, that which leaves all others to FSDP2.
             "parallelism": replace(config.parallelism, spmd_backend="partial_dtensor"),
-            "training": replace(config.training, disable_cuda_graphs=True),  # a graph would keep frames' addresses
+            "training": replace(config.training, disable_cuda_graphs=True),  # a graph would keep cache slots' addresses
         }
         super().__init__(replace(config, **changed))
 
@@ -104,7 +105,7 @@ class PagedTrainer(Trainer):  # type: ignore[misc]
         return ParallelDims.from_config(self.config.parallelism, world_size)
 
     def close(self) -> None:
-        """End; what is not committed is gone, unless `run.keep` says otherwise."""
+        """End; what is not checkpointed is gone, unless `run.keep` says otherwise."""
         if hasattr(self, "optimizers"):
             self.optimizers.paged.close()
         super().close()
@@ -121,7 +122,7 @@ def _check(config: PagedTrainer.Config) -> None:
     wrong = {
         "parallelism.pipeline_parallel_degree": (
             parallelism.pipeline_parallel_degree > 1,
-            "one rank has several parts of the model, whose steps are not one sequence of units",
+            "one rank has several parts of the model, whose steps are not one sequence of FSDP modules",
         ),
         **{
             f"parallelism.{kind}_parallel_degree": (
@@ -190,7 +191,7 @@ class PagedOptimizers(OptimizersContainer):  # type: ignore[misc]
         """Of checkpoints: the run goes on from one of them; empty for none."""
 
         load_step: Annotated[int, tyro.conf.Suppress] = -1
-        """Which of them; -1 for the last one whose commit is there, if there is one."""
+        """Which of them; -1 for the last one whose checkpoint is there, if there is one."""
 
     def __init__(self, config: PagedOptimizers.Config, *, model_parts: list[nn.Module]) -> None:
         """Build the optimizers, and let `infinity.offload` have them.
@@ -211,7 +212,9 @@ class PagedOptimizers(OptimizersContainer):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Refuse. Raises `UnsupportedError`."""
-        raise UnsupportedError("the state of the optimizers is on NVMe: a checkpoint of it is a commit, see `Commits`")
+        raise UnsupportedError(
+            "the state of the optimizers is on NVMe: a checkpoint of it is a checkpoint, see `NVMeCheckpointManager`"
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refuse. Raises `UnsupportedError`."""
@@ -219,15 +222,15 @@ class PagedOptimizers(OptimizersContainer):  # type: ignore[misc]
 
 
 def _resumed(folder: Path, step: int, settings: Config) -> tuple[Path, Record] | None:
-    """Return the checkpoint to go on from; all ranks together. Raises `ConfigError`, `CommitError`."""
+    """Return the checkpoint to go on from; all ranks together. Raises `ConfigError`, `CheckpointError`."""
     ranks = Ranks.current()
     if step >= 0:
-        return Record.of_commit(folder / f"step-{step}", settings, ranks)
+        return Record.of_checkpoint(folder / f"step-{step}", settings, ranks)
     there = ranks.on_first("looking for checkpoints", partial(_folders, folder))
     found = Record.newest(there[::-1], settings, ranks)
     if there and found is None:
-        raise CommitError(
-            f"{folder} has checkpoints, and no commit of any of them is in storage.paths: name the paths of the run in "
+        raise CheckpointError(
+            f"{folder} has checkpoints, and no checkpoint of any of them is in storage.paths: name the paths of the run in "
             "run.resume_paths, or remove the folder to begin anew"
         )
     return found
@@ -239,10 +242,11 @@ def _folders(folder: Path) -> list[Path]:
     return sorted(found, key=lambda child: int(child.name.removeprefix("step-")))
 
 
-class Commits(BaseCheckpointManager):  # type: ignore[misc]
-    """Checkpoints as commits: a folder has what torchtitan keeps besides weights and optimizer, a file for each rank.
+class NVMeCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
+    """Checkpoints as checkpoints: a folder has what torchtitan keeps besides weights and optimizer, a file for each
+    rank.
 
-    As many are kept as `run.retained_commits` says, not `keep_latest_k`. All ranks call everything together.
+    As many are kept as `run.retained_checkpoints` says, not `keep_latest_k`. All ranks call everything together.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -251,7 +255,7 @@ class Commits(BaseCheckpointManager):  # type: ignore[misc]
 
     def __init__(
         self,
-        config: Commits.Config,
+        config: NVMeCheckpointManager.Config,
         *,
         dataloader: Any,
         model_parts: list[nn.Module],
@@ -304,7 +308,7 @@ class Commits(BaseCheckpointManager):  # type: ignore[misc]
         return True
 
     def _remove_others(self) -> None:
-        """Remove the folders of this run whose commits are gone."""
+        """Remove the folders of this run whose checkpoints are gone."""
         run = self._optimizers.paged.run
         for folder in _folders(self._folder):
             try:
@@ -312,14 +316,14 @@ class Commits(BaseCheckpointManager):  # type: ignore[misc]
             except ConfigError as error:
                 _log.warning("%s stays: %s", folder, error)
                 continue
-            if record.run_id == run.folder.run_id and record.step not in run.store.commits:
+            if record.run_id == run.folder.run_id and record.step not in run.store.checkpoints:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _maybe_wait_for_staging(self) -> None:
         """Nothing is staged."""
 
     def _wait_for_saving(self) -> None:
-        """A commit has ended when `save` returns."""
+        """A checkpoint has ended when `save` returns."""
 
     def _close(self) -> None:
         """Nothing is open."""

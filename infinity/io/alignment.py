@@ -21,7 +21,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenedFile:
+class AlignedFile:
     """A descriptor and how transfers through it must be shaped: see `DataFile`."""
 
     fd: int
@@ -29,7 +29,7 @@ class OpenedFile:
     alignment: int
 
 
-def open_aligned(path: str, flags: int, mode: int = 0o600) -> OpenedFile:
+def open_aligned(path: str, flags: int, mode: int = 0o600) -> AlignedFile:
     """Open `path` with O_DIRECT where its file system has it, else buffered with one warning.
 
     Raises:
@@ -45,7 +45,7 @@ def open_aligned(path: str, flags: int, mode: int = 0o600) -> OpenedFile:
     if alignment == 0:
         os.close(fd)
         return _open_buffered(path, flags, mode)
-    return OpenedFile(fd=fd, direct=True, alignment=alignment)
+    return AlignedFile(fd=fd, direct=True, alignment=alignment)
 
 
 def direct_alignment(fd: int) -> int:
@@ -67,11 +67,11 @@ def direct_alignment(fd: int) -> int:
     return int(max(memory, offset))
 
 
-def _open_buffered(path: str, flags: int, mode: int) -> OpenedFile:
+def _open_buffered(path: str, flags: int, mode: int) -> AlignedFile:
     warnings.warn(
         f"{path}: the file system has no O_DIRECT; transfers go through the page cache, which costs memory "
         "and speed. Put storage.paths on an ext4 or XFS file system on a local drive",
         RuntimeWarning,
         stacklevel=4,
     )
-    return OpenedFile(fd=os.open(path, flags | os.O_CLOEXEC, mode), direct=False, alignment=1)
+    return AlignedFile(fd=os.open(path, flags | os.O_CLOEXEC, mode), direct=False, alignment=1)

@@ -182,7 +182,7 @@ class PacedEngine:
             return ticket, self._engine.submit(ticket.op, request.file, ticket.offset, request.memory)
         except Exception as error:  # this runs on a thread of its own: whoever waits must hear of it
             failed = error if isinstance(error, InfinityError) else InfinityError(repr(error))
-            failed = failed.with_traceback(None)  # whose frames refer to the request's memory
+            failed = failed.with_traceback(None)  # whose cache slots refer to the request's memory
         finally:
             request.pinned.release()
         ticket.complete(failed)

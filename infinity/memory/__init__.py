@@ -1,1 +1,1 @@
-"""Host memory: the arena, what the C library keeps, and how much there is to take."""
+"""Host memory: the host cache, what the C library keeps, and how much there is to take."""

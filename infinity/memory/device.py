@@ -1,7 +1,8 @@
 """The device that computes: its streams, marks on them, and host memory that it copies to and from.
 
 What is asynchronous on a device is here and nowhere else, and nothing else in the package names `torch.cuda` (random
-states in commits and `infinity.mesh` apart). `AcceleratorDevice` is written with what `torch.get_device_module` has for
+states in checkpoints and `infinity.mesh` apart). `AcceleratorDevice` is written with what `torch.get_device_module` has
+for
 every accelerator, as FSDP2 is; what only CUDA has, registered host memory, is in `CudaDevice`.
 """
 
@@ -33,7 +34,7 @@ _PORTABLE: Final = 1
 """`cudaHostRegisterPortable`: pinned for every device of this process, whichever was current."""
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A point on a stream, behind all that the stream has been given so far."""
 
     def passed(self) -> bool:
@@ -80,7 +81,7 @@ class Device(Protocol):
     def take_copied(self) -> tuple[int, int]:
         """Return the bytes that were copied to it and from it since the last call."""
 
-    def mark(self, stream: Stream) -> Mark:
+    def record_event(self, stream: Stream) -> DeviceEvent:
         """Return a mark behind all that a stream has been given."""
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
@@ -142,7 +143,7 @@ class CpuDevice:
         """Return zeros: it computes in the host's memory."""
         return 0, 0
 
-    def mark(self, stream: Stream) -> Mark:
+    def record_event(self, stream: Stream) -> DeviceEvent:
         """Return a mark that has been passed."""
         return _Passed()
 
@@ -158,7 +159,7 @@ class CpuDevice:
         return _Unregistered()
 
 
-class _EventMark:
+class _StreamEvent:
     """A mark that is an event of the device."""
 
     __slots__ = ("_event",)
@@ -226,9 +227,9 @@ class AcceleratorDevice:
             copied, self._copied = self._copied, {True: 0, False: 0}
         return copied[False], copied[True]
 
-    def mark(self, stream: Stream) -> Mark:
+    def record_event(self, stream: Stream) -> DeviceEvent:
         """Return a mark behind all that a stream has been given."""
-        return _EventMark(stream.record_event())
+        return _StreamEvent(stream.record_event())
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Let the allocator wait for a stream."""
@@ -328,7 +329,7 @@ def transfer_bytes(device: Device, nbytes: int, piece: int) -> tuple[torch.Tenso
     return torch.frombuffer(memory, dtype=torch.uint8), device.pin(memory, piece)
 
 
-def wait(mark: Mark, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
+def wait(device_event: DeviceEvent, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
     """Wait until a mark has been passed; never under a lock.
 
     The host looks again and again: an event has no wait with a time limit.
@@ -341,7 +342,7 @@ def wait(mark: Mark, timeout: float, given_up: Callable[[], bool] = lambda: Fals
         Whether it has been passed.
     """
     deadline, pause = time.perf_counter() + timeout, _SHORTEST_SLEEP
-    while not mark.passed():
+    while not device_event.passed():
         if given_up() or time.perf_counter() >= deadline:
             return False
         time.sleep(pause)

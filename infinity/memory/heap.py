@@ -1,7 +1,10 @@
-"""What the C library keeps of freed memory: what the largest unit needs, and no more however many units there are.
+"""What the C library keeps of freed memory: what the largest FSDP module needs, and no more however many FSDP modules
+there are.
 
-FSDP2 allocates and frees the weights and gradients of every unit in every pass. glibc by itself does one of two things,
-both bad: it gives large blocks back to the kernel, which then clears their pages anew for every unit (a third of a
+FSDP2 allocates and frees the weights and gradients of every FSDP module in every pass. glibc by itself does one of two
+things,
+both bad: it gives large blocks back to the kernel, which then clears their pages anew for every FSDP module (a third of
+a
 step, `make bench-step`), or it keeps them in a heap that creeps, because a freed aligned block is not found again for a
 request of the same size: peak memory grows with the number of layers (by 1 to 6 bytes per parameter, measured).
 """
@@ -19,7 +22,7 @@ from functools import cache
 from infinity.units import MIB
 
 CREEP_BYTES = 64 * MIB
-"""How much more than units need may be kept, before all that is free is given back."""
+"""How much more than FSDP modules need may be kept, before all that is free is given back."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _NEVER = (1 << 31) - 1
 _USUAL = {_M_MMAP_MAX: 65536, _M_MMAP_THRESHOLD: 32 * MIB, _M_TRIM_THRESHOLD: 64 * MIB}
@@ -30,7 +33,7 @@ _bounded: weakref.WeakSet[FreedMemory] = weakref.WeakSet()
 
 @dataclass(slots=True)
 class _Need:
-    """What a unit needs; changed where it has begun with nothing kept."""
+    """What an FSDP module needs; changed where it has begun with nothing kept."""
 
     base: int = 0
     """Resident bytes of the process when it began."""
@@ -39,18 +42,23 @@ class _Need:
 
 
 class FreedMemory:
-    """Lets the C library keep freed memory, in blocks of any size, while the process is as large as units need it.
+    """Lets the C library keep freed memory, in blocks of any size, while the process is as large as FSDP modules need
+    it.
 
-    Life cycle: measuring, in the first step, where every unit begins with nothing kept: how large the process is when a
-    unit has ended is what it needs. Then bounding: the process may be larger by `CREEP_BYTES` than the largest unit
-    needs it; a unit that needs more, seen after all was given back, raises that. What units of one size free fits the
-    next one. But where a unit needs more than is kept, as the head of a language model does behind its layers, what is
+    Life cycle: measuring, in the first step, where every FSDP module begins with nothing kept: how large the process is
+    when a
+    FSDP module has ended is what it needs. Then bounding: the process may be larger by `CREEP_BYTES` than the largest
+    FSDP module
+    needs it; an FSDP module that needs more, seen after all was given back, raises that. What FSDP modules of one size
+    free fits the
+    next one. But where an FSDP module needs more than is kept, as the head of a language model does behind its layers,
+    what is
     kept may be of no use to it: it is given back before, if the process would become too large beside it. So it is at
     the beginning of a step whatever is kept: the many pieces that the head has left do not always fit the gather of its
     weights, and once in a step costs little.
 
     The reduction of a root with a large vocabulary gives back what is free too (`private.reuse_reduce_buffers`), so
-    that what the unit before it needs may come out lower than it is: less is kept then.
+    that what the FSDP module before it needs may come out lower than it is: less is kept then.
 
     Only glibc can be told so; others keep what they keep. Everything is read and changed by the training thread.
     """
@@ -60,12 +68,13 @@ class FreedMemory:
         self._keeps = bool(libc and libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
         """Whether the C library is glibc and has taken the settings."""
         self._largest = resident_bytes()
-        """Resident bytes of the process that the largest unit needs, as far as that is known; at first those at the
+        """Resident bytes of the process that the largest FSDP module needs, as far as that is known; at first those at
+        the
         start."""
         self._needs: dict[Hashable, _Need] = {}
-        """What units need, by what `bound` was told of them."""
+        """What FSDP modules need, by what `bound` was told of them."""
         self._running = _Need()
-        """Of the unit that runs."""
+        """Of the FSDP module that runs."""
         self._measuring = False
         """Whether the last call of `bound` measured."""
         self._emptied = False
@@ -79,13 +88,13 @@ class FreedMemory:
             _forget()
             give_back()
 
-    def bound(self, unit: Hashable = None, *, measure: bool = False, first: bool = False) -> None:
-        """Give all freed memory back if the process is larger than it has to be. Once per unit, from one thread.
+    def bound(self, fsdp_module: Hashable = None, *, measure: bool = False, first: bool = False) -> None:
+        """Give all freed memory back if the process is larger than it has to be. Once per FSDP module, from one thread.
 
         Args:
-            unit: names what begins: it needs about as much each time.
+            FSDP module: names what begins: it needs about as much each time.
             measure: whether to see how large it has to be, and to give back what is free at every call meanwhile.
-            first: whether a step begins with this unit.
+            first: whether a step begins with this FSDP module.
         """
         if not self._keeps:
             return
@@ -93,11 +102,11 @@ class FreedMemory:
         if measure and not self._measuring:
             self._largest = 0
             self._needs.clear()
-        elif self._emptied:  # so all that has been allocated since is of one unit
+        elif self._emptied:  # so all that has been allocated since is of one FSDP module
             self._largest = max(self._largest, resident)
             self._running.grown = resident - self._running.base
         self._measuring = measure
-        self._running = need = self._needs.setdefault(unit, _Need(base=resident))
+        self._running = need = self._needs.setdefault(fsdp_module, _Need(base=resident))
         limit = self._largest + CREEP_BYTES
         useless = first or resident - need.base + CREEP_BYTES < need.grown
         self._emptied = measure or resident > limit or (useless and resident + need.grown > limit)

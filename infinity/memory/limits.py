@@ -1,6 +1,7 @@
 """How much memory this process may still take: of the machine, and of the control groups that it is in.
 
-[Note: control groups] In a container, in a job of Slurm or in a unit of systemd the kernel kills who goes beyond the
+[Note: control groups] In a container, in a job of Slurm or in an FSDP module of systemd the kernel kills who goes
+beyond the
 limit of the group, however much memory the machine has; of the groups around it, too (`groups.py`). What counts as used
 is what is charged to a group less `inactive_file`: files that were read or written stay in memory, charged, until
 somebody needs it.
@@ -11,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.memory.groups import groups
+from infinity.memory.cgroups import groups
 from infinity.units import GIB, KIB
 
 _MARGIN_BYTES, _MARGIN_PARTS = GIB, 10
@@ -67,8 +68,8 @@ def available_memory(root: Path = Path("/")) -> int:
     return available
 
 
-def default_arena(local_ranks: int, root: Path = Path("/")) -> int:
-    """Return the bytes of the host arena of each rank of this node where `memory.host_bytes` is not set.
+def default_host_cache(local_ranks: int, root: Path = Path("/")) -> int:
+    """Return the bytes of the host cache of each rank of this node where `memory.host_bytes` is not set.
 
     Raises:
         OSError, ValueError: as `available_memory`.

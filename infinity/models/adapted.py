@@ -1,4 +1,7 @@
-"""Adapters of peft on a model that is not sharded yet: afterwards `fully_shard` would not have them in its units."""
+"""Adapters of peft on a model that is not sharded yet:
+
+afterwards `fully_shard` would not have them in its FSDP modules.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.extras import needs
 from infinity.models.building import one_line
+from infinity.optional_dependencies import needs
 
 
 def with_adapters(model: nn.Module, config: Any) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from infinity.errors import ConfigError
-from infinity.extras import needs
 from infinity.formats.weight_files import refuse_quantised
+from infinity.optional_dependencies import needs
 
 Dtype = torch.dtype | str
 """Of parameters: a dtype of torch, its name, or ``auto``: that of the configuration, else fp32."""

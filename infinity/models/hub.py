@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from infinity.errors import ConfigError
-from infinity.extras import needs
 from infinity.formats.weight_files import INDEX, SINGLE, WeightFiles, read_index, refuse_quantised
 from infinity.models.building import one_line
+from infinity.optional_dependencies import needs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class HubOptions:
     """Arguments of transformers about where files come from."""
 
     revision: str | None = None
-    """Branch, tag or commit; None: the main branch."""
+    """Branch, tag or checkpoint; None: the main branch."""
     subfolder: str = ""
     """Folder of the files, below the model's."""
     cache_dir: str | os.PathLike[str] | None = None
@@ -92,10 +92,10 @@ def find_weights(name: str | os.PathLike[str], config: Any, options: HubOptions)
 
 
 def _fetch(name: str, config: Any, options: HubOptions) -> Path:
-    """Have the files of the weights in the cache, all of one commit; return their folder there."""
+    """Have the files of the weights in the cache, all of one checkpoint; return their folder there."""
     from transformers.utils.hub import cached_file
 
-    arguments = options.arguments(getattr(config, "_commit_hash", None))
+    arguments = options.arguments(getattr(config, "_checkpoint_hash", None))
     explicit = getattr(config, "transformers_weights", None)
     reason = ""
     for file in [str(explicit)] if explicit else [SINGLE, INDEX]:

@@ -15,8 +15,8 @@ from infinity.fsdp.mesh import mesh as default_mesh
 from infinity.models.adapted import with_adapters
 from infinity.models.building import Dtype, build
 from infinity.models.hub import HubOptions, find_config, find_generation_config, find_weights
-from infinity.models.origin import note_weights
 from infinity.models.sharding import shard
+from infinity.models.weight_source import note_weights
 
 _DEFAULT_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -36,7 +36,8 @@ def from_config(
 ) -> Any:
     """Return a model of transformers that was built of a configuration, sharded and on the meta device.
 
-    It takes no memory; `infinity.offload` gives it first values as its own code sets them, unit by unit. `fully_shard`
+    It takes no memory; `infinity.offload` gives it first values as its own code sets them, FSDP module by FSDP module.
+    `fully_shard`
     was called on its layers, found by their structure, and on itself: decoders, encoders, both, vision, several kinds
     of input, experts. Embeddings and heads are the root's. The model is in training mode.
 
@@ -107,7 +108,8 @@ def from_pretrained(
 
     As `from_pretrained` of transformers, but nothing of the weights is in memory: only config.json and the headers of
     safetensors are read here, and the place is noted with the model. `offload(model, optimizer, config)` then streams
-    the weights unit by unit, with its rules for what is missing and unexpected (`strict`); its `weights=`, if given, is
+    the weights FSDP module by FSDP module, with its rules for what is missing and unexpected (`strict`); its
+    `weights=`, if given, is
     read instead, and a run that resumes reads neither. With `adapters` they are those of the
     base. How the model is sharded: `infinity.from_config`.
 

@@ -1,4 +1,7 @@
-"""Which modules of a model of transformers become units, and `fully_shard` on them: the one place that decides it."""
+"""Which modules of a model of transformers become FSDP modules, and `fully_shard` on them:
+
+the one place that decides it.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,13 @@ _log = logging.getLogger("infinity")
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that become units of their own, in the order of the model; the rest belongs to the root.
+    """Return the modules that become FSDP modules of their own, in the order of the model; the rest belongs to the
+    root.
 
     They are the members of the outermost lists of modules: the layers of a decoder, of an encoder, of each part of a
     model for several kinds of input. Where `_no_split_modules` names members of lists further inside, it is those
     (the layers of a stage, not the stage). Members without modules of their own stay with the root (a list of heads),
-    and so do those that have a parameter in common with something outside of them: a unit owns its parameters.
+    and so do those that have a parameter in common with something outside of them: an FSDP module owns its parameters.
     """
     return [layer for layer, shares in _candidates(model) if not shares]
 
@@ -60,7 +64,7 @@ def shard(
             len(shared), name, ", ".join(sorted({type(layer).__name__ for layer in shared})),
         )  # fmt: skip
     elif not candidates:
-        _log.warning("%s has no lists of layers, so all of it is one unit, gathered at once", name)
+        _log.warning("%s has no lists of layers, so all of it is one FSDP module, gathered at once", name)
     for layer, shares in candidates:
         if not shares:
             fully_shard(layer, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard_after_forward)
@@ -81,7 +85,7 @@ def _candidates(model: nn.Module) -> list[tuple[nn.Module, bool]]:
 
 
 def _members(module: nn.Module, named: Collection[str]) -> Iterator[nn.Module]:
-    """Yield what may be a unit below a module; `named` are the classes that transformers does not split."""
+    """Yield what may be an FSDP module below a module; `named` are the classes that transformers does not split."""
     for child in module.children():
         yield from _in_list(child, named) if isinstance(child, nn.ModuleList) else _members(child, named)
 

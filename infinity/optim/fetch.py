@@ -9,7 +9,7 @@ import torch
 
 from infinity.budget import FETCHED, range_gradient_bytes
 from infinity.content.layout import Layout, Range
-from infinity.memory.device import Device, Mark, transfer_bytes, wait
+from infinity.memory.device import Device, DeviceEvent, transfer_bytes, wait
 from infinity.schedule.pager import Pager
 
 _LAST_SECONDS = 5.0
@@ -21,7 +21,8 @@ Slices = Mapping[int, tuple[int, torch.Tensor]]
 class GradientFetcher:
     """Copies gradients to the host ahead of their update, through a ring of registered memory.
 
-    The thread of updates calls everything, after it was made; it has one unit in hand at a time. On the CPU gradients
+    The thread of updates calls everything, after it was made; it has one FSDP module in hand at a time. On the CPU
+    gradients
     are taken as they are.
 
     Args:
@@ -39,12 +40,14 @@ class GradientFetcher:
             self._ring = [*ring.view(FETCHED, self._slot_bytes)]
         self._next = 0  # slot that is filled next
         self._held = 0  # slots whose gradients were taken and not released
-        self._grads: Mapping[int, torch.Tensor] = {}  # of the unit in hand: by shard, flat, on the device
+        self._grads: Mapping[int, torch.Tensor] = {}  # of the FSDP module in hand: by shard, flat, on the device
         self._waiting: deque[Range] = deque()  # ranges whose copies have not begun
-        self._coming: deque[tuple[Slices, Mark]] = deque()  # of ranges in order, and where their copies have ended
+        self._coming: deque[tuple[Slices, DeviceEvent]] = (
+            deque()
+        )  # of ranges in order, and where their copies have ended
 
-    def begin(self, grads: Mapping[int, torch.Tensor], arrived: Sequence[Mark], ranges: Sequence[Range]) -> None:
-        """Take a unit in hand.
+    def begin(self, grads: Mapping[int, torch.Tensor], arrived: Sequence[DeviceEvent], ranges: Sequence[Range]) -> None:
+        """Take an FSDP module in hand.
 
         Args:
             grads: by shard, flat.
@@ -52,8 +55,8 @@ class GradientFetcher:
             ranges: of its update, in the order in which they will be taken.
         """
         stream = self._device.stream("back")
-        for mark in arrived:
-            mark.before(stream)
+        for device_event in arrived:
+            device_event.before(stream)
         self._grads, self._waiting = grads, deque(ranges)
         self._copy_ahead()
 
@@ -64,8 +67,8 @@ class GradientFetcher:
             StallError: the device does not answer.
             Exception: the first error, if something has failed before.
         """
-        slices, mark = self._coming[0]
-        self._pager.wait_for_device(mark, "copy gradients")
+        slices, device_event = self._coming[0]
+        self._pager.wait_for_device(device_event, "copy gradients")
         self._coming.popleft()
         self._held += 1
         return slices
@@ -84,7 +87,7 @@ class GradientFetcher:
 
     def close(self) -> None:
         """Unregister the ring; not where the device is still at it, which has not answered then."""
-        if self._ring and all(wait(mark, _LAST_SECONDS) for _, mark in self._coming):
+        if self._ring and all(wait(device_event, _LAST_SECONDS) for _, device_event in self._coming):
             self._ring = []
             self._pinned.close()
 
@@ -93,7 +96,7 @@ class GradientFetcher:
         while self._waiting and (not self._ring or len(self._coming) + self._held < len(self._ring)):
             self._coming.append(self._copy(self._waiting.popleft()))
 
-    def _copy(self, item: Range) -> tuple[Slices, Mark]:
+    def _copy(self, item: Range) -> tuple[Slices, DeviceEvent]:
         stream = self._device.stream("back")
         slices: dict[int, tuple[int, torch.Tensor]] = {}
         for shard in item.shards:
@@ -110,4 +113,4 @@ class GradientFetcher:
             slices[shard] = low, source
         if self._ring:
             self._next = (self._next + 1) % len(self._ring)
-        return slices, self._device.mark(stream)
+        return slices, self._device.record_event(stream)

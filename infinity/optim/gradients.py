@@ -1,7 +1,8 @@
 """Gradients between backward and their update: as they arrived, or in GRAD pages, with what was done to them since.
 
 [Note: life of a gradient] It begins when FSDP2 has reduced it (or when it is assigned), is *held* until those of its
-unit are there, and is *stored* then, or used up by an update in backward. It ends with `step()`, which uses it up, or
+FSDP module are there, and is *stored* then, or used up by an update in backward. It ends with `step()`, which uses it
+up, or
 when it is dropped: when `p.grad` is another one or None. Nobody is told of that, so it is looked at when a gradient
 arrives, in the next forward, and in `step()`. What the user does with `p.grad` in between comes here through a
 `PagedGradient`.
@@ -27,7 +28,7 @@ from infinity.content.views import gradient_components, gradient_of, section, to
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.gradient import Edit, PagedGradient
-from infinity.memory.device import Device, Mark, Pinned, Stream, transfer_bytes
+from infinity.memory.device import Device, DeviceEvent, Pinned, Stream, transfer_bytes
 from infinity.optim.planning import StepPlanner
 from infinity.optim.recording import Recording
 from infinity.optim.updates import Updates
@@ -40,12 +41,12 @@ _MOST_EDITS = 16
 
 USED_IN_BACKWARD = (
     "the gradient of {name} was used up by its update in backward; for clip_grad_norm_, torch.amp.GradScaler, and "
-    "everything that reads, changes or drops gradients between backward and step(), set update.placement = "
+    "everything that reads, changes or drops gradients between backward and step(), set update.update schedule = "
     '"after_backward" (or "in_forward")'
 )
 SECOND = (
-    "a second gradient of unit {unit} arrived after its update in backward; with several backward passes per step set "
-    'update.placement = "after_backward"'
+    "a second gradient of FSDP module {FSDP module} arrived after its update in backward; with several backward passes per step set "
+    'update.update schedule = "after_backward"'
 )
 USED_BY_STEP = (
     "the gradient of {name} was used up by step(): read it before; and call zero_grad() before the next backward, "
@@ -108,7 +109,7 @@ class OneGradient:
 
     @property
     def there(self) -> bool:
-        """Whether it has elements: to be updated with, or to be kept from a commit."""
+        """Whether it has elements: to be updated with, or to be kept from a checkpoint."""
         return not self.gone and (self.held is not None or self.stored)
 
     def end(self, reason: str) -> None:
@@ -121,8 +122,9 @@ class OneGradient:
 class Gradients:
     """The gradients of this rank: what arrives, what is stored, and what is used at once.
 
-    Gradients of one unit come in one after the other; `close_arrivals` ends that, and stores them or begins the update
-    of the unit, as the placement says. All methods are called by the training thread.
+    Gradients of one FSDP module come in one after the other; `close_arrivals` ends that, and stores them or begins the
+    update
+    of the FSDP module, as the update schedule says. All methods are called by the training thread.
     """
 
     def __init__(
@@ -148,17 +150,23 @@ class Gradients:
             shard: param for shard, param in enumerate(parameters) if layout.shards[shard].spec.trainable
         }
         self._trainable = [
-            sum(layout.shards[shard].spec.trainable for shard in shards) for shards in layout.unit_shards
+            sum(layout.shards[shard].spec.trainable for shard in shards) for shards in layout.fsdp_module_shards
         ]
-        """By unit, how many gradients it can have."""
-        self._unit = -1  # whose gradients are coming in; -1: of none
-        self._arrivals: dict[int, OneGradient] = {}  # by shard of `_unit`, what is held and neither stored nor used
-        self._arrived: dict[Stream, Mark] = {}  # by stream, the last mark behind gradients of `_unit`
+        """By FSDP module, how many gradients it can have."""
+        self._fsdp_module = -1  # whose gradients are coming in; -1: of none
+        self._arrivals: dict[
+            int, OneGradient
+        ] = {}  # by shard of `_fsdp_module`, what is held and neither stored nor used
+        self._arrived: dict[Stream, DeviceEvent] = {}  # by stream, the last mark behind gradients of `_fsdp_module`
         self._current: dict[
             int, OneGradient
         ] = {}  # by shard, that of `p.grad`; used up by `step()` until it is another
-        self._stored: dict[int, dict[int, OneGradient]] = {}  # by unit, in the order in which they came, and shard
-        self._components: dict[int, int] = {}  # by unit, how many components are stored: as many as were ever needed
+        self._stored: dict[
+            int, dict[int, OneGradient]
+        ] = {}  # by FSDP module, in the order in which they came, and shard
+        self._components: dict[
+            int, int
+        ] = {}  # by FSDP module, how many components are stored: as many as were ever needed
         self.looked_at = False
         """Whether anybody but the update needed a gradient since the last step."""
         self.changed = False
@@ -215,7 +223,7 @@ class Gradients:
             What is to be in `p.grad` from now on, if that is something else.
 
         Raises:
-            InfinityError: the unit was updated in backward already.
+            InfinityError: the FSDP module was updated in backward already.
         """
         found = None
         if local is None:
@@ -227,43 +235,43 @@ class Gradients:
                 self._mark_arrival()  # behind what hooks of the user have done to it
         else:
             found = self._begin(shard, local.clone() if isinstance(local, PagedGradient) else local)
-        if self._arrivals and len(self._arrivals) == self._trainable[self._unit]:
+        if self._arrivals and len(self._arrivals) == self._trainable[self._fsdp_module]:
             self.close_arrivals()
         return found
 
     def _note_arrival(self, gradient: OneGradient) -> None:
-        unit = self._layout.shards[gradient.shard].unit
-        if unit != self._unit:
+        fsdp_module = self._layout.shards[gradient.shard].fsdp_module
+        if fsdp_module != self._fsdp_module:
             self.close_arrivals()
-            self._unit = unit
+            self._fsdp_module = fsdp_module
         self._arrivals[gradient.shard] = gradient
         if gradient.held is not None:
             self._mark_arrival()
 
     def _mark_arrival(self) -> None:
         stream = self._device.current()
-        self._arrived[stream] = self._device.mark(stream)
+        self._arrived[stream] = self._device.record_event(stream)
 
     def close_arrivals(self) -> None:
-        """Store or use the gradients of the unit whose gradients were coming in.
+        """Store or use the gradients of the FSDP module whose gradients were coming in.
 
         Raises:
-            InfinityError: the unit was updated in backward already: they are its second ones in this step.
+            InfinityError: the FSDP module was updated in backward already: they are its second ones in this step.
         """
         if not self._arrivals:
             return
         self._updates.run_reduced()
-        unit = self._unit
+        fsdp_module = self._fsdp_module
         arrivals = {shard: gradient for shard, gradient in self._arrivals.items() if gradient.held is not None}
         arrived = tuple(self._arrived.values())
-        self._unit, self._arrivals, self._arrived = -1, {}, {}
+        self._fsdp_module, self._arrivals, self._arrived = -1, {}, {}
         if not arrivals:
             return
-        name = self._layout.units[unit].name
-        if unit in self._updates.begun:
-            raise InfinityError(SECOND.format(unit=name))
+        name = self._layout.fsdp_modules[fsdp_module].name
+        if fsdp_module in self._updates.begun:
+            raise InfinityError(SECOND.format(fsdp_module=name))
         # What was written into gradients before backward is stored; then the sum is too, and `step()` uses it.
-        in_backward = unit in self._planner.placement.in_backward and unit not in self._stored
+        in_backward = fsdp_module in self._planner.update_schedule.in_backward and fsdp_module not in self._stored
         with torch.no_grad(), record_function(f"infinity::gradients ({name})"):
             held = {shard: gradient.held for shard, gradient in arrivals.items() if gradient.held is not None}
             copied = not all(values.is_contiguous() for values in held.values())
@@ -271,20 +279,20 @@ class Gradients:
                 self._take_over(arrived, held.values())
             grads = {shard: values.reshape(-1) for shard, values in held.items()}
             if copied:
-                arrived = (self._device.mark(self._device.current()),)
+                arrived = (self._device.record_event(self._device.current()),)
             if in_backward:
-                self._recording.gradients(unit, self._components.get(unit, 1))
-                self._updates.begin_in_backward(unit, grads, arrived)  # may refuse: then nothing is used up
+                self._recording.gradients(fsdp_module, self._components.get(fsdp_module, 1))
+                self._updates.begin_in_backward(fsdp_module, grads, arrived)  # may refuse: then nothing is used up
                 for gradient in arrivals.values():
                     gradient.end(USED_IN_BACKWARD)
             else:
-                self._store(unit, arrivals)
+                self._store(fsdp_module, arrivals)
 
-    def _take_over(self, arrived: Iterable[Mark], grads: Iterable[torch.Tensor]) -> None:
+    def _take_over(self, arrived: Iterable[DeviceEvent], grads: Iterable[torch.Tensor]) -> None:
         """Let this thread's stream use gradients that came in on others."""
         stream = self._device.current()
-        for mark in arrived:
-            mark.before(stream)
+        for device_event in arrived:
+            device_event.before(stream)
         for grad in grads:
             self._device.keep(grad, stream)
 
@@ -309,8 +317,8 @@ class Gradients:
         if not private.in_backward() or gradient.arriving:
             return False
         if gradient.gone == USED_IN_BACKWARD:
-            unit = self._layout.units[self._layout.shards[gradient.shard].unit].name
-            raise InfinityError(SECOND.format(unit=unit))
+            fsdp_module = self._layout.fsdp_modules[self._layout.shards[gradient.shard].fsdp_module].name
+            raise InfinityError(SECOND.format(fsdp_module=fsdp_module))
         if gradient.gone:
             self.check(gradient)
         if gradient.zero:
@@ -338,7 +346,7 @@ class Gradients:
         device = self._parameters[gradient.shard].device
         if gradient.zero:
             return torch.zeros(placed.spec.numel, dtype=torch_dtype(segment.format.dtypes[MASTER]), device=device)
-        pages = segment.grad_pages[: self._components[placed.unit]]
+        pages = segment.grad_pages[: self._components[placed.fsdp_module]]
         components = [
             torch.empty(placed.spec.numel, dtype=torch_dtype(dtype)) for dtype in segment.format.grads[: len(pages)]
         ]
@@ -456,13 +464,13 @@ class Gradients:
         gradient.end(DROPPED)
 
     def _unstore(self, gradient: OneGradient) -> None:
-        unit = self._layout.shards[gradient.shard].unit
+        fsdp_module = self._layout.shards[gradient.shard].fsdp_module
         if gradient.stored:
             gradient.stored = False
-            del self._stored[unit][gradient.shard]
-            if not self._stored[unit]:
-                del self._stored[unit]
-                self._discard(unit)
+            del self._stored[fsdp_module][gradient.shard]
+            if not self._stored[fsdp_module]:
+                del self._stored[fsdp_module]
+                self._discard(fsdp_module)
 
     def store_zeros(self) -> None:
         """Store those that are zeros: they are updated with."""
@@ -472,18 +480,19 @@ class Gradients:
 
     @property
     def components(self) -> Mapping[int, int]:
-        """By unit, how many components of its gradients are stored."""
+        """By FSDP module, how many components of its gradients are stored."""
         return self._components
 
     def use_up(self) -> dict[int, dict[int, tuple[Edit, ...]]]:
         """End all gradients: a step uses them.
 
         Returns:
-            What is stored: by unit in the order in which gradients came, by shard, what is still to be done to it.
+            What is stored: by FSDP module in the order in which gradients came, by shard, what is still to be done to
+            it.
         """
         stored = {
-            unit: {shard: tuple(gradient.edits) for shard, gradient in of_unit.items()}
-            for unit, of_unit in self._stored.items()
+            fsdp_module: {shard: tuple(gradient.edits) for shard, gradient in of_fsdp_module.items()}
+            for fsdp_module, of_fsdp_module in self._stored.items()
         }
         for gradient in self._current.values():
             gradient.end(USED_BY_STEP)
@@ -493,50 +502,52 @@ class Gradients:
 
     def discard(self) -> None:
         """Free the pages of all gradients: a step uses none."""
-        for unit in self._stored:
-            self._discard(unit)
+        for fsdp_module in self._stored:
+            self._discard(fsdp_module)
         self.use_up()
 
-    def _discard(self, unit: int) -> None:
-        for segment in self._layout.unit_segments[unit]:
-            for pages in self._layout.segments[segment].grad_pages[: self._components[unit]]:
+    def _discard(self, fsdp_module: int) -> None:
+        for segment in self._layout.fsdp_module_segments[fsdp_module]:
+            for pages in self._layout.segments[segment].grad_pages[: self._components[fsdp_module]]:
                 self._pager.discard([page.index for page in pages])
 
     # Pages #
 
-    def _store(self, unit: int, arrivals: Mapping[int, OneGradient]) -> None:
-        """Store what is held of a unit's gradients, added to what is stored."""
-        self._updates.run_pending(unit)
-        stored = self._stored.pop(unit, {})
+    def _store(self, fsdp_module: int, arrivals: Mapping[int, OneGradient]) -> None:
+        """Store what is held of an FSDP module's gradients, added to what is stored."""
+        self._updates.run_pending(fsdp_module)
+        stored = self._stored.pop(fsdp_module, {})
         try:
             totals = {shard: gradient.held for shard, gradient in arrivals.items() if gradient.held is not None}
-            before = self._components.get(unit, 1)
-            components = max(before, self._components_of(unit, totals, added=any(shard in stored for shard in totals)))
-            self._recording.gradients(unit, components)
-            self._components[unit] = components
+            before = self._components.get(fsdp_module, 1)
+            components = max(
+                before, self._components_of(fsdp_module, totals, added=any(shard in stored for shard in totals))
+            )
+            self._recording.gradients(fsdp_module, components)
+            self._components[fsdp_module] = components
             accesses = store_gradient_accesses(
-                self._layout, unit, stored=before if stored else 0, components=components
+                self._layout, fsdp_module, stored=before if stored else 0, components=components
             )
             with self._ledger.part("copy"):
-                self._walk(accesses, stored, totals, at_home=self._pager.at_home(unit))
+                self._walk(accesses, stored, totals, gpu_resident=self._pager.gpu_resident(fsdp_module))
             with self._ledger.part("update"):
                 norms = torch._foreach_norm(list(totals.values()), 2.0)
         except BaseException:  # pages of some are sums already, and of others not yet
             for gradient in (stored | dict(arrivals)).values():
                 gradient.end(CUT_OFF)
             with suppress(Exception):  # of drives, which is what is raised then
-                self._discard(unit)
+                self._discard(fsdp_module)
             raise
         for shard, norm in zip(totals, norms, strict=True):
             gradient = arrivals[shard]
             gradient.held, gradient.stored, gradient.length, gradient.edits = None, True, norm, []
-        self._stored[unit] = stored | {shard: arrivals[shard] for shard in totals}  # at the end: arrival order
+        self._stored[fsdp_module] = stored | {shard: arrivals[shard] for shard in totals}  # at the end: arrival order
 
-    def _components_of(self, unit: int, values: Mapping[int, torch.Tensor], *, added: bool) -> int:
-        """Return how many components hold gradients of a unit; a sum of two is taken to need all there are."""
+    def _components_of(self, fsdp_module: int, values: Mapping[int, torch.Tensor], *, added: bool) -> int:
+        """Return how many components hold gradients of an FSDP module; a sum of two is taken to need all there are."""
         pages = [
             self._layout.pages[access[0].page]
-            for access in store_gradient_accesses(self._layout, unit, stored=0, components=1)
+            for access in store_gradient_accesses(self._layout, fsdp_module, stored=0, components=1)
         ]
         divided = [
             part
@@ -546,7 +557,7 @@ class Gradients:
         ]
         if not divided:
             return 1
-        if added or (self._device.asynchronous and self._summed) or self._components.get(unit) == len(HALVES):
+        if added or (self._device.asynchronous and self._summed) or self._components.get(fsdp_module) == len(HALVES):
             return len(HALVES)
         # Added up on the device: it is waited for once.
         return len(HALVES) if self._number(sum(torch.count_nonzero(halves(part)[1]) for part in divided)) else 1
@@ -557,7 +568,7 @@ class Gradients:
             return int(value)
         stream = self._device.current()
         self._device.copy(self._on_host, value.reshape(1), stream)
-        self._pager.wait_for_device(self._device.mark(stream), "look at gradients")
+        self._pager.wait_for_device(self._device.record_event(stream), "look at gradients")
         return int(self._on_host.item())
 
     def _walk(
@@ -566,19 +577,19 @@ class Gradients:
         stored: Mapping[int, OneGradient],
         totals: Mapping[int, torch.Tensor],
         *,
-        at_home: bool,
+        gpu_resident: bool,
     ) -> None:
         """Add what is stored to the new gradients, then store the sums. Addition order as in memory: commutative.
 
         Args:
-            at_home: whether that is on the device.
+            gpu_resident: whether that is on the device.
         """
         current = self._device.current()
-        back = current if at_home else self._device.stream("back")
+        back = current if gpu_resident else self._device.stream("back")
         for access in accesses:
             pages = [self._layout.pages[use.page] for use in access]
             old = sum(use.mode.fetches for use in access)
-            with self._pager.access(access, copies=partial(self._device.mark, back)) as contents:
+            with self._pager.access(access, copies=partial(self._device.record_event, back)) as contents:
                 components = [
                     section(content, page, self._layout, page.start, page.stop)
                     for content, page in zip(contents, pages, strict=True)
@@ -595,7 +606,7 @@ class Gradients:
                                 edit(before)
                         part.add_(self._to_device(before, part))
                     values = gradient_components(fmt, part)
-                    self._device.mark(current).before(back)
+                    self._device.record_event(current).before(back)
                     for component, of_component in zip(components, values, strict=False):  # those that are stored
                         self._device.copy(component[at], of_component, back)
                         self._device.keep(of_component, back)
@@ -621,36 +632,36 @@ class Gradients:
     def _write_whole(self, gradient: OneGradient, values: torch.Tensor) -> None:
         shard = gradient.shard
         placed = self._layout.shards[shard]
-        unit, segment = placed.unit, self._layout.segments[placed.segment]
+        fsdp_module, segment = placed.fsdp_module, self._layout.segments[placed.segment]
         self.looked_at = self.changed = True
         values = values.contiguous()
-        if unit not in self._stored:
+        if fsdp_module not in self._stored:
             gradient.held, gradient.zero = values, False
-            self._store(unit, {shard: gradient})
+            self._store(fsdp_module, {shard: gradient})
             return
-        self._updates.run_pending(unit)
-        self._add_components(unit, self._components_of(unit, {shard: values}, added=False))
+        self._updates.run_pending(fsdp_module)
+        self._add_components(fsdp_module, self._components_of(fsdp_module, {shard: values}, added=False))
         components = gradient_components(segment.format, values)
-        for pages, component in zip(segment.grad_pages[: self._components[unit]], components, strict=False):
+        for pages, component in zip(segment.grad_pages[: self._components[fsdp_module]], components, strict=False):
             for page, first, last in overlapping(pages, placed.start, placed.start + placed.spec.numel):
                 with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (content,):
                     part = component[first - placed.start : last - placed.start]
                     section(content, page, self._layout, first, last).copy_(part)
         gradient.zero, gradient.stored, gradient.edits, gradient.length = False, True, [], None
-        self._stored[unit][shard] = gradient
+        self._stored[fsdp_module][shard] = gradient
 
-    def _add_components(self, unit: int, components: int) -> None:
-        """Let the gradients of a unit have more components, which are zero so far."""
-        before = self._components[unit]
+    def _add_components(self, fsdp_module: int, components: int) -> None:
+        """Let the gradients of an FSDP module have more components, which are zero so far."""
+        before = self._components[fsdp_module]
         if components <= before:
             return
-        for segment in self._layout.unit_segments[unit]:
+        for segment in self._layout.fsdp_module_segments[fsdp_module]:
             for pages in self._layout.segments[segment].grad_pages[before:components]:
                 for page in pages:
                     with self._pager.access((Use(page.index, Mode.WRITE),), planned=False) as (content,):
                         section(content, page, self._layout, page.start, page.stop).zero_()
-        self._components[unit] = components
-        self._recording.widen(unit, components)
+        self._components[fsdp_module] = components
+        self._recording.widen(fsdp_module, components)
 
     def _slices(self, page: Page, flats: Mapping[int, torch.Tensor]) -> Iterator[tuple[int, slice, torch.Tensor]]:
         """Yield (shard, slice of the page, slice of the shard's flat tensor) for every overlap."""

@@ -22,7 +22,8 @@ from torch import nn
 
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
-from infinity.optim.copies import (
+from infinity.optim.multi_optimizer import name_of, owner
+from infinity.optim.optimizer_clone import (
     Template,
     attributes,
     content,
@@ -33,8 +34,7 @@ from infinity.optim.copies import (
     object_content,
     settings_of,
 )
-from infinity.optim.reach import reaches_an_optimizer
-from infinity.optim.several import name_of, owner
+from infinity.optim.validation import reaches_an_optimizer
 
 MODES: Final = ("eval", "train")
 """Methods with which schedule-free optimizers change the weights that are evaluated into those that are trained."""
@@ -130,8 +130,8 @@ class UpdateKernel:
                 return False
             # What is made from a group's settings has others as defaults.
             part = owner(self._optimizer, group)
-            found, given = ({**attributes(one), "defaults": None} for one in (built, part))
-            if content(found) != content(given):
+            found, base_optimizer = ({**attributes(one), "defaults": None} for one in (built, part))
+            if content(found) != content(base_optimizer):
                 return False
             made.append(next(iter(built.state.values()), {}))
         for group, state in zip(self._optimizer.param_groups, made, strict=True):
@@ -194,13 +194,13 @@ class UpdateKernel:
         ]
 
     def restore_own(self, own: Own) -> None:
-        """Put values that a commit kept back onto the optimizer."""
+        """Put values that a checkpoint kept back onto the optimizer."""
         there = vars(self._optimizer)
         there.update({name: in_place_of(there.get(name), value) for name, value in own.items()})
 
     @property
     def kept_own(self) -> dict[str, Any]:
-        """The values on the optimizer that a commit keeps: those that advance."""
+        """The values on the optimizer that a checkpoint keeps: those that advance."""
         return {name: copied(vars(self._optimizer)[name]) for name in sorted(self.advancing_own)}
 
     # Modes #
@@ -310,7 +310,7 @@ class UpdateKernel:
         Raises:
             InfinityError: the optimizer begins to keep a state that it did not keep when it was probed.
         """
-        runner, given = self._runner, []
+        runner, base_optimizer = self._runner, []
         runner.state.clear()
         if own:
             self._apply(own)
@@ -324,7 +324,7 @@ class UpdateKernel:
                 grad = grad.view(shape) if grad is not None else None
                 states = {key: view.view(shape) for key, view in states.items()}
             param.grad = grad
-            given.append((piece, param, states))
+            base_optimizer.append((piece, param, states))
             if piece.shard in before:
                 scalars = {
                     key: _copied_for(key, value, piece.master, settings) for key, value in before[piece.shard].items()
@@ -332,7 +332,7 @@ class UpdateKernel:
                 runner.state[param] = {**scalars, **states}
             elif self.builds and not method:
                 runner.state[param] = self.build([param], settings).state[param]
-        group = {**settings, "params": [param for _, param, _ in given]}
+        group = {**settings, "params": [param for _, param, _ in base_optimizer]}
         for key in self.advancing:
             if key in group:
                 group[key] = copied(group[key])
@@ -342,7 +342,7 @@ class UpdateKernel:
                 getattr(self._runner, method)()
             else:
                 self._step()
-            return {piece.shard: self._take(piece, param, states) for piece, param, states in given}
+            return {piece.shard: self._take(piece, param, states) for piece, param, states in base_optimizer}
         finally:
             runner.state.clear()
             runner.param_groups.clear()

@@ -23,9 +23,9 @@ from infinity.content.format import ITEMSIZE, SHARD_ALIGNMENT
 from infinity.content.views import dtype_name
 from infinity.errors import UnsupportedError
 from infinity.fsdp import private
-from infinity.optim.copies import Groups, attributes, bits, content, copied, is_plain, settings_of
 from infinity.optim.kernel import MODES, Own, Piece, Scalars, StateSpec, UpdateKernel
-from infinity.optim.reach import WatchedNames, WatchedParameter, check_reach, check_zero_grad
+from infinity.optim.optimizer_clone import Groups, attributes, bits, content, copied, is_plain, settings_of
+from infinity.optim.validation import WatchedNames, WatchedParameter, check_reach, check_zero_grad
 from infinity.units import align_up
 
 _FEW_STEPS, _STEPS = 6, 24
@@ -104,8 +104,8 @@ class _Subject:
         """Return uneven slices."""
         if slices == "whole":
             return [(0, self.numel)]
-        unit = math.lcm(self.row, SHARD_ALIGNMENT) if slices == "rows" else SHARD_ALIGNMENT
-        points = [0, unit, align_up(self.numel * 5 // 8, unit), self.numel]
+        fsdp_module = math.lcm(self.row, SHARD_ALIGNMENT) if slices == "rows" else SHARD_ALIGNMENT
+        points = [0, fsdp_module, align_up(self.numel * 5 // 8, fsdp_module), self.numel]
         return list(itertools.pairwise(sorted(set(points))))
 
 
@@ -276,7 +276,7 @@ class _Probe:
                 kinds.append((key, dtype_name(value.dtype)))
             elif not isinstance(key, str) or not is_plain(value):
                 raise self._refused(
-                    f"keeps state {key!r} of type {type(value).__name__}, which neither pages nor commits can hold"
+                    f"keeps state {key!r} of type {type(value).__name__}, which neither pages nor checkpoints can hold"
                 )
             else:
                 scalars.append(key)
@@ -302,7 +302,7 @@ class _Probe:
         watched = dict(self._kernel.plain_own())
         if lost := sorted(own - watched.keys()):
             raise self._refused(
-                f"changes {', '.join(lost)} on itself at every step, which is no plain data: commits cannot keep it"
+                f"changes {', '.join(lost)} on itself at every step, which is no plain data: checkpoints cannot keep it"
             )
         self._kernel.advancing = frozenset(self._advanced_keys(whole))
         self._kernel.advancing_own = frozenset(own | (at_once & watched.keys()))

@@ -13,18 +13,22 @@ class Recording:
     def __init__(self) -> None:
         self._events: list[Event] = []
 
-    def gather(self, unit: int) -> None:
-        """Note that a training pass gathers a unit."""
-        self._events.append(Event(EventKind.GATHER, unit))
+    def gather(self, fsdp_module: int) -> None:
+        """Note that a training pass gathers an FSDP module."""
+        self._events.append(Event(EventKind.GATHER, fsdp_module))
 
-    def gradients(self, unit: int, components: int) -> None:
-        """Note that gradients of a unit have come in, of which so many `components` are stored unless used at once."""
-        self._events.append(Event(EventKind.GRADIENTS, unit, components))
+    def gradients(self, fsdp_module: int, components: int) -> None:
+        """Note that gradients of an FSDP module have come in, of which so many `components` are stored unless used at
+        once.
+        """
+        self._events.append(Event(EventKind.GRADIENTS, fsdp_module, components))
 
-    def widen(self, unit: int, components: int) -> None:
-        """Note that what is stored of a unit's gradients has more components than was noted."""
+    def widen(self, fsdp_module: int, components: int) -> None:
+        """Note that what is stored of an FSDP module's gradients has more components than was noted."""
         self._events[:] = [
-            event._replace(components=components) if event.kind is EventKind.GRADIENTS and event.unit == unit else event
+            event._replace(components=components)
+            if event.kind is EventKind.GRADIENTS and event.fsdp_module == fsdp_module
+            else event
             for event in self._events
         ]
 

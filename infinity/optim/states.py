@@ -17,18 +17,18 @@ from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.paged_tensor import PagedTensor
 from infinity.fsdp.shard_io import ShardIO
-from infinity.optim.given import NO_ENTRIES
+from infinity.optim.base_optimizer import NO_ENTRIES
 from infinity.optim.step import StepRunner
 
 NO_COPIES = (
-    "an offloaded optimizer cannot be copied or pickled, since its state is on NVMe: optimizer.commit() saves it, and "
+    "an offloaded optimizer cannot be copied or pickled, since its state is on NVMe: optimizer.save_checkpoint() saves it, and "
     "run.resume continues from there"
 )
 
 
 @dataclass(frozen=True)
-class StateHome:
-    """Where one state of one shard is; see `infinity.fsdp.paged_tensor.Home`."""
+class StateHandle:
+    """Where one state of one shard is; see `infinity.fsdp.paged_tensor.TensorHandle`."""
 
     shards: ShardIO
     """Reads and writes it."""
@@ -145,8 +145,8 @@ class StateReader:
 
     def _stored(self, shard: int, kind: str, device: torch.device) -> PagedTensor:
         spec, fmt = self._layout.shards[shard].spec, self._layout.format_of(shard)
-        home = StateHome(self._shards, shard, kind, f"{kind} of {spec.name}", device)
-        return PagedTensor.stored(home, (spec.numel,), torch_dtype(fmt.dtypes[kind]), device)
+        handle = StateHandle(self._shards, shard, kind, f"{kind} of {spec.name}", device)
+        return PagedTensor.stored(handle, (spec.numel,), torch_dtype(fmt.dtypes[kind]), device)
 
     def read(self, name: str) -> dict[str, Any]:
         """Return this rank's master and states of one parameter; see `PagedOptimizer.read_state`.

@@ -1,4 +1,5 @@
-"""One training step: units are gathered, gradients come in, pages are updated, wherever the placement says.
+"""One training step: FSDP modules are gathered, gradients come in, pages are updated, wherever the update schedule
+says.
 
 The step is a walk over the accesses that `schedule.trace` describes. What listens to the model calls `StepRunner`: the
 shards when they are gathered or looked at, the hooks on gradients when they arrive, the optimizer in `step()`.
@@ -24,18 +25,18 @@ from infinity.content.layout import Layout
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp import private
 from infinity.fsdp.gradient import Gradient
-from infinity.fsdp.staging import Staging
+from infinity.fsdp.staging import GpuPrefetcher
 from infinity.memory.device import Device
 from infinity.memory.heap import FreedMemory
-from infinity.optim.given import GivenOptimizer
+from infinity.optim.base_optimizer import BaseOptimizer
+from infinity.optim.full_parameter import FullParameters
 from infinity.optim.gradients import Gradients
 from infinity.optim.kernel import Scalars
 from infinity.optim.planning import StepPlanner
 from infinity.optim.recording import Recording
+from infinity.optim.update_thread import UpdateWorker, telling
 from infinity.optim.updates import Updates
-from infinity.optim.whole import WholeParameters
-from infinity.optim.worker import UpdateWorker, telling
-from infinity.schedule.activations import ActivationPages
+from infinity.schedule.activation_pages import ActivationPages
 from infinity.schedule.link import link_traffic
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Event
@@ -43,7 +44,8 @@ from infinity.telemetry.ledger import Ledger, StepRecord
 
 _log = logging.getLogger("infinity")
 _MOST_BEHIND = 2
-"""Units whose updates in backward may not have ended when the weights of another one are on the device already: nothing
+"""FSDP modules whose updates in backward may not have ended when the weights of another one are on the device already:
+nothing
 else keeps the training thread from going on, and gradients from taking the device's memory."""
 
 
@@ -80,7 +82,7 @@ _whole_at_a_time = partial(_one_at_a_time, waits=True)
 class StepRunner:
     """Runs training steps over paged shards.
 
-    A step begins with the first gather behind the step before. Units are gathered in forward and in backward
+    A step begins with the first gather behind the step before. FSDP modules are gathered in forward and in backward
     (`gathering`, `gathered`); gradients arrive in backward (`gradient_arrived`) and may be read and changed until
     `step`, which ends it: what was not updated in backward is updated, or left to the next forward. In between anybody
     may `look` at weights and states, which are those of the last step then. It ends with `close`. The training thread
@@ -92,16 +94,16 @@ class StepRunner:
         layout: Layout,
         pager: Pager,
         device: Device,
-        staging: Staging,
+        gpu_prefetcher: GpuPrefetcher,
         device_bytes: int,
         update_on_device: bool,
         planner: StepPlanner,
         worker: UpdateWorker,
-        given: GivenOptimizer,
+        base_optimizer: BaseOptimizer,
         ledger: Ledger,
         freed: FreedMemory,
         parameters: Sequence[nn.Parameter],
-        whole: WholeParameters | None = None,
+        whole: FullParameters | None = None,
         activations: ActivationPages | None = None,
     ) -> None:
         """Make what a step consists of, from the bottom up.
@@ -109,18 +111,19 @@ class StepRunner:
         Args:
             device: what computes.
             staging: brings weights to it ahead of their gather.
-            device_bytes: memory of the device for those, and for units that live there; 0: what it has free behind the
+            device_bytes: memory of the device for those, and for FSDP modules that live there; 0: what it has free
+                behind the
                 first step, less a margin.
             update_on_device: whether pages are updated there.
-            freed: is told when a unit begins.
+            freed: is told when an FSDP module begins.
             parameters: by shard.
             whole: brings together what ranks have of parameters that are updated whole; None where there are none.
             activations: has what forwards keep for backwards; None where that stays on the device.
         """
         self._lock = RLock()
         self._activations = activations
-        self._layout, self._pager, self._worker, self._given = layout, pager, worker, given
-        self._device, self._staging, self._device_bytes = device, staging, device_bytes
+        self._layout, self._pager, self._worker, self._base_optimizer = layout, pager, worker, base_optimizer
+        self._device, self._gpu_prefetcher, self._device_bytes = device, gpu_prefetcher, device_bytes
         self._update_on_device = update_on_device
         self._ledger, self._freed = ledger, freed
         self.planner = planner
@@ -128,17 +131,19 @@ class StepRunner:
         planner.update_on_device = update_on_device
         self._whole = whole
         self._recording = Recording()  # what this step shows
-        self.updates = Updates(layout, pager, device, staging, update_on_device, planner, given, worker, ledger, whole)
+        self.updates = Updates(
+            layout, pager, device, gpu_prefetcher, update_on_device, planner, base_optimizer, worker, ledger, whole
+        )
         """What is being updated."""
         self._gradients = Gradients(layout, pager, device, planner, self.updates, self._recording, ledger, parameters)
-        # By unit, the parameters that had no optimizer state when the model was offloaded.
+        # By FSDP module, the parameters that had no optimizer state when the model was offloaded.
         self._frozen = [
             [
                 (layout.shards[shard].spec.name, parameters[shard])
                 for shard in shards
                 if not layout.shards[shard].spec.trainable
             ]
-            for shards in layout.unit_shards
+            for shards in layout.fsdp_module_shards
         ]
         self._counted = 0  # elements that records of steps have counted as updated
         self._grad_enabled = True  # whether the forward that is running makes a graph; set by `forward`
@@ -150,7 +155,7 @@ class StepRunner:
     # What listens to the model #
 
     def forward(self, grad_enabled: bool) -> None:
-        """Note that a forward begins that is inside of no other unit's, under `torch.no_grad()` or not."""
+        """Note that a forward begins that is inside of no other FSDP module's, under `torch.no_grad()` or not."""
         self._grad_enabled = grad_enabled
 
     @_one_at_a_time
@@ -161,46 +166,52 @@ class StepRunner:
             Whether that is a part of a training step, of which the plan knows: not in an evaluation under no_grad.
 
         Raises:
-            InfinityError: the unit was updated in backward, and `step()` has not been called since.
-            UnsupportedError: the unit is to train what it was offloaded without.
+            InfinityError: the FSDP module was updated in backward, and `step()` has not been called since.
+            UnsupportedError: the FSDP module is to train what it was offloaded without.
         """
         self.check_open()
-        unit = self._layout.shards[shard].unit
+        fsdp_module = self._layout.shards[shard].fsdp_module
         training = self._grad_enabled or private.in_backward()
-        begins = self._layout.begins_unit(shard)
+        begins = self._layout.begins_fsdp_module(shard)
         if begins:
-            of = unit, private.in_backward(), self._grad_enabled
+            of = fsdp_module, private.in_backward(), self._grad_enabled
             first = training and not self._recording.events
             self._freed.bound(of, measure=training and self.planner.plan is None, first=first)
-            self._check_frozen(unit)
-        self._ledger.enter("backward" if private.in_backward() else "forward", self._layout.units[unit].name)
+            self._check_frozen(fsdp_module)
+        self._ledger.enter(
+            "backward" if private.in_backward() else "forward", self._layout.fsdp_modules[fsdp_module].name
+        )
         if not training:
             self.look(shard)
         elif begins:
             if self._gradients.changed and not private.in_backward():
                 self.reconcile()
             self._gradients.close_arrivals()
-            # After a forward that was not followed by a backward, FSDP2 gathers units ahead in the next one that are
-            # done with. A unit that it does use again in the same backward gets a second gradient, which is refused.
+            # After a forward that was not followed by a backward, FSDP2 gathers FSDP modules ahead in the next one that
+            # are
+            # done with. An FSDP module that it does use again in the same backward gets a second gradient, which is
+            # refused.
             if not private.in_backward() or private.backward_number() != self._backward:
-                self._check_weights(unit)
-            if private.in_backward() and (self._staging.has(unit) or self._pager.at_home(unit)):
+                self._check_weights(fsdp_module)
+            if private.in_backward() and (
+                self._gpu_prefetcher.has(fsdp_module) or self._pager.gpu_resident(fsdp_module)
+            ):
                 self.updates.bound(_MOST_BEHIND)
-            self._recording.gather(unit)
-            self.updates.run_pending(unit)
+            self._recording.gather(fsdp_module)
+            self.updates.run_pending(fsdp_module)
         return training
 
     @_one_at_a_time
     def gathered(self, shard: int) -> None:
         """Note that the pages of a shard have been copied out in a training pass."""
-        if self._layout.ends_unit(shard):
+        if self._layout.ends_fsdp_module(shard):
             self.updates.run_reduced()
-            self.updates.run_due(self._layout.shards[shard].unit)
-            following = self.planner.to_stage(self._recording.events)
+            self.updates.run_due(self._layout.shards[shard].fsdp_module)
+            following = self.planner.to_prefetch(self._recording.events)
             wanted = following >= 0 and following not in self.updates.begun
-            if wanted and not self._staging.has(following) and self._staging.has_room(following):
+            if wanted and not self._gpu_prefetcher.has(following) and self._gpu_prefetcher.has_room(following):
                 self.updates.run_pending(following)
-                self._staging.stage(following)
+                self._gpu_prefetcher.stage(following)
 
     @_one_at_a_time
     def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
@@ -208,28 +219,28 @@ class StepRunner:
         self.check_open()
         self._ledger.enter("backward")
         with self._ledger.part("python", name="gradient"):
-            if self.planner.recording or self.planner.placement.in_backward:
-                self._given.note_settings()
+            if self.planner.recording or self.planner.update_schedule.in_backward:
+                self._base_optimizer.note_settings()
             if private.in_backward():
                 self._backward = private.backward_number()
             return self._gradients.take(shard, local)
 
-    def _check_frozen(self, unit: int) -> None:
-        for name, param in self._frozen[unit]:
+    def _check_frozen(self, fsdp_module: int) -> None:
+        for name, param in self._frozen[fsdp_module]:
             if param.requires_grad:
                 raise UnsupportedError(
                     f"{name} was frozen when the model was offloaded, so it has no optimizer state, and requires a "
                     "gradient now: call requires_grad_(True) before infinity.offload (it may be frozen again later)"
                 )
 
-    def _check_weights(self, unit: int) -> None:
-        """Check that the weights of a unit are those that they would be in memory."""
-        if unit in self.updates.begun:
+    def _check_weights(self, fsdp_module: int) -> None:
+        """Check that the weights of an FSDP module are those that they would be in memory."""
+        if fsdp_module in self.updates.begun:
             raise InfinityError(
-                f"the weights of unit {self._layout.units[unit].name} were updated in backward, but step() has not "
+                f"the weights of FSDP module {self._layout.fsdp_modules[fsdp_module].name} were updated in backward, but step() has not "
                 "been called yet. Behind a step that was cut off, end it as it is, with step() and then zero_grad(), "
-                "or resume from the last commit; to look at weights between the two, run an evaluation there, or run "
-                'several backward passes per step, set update.placement = "after_backward" (or "in_forward")'
+                "or resume from the last checkpoint; to look at weights between the two, run an evaluation there, or run "
+                'several backward passes per step, set update.update schedule = "after_backward" (or "in_forward")'
             )
 
     # Who looks at weights and states #
@@ -239,20 +250,21 @@ class StepRunner:
         """Let the weights and the state of a shard be those of the last step, before anybody looks at them.
 
         Raises:
-            InfinityError: its unit was updated in backward already, and `step()` has not been called; or all has ended.
+            InfinityError: its FSDP module was updated in backward already, and `step()` has not been called; or all has
+                ended.
         """
         self.check_open()
-        self._check_weights(self._layout.shards[shard].unit)
+        self._check_weights(self._layout.shards[shard].fsdp_module)
         if self.planner.recording and not private.in_backward():
             self._looked_between |= self.has_gradients
-        self.settle()
+        self.flush_updates()
 
     @_one_at_a_time
-    def settle(self) -> None:
+    def flush_updates(self) -> None:
         """Have all updates done, those too that are left to the next forward: before anybody looks at the state."""
         if self.updates.waiting:
             self.planner.settling(self.updates.waiting)
-        self.updates.settle()
+        self.updates.flush_updates()
 
     @_one_at_a_time
     def switch(self, method: str) -> None:
@@ -265,7 +277,7 @@ class StepRunner:
         self.reconcile()
         if self.has_gradients:
             raise InfinityError(f"{method}() between backward and step(): call it after step() and zero_grad()")
-        self.settle()
+        self.flush_updates()
         with self._ledger.phase("update", method), record_function(f"infinity::{method}"):
             self.updates.switch(method)
 
@@ -281,7 +293,7 @@ class StepRunner:
         """Take over what was done to `p.grad` itself since gradients arrived.
 
         Raises:
-            InfinityError: a unit whose gradient was dropped has been updated in backward already.
+            InfinityError: an FSDP module whose gradient was dropped has been updated in backward already.
             UnsupportedError: a gradient was assigned that is no DTensor.
         """
         self._gradients.reconcile()
@@ -291,7 +303,7 @@ class StepRunner:
 
     @_one_at_a_time
     def close_arrivals(self) -> None:
-        """Store or use the gradients that were coming in: nobody waits for others of their unit."""
+        """Store or use the gradients that were coming in: nobody waits for others of their FSDP module."""
         self._gradients.close_arrivals()
 
     @_one_at_a_time
@@ -299,13 +311,13 @@ class StepRunner:
         """Check that gradients can be dropped.
 
         Raises:
-            InfinityError: a unit was already updated in backward: there is no way back.
+            InfinityError: an FSDP module was already updated in backward: there is no way back.
         """
         if self.updates.begun:
             raise InfinityError(
                 "zero_grad() before step(): updates already ran in backward, and cannot be undone; end the step as it "
-                "is, with step() and then zero_grad(), or resume from the last commit; to be able to drop them set "
-                'update.placement = "after_backward"'
+                "is, with step() and then zero_grad(), or resume from the last checkpoint; to be able to drop them set "
+                'update.update schedule = "after_backward"'
             )
 
     @_one_at_a_time
@@ -325,27 +337,28 @@ class StepRunner:
             What the step took; None where there were no gradients, so that it was none.
 
         Raises:
-            InfinityError: settings were changed after updates had run in backward, or the placement is impossible.
+            InfinityError: settings were changed after updates had run in backward, or the update schedule is
+                impossible.
             UnsupportedError: a setting, or what the optimizer keeps on itself, cannot be copied; nothing is used up.
         """
         gradients, updates = self._gradients, self.updates
         if not self.has_gradients and not gradients.zeros:
-            self._given.kernel.advance()  # what optimizers count without any gradient
+            self._base_optimizer.kernel.advance()  # what optimizers count without any gradient
             return None
-        self._given.check_copies()
+        self._base_optimizer.check_copies()
         self._ledger.enter("other")
         with record_function("infinity::step"):
             late = gradients.looked_at
             if not self.planner.recording:
-                self._given.check_settings()
+                self._base_optimizer.check_settings()
             elif self.planner.automatic:
-                late |= self._looked_between or bool(self._given.changed_setting())
+                late |= self._looked_between or bool(self._base_optimizer.changed_setting())
             gradients.close_arrivals()
             gradients.store_zeros()
             updates.run_reduced()
             events = self._recording.end()
             self._choose(events, late)
-            with telling(self._pager.fail):  # units of which some are a step ahead are nothing to go on from
+            with telling(self._pager.fail):  # FSDP modules of which some are a step ahead are nothing to go on from
                 updates.run_left()
                 if self._skip:
                     gradients.discard()
@@ -355,19 +368,19 @@ class StepRunner:
                     updates.finish(gradients.use_up(), gradients.components, events)
             self._begin()
             self.planner.follow(events, waiting=updates.waiting)
-        pager, frames, held = self._pager, Counter(self._pager.census()), self._pager.held_bytes()
+        pager, cache_slots, held = self._pager, Counter(self._pager.census()), self._pager.held_bytes()
         if self._activations is not None:
             held |= {Role.ACTIVATION.value: self._activations.end_step()}
-            frames.update(self._activations.census())
+            cache_slots.update(self._activations.census())
             moved, linked = self._activations.traffic, self._device.asynchronous
             self._ledger.predicted_activations(moved.read, moved.written, moved.loaded * linked, moved.kept * linked)
         elements = updates.elements  # read once: the worker's thread adds to it
         updated, self._counted = elements - self._counted, elements
         self._ledger.linked(*self._device.take_copied())
-        return self._ledger.end_step(updates.step, updated, frames, held, pager.in_flight())
+        return self._ledger.end_step(updates.step, updated, cache_slots, held, pager.in_flight())
 
     def _choose(self, events: tuple[Event, ...], late: bool) -> None:
-        """Choose placement and plan, and have on the device what they need there."""
+        """Choose update schedule and plan, and have on the device what they need there."""
         planner = self.planner
         if self._device.asynchronous and (planner.recording or planner.plan is None):
             spare = self._device.spare_bytes() - (device_update_bytes(self._layout) if self._update_on_device else 0)
@@ -378,24 +391,28 @@ class StepRunner:
         try:
             self._provide(events)
         except torch.OutOfMemoryError:
-            _log.warning("the device has no room for weights and whole units; set memory.device_bytes lower")
+            _log.warning("the device has no room for weights and whole FSDP modules; set memory.device_bytes lower")
             planner.device_bytes = 0
             planner.choose(events, late)
             self._provide(events)
         if self._device.asynchronous and events != planner.events:
-            traffic = link_traffic(events, self._layout, planner.placement, update_on_device=self._update_on_device)
+            traffic = link_traffic(
+                events, self._layout, planner.update_schedule, update_on_device=self._update_on_device
+            )
             self._ledger.predicted_link(traffic.to_device, traffic.from_device)
 
     def _provide(self, events: Sequence[Event]) -> None:
-        """Have slots, and units at home, as the placement says. Raises `torch.OutOfMemoryError`."""
-        self._staging.provide(self.planner.placement, events)  # first: nothing is staged then of a unit that moves
-        self._pager.house(self.planner.placement.at_home)
+        """Have slots, and FSDP modules GPU-resident, as the update schedule says. Raises `torch.OutOfMemoryError`."""
+        self._gpu_prefetcher.provide(
+            self.planner.update_schedule, events
+        )  # first: nothing is staged then of an FSDP module that moves
+        self._pager.house(self.planner.update_schedule.gpu_resident)
 
     def _begin(self) -> None:
         """Begin a step: nothing was gathered, and no gradients have arrived."""
-        self._staging.drop()
+        self._gpu_prefetcher.drop()
         self._recording.clear()
-        self._given.forget_settings()
+        self._base_optimizer.forget_settings()
         self._backward = -1
         self._skip = False
 
@@ -423,7 +440,7 @@ class StepRunner:
         Updates that are left to the next forward do not run. No step can be taken afterwards.
         """
         self.updates.drain()
-        self._staging.close()  # before the worker: what it copies may wait for updates that are queued
+        self._gpu_prefetcher.close()  # before the worker: what it copies may wait for updates that are queued
         self._worker.close()
         self._pager.drain()
 
@@ -432,7 +449,7 @@ class StepRunner:
 
         Gradients are gone.
         """
-        self._staging.close()  # before the worker: what it copies may wait for updates that are queued
+        self._gpu_prefetcher.close()  # before the worker: what it copies may wait for updates that are queued
         if self._whole is not None:
             self._whole.end()
             self.updates.drain()

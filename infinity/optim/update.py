@@ -16,11 +16,11 @@ from infinity.content.layout import RANGE_ALIGNMENT, Layout, Page, Range, Segmen
 from infinity.content.views import Content, component_of, gradient_of, put, read_section, section, stored, torch_dtype
 from infinity.errors import UnsupportedError
 from infinity.fsdp.gradient import Edit
-from infinity.memory.device import Mark
-from infinity.optim import copies
+from infinity.memory.device import DeviceEvent
+from infinity.optim import optimizer_clone
 from infinity.optim.fetch import Slices
+from infinity.optim.full_parameter import FullParameters
 from infinity.optim.kernel import Own, Piece, Scalars, UpdateKernel
-from infinity.optim.whole import WholeParameters
 from infinity.schedule.trace import Access
 from infinity.units import align_up
 
@@ -44,7 +44,7 @@ def _fixed(key: str, value: Any) -> Any:
     if isinstance(value, tuple | list) and all(isinstance(item, float | int | str) for item in value):
         return value if type(value) is tuple else copy.copy(value)  # such as betas, or the names of all parameters
     try:
-        return copies.copied(value)
+        return optimizer_clone.copied(value)
     except Exception as error:
         raise UnsupportedError(
             f"{key}, of type {type(value).__name__}, in a param group cannot be copied, and updates use the settings "
@@ -59,22 +59,25 @@ def same_setting(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
             return False
-        return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(copies.bits(a.detach()), copies.bits(b))
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(
+            optimizer_clone.bits(a.detach()), optimizer_clone.bits(b)
+        )
     if type(a) is not type(b):
         return bool(a == b)
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(same_setting, a, b))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same_setting(value, b[key]) for key, value in a.items())
-    if copies.copied(b) is b:  # a number, a function, a dtype: what is never changed in place
+    if optimizer_clone.copied(b) is b:  # a number, a function, a dtype: what is never changed in place
         return bool(a == b)
-    return bool(copies.content(a) == copies.content(b))
+    return bool(optimizer_clone.content(a) == optimizer_clone.content(b))
 
 
-class Opened:
+class RangePages:
     """One range of a segment's update, and the pages that it needs, in memory.
 
-    `access` is what `range_access` returns for it, `contents` are the bytes of the pages of the access, in frames or on
+    `access` is what `range_access` returns for it, `contents` are the bytes of the pages of the access, in cache slots
+    or on
     the device. `grads` are its gradients; None where they are in GRAD pages.
     """
 
@@ -178,7 +181,7 @@ class Opened:
 
 @dataclass
 class Update:
-    """The update of one unit.
+    """The update of one FSDP module.
 
     `settings` has those of its group for every shard that has a gradient; `before` is what `Updates` keeps of all
     shards: of these nothing changes there until this update has ended, as updates run one after the other and `after`
@@ -194,11 +197,11 @@ class Update:
     before: Mapping[int, Scalars]
     step: int
     grads: Mapping[int, torch.Tensor] | None = None
-    arrived: Sequence[Mark] = ()
+    arrived: Sequence[DeviceEvent] = ()
     edits: Mapping[int, Sequence[Edit]] = field(default_factory=dict)
     components: int = 0
     own: Own = field(default_factory=dict)
-    whole: WholeParameters | None = None
+    whole: FullParameters | None = None
     """Brings slices of parameters that are updated whole together; None where this rank has all of each."""
     after: dict[int, Scalars] = field(default_factory=dict)
     """Scalars of the shards after the step."""
@@ -208,7 +211,7 @@ class Update:
     _decoded: dict[str, torch.Tensor] = field(default_factory=dict)
     """Memory for what is decoded, by section."""
 
-    def run(self, ranges: Sequence[Opened]) -> None:
+    def run(self, ranges: Sequence[RangePages]) -> None:
         """Update the elements of some ranges; those that are stored as the optimizer sees them in one call of it."""
         plain = [opened for opened in ranges if not (opened.segment.format.encoded or opened.segment.whole)]
         self._run([(opened, opened.item.start, opened.item.stop) for opened in plain])
@@ -233,9 +236,9 @@ class Update:
                 piece = Piece(shard, master, torch.empty_like(master), views)
                 self.after.update(self.kernel.update([piece], group, self.before, self.own))
 
-    def _run(self, parts: Sequence[tuple[Opened, int, int]]) -> None:
+    def _run(self, parts: Sequence[tuple[RangePages, int, int]]) -> None:
         """Update elements [start, stop) of some ranges: in the pages, or, what is stored otherwise, decoded."""
-        decoded: list[tuple[Opened, int, str, torch.Tensor]] = []
+        decoded: list[tuple[RangePages, int, str, torch.Tensor]] = []
         by_group: dict[int, tuple[Mapping[str, Any], list[Piece]]] = {}
         for opened, start, stop in parts:
             fmt = opened.segment.format
@@ -256,12 +259,15 @@ class Update:
             opened.encode(name, low, values, self.step)
 
     def _room(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return memory for elements [start, stop) of those that are decoded at once: the same for all of the unit."""
+        """Return memory for elements [start, stop) of those that are decoded at once:
+
+        the same for all of the FSDP module.
+        """
         if name not in self._decoded:
             self._decoded[name] = torch.empty(_DECODED)
         return self._decoded[name][start:stop]
 
-    def _run_whole(self, opened: Opened) -> None:
+    def _run_whole(self, opened: RangePages) -> None:
         """Update a shard all at once, with what other ranks have of its parameter: pages are copied out and in."""
         (shard,) = opened.item.shards
         if shard not in self.settings:
@@ -282,7 +288,7 @@ class Update:
         for name, values in {MASTER: piece.master, **views}.items():
             opened.encode(name, start, self.whole.own(shard, values) if self.whole is not None else values, self.step)
 
-    def _cuts(self, opened: Opened, start: int, stop: int) -> list[tuple[int, int, int]]:
+    def _cuts(self, opened: RangePages, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return (shard, first, last) for the slices in [start, stop) of shards with a gradient, in elements.
 
         Where the PARAM pages are the master, a slice ends where its page does.
@@ -298,7 +304,7 @@ class Update:
             found += [(shard, a, b) for a, b in itertools.pairwise(points)]
         return found
 
-    def _gradient(self, opened: Opened, shard: int, low: int, high: int) -> torch.Tensor | None:
+    def _gradient(self, opened: RangePages, shard: int, low: int, high: int) -> torch.Tensor | None:
         if self.method:
             return None
         if opened.grads is not None:

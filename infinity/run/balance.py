@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from infinity.content.layout import Page
 from infinity.errors import BudgetError, StorageError
 from infinity.store.extents import respread
-from infinity.store.pages import PageStore
+from infinity.store.page_store import PageStore
 from infinity.units import format_size
 
 _log = logging.getLogger("infinity")
@@ -39,7 +39,7 @@ to do more than it was seen to."""
 _WAIT_SECONDS: Final = 30.0
 """How long it is not tried with more when that was in vain; twice as long each further time, up to an hour."""
 _MOST_WAIT_SECONDS: Final = 3600.0
-_SETTLED_STEPS: Final = 2
+_FLUSHED_STEPS: Final = 2
 """After so many steps, pages that have not moved are not waited for: they stay in memory, or never change."""
 _LEAST_MOVED: Final = 0.03
 """Of the bytes; fewer are not worth it."""
@@ -234,7 +234,7 @@ class Balance:
 
     def _are_moving(self) -> bool:
         """Whether pages are still to be written to where they go."""
-        if self._moving and self._steps() < self._since + _SETTLED_STEPS:
+        if self._moving and self._steps() < self._since + _FLUSHED_STEPS:
             self._moving = self._store.not_moved(self._moving)
         else:
             self._moving = []
@@ -247,13 +247,13 @@ class Balance:
         for page in self._pages:
             held[before[page.index]] += page.nbytes
         wanted = [size / sum(held) * item.factor for size, item in zip(held, found, strict=True)]
-        wanted = [max(share, _LEAST_SHARE * max(wanted)) for share in wanted]
+        wanted = [max(stripe_weight, _LEAST_SHARE * max(wanted)) for stripe_weight in wanted]
         for part in _PARTS:
-            shares = [
-                part * share / sum(wanted) + (1 - part) * size / sum(held)
-                for share, size in zip(wanted, held, strict=True)
+            stripe_weights = [
+                part * stripe_weight / sum(wanted) + (1 - part) * size / sum(held)
+                for stripe_weight, size in zip(wanted, held, strict=True)
             ]
-            paths = respread(self._pages, before, shares)
+            paths = respread(self._pages, before, stripe_weights)
             moving = [page for page in self._pages if paths[page.index] != before[page.index]]
             size = sum(page.nbytes for page in moving)
             if size < _LEAST_MOVED * sum(held):
@@ -267,8 +267,8 @@ class Balance:
                 _log.warning("pages stay on the paths that they are on: %s", error)
                 return False
             self._moving, self._since = [page.index for page in moving], self._steps()
-            given = zip(self._names, found, strict=True)
-            what = ", ".join(f"{name} gives {format_size(item.rate)}/s" for name, item in given)
+            base_optimizer = zip(self._names, found, strict=True)
+            what = ", ".join(f"{name} gives {format_size(item.rate)}/s" for name, item in base_optimizer)
             _log.info("%s: %.0f %% of the pages move when they are next written", what, 100 * size / sum(held))
             return True
         _log.warning("drives are not equally busy, but there is no room to move pages: %s", full)

@@ -19,23 +19,23 @@ from infinity.content.compiled import prepare
 from infinity.content.layout import Layout
 from infinity.errors import BudgetError, ConfigError, UnsupportedError
 from infinity.fsdp import private
-from infinity.fsdp.sharded_model import Member, Reach, ShardedModel
+from infinity.fsdp.sharded_model import Member, ShardedModel, UpdateExtent
 from infinity.memory.device import open_device
-from infinity.memory.limits import default_arena
+from infinity.memory.limits import default_host_cache
 from infinity.optim.kernel import StateSpec, UpdateKernel
+from infinity.optim.multi_optimizer import owner
 from infinity.optim.probe import view_shape
-from infinity.optim.several import owner
 from infinity.processor import crawls_in_bf16
 from infinity.ranks import Ranks
 
 _log = logging.getLogger("infinity")
 _OF_ALL_RANKS = (
     "state.format",
-    "update.placement",
+    "update.schedule",
     "run.seed",
     "run.resume",
     "run.resume_step",
-    "run.retained_commits",
+    "run.retained_checkpoints",
     "run.keep",
 )
 """Settings that are those of the run. Others are of a rank or its node: folders, memory, engine, telemetry."""
@@ -89,16 +89,16 @@ def check_optimizer(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> 
             standard = name in defaults and defaults[name].default == value
             if isinstance(value, float) and not math.isfinite(value) and not standard:
                 raise ConfigError(f"{name} of the optimizer is {value}; give it a finite number")
-    known = {id(param) for unit in sharded.parameters() for param in unit}
-    given = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    if foreign := len(given - known):
+    known = {id(param) for fsdp_module in sharded.parameters() for param in fsdp_module}
+    base_optimizer = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if foreign := len(base_optimizer - known):
         raise UnsupportedError(
             f"{foreign} parameters of the optimizer do not belong to the model; make the optimizer after fully_shard"
         )
     for members in sharded.members:
         for member in members:
             param = member.param.sharded_param
-            if param.requires_grad and id(param) not in given:
+            if param.requires_grad and id(param) not in base_optimizer:
                 raise UnsupportedError(
                     f"{member.names[0]} requires a gradient but is not in the optimizer; add it, or freeze it with "
                     "requires_grad_(False)"
@@ -117,16 +117,17 @@ def plan_memory(
     optimizer: torch.optim.Optimizer,
     kernel: UpdateKernel,
     ranks: Ranks,
-    committed: int = 0,
+    checkpointed: int = 0,
 ) -> Budget:
-    """Lay out the pages of this rank, and divide its share of host memory into frames.
+    """Lay out the pages of this rank, and divide its share of host memory into cache slots.
 
     Args:
-        committed: page size of the commit to go on from, which is taken where memory has room for it and the settings
+        checkpointed: page size of the checkpoint to go on from, which is taken where memory has room for it and the
+            settings
             name none; 0: there is none.
 
     Raises:
-        BudgetError: the arena is too small.
+        BudgetError: the host cache is too small.
         ConfigError: `state.format` would change nothing. UnsupportedError: pages cannot be cut as the optimizer needs.
     """
     discover = _discovering(kernel, optimizer)
@@ -134,11 +135,11 @@ def plan_memory(
     def kinds_of(param: nn.Parameter) -> tuple[tuple[str, str], ...]:
         return discover(param).kinds
 
-    def reach_of(member: Member) -> Reach:
+    def reach_of(member: Member) -> UpdateExtent:
         param = member.param.sharded_param
         slices = discover(param).slices
         if slices not in ("rows", "whole"):
-            return Reach()
+            return UpdateExtent()
         why, whole = "", slices == "whole"
         _, size = private.shard_rank_and_size(member.param)
         if private.is_tensor_parallel(member.param) or (private.shard_dim(member.param) and (size > 1 or not whole)):
@@ -156,10 +157,10 @@ def plan_memory(
                 f"not possible here: {why}; use an element-wise optimizer such as AdamW"
             )
         if whole:
-            return Reach(whole=math.prod(private.full_shape(member.param)))
-        return Reach(row=math.prod(private.local_tensor(member.param).shape[1:]))
+            return UpdateExtent(whole=math.prod(private.full_shape(member.param)))
+        return UpdateExtent(row=math.prod(private.local_tensor(member.param).shape[1:]))
 
-    units, found = sharded.describe(kinds_of, reach_of)
+    fsdp_modules, found = sharded.describe(kinds_of, reach_of)
     formats = {key: fmt.stored_as(settings.state.format) for key, fmt in found.items()}
     if settings.state.format != "fp32" and not any(fmt.encodings for fmt in formats.values()):
         raise ConfigError(
@@ -167,17 +168,17 @@ def plan_memory(
             "master (MixedPrecisionPolicy(param_dtype=torch.bfloat16) on an fp32 model), the others also for fp32 "
             'states of the optimizer; set "fp32"'
         )
-    host = settings.memory.host_bytes or default_arena(ranks.local_world_size)
+    host = settings.memory.host_bytes or default_host_cache(ranks.local_world_size)
     device = open_device(sharded.device).asynchronous
     if settings.activations.tier == "host" and not device:
         raise ConfigError(
             'activations.tier = "host" is for models that compute on a GPU: this one computes in host memory; set '
             '"nvme" or "device"'
         )
-    choose = partial(choose_budget, units, formats, host, device=device, activations=settings.activations)
-    if committed and not settings.memory.page_bytes:
+    choose = partial(choose_budget, fsdp_modules, formats, host, device=device, activations=settings.activations)
+    if checkpointed and not settings.memory.page_bytes:
         with suppress(BudgetError):
-            return choose(committed)
+            return choose(checkpointed)
     return choose(settings.memory.page_bytes)
 
 
@@ -215,9 +216,9 @@ def check_exchange(settings: Config, kernel: UpdateKernel) -> None:
         ConfigError: they cannot.
     """
     why = f"{kernel.name} updates whole parameters, of which several ranks have slices, and exchanges them in updates"
-    if settings.update.placement == "in_forward":
+    if settings.update.schedule == "in_forward":
         raise ConfigError(
-            f'update.placement = "in_forward" is not possible here: {why}, which a rank may run ahead to in the next '
+            f'update.update schedule = "in_forward" is not possible here: {why}, which a rank may run ahead to in the next '
             'forward while others do not; set "auto", "in_backward" or "after_backward"'
         )
     if settings.update.device == "cuda":

@@ -12,30 +12,30 @@ import torch
 from torch import nn
 
 from infinity.budget import Budget
-from infinity.checkpoint.commit import Committer
 from infinity.checkpoint.description import RunDescription
-from infinity.checkpoint.state import ResumedState
+from infinity.checkpoint.model_state import ResumedState
+from infinity.checkpoint.publish import CheckpointWriter
+from infinity.cleanup import end_all
 from infinity.config import Config, check_config, load_config, with_absolute_paths
-from infinity.ending import end_all
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.formats.adapters import save_whole_adapters
-from infinity.fsdp.activations import SavedActivations
 from infinity.fsdp.attach import Attachment
+from infinity.fsdp.saved_activations import SavedActivations
 from infinity.fsdp.shard_io import ShardIO
 from infinity.fsdp.sharded_model import ShardedModel
-from infinity.fsdp.staging import Staging
-from infinity.models.origin import noted_weights
-from infinity.optim.given import GivenOptimizer
+from infinity.fsdp.staging import GpuPrefetcher
+from infinity.models.weight_source import noted_weights
+from infinity.optim.base_optimizer import BaseOptimizer
+from infinity.optim.full_parameter import FullParameters, open_slices
 from infinity.optim.kernel import UpdateKernel
+from infinity.optim.multi_optimizer import Optimizers, name_of
 from infinity.optim.probe import make_kernel
-from infinity.optim.several import Optimizers, name_of
 from infinity.optim.states import StateReader
 from infinity.optim.step import StepRunner
-from infinity.optim.whole import WholeParameters, open_slices
 from infinity.ranks import Ranks
-from infinity.run import live
-from infinity.run.commits import Checkpointer, describe, make_committer
-from infinity.run.fill import Filling
+from infinity.run import open_runs
+from infinity.run.checkpointing import Checkpointer, describe, make_checkpoint_writer
+from infinity.run.initial_state import Filling
 from infinity.run.inspection import (
     check_agreement,
     check_exchange,
@@ -46,10 +46,10 @@ from infinity.run.inspection import (
     shared_slices,
     warn_of_bf16,
 )
+from infinity.run.live_state import LiveSaves
 from infinity.run.optimizer import PagedOptimizer
-from infinity.run.place import RunPlace, page_bytes_of_commit
 from infinity.run.run import Run
-from infinity.run.saves import LiveSaves
+from infinity.run.run_directory import RunDirectory, page_bytes_of_checkpoint
 from infinity.sources.dcp import DcpFolder
 from infinity.sources.initialise import InitFunction
 from infinity.units import MIB
@@ -90,10 +90,10 @@ def offload(
 
     Raises:
         ConfigError: a setting is wrong, or `weights` are not those of the model, with a list of what differs.
-        BudgetError: the arena or the space on NVMe is too small.
+        BudgetError: the host cache or the space on NVMe is too small.
         UnsupportedError: the model or the optimizer cannot be paged, with the reason.
         FolderBusyError: another live run owns a path.
-        CommitError: there is nothing to resume from, or `weights` cannot be read.
+        CheckpointError: there is nothing to resume from, or `weights` cannot be read.
     """
     settings = load_config(config)
     check_config(settings)
@@ -111,14 +111,14 @@ def offload(
     kernel = make_kernel(optimizer)
     if kernel.has_progress(optimizer):
         raise UnsupportedError("the optimizer has state already; make a new one and pass it before its first step")
-    # Budget: the layout of pages, and how many frames memory has for them.
+    # Budget: the layout of pages, and how many cache slots memory has for them.
     ranks = Ranks.current()
     if ranks.rank == 0:
         warn_of_bf16(sharded)
     check_agreement(settings, ranks, weights=weights is not None, strict=strict, init=init is not None)
-    ranks.together("closing earlier runs of this process", partial(live.make_way, settings.storage.paths))
-    committed = page_bytes_of_commit(settings, ranks) if settings.run.resume else 0
-    plan = partial(plan_memory, settings, sharded, optimizer, kernel, ranks, committed)
+    ranks.together("closing earlier runs of this process", partial(open_runs.make_way, settings.storage.paths))
+    checkpointed = page_bytes_of_checkpoint(settings, ranks) if settings.run.resume else 0
+    plan = partial(plan_memory, settings, sharded, optimizer, kernel, ranks, checkpointed)
     budget = ranks.together("planning memory", plan)
     give_shapes(kernel, sharded, optimizer)
     prepare_encodings(settings, budget.layout, ranks)
@@ -131,7 +131,7 @@ def offload(
         steps = _make_steps(run, sharded, optimizer, kernel, shared)
         resumed = filling.fill(optimizer, steps.shards)
         paged = _attach(run, sharded, steps, resumed)
-        live.add(paged, model)
+        open_runs.add(paged, model)
     except BaseException as error:
         run.abandon(error)
         raise
@@ -151,7 +151,7 @@ def _open(
     settings: Config, ranks: Ranks, budget: Budget, optimizer: str, device: torch.device, *, exchanges: bool
 ) -> Run:
     """Take the NVMe paths, and open what pages in them."""
-    place = RunPlace.take(settings, ranks, budget.layout, optimizer)
+    place = RunDirectory.take(settings, ranks, budget.layout, optimizer)
     try:
         return Run(settings, ranks, budget, place, device, exchanges=exchanges)
     except BaseException as error:
@@ -162,7 +162,7 @@ def _open(
 class _Steps(NamedTuple):
     """What runs training steps over the pages of a run, before the model knows of it."""
 
-    given: GivenOptimizer
+    base_optimizer: BaseOptimizer
     """The optimizer that was passed in."""
     made_with_state: bool
     """Whether that has states before its first step."""
@@ -174,8 +174,8 @@ class _Steps(NamedTuple):
     """Gathers, loads and saves whole shards."""
     described: RunDescription
     """What the pages of this rank hold."""
-    committer: Committer
-    """Publishes commits, for which it has reserved space."""
+    checkpoint_writer: CheckpointWriter
+    """Publishes checkpoints, for which it has reserved space."""
 
 
 def _make_steps(
@@ -188,35 +188,35 @@ def _make_steps(
     """Make what runs steps, from the bottom up."""
     whole = None
     if shared:
-        whole = WholeParameters(
+        whole = FullParameters(
             run.layout, open_slices(shared, run.ranks), run.ranks,
             failure=lambda: run.pager.failure, exchanging=run.pager.exchanging,
             timeout=run.settings.storage.timeout_seconds,
         )  # fmt: skip
         run.undo.push(whole.close)
-    parameters = [param for unit in sharded.parameters() for param in unit]
-    given = GivenOptimizer(optimizer, parameters, kernel)
-    staging = Staging(run.layout, run.pager, run.device)
+    parameters = [param for fsdp_module in sharded.parameters() for param in fsdp_module]
+    base_optimizer = BaseOptimizer(optimizer, parameters, kernel)
+    gpu_prefetcher = GpuPrefetcher(run.layout, run.pager, run.device)
     runner = StepRunner(
-        run.layout, run.pager, run.device, staging, run.settings.memory.device_bytes, run.updates_on_device,
-        run.planner, run.worker, given, run.ledger, run.freed, parameters, whole, run.activations,
+        run.layout, run.pager, run.device, gpu_prefetcher, run.settings.memory.device_bytes, run.updates_on_device,
+        run.planner, run.worker, base_optimizer, run.ledger, run.freed, parameters, whole, run.activations,
     )  # fmt: skip
     run.undo.push(runner.close)
     load_limit = max(_LOAD_LIMIT, run.host_bytes // 2)
     shards = ShardIO(
-        run.layout, run.pager, run.device, staging, runner, run.ledger,
+        run.layout, run.pager, run.device, gpu_prefetcher, runner, run.ledger,
         load_limit=load_limit, make_room=run.store.allow_edits,
     )  # fmt: skip
     run.undo.push(shards.close)
     run.refuse_in_child += [runner.end, shards.close]
     described = describe(run, sharded)
-    committer = make_committer(run, sharded, described, optimizer)
-    return _Steps(given, kernel.builds, parameters, runner, shards, described, committer)
+    checkpoint_writer = make_checkpoint_writer(run, sharded, described, optimizer)
+    return _Steps(base_optimizer, kernel.builds, parameters, runner, shards, described, checkpoint_writer)
 
 
 def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedState | None) -> PagedOptimizer:
     """Give the model paged shards, and return the optimizer that trains it."""
-    given, runner, shards = steps.given, steps.runner, steps.shards
+    base_optimizer, runner, shards = steps.base_optimizer, steps.runner, steps.shards
 
     def listen() -> Attachment:
         attachment = Attachment(sharded, shards, runner, run.ledger)
@@ -227,24 +227,24 @@ def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedStat
     if run.activations is not None:
         run.undo.push(SavedActivations(sharded, run.activations).detach)
     run.undo.push(save_whole_adapters(sharded.model))
-    checkpointer = Checkpointer(run, sharded.model, given, runner, attachment, steps.committer)
-    given.optimizer.state.clear()
+    checkpointer = Checkpointer(run, sharded.model, base_optimizer, runner, attachment, steps.checkpoint_writer)
+    base_optimizer.optimizer.state.clear()
     if resumed is not None:
         runner.resume(resumed.step, resumed.scalars)
-        given.kernel.restore_own(resumed.own)
-    if run.place.found is not None:
+        base_optimizer.kernel.restore_own(resumed.own)
+    if run.directory.found is not None:
         checkpointer.forget_others()
     numbers = {id(param): shard for shard, param in enumerate(steps.parameters)}
     of_model = {param: numbers[id(param)] for param in sharded.model.parameters()}
     names = {name: shard for shard, member in enumerate(sharded.shards) for name in member.names}
     states = StateReader(run.layout, shards, runner, of_model, names=names, made_with_state=steps.made_with_state)
-    saves = LiveSaves(run, sharded.model, steps.described, given, runner, shards, attachment)
-    paged = PagedOptimizer(given, run, runner, states, checkpointer, saves, resumed)
+    saves = LiveSaves(run, sharded.model, steps.described, base_optimizer, runner, shards, attachment)
+    paged = PagedOptimizer(base_optimizer, run, runner, states, checkpointer, saves, resumed)
     # The new run is one to resume from before the old one is no longer needed.
-    if run.place.source is not None and run.settings.run.retained_commits:
-        paged.commit(paged.resumed_extra)
+    if run.directory.source is not None and run.settings.run.retained_checkpoints:
+        paged.save_checkpoint(paged.resumed_extra)
         if run.ranks.rank == 0:
-            old = run.place.source.reader
+            old = run.directory.source.reader
             _log.warning(
                 "step %d of run %s (world size %d) goes on as run %s; the old one still takes its space, free it with "
                 "`infinity store rm`", old.step, old.folder.run_id, old.world_size, run.folder.run_id,

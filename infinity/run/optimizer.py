@@ -17,19 +17,19 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from infinity.checkpoint.state import ResumedState
-from infinity.checkpoint.whole import WholeState
+from infinity.checkpoint.full_state import FullState
+from infinity.checkpoint.model_state import ResumedState
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
 from infinity.formats.dcp import DcpExport
 from infinity.formats.safetensors import FILE_BYTES, export_safetensors, file_size
 from infinity.fsdp import private
-from infinity.optim.given import NO_ENTRIES, GivenOptimizer, refuse_group, refuse_loading
+from infinity.optim.base_optimizer import NO_ENTRIES, BaseOptimizer, refuse_group, refuse_loading
 from infinity.optim.kernel import MODES
 from infinity.optim.states import NO_COPIES, PagedStates, StateReader
 from infinity.optim.step import StepRunner
-from infinity.run.commits import Checkpointer
+from infinity.run.checkpointing import Checkpointer
+from infinity.run.live_state import LiveSaves
 from infinity.run.run import Run
-from infinity.run.saves import LiveSaves
 from infinity.telemetry.ledger import StepRecord
 
 _KEPT_RECORDS = 10_000
@@ -40,12 +40,12 @@ class PagedOptimizer(torch.optim.Optimizer):
     """Shares `param_groups` with the optimizer it was made from; made by `infinity.offload`.
 
     A training step is forward, backward, optionally `clip_grad_norm_`, `step`, `zero_grad`. Several backward
-    passes before a step accumulate. `commit` makes the state after the last step durable.
+    passes before a step accumulate. `checkpoint` makes the state after the last step durable.
     """
 
     def __init__(
         self,
-        given: GivenOptimizer,
+        base_optimizer: BaseOptimizer,
         run: Run,
         runner: StepRunner,
         states: StateReader,
@@ -55,19 +55,19 @@ class PagedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._made = False  # whether this constructor has come to its end
         self._closed = False  # whether `close` was called
-        self._own, self._run, self._runner = given, run, runner
-        self._given = given.optimizer  # where torch looks for everything that is asked of this one
+        self._own, self._run, self._runner = base_optimizer, run, runner
+        self._base_optimizer = base_optimizer.optimizer  # where torch looks for everything that is asked of this one
         self._reader, self._checkpointer, self._saves = states, checkpointer, saves
         self._states = PagedStates(states)  # what `state` is
-        self._extra = resumed.extra if resumed else {}  # of the commit that the run resumed from
+        self._extra = resumed.extra if resumed else {}  # of the checkpoint that the run resumed from
         self._began = resumed.step if resumed is not None else 0  # steps that were taken before this object
-        # The step of the newest commit; None where there is none.
-        self._committed = resumed.step if resumed is not None and run.place.found is not None else None
+        # The step of the newest checkpoint; None where there is none.
+        self._checkpointed = resumed.step if resumed is not None and run.directory.found is not None else None
         self.records: list[StepRecord] = []
         """What the last steps took, the newest last; bounded."""
-        super().__init__(self._given.param_groups, self._given.defaults)
+        super().__init__(self._base_optimizer.param_groups, self._base_optimizer.defaults)
         del vars(self)["defaults"]  # those of the given optimizer, as its other attributes
-        given.hand_over(self, self._states)
+        base_optimizer.hand_over(self, self._states)
         self._made = True
 
     # The torch.optim.Optimizer interface #
@@ -75,12 +75,12 @@ class PagedOptimizer(torch.optim.Optimizer):
     @property  # type: ignore[override]
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The param groups of the given optimizer, so that schedulers made before still work."""
-        return self._given.param_groups
+        return self._base_optimizer.param_groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         if self._made:
-            self._given.param_groups = groups
+            self._base_optimizer.param_groups = groups
 
     @property  # type: ignore[override]
     def state(self) -> PagedStates:  # type: ignore[override]
@@ -99,7 +99,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Apply the gradients that have arrived since the last step.
 
         Raises:
-            StorageError, CorruptPageError, StallError: a page could not be moved; the last commit is intact.
+            StorageError, CorruptPageError, StallError: a page could not be moved; the last checkpoint is intact.
             LostRankError: another rank failed; its reason is named.
             InfinityError: settings changed, or gradients were dropped, after updates had already run in backward; or
                 gradients are those of the step before.
@@ -121,7 +121,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         runner.check_new()
         self._own.kernel.check_steps()
         self._unscale()
-        rate = self._given.param_groups[0].get("lr")
+        rate = self._base_optimizer.param_groups[0].get("lr")
         record = runner.step()
         if record is not None:
             if rate is not None:
@@ -150,7 +150,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         norm is not finite, as under `torch.amp.GradScaler`.
 
         Raises:
-            InfinityError: updates run in backward, so the gradients are gone (set ``update.placement``).
+            InfinityError: updates run in backward, so the gradients are gone (set ``update.schedule``).
             RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
         """
         self._runner.check_open()
@@ -180,10 +180,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Refused: the state lies on NVMe.
 
         Raises:
-            UnsupportedError: always; `commit` saves the state, `read_state` reads that of one parameter.
+            UnsupportedError: always; `checkpoint` saves the state, `read_state` reads that of one parameter.
         """
         raise UnsupportedError(
-            "the optimizer's state is on NVMe and would not fit in memory: optimizer.commit() saves it for run.resume, "
+            "the optimizer's state is on NVMe and would not fit in memory: optimizer.save_checkpoint() saves it for run.resume, "
             "optimizer.save_dcp(folder) for torch.distributed.checkpoint; optimizer.read_state(name) reads one "
             "parameter's"
         )
@@ -210,10 +210,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         Its methods are refused when they are called: they would have to change weights and states on NVMe. Only `train`
         and `eval` of schedule-free optimizers may be called, which go through all pages; by all ranks together.
         """
-        given = vars(self).get("_given")
-        if given is None or name.startswith("__"):
+        base_optimizer = vars(self).get("_given")
+        if base_optimizer is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        value = getattr(given, name)
+        value = getattr(base_optimizer, name)
         return partial(self._call, name) if inspect.ismethod(value) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -239,34 +239,37 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     # What paging adds #
 
-    def commit(self, extra: dict[str, Any] | None = None, *, prefer: Collection[int] = ()) -> None:
+    def save_checkpoint(self, extra: dict[str, Any] | None = None, *, prefer: Collection[int] = ()) -> None:
         """Make the state after the last step durable: weights, moments, step counts, random state, `extra`.
 
-        Nothing is copied: modified pages that are still in the arena are written, then a manifest is
+        Nothing is copied: modified pages that are still in the host cache are written, then a manifest is
         published. All ranks call it together.
 
         Args:
             extra: plain data of your own, such as a scheduler's `state_dict` or the data position: numbers (NaN and
                 infinities too), texts, None, and lists, tuples and dicts of them. A resumed run finds it in
                 `resumed_extra`, equal. What would come back as something else is refused.
-            prefer: steps of earlier commits, such as the best one, that are to be among `run.retained_commits` before
-                newer ones. The new commit always is.
+            prefer: steps of earlier checkpoints, such as the best one, that are to be among `run.retained_checkpoints`
+                before
+                newer ones. The new checkpoint always is.
 
         Raises:
-            ConfigError: `run.retained_commits` is 0.
-            CommitError: `extra` is not such data; the place is named. Nothing is written.
+            ConfigError: `run.retained_checkpoints` is 0.
+            CheckpointError: `extra` is not such data; the place is named. Nothing is written.
             InfinityError: gradients are pending (call it after `step`), or another rank failed.
             UnsupportedError: parameters were added to a param group, or the state was replaced.
-            StorageError: a device or the folder refused; the commit before is intact.
+            StorageError: a device or the folder refused; the checkpoint before is intact.
         """
         self._runner.check_open()
-        if not self._run.settings.run.retained_commits:
-            raise ConfigError("run.retained_commits = 0: there is no room for a commit on the drives; set 1 or more")
-        self.check_between("commit")
+        if not self._run.settings.run.retained_checkpoints:
+            raise ConfigError(
+                "run.retained_checkpoints = 0: there is no room for a checkpoint on the drives; set 1 or more"
+            )
+        self.check_between("checkpoint")
         started = time.perf_counter()
-        self._checkpointer.commit({} if extra is None else extra, prefer)
-        self._committed = self.steps
-        self._run.ledger.committed(time.perf_counter() - started)
+        self._checkpointer.save_checkpoint({} if extra is None else extra, prefer)
+        self._checkpointed = self.steps
+        self._run.ledger.checkpointed(time.perf_counter() - started)
         self._run.ledger.restart_step()
 
     def check_between(self, what: str) -> None:
@@ -296,7 +299,8 @@ class PagedOptimizer(torch.optim.Optimizer):
     ) -> list[Path]:
         """Write the weights after the last step as a folder that `from_pretrained` loads; training goes on unchanged.
 
-        What `infinity export` writes of a commit, to the bit: names and shapes as `save_pretrained` of the model has
+        What `infinity export` writes of a checkpoint, to the bit: names and shapes as `save_pretrained` of the model
+        has
         them, config.json, generation config and tokenizer. It is there as a whole, or not at all. Memory is that of one
         file. All ranks call it together, between two steps; rank 0 writes.
 
@@ -320,7 +324,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         most = file_size(file_bytes)
         beside = Path(companions) if companions is not None else None
 
-        def write(state: WholeState) -> list[Path]:
+        def write(state: FullState) -> list[Path]:
             return export_safetensors(
                 state, Path(folder), config=config, companions=beside, dtype=dtype, file_bytes=most
             )
@@ -341,7 +345,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Args:
             folder: new, or empty.
-            extra: plain data of your own, as for `commit`.
+            extra: plain data of your own, as for `checkpoint`.
             file_bytes: most bytes of tensors per file, as an integer or as ``"1GiB"``.
 
         Returns:
@@ -349,11 +353,11 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ConfigError, InfinityError, StorageError, CorruptPageError: as `save_pretrained`.
-            CommitError: `extra` is not plain data.
+            CheckpointError: `extra` is not plain data.
         """
         most = file_size(file_bytes)
 
-        def write(state: WholeState) -> list[Path]:
+        def write(state: FullState) -> list[Path]:
             return DcpExport(state).write(Path(folder), file_bytes=most)
 
         return self._saves.write("save_dcp", self.check_between, {} if extra is None else extra, write)
@@ -376,16 +380,16 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def steps(self) -> int:
-        """How many steps were taken, those before a resumed commit too."""
+        """How many steps were taken, those before a resumed checkpoint too."""
         return self._runner.updates.step
 
     @property
     def resumed_extra(self) -> dict[str, Any]:
-        """The `extra` of the commit that this run resumed from; empty for a new run."""
+        """The `extra` of the checkpoint that this run resumed from; empty for a new run."""
         return self._extra
 
     @property
-    def update_placement(self) -> str:
+    def update_schedule(self) -> str:
         """``in_backward``, ``in_forward`` or ``after_backward``; ``recording`` in the first step."""
         return self._runner.planner.placed
 
@@ -450,17 +454,17 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._closed = True
             self._runner.end("this optimizer was closed", early=cause is not None)
             self._tell_lost_steps()
-            self._run.close(cause, committed=self._committed is not None)
+            self._run.close(cause, checkpointed=self._checkpointed is not None)
 
     def _tell_lost_steps(self) -> None:
         """Say which steps end with this object, where that was not asked for; before it is too late to see it."""
-        first, steps, run = max(self._began, self._committed or 0) + 1, self.steps, self._run
-        wanted = run.settings.run.keep != "never" and run.settings.run.retained_commits > 0
+        first, steps, run = max(self._began, self._checkpointed or 0) + 1, self.steps, self._run
+        wanted = run.settings.run.keep != "never" and run.settings.run.retained_checkpoints > 0
         if steps >= first and run.ranks.rank == 0 and wanted:
             which = f"step {first} is" if first == steps else f"steps {first} to {steps} are"
-            kept = "the run was never committed" if self._committed is None else "it is in no commit"
+            kept = "the run was never checkpointed" if self._checkpointed is None else "it is in no checkpoint"
             _log.warning(
-                '%s thrown away: %s; call optimizer.commit() before it is closed, or set run.keep = "never"',
+                '%s thrown away: %s; call optimizer.save_checkpoint() before it is closed, or set run.keep = "never"',
                 which,
                 kept,
             )
@@ -493,7 +497,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether `torch.amp.GradScaler` leaves unscaling to `step`, as it does for the optimizer in memory."""
-        return bool(getattr(self._given, "_step_supports_amp_scaling", False))
+        return bool(getattr(self._base_optimizer, "_step_supports_amp_scaling", False))
 
 
 def _is_left_by_torch(name: str, value: Any) -> bool:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from infinity.node import NodeDaemon
+from infinity.daemon_client import NodeDaemon
 from infinity.units import MIB
 
 _log = logging.getLogger("infinity")

@@ -1,4 +1,4 @@
-"""A run: the parts that page, from the arena up to the pager, and the other ranks."""
+"""A run: the parts that page, from the host cache up to the pager, and the other ranks."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ import torch
 
 import infinity
 from infinity.budget import Budget
+from infinity.cleanup import Undo, end_all
 from infinity.config import Config, runtime_dir
 from infinity.content.format import Role
 from infinity.content.layout import Layout, Page
-from infinity.ending import Undo, end_all
+from infinity.daemon_client import NodeDaemon
 from infinity.errors import ConfigError, InfinityError, StallError
 from infinity.io import Engine, PacedEngine, Ticket, open_engine
-from infinity.memory.arena import Arena, ArenaPart
+from infinity.memory.cgroups import cores_of_groups
 from infinity.memory.device import open_device
-from infinity.memory.groups import cores_of_groups
 from infinity.memory.heap import FreedMemory
-from infinity.node import NodeDaemon
+from infinity.memory.host_cache import HostCache, HostCachePart
 from infinity.optim.planning import StepPlanner
-from infinity.optim.worker import UpdateWorker
-from infinity.peers import Peers
+from infinity.optim.update_thread import UpdateWorker
+from infinity.peer_failures import Peers
 from infinity.processor import share_of_cores
 from infinity.ranks import Ranks
 from infinity.run.balance import Balance, PathLoads
 from infinity.run.pacing import Pacing
-from infinity.run.place import RunPlace
-from infinity.run.space import FileSpace, UnnamedSpace
+from infinity.run.run_directory import RunDirectory
+from infinity.run.space_reservation import FileSpace, UnnamedSpace
 from infinity.run.update_device import choose_update_device
-from infinity.run.wear import WearWarning
-from infinity.schedule.activations import ActivationPages, ActivationTraffic
+from infinity.run.wear_warning import WearWarning
+from infinity.schedule.activation_pages import ActivationPages, ActivationTraffic
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan
 from infinity.store.engine_choice import EngineChoice, choose_engine
 from infinity.store.extents import SPARE_SLOTS
 from infinity.store.folder import RunFolder
-from infinity.store.pages import PageStore, hash_threads, lay_out
+from infinity.store.page_store import PageStore, hash_threads, lay_out
 from infinity.telemetry import Stats
 from infinity.telemetry.ledger import Ledger
 from infinity.telemetry.timeline import Timeline
@@ -59,13 +59,13 @@ _NOT_HERE = (
 )
 
 
-class _Opened(NamedTuple):
+class _Components(NamedTuple):
     """What pages a rank's state, from the bottom up."""
 
-    arena: Arena
+    host_cache: HostCache
     """Host memory for pages."""
     engine: Engine
-    """Moves bytes between the arena and files."""
+    """Moves bytes between the host cache and files."""
     stats: Stats
     """This rank's counters."""
     timeline: Timeline | None
@@ -75,9 +75,9 @@ class _Opened(NamedTuple):
     store: PageStore
     """Which version of a page lies where."""
     pager: Pager
-    """Has pages in the arena when they are needed."""
+    """Has pages in the host cache when they are needed."""
     activations: ActivationPages | None
-    """Has what forwards keep for backwards, in further frames; None where that stays on the device."""
+    """Has what forwards keep for backwards, in further cache slots; None where that stays on the device."""
     worker: UpdateWorker
     """Runs updates, on a thread of its own or at once."""
     planner: StepPlanner
@@ -99,7 +99,7 @@ class Run:
         settings: Config,
         ranks: Ranks,
         budget: Budget,
-        place: RunPlace,
+        directory: RunDirectory,
         device: torch.device,
         *,
         exchanges: bool = False,
@@ -111,9 +111,9 @@ class Run:
 
         Raises:
             BudgetError, StorageError: there is no room. ConfigError: the engine cannot be used, or files be opened.
-            InfinityError: that of another rank. Nothing is left open then; `place` is the caller's.
+            InfinityError: that of another rank. Nothing is left open then; `directory` is the caller's.
         """
-        self.settings, self.ranks, self.place = settings, ranks, place
+        self.settings, self.ranks, self.directory = settings, ranks, directory
         self._exchanges = exchanges
         self.layout: Layout = budget.layout
         """The pages of this rank."""
@@ -145,8 +145,13 @@ class Run:
             told = isinstance(error, Exception)  # by `together`; an interrupt is known here only
             end_all(partial(self.peers.leave, None if told else error), *self.undo.take(), cause=error)
             raise
-        # What each is, `_Opened` says.
-        self.arena, self.engine, self.store, self.pager = opened.arena, opened.engine, opened.store, opened.pager
+        # What each is, `_Components` says.
+        self.host_cache, self.engine, self.store, self.pager = (
+            opened.host_cache,
+            opened.engine,
+            opened.store,
+            opened.pager,
+        )
         self.stats, self.timeline, self.ledger = opened.stats, opened.timeline, opened.ledger
         self.activations, self.worker, self.planner = opened.activations, opened.worker, opened.planner
         self.peers.tell(self.pager.fail)
@@ -154,7 +159,7 @@ class Run:
     @property
     def folder(self) -> RunFolder:
         """The id of the run, and its folders on the NVMe paths."""
-        return self.place.folder
+        return self.directory.folder
 
     @property
     def update_device(self) -> str:
@@ -173,8 +178,8 @@ class Run:
 
     @property
     def host_bytes(self) -> int:
-        """Size of the host arena of this rank, in bytes."""
-        return self.arena.nbytes
+        """Size of the host cache of this rank, in bytes."""
+        return self.host_cache.nbytes
 
     def _choose_engine(self) -> EngineChoice:
         """Return the engine to take, measured where that is worth it."""
@@ -182,29 +187,31 @@ class Run:
         runtime = runtime_dir(self.settings.telemetry)
         return choose_engine(self.settings.storage, self.layout.page_bytes, state, runtime)
 
-    def _open(self, budget: Budget, chosen: EngineChoice) -> _Opened:
-        """Reserve the space, allocate the arena, open engine, counters and files."""
-        settings, layout, folder, commits = self.settings, self.layout, self.folder, self.place.commits
+    def _open(self, budget: Budget, chosen: EngineChoice) -> _Components:
+        """Reserve the space, allocate the host cache, open engine, counters and files."""
+        settings, layout, folder, checkpoints = self.settings, self.layout, self.folder, self.directory.checkpoints
         with _naming_limit():
             folder.create()
-            retained = settings.run.retained_commits
-            committed = {commit.step: commit.pages for commit in commits}
-            paths, slots = lay_out(layout.pages, self.place.shares, committed, SPARE_SLOTS, retained)
+            retained = settings.run.retained_checkpoints
+            checkpointed = {checkpoint.step: checkpoint.pages for checkpoint in checkpoints}
+            paths, slots = lay_out(layout.pages, self.directory.stripe_weights, checkpointed, SPARE_SLOTS, retained)
             files = [folder.data_file(index, self.ranks.rank) for index in range(len(folder.roots))]
             daemon = NodeDaemon(runtime_dir(settings.telemetry))
             space = FileSpace(daemon, folder.run_id, files)
             space.allocate(slots)
-            arena = Arena(budget.frames + budget.activation_frames, layout.page_bytes, device=self.device)
-            self.undo.push(partial(self._close_arena, arena))
+            host_cache = HostCache(
+                budget.cache_slots + budget.activation_cache_slots, layout.page_bytes, device=self.device
+            )
+            self.undo.push(partial(self._close_host_cache, host_cache))
             moving, _ = open_engine(replace(settings.storage, engine=chosen.engine), chosen.reason)
             engine = PacedEngine(moving)
             self.undo.push(partial(self._close_engine, engine))
             loads = PathLoads(len(files))
-            stats = _stats_page(settings, self.ranks, folder.run_id, engine.name, self.place.paths)
+            stats = _stats_page(settings, self.ranks, folder.run_id, engine.name, self.directory.paths)
             self.undo.push_under(partial(_close_page, stats))  # counted until the engine has ended
             timeline = _timeline(settings, self.ranks, layout)
             ledger = Ledger(stats, timeline)
-            engine.register(arena.memory)
+            engine.register(host_cache.memory)
             store = PageStore(
                 layout.pages,
                 paths,
@@ -217,13 +224,13 @@ class Run:
                 timeout=settings.storage.timeout_seconds,
                 spare=SPARE_SLOTS,
                 retries=settings.storage.retries,
-                committed=committed,
+                checkpointed=checkpointed,
                 retained=retained,
                 hashers=self.hashers,
             )
             self.undo.push(store.close)
             store.expect_gradients(True)  # until the first step has shown whether they are stored
-            folders = [str(Path(path).resolve()) for path in self.place.paths]
+            folders = [str(Path(path).resolve()) for path in self.directory.paths]
             pacing = Pacing(daemon, folder.run_id, folders, [str(file.parent) for file in files], engine.pace)
             self.undo.push(pacing.close)
             capacity = stats.gauge("tier_capacity_bytes", tier="nvme")
@@ -244,7 +251,7 @@ class Run:
             if settings.storage.balance and len(files) > 1:
                 balance = Balance(
                     loads,
-                    self.place.rates,
+                    self.directory.rates,
                     layout.pages,
                     store,
                     folders,
@@ -252,12 +259,12 @@ class Run:
                 )
                 self.undo.push(balance.close)
             timeout = settings.storage.timeout_seconds
-            frames = arena.part(0, budget.frames)
-            pager = Pager(layout, frames, self.device, store, ledger, timeout=timeout, failed=self.peers.report)
+            cache_slots = host_cache.part(0, budget.cache_slots)
+            pager = Pager(layout, cache_slots, self.device, store, ledger, timeout=timeout, failed=self.peers.report)
             self.undo.push(partial(self._drain, pager))
             activations = None
-            if budget.activation_frames:
-                further = arena.part(budget.frames, budget.activation_frames)
+            if budget.activation_cache_slots:
+                further = host_cache.part(budget.cache_slots, budget.activation_cache_slots)
                 activations = self._open_activations(further, beside, engine, ledger, loads, pager)
             worker = UpdateWorker(self.update_cores, pager.fail, self.device.enter_thread)
             self.undo.push(worker.close)
@@ -265,24 +272,24 @@ class Run:
                 wear = WearWarning(daemon, stats, folders, self.ranks.local_world_size)
                 self.undo.push(wear.close)
         planner = StepPlanner(
-            layout, pager, ledger, frames=budget.frames, wanted=settings.update.placement, threaded=worker.threaded,
+            layout, pager, ledger, cache_slots=budget.cache_slots, wanted=settings.update.schedule, threaded=worker.threaded,
             exchanges=self._exchanges,
         )  # fmt: skip
         for role in set(Role) - {Role.ACTIVATION}:
             stats.gauge("tier_used_bytes", tier="nvme", state=role.value).set(layout.bytes_of(role))
-        stats.gauge("tier_capacity_bytes", tier="host").set(arena.nbytes)
-        return _Opened(arena, engine, stats, timeline, ledger, store, pager, activations, worker, planner)
+        stats.gauge("tier_capacity_bytes", tier="host").set(host_cache.nbytes)
+        return _Components(host_cache, engine, stats, timeline, ledger, store, pager, activations, worker, planner)
 
     def _open_activations(
         self,
-        arena: ArenaPart,
+        host_cache: HostCachePart,
         space: UnnamedSpace | None,
         engine: Engine,
         ledger: Ledger,
         loads: PathLoads,
         pager: Pager,
     ) -> ActivationPages:
-        """Have pages for activations: in frames and, where there is space for it, in files."""
+        """Have pages for activations: in cache slots and, where there is space for it, in files."""
         store, settings = None, self.settings.storage
         if space is not None:
             store = PageStore(
@@ -303,7 +310,7 @@ class Run:
             space.unname()
             self.undo.push(store.close)
         activations = ActivationPages(
-            arena, self.layout.page_bytes, self.device, store, self.place.shares, pager.transfers, ledger,
+            host_cache, self.layout.page_bytes, self.device, store, self.directory.stripe_weights, pager.transfers, ledger,
             timeout=settings.timeout_seconds,
         )  # fmt: skip
         self.undo.push(partial(self._drain, activations))
@@ -311,7 +318,9 @@ class Run:
 
     def _choose_update_device(self, worker: UpdateWorker) -> bool:
         """Return whether pages are better updated on the device; say why."""
-        continued = self.place.found or (self.place.source.reader if self.place.source is not None else None)
+        continued = self.directory.found or (
+            self.directory.source.reader if self.directory.source is not None else None
+        )
         before = continued.updated_on if continued is not None else None
         on_device, why = choose_update_device(
             self.settings, self.device, self.layout, worker, before, exchanges=self._exchanges
@@ -337,26 +346,26 @@ class Run:
     def abandon(self, error: BaseException) -> None:
         """End a run that did not come to its start because of `error`: what it has made goes, what was there stays."""
         if self.is_here:
-            self._release(error, remove=self.place.found is None)
+            self._release(error, remove=self.directory.found is None)
 
-    def close(self, cause: BaseException | None, *, committed: bool) -> None:
+    def close(self, cause: BaseException | None, *, checkpointed: bool) -> None:
         """Release files, memory and lock; remove the run when nothing of it is to be kept.
 
         Args:
             cause: why it ends early, if it does. It ends the other ranks.
-            committed: whether there is something to go on from.
+            checkpointed: whether there is something to go on from.
 
         Raises:
             StallError: a device does not answer; the folder stays locked until this process ends.
             Exception: the first thing that could not be released, if there is no `cause`.
         """
         keep = self.settings.run.keep
-        self._release(cause, remove=keep == "auto" and not committed, always=keep == "never")
+        self._release(cause, remove=keep == "auto" and not checkpointed, always=keep == "never")
 
     def _release(self, cause: BaseException | None, *, remove: bool, always: bool = False) -> None:
         def give_up() -> None:
             if not self._stalled:
-                self.place.give_up(remove=remove, always=always)
+                self.directory.give_up(remove=remove, always=always)
 
         end_all(partial(self.peers.leave, cause), *self.undo.take(), self._write_timeline, give_up, cause=cause)
 
@@ -371,9 +380,9 @@ class Run:
             self._stalled = True
             raise
 
-    def _close_arena(self, arena: Arena) -> None:
+    def _close_host_cache(self, host_cache: HostCache) -> None:
         if not self._stalled:
-            arena.close()
+            host_cache.close()
 
     def _write_timeline(self) -> None:
         if self.timeline is not None:

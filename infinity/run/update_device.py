@@ -11,7 +11,7 @@ from infinity.config import Config
 from infinity.content.layout import Layout
 from infinity.errors import ConfigError, StallError
 from infinity.memory.device import Device, transfer_bytes, wait
-from infinity.optim.worker import UpdateWorker
+from infinity.optim.update_thread import UpdateWorker
 from infinity.schedule.link import UPDATE_BYTES, share_that_stays
 from infinity.units import MIB
 
@@ -36,7 +36,7 @@ def choose_update_device(
 
     Args:
         worker: updates on the host.
-        before: where the commit was updated that is continued: ``cpu`` or the type of a device; None for a new run.
+        before: where the checkpoint was updated that is continued: ``cpu`` or the type of a device; None for a new run.
         exchanges: whether ranks exchange what they have in updates, which they do on the host.
 
     Raises:
@@ -62,7 +62,7 @@ def choose_update_device(
     if exchanges:
         return False, "ranks put parameters that are updated whole together there"
     if before is not None:
-        return before != "cpu", "as in the commit that is continued"
+        return before != "cpu", "as in the checkpoint that is continued"
     if any(segment.whole for segment in layout.segments):
         return True, "whole parameters are updated, which takes more than to copy them"
     there, here = _seconds_on_device(device), _seconds_on_host(worker)
@@ -78,13 +78,15 @@ def _seconds_on_device(device: Device) -> float:
     host, pinned = transfer_bytes(device, _COPIED, _COPIED)
     stream = device.stream("in")
     there = torch.empty(_COPIED, dtype=torch.uint8, device=device.name)
-    device.mark(device.current()).before(stream)  # behind what the memory was used for before
+    device.record_event(device.current()).before(stream)  # behind what the memory was used for before
     seconds = []
     for _ in range(3):
         began = time.perf_counter()
         device.copy(there, host, stream)
         device.copy(host, there, stream)
-        if not wait(device.mark(stream), _PATIENCE):  # the memory stays registered: the device may still be at it
+        if not wait(
+            device.record_event(stream), _PATIENCE
+        ):  # the memory stays registered: the device may still be at it
             raise StallError(f"waited {_PATIENCE:.0f} s for the device to copy {_COPIED} bytes")
         seconds.append(time.perf_counter() - began)
     pinned.close()

@@ -1,8 +1,11 @@
-"""The arena as a cache of pages: acquire, release, prefetch, write back, evict. All under the one lock.
+"""The host cache as a cache of pages: acquire, release, prefetch, write back, evict. All under the one lock.
 
-[Note: who gets a frame] First who waits for one now (`acquire`), then what the plan wants, in its order: a page is read
-ahead, and for one that will be filled anew a frame is left free, so that no prefetch of a later page has taken it by
-then. A frame comes free when a clean page that nothing keeps is evicted. For those who wait, dirty pages that nothing
+[Note: who gets a cache slot] First who waits for one now (`acquire`), then what the plan wants, in its order: a page is
+read
+ahead, and for one that will be filled anew a cache slot is left free, so that no prefetch of a later page has taken it
+by
+then. A cache slot comes free when a clean page that nothing keeps is evicted. For those who wait, dirty pages that
+nothing
 keeps are written back if there is none; where that gives none either, as may be off the plan, pages are evicted that
 the plan wants later and will have to read again: first those that stream, last those that are resident.
 """
@@ -14,18 +17,18 @@ from collections.abc import Callable
 from functools import partial
 
 from infinity.errors import InfinityError
-from infinity.memory.device import Mark
+from infinity.memory.device import DeviceEvent
+from infinity.schedule.cache_slots import CacheSlots, PageState
 from infinity.schedule.copies import Copies
-from infinity.schedule.frames import Frames, PageState
 from infinity.schedule.trace import Access, Mode, Use
 from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfers
 
 _WRITTEN_BACK = 4
-"""Dirty pages that are written back at once where a frame is wanted: one would do, more keep the drive busy."""
+"""Dirty pages that are written back at once where a cache slot is wanted: one would do, more keep the drive busy."""
 
 
 class Cache:
-    """Moves pages between frames and the store. Everything but `drain` is called, read and changed under the lock.
+    """Moves pages between cache slots and the store. Everything but `drain` is called, read and changed under the lock.
 
     Between `acquire` and `release` the pages of an access are pinned: their content is there, and nobody else moves it.
     `claim` and `release_claim` say what the window of a plan wants in memory; `prefetch` reads it.
@@ -33,7 +36,7 @@ class Cache:
 
     def __init__(
         self,
-        frames: Frames,
+        cache_slots: CacheSlots,
         transfers: Transfers,
         store: PageReaderWriter,
         observer: PagerObserver,
@@ -47,49 +50,57 @@ class Cache:
 
         Args:
             named: whether the observer knows pages by their numbers, and is told which one was waited for.
-            setting: which setting gives it more frames, for errors.
-            timeout: seconds after which a copy between a frame and a device is an error.
+            setting: which setting gives it more cache slots, for errors.
+            timeout: seconds after which a copy between a cache slot and a device is an error.
             enter_thread: is called first in the thread that waits for those.
         """
-        self._frames, self._transfers, self._store, self._observer = frames, transfers, store, observer
+        self._cache_slots, self._transfers, self._store, self._observer = cache_slots, transfers, store, observer
         self._named, self._setting = named, setting
         self._reads = self._writes = 0
         """Pages that are being read, and written: those of this cache, which need not be all of `Transfers`."""
         self.eager = False
         """Whether a page that nothing keeps is evicted when a write of it, or its copy to a device, has ended, as a
-        plan wants it; else it stays until its frame is wanted. (`Cursor` evicts what leaves the window.) The pager sets
+        plan wants it; else it stays until its cache slot is wanted. (`Cursor` evicts what leaves the window.) The pager
+        sets
         it when a plan is installed."""
-        self._held_leases = 0
-        """Leases whose pages are pinned; their frames come back without anything that the training thread does."""
+        self._held_reservations = 0
+        """Reservations whose pages are pinned;
+
+        their cache slots come back without anything that the training thread does.
+        """
         self.fetched_bytes = 0
         """Bytes that were read, ever, or would have been but for a write that had not ended."""
         self._returned = 0
-        """Transfers, copies and held leases that have ended, ever: each may have left a frame."""
+        """Transfers, copies and held reservations that have ended, ever: each may have left a cache slot."""
         self._wanted: deque[Use] = deque()
-        """Uses that the window wants, of pages without a frame, in the plan's order; `claim` adds, `prefetch` takes."""
+        """Uses that the window wants, of pages without a cache slot, in the plan's order;
+
+        `claim` adds, `prefetch` takes.
+        """
         self._reserved: set[int] = set()
-        """Pages without a frame that the window wants, to be filled anew, and nobody waits for: as many free frames are
+        """Pages without a cache slot that the window wants, to be filled anew, and nobody waits for: as many free cache
+        slots are
         not for what the plan wants later."""
         self._awaited = 0
-        """Threads that wait for a frame in `acquire`: as many free frames are not for prefetches."""
+        """Threads that wait for a cache slot in `acquire`: as many free cache slots are not for prefetches."""
         self.copies = Copies(transfers, self._end_copy, timeout=timeout, enter_thread=enter_thread)
         """Pages that are being copied to a device or from it; pinned meanwhile."""
 
     # Uses #
 
     def acquire(self, uses: Access, *, threaded: bool) -> None:
-        """Pin pages in frames; wait until they are read, and those to be modified are not being written or copied.
+        """Pin pages in cache slots; wait until they are read, and those to be modified are not being written or copied.
 
         Args:
             uses: distinct pages.
             threaded: whether this is not the training thread.
 
         Raises:
-            InfinityError: there are not enough frames for what is in use at once.
+            InfinityError: there are not enough cache slots for what is in use at once.
             CorruptPageError, StorageError, StallError: as for `Transfers.wait`; nothing is pinned then.
         """
         self._transfers.check()
-        pages = self._frames.pages
+        pages = self._cache_slots.pages
         for use in uses:
             pages[use.page].pins += 1
         try:
@@ -101,7 +112,7 @@ class Cache:
                     self._wait(partial(_is_read, state), "read", page, threaded=threaded)
                 # What is being written is hashed and read by other threads: a change would tear it. From here on
                 # nothing begins to write it: it is pinned, and `flush`, which does not look at pins, belongs to the
-                # training thread and waits for all leases first.
+                # training thread and waits for all reservations first.
                 if state.writing and use.mode.modifies:
                     self._wait(partial(_is_written, state), "write", page, threaded=threaded)
                 self._wait(partial(_is_left_by_device, state, use.mode), "copy", page, threaded=threaded)
@@ -114,37 +125,37 @@ class Cache:
     def can_acquire(self, uses: Access) -> bool:
         """Whether `acquire` would not wait for anything."""
         for use in uses:
-            state = self._frames.pages[use.page]
-            if state.frame < 0 or state.reading or (state.writing and use.mode.modifies):
+            state = self._cache_slots.pages[use.page]
+            if state.cache_slot < 0 or state.reading or (state.writing and use.mode.modifies):
                 return False
             if not _is_left_by_device(state, use.mode):
                 return False
         return True
 
     def _fetch(self, use: Use, *, threaded: bool) -> None:
-        """Give a page a frame, and start to read it if its content is needed and not there."""
-        page, state, fetches = use.page, self._frames.pages[use.page], use.mode.fetches
-        reads = fetches and state.frame < 0 and self._store.has(page)
+        """Give a page a cache slot, and start to read it if its content is needed and not there."""
+        page, state, fetches = use.page, self._cache_slots.pages[use.page], use.mode.fetches
+        reads = fetches and state.cache_slot < 0 and self._store.has(page)
         if fetches:
             self._observer.fetched("miss" if reads else "late" if state.reading else "hit")
         self._reserved.discard(page)
-        if state.frame < 0:
-            self._acquire_frame(page, threaded=threaded)
-        if state.frame < 0:  # while waiting, a completion may have prefetched this very page
-            self._frames.assign(page)
+        if state.cache_slot < 0:
+            self._acquire_cache_slot(page, threaded=threaded)
+        if state.cache_slot < 0:  # while waiting, a completion may have prefetched this very page
+            self._cache_slots.assign(page)
             if reads:
                 self._read(page)
 
-    def release(self, uses: Access, mark: Mark | None = None) -> None:
+    def release(self, uses: Access, device_event: DeviceEvent | None = None) -> None:
         """Note what an access that has ended means for the content of its pages; unpin them.
 
         Args:
             mark: behind copies between the pages and a device: to it of those that are read, from it of those that are
                 modified. They stay pinned until it has been passed.
         """
-        pending = mark if mark is not None and not mark.passed() else None
+        pending = device_event if device_event is not None and not device_event.passed() else None
         for use in uses:
-            state = self._frames.pages[use.page]
+            state = self._cache_slots.pages[use.page]
             if pending is not None:
                 state.landing += use.mode.modifies
                 state.leaving += not use.mode.modifies
@@ -162,7 +173,7 @@ class Cache:
         """Unpin what has been copied."""
         self._returned += 1
         for use in uses:
-            state = self._frames.pages[use.page]
+            state = self._cache_slots.pages[use.page]
             state.landing -= use.mode.modifies
             state.leaving -= not use.mode.modifies
             state.pins -= 1
@@ -170,32 +181,38 @@ class Cache:
                 self.evict(use.page)
         self.prefetch()
 
-    def acquire_lease(self, uses: Access, *, threaded: bool) -> None:
-        """Do as `acquire` for a lease, whose frames come back by themselves."""
+    def acquire_reservation(self, uses: Access, *, threaded: bool) -> None:
+        """Do as `acquire` for a reservation, whose cache slots come back by themselves."""
         self.acquire(uses, threaded=threaded)
-        self._held_leases += 1
+        self._held_reservations += 1
 
-    def release_lease(self, uses: Access, mark: Mark | None) -> None:
-        """Release what `acquire_lease` has acquired, as `release`."""
-        self._held_leases -= 1
+    def release_reservation(self, uses: Access, device_event: DeviceEvent | None) -> None:
+        """Release what `acquire_reservation` has acquired, as `release`."""
+        self._held_reservations -= 1
         self._returned += 1
-        self.release(uses, mark)
+        self.release(uses, device_event)
 
     def contents(self, uses: Access) -> list[memoryview]:
-        """Return the bytes of pages that are pinned, so that their frames do not change: the lock is not needed."""
-        return [self._frames.content(use.page) for use in uses]
+        """Return the bytes of pages that are pinned, so that their cache slots do not change:
+
+        the lock is not needed.
+        """
+        return [self._cache_slots.content(use.page) for use in uses]
 
     def has_content(self, page: int) -> bool:
         """Whether somebody may want to know what is in a page."""
-        state = self._frames.pages[page]
+        state = self._cache_slots.pages[page]
         return state.dirty or state.writing or self._store.has(page)
 
     def discard(self, page: int) -> None:
-        """Drop the content of a page that nobody will read again. Nothing of it is in flight, and no lease needs it."""
-        state = self._frames.pages[page]
+        """Drop the content of a page that nobody will read again.
+
+        Nothing of it is in flight, and no reservation needs it.
+        """
+        state = self._cache_slots.pages[page]
         state.dirty = False
-        if state.frame >= 0 and not state.pins:
-            self._release_frame(page)
+        if state.cache_slot >= 0 and not state.pins:
+            self._release_cache_slot(page)
         self._store.discard(page)
 
     # What the window of a plan wants #
@@ -206,81 +223,84 @@ class Cache:
         Args:
             kept: whether the plan has kept the page since its last use, which has left its claim for this one.
         """
-        state = self._frames.pages[use.page]
+        state = self._cache_slots.pages[use.page]
         state.claims += not kept
         if state.claims == 1:
-            if state.frame < 0:
+            if state.cache_slot < 0:
                 self._wanted.append(use)
             elif state.writing and use.mode.fetches:
-                self.fetched_bytes += self._frames.nbytes(use.page)
-                self._observer.spared(self._frames.nbytes(use.page))
+                self.fetched_bytes += self._cache_slots.nbytes(use.page)
+                self._observer.spared(self._cache_slots.nbytes(use.page))
 
     def release_claim(self, page: int) -> None:
         """Count a use that leaves the window."""
-        state = self._frames.pages[page]
+        state = self._cache_slots.pages[page]
         state.claims = max(0, state.claims - 1)
         if not state.claims:
             self._reserved.discard(page)
 
     def drop_claims(self) -> None:
         """Forget what the window wanted."""
-        for state in self._frames.pages:
+        for state in self._cache_slots.pages:
             state.claims = 0
         self._reserved.clear()
         self._wanted.clear()
 
     def prefetch(self) -> None:
-        """Start the reads that the window wants, in its order, as far as frames are left by those who come before.
+        """Start the reads that the window wants, in its order, as far as cache slots are left by those who come before.
 
-        A page that will be filled anew takes its frame when it is filled; until then one is left free for it.
+        A page that will be filled anew takes its cache slot when it is filled; until then one is left free for it.
         """
-        frames = self._frames
+        cache_slots = self._cache_slots
         while self._wanted:
             use = self._wanted[0]
-            state = frames.pages[use.page]
-            if state.frame < 0 and state.claims:
+            state = cache_slots.pages[use.page]
+            if state.cache_slot < 0 and state.claims:
                 if not use.mode.fetches:
-                    if not state.pins:  # else who has pinned it gets a frame by itself
+                    if not state.pins:  # else who has pinned it gets a cache slot by itself
                         self._reserved.add(use.page)
                 elif self._store.has(use.page):
-                    while len(frames.free) <= self._awaited + len(self._reserved):
+                    while len(cache_slots.free) <= self._awaited + len(self._reserved):
                         if not self._evict_clean():
                             return
-                    frames.assign(use.page)
+                    cache_slots.assign(use.page)
                     self._read(use.page)
             self._wanted.popleft()
 
     # Eviction #
 
     def evict(self, page: int, *, consumed: bool = False) -> None:
-        """Evict a page that has a frame and that nothing keeps; if it is dirty, write it back first.
+        """Evict a page that has a cache slot and that nothing keeps; if it is dirty, write it back first.
 
         Args:
-            consumed: whether its content is dead. Then it does not stay for being resident, and keeps its frame only
+            consumed: whether its content is dead. Then it does not stay for being resident, and keeps its cache slot
+                only
                 where the window wants to write it anew.
         """
-        state = self._frames.pages[page]
-        if state.frame < 0 or state.pins or state.reading or state.writing:
+        state = self._cache_slots.pages[page]
+        if state.cache_slot < 0 or state.pins or state.reading or state.writing:
             return
         if not consumed and (state.claims or state.resident):
             return
         if state.dirty:
             self._write(page)
         elif not (consumed and state.claims):
-            self._release_frame(page)
+            self._release_cache_slot(page)
 
     def evict_all(self) -> None:
         """Evict every page that nothing keeps."""
-        for page in self._frames.holders():
+        for page in self._cache_slots.holders():
             self.evict(page)
 
     def flush(self) -> None:
         """Write every dirty page back, and wait until nothing is being written. Raises as `Transfers.wait` does."""
-        self._transfers.wait(lambda: not self.copies.pending, "copy", -1)  # what lands in frames is not written before
+        self._transfers.wait(
+            lambda: not self.copies.pending, "copy", -1
+        )  # what lands in cache slots is not written before
         while True:
             self._transfers.check()
-            for page in self._frames.holders():
-                state = self._frames.pages[page]
+            for page in self._cache_slots.holders():
+                state = self._cache_slots.pages[page]
                 if state.dirty and not state.writing:
                     self._write(page)
             if not self._writes:
@@ -292,84 +312,86 @@ class Cache:
 
     def _evict_clean(self) -> bool:
         """Evict some page that is clean and that nothing keeps; return whether there was one."""
-        for page in self._frames.holders():
-            state = self._frames.pages[page]
+        for page in self._cache_slots.holders():
+            state = self._cache_slots.pages[page]
             if not (state.pins or state.claims or state.dirty or state.reading or state.writing or state.resident):
-                self._release_frame(page)
+                self._release_cache_slot(page)
                 return True
         return False
 
     def _evict_kept(self) -> bool:
         """Evict some page that the plan wants later, or else one that it always keeps; return whether there was one."""
         for resident in (False, True):
-            for page in reversed(self._frames.holders()):
-                state = self._frames.pages[page]
+            for page in reversed(self._cache_slots.holders()):
+                state = self._cache_slots.pages[page]
                 if state.pins or state.reading or state.writing or state.resident is not resident:
                     continue
                 if state.dirty:
                     self._write(page)
                 else:
-                    self._release_frame(page)
+                    self._release_cache_slot(page)
                 return True
         return False
 
     def _reads_in_vain(self) -> bool:
         """Whether a page is being read that nothing keeps any more, so that it is evicted when it has been."""
-        states = (self._frames.pages[page] for page in self._frames.holders()) if self._reads else ()
+        states = (self._cache_slots.pages[page] for page in self._cache_slots.holders()) if self._reads else ()
         return any(state.reading and not (state.pins or state.claims or state.resident) for state in states)
 
     def _write_back_some(self) -> None:
         """Start to write a few dirty pages back that nothing keeps."""
         started = 0
-        for page in self._frames.holders():
-            state = self._frames.pages[page]
+        for page in self._cache_slots.holders():
+            state = self._cache_slots.pages[page]
             if state.dirty and not (state.pins or state.claims or state.writing or state.resident):
                 self._write(page)
                 started += 1
                 if started == _WRITTEN_BACK:
                     return
 
-    def _acquire_frame(self, page: int, *, threaded: bool) -> None:
-        """Wait until there is a free frame, or the page has one. [Note: who gets a frame]"""
-        frames = self._frames
-        state = frames.pages[page]
-        while state.frame < 0 and not frames.free and not self._evict_clean():
+    def _acquire_cache_slot(self, page: int, *, threaded: bool) -> None:
+        """Wait until there is a free cache slot, or the page has one. [Note: who gets a cache slot]"""
+        cache_slots = self._cache_slots
+        state = cache_slots.pages[page]
+        while state.cache_slot < 0 and not cache_slots.free and not self._evict_clean():
             self._transfers.check()
             if not self._writes:
                 self._write_back_some()
-            # Frames that come back by themselves are waited for.
-            idle = not (self._writes or self._held_leases or self.copies.pending or self._reads_in_vain())
+            # Cache slots that come back by themselves are waited for.
+            idle = not (self._writes or self._held_reservations or self.copies.pending or self._reads_in_vain())
             if idle and not self._evict_kept() and not self._reads:
                 raise InfinityError(
-                    f"all {frames.count} frames of the arena are in use at once; set {self._setting} higher"
+                    f"all {cache_slots.count} cache slots of the host cache are in use at once; set {self._setting} higher"
                 )
-            if not frames.free:
+            if not cache_slots.free:
                 self._awaited += 1
                 try:
-                    self._wait(partial(self._may_have_frame, self._returned), "arena", page, threaded=threaded)
+                    self._wait(
+                        partial(self._may_have_cache_slot, self._returned), "host_cache", page, threaded=threaded
+                    )
                 finally:
                     self._awaited -= 1
 
-    def wait_for_frame(self) -> bool:
-        """Wait until a frame may have come free by a copy that ends; return False where none is being made."""
+    def wait_for_cache_slot(self) -> bool:
+        """Wait until a cache slot may have come free by a copy that ends; return False where none is being made."""
         if not self.copies.pending:
             return False
-        self._wait(partial(self._may_have_frame, self._returned), "arena", -1, threaded=False)
+        self._wait(partial(self._may_have_cache_slot, self._returned), "host_cache", -1, threaded=False)
         return True
 
-    def _may_have_frame(self, returned: int) -> bool:
-        """Whether a frame is free, or something has ended since `returned` that may leave one."""
-        return bool(self._frames.free) or self._returned != returned
+    def _may_have_cache_slot(self, returned: int) -> bool:
+        """Whether a cache slot is free, or something has ended since `returned` that may leave one."""
+        return bool(self._cache_slots.free) or self._returned != returned
 
-    def _release_frame(self, page: int) -> None:
-        self._frames.release(page)
+    def _release_cache_slot(self, page: int) -> None:
+        self._cache_slots.release(page)
         self._transfers.lock.notify_all()
 
     def drain(self) -> bool:
         """Wait for all transfers and copies without raising, after a failure a moment only. Not under the lock.
 
         Returns:
-            Whether the device is done with the frames.
+            Whether the device is done with the cache slots.
         """
         with self._transfers.lock:
             self.drop_claims()
@@ -385,10 +407,10 @@ class Cache:
         self._transfers.wait(ready, cause, page if self._named else -1, threaded=threaded)
 
     def _read(self, page: int) -> None:
-        state = self._frames.pages[page]
+        state = self._cache_slots.pages[page]
         state.reading, state.dirty = True, False
         self._reads += 1
-        self.fetched_bytes += self._frames.nbytes(page)
+        self.fetched_bytes += self._cache_slots.nbytes(page)
 
         def ended(error: Exception | None) -> None:
             state.reading = False
@@ -397,10 +419,10 @@ class Cache:
             if error is None:
                 self.evict(page)  # the window may have moved on, or been given up
 
-        self._transfers.read(self._store, page, self._frames.content(page), ended)
+        self._transfers.read(self._store, page, self._cache_slots.content(page), ended)
 
     def _write(self, page: int) -> None:
-        state = self._frames.pages[page]
+        state = self._cache_slots.pages[page]
         state.writing, state.dirty = True, False
         self._writes += 1
 
@@ -409,13 +431,13 @@ class Cache:
             self._writes -= 1
             self._returned += 1
             if error is not None:
-                state.dirty = True  # the frame still has the only copy
+                state.dirty = True  # the cache slot still has the only copy
                 return  # and nothing more is started
             if self.eager:
                 self.evict(page)
             self.prefetch()
 
-        self._transfers.write(self._store, page, self._frames.content(page), ended)
+        self._transfers.write(self._store, page, self._cache_slots.content(page), ended)
 
 
 def _is_read(state: PageState) -> bool:

@@ -1,4 +1,4 @@
-"""Copies between frames and a device that have not ended, and the thread that waits for them."""
+"""Copies between cache slots and a device that have not ended, and the thread that waits for them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from infinity.errors import StallError
-from infinity.memory.device import Mark, wait
+from infinity.memory.device import DeviceEvent, wait
 from infinity.schedule.trace import Access
 from infinity.schedule.transfers import Transfers
 
@@ -15,7 +15,8 @@ from infinity.schedule.transfers import Transfers
 class Copies:
     """Keeps pages pinned while a device copies them, and says when it has.
 
-    A thread waits for one mark after the other, without the lock, so that frames come back whatever other threads do,
+    A thread waits for one mark after the other, without the lock, so that cache slots come back whatever other threads
+    do,
     and a device that does not answer is an error instead of a hang. Life cycle: the thread begins with the first copy
     that has not ended when it is noted, and ends with `close`. After the first error copies still come to their end
     until then. All else is read and changed under the lock of `Transfers`.
@@ -38,24 +39,26 @@ class Copies:
         self._transfers, self._ended, self._timeout, self._enter_thread = transfers, ended, timeout, enter_thread
         self.pending = 0
         """Copies that have not ended."""
-        self._queue: SimpleQueue[tuple[Mark, Access] | None] = SimpleQueue()  # in their order; None ends the thread
+        self._queue: SimpleQueue[tuple[DeviceEvent, Access] | None] = (
+            SimpleQueue()
+        )  # in their order; None ends the thread
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()  # set by `close`: nobody waits for copies any more
 
-    def add(self, mark: Mark, uses: Access) -> None:
+    def add(self, device_event: DeviceEvent, uses: Access) -> None:
         """Note a copy of the pages of an access, which the mark is behind."""
         self.pending += 1
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="infinity-copies", daemon=True)
             self._thread.start()
-        self._queue.put((mark, uses))
+        self._queue.put((device_event, uses))
 
     def _run(self) -> None:
         self._enter_thread()
         while item := self._queue.get():
-            mark, uses = item
+            device_event, uses = item
             try:
-                if not self._wait(mark):
+                if not self._wait(device_event):
                     return  # the pages stay pinned: the device may still be at them
             except Exception as error:  # of the device itself
                 with self._transfers.lock:
@@ -66,14 +69,14 @@ class Copies:
                 self._ended(uses)
                 self._transfers.lock.notify_all()
 
-    def _wait(self, mark: Mark) -> bool:
+    def _wait(self, device_event: DeviceEvent) -> bool:
         """Wait for a mark, beyond the time limit too, which is an error; return False if all is closed before."""
-        if wait(mark, self._timeout, self._closed.is_set):
+        if wait(device_event, self._timeout, self._closed.is_set):
             return True
         if not self._closed.is_set():
             with self._transfers.lock:
                 self._transfers.fail(StallError(f"waited {self._timeout:.0f} s for the device to copy pages"))
-        return wait(mark, float("inf"), self._closed.is_set)
+        return wait(device_event, float("inf"), self._closed.is_set)
 
     def close(self) -> None:
         """End the thread. Not under the lock."""

@@ -12,7 +12,7 @@ from infinity.schedule.trace import Access, Mode
 
 @dataclass(eq=False, slots=True)
 class PlannedAccess:
-    """One access of a plan whose place has been taken, by the training thread or by a lease."""
+    """One access of a plan whose place has been taken, by the training thread or by a reservation."""
 
     position: int
     """Position in the plan, not wrapped."""
@@ -30,10 +30,12 @@ class Cursor:
     the access ends; once all before it have ended too, the window moves on behind it (its claims are released, and what
     nothing keeps is evicted). A cursor is dropped, with all claims, when the step departs from the plan.
 
-    [Note: the window and leases] An access of the training thread takes its place when it ends, a lease when it is
+    [Note: the window and reservations] An access of the training thread takes its place when it ends, a reservation
+    when it is
     made. The window begins at the oldest access that has not ended, of either thread. So the training thread goes ahead
     of the other one as far as the window reaches, and what is moved does not depend on how fast either is. For example:
-    leases have 5 and 6, and 7 comes next. The window begins at 5, also when 6 ends; when 5 has ended, it begins at 7.
+    reservations have 5 and 6, and 7 comes next. The window begins at 5, also when 6 ends; when 5 has ended, it begins
+    at 7.
     """
 
     def __init__(self, plan: Plan, cache: Cache, *, first: int = 0) -> None:

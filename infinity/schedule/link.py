@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 
 from infinity.content.format import ITEMSIZE, MASTER, Role
 from infinity.content.layout import Layout
-from infinity.schedule.placement import Placement, expand
 from infinity.schedule.trace import Access, Event, EventKind, Mode, gather_accesses
+from infinity.schedule.update_schedule import UpdateSchedule, expand
 
 UPDATE_BYTES: Final = 24
 """Bytes per parameter that cross the link for an update on the device: master and two moments, there and back."""
@@ -48,82 +48,91 @@ class LinkTraffic(NamedTuple):
 
 
 def link_traffic(
-    events: Sequence[Event], layout: Layout, placement: Placement, *, update_on_device: bool
+    events: Sequence[Event], layout: Layout, update_schedule: UpdateSchedule, *, update_on_device: bool
 ) -> LinkTraffic:
     """Return what steps that look like `events` move over the link.
 
     Args:
-        placement: where updates run, and what stays on the device.
+        update schedule: where updates run, and what stays on the device.
         update_on_device: whether pages are updated there.
     """
-    trace = expand(events, layout, placement)
-    gathered = sum(count * _gathered_bytes(layout, unit) for unit, count in _gathers(trace, layout).items())
-    there, back = _stored_gradients(events, layout, placement)
+    trace = expand(events, layout, update_schedule)
+    gathered = sum(
+        count * _gathered_bytes(layout, fsdp_module) for fsdp_module, count in _gathers(trace, layout).items()
+    )
+    there, back = _stored_gradients(events, layout, update_schedule)
     if update_on_device:
         return LinkTraffic(gathered + there, back, *_updated_pages(trace, layout))
     at_once = sum(
-        _gradient_bytes(layout, event.unit)
+        _gradient_bytes(layout, event.fsdp_module)
         for event in events
-        if event.kind is EventKind.GRADIENTS and event.unit in placement.in_backward
+        if event.kind is EventKind.GRADIENTS and event.fsdp_module in update_schedule.in_backward
     )
     return LinkTraffic(gathered + there, back + at_once)
 
 
 def _gathers(trace: Sequence[Access], layout: Layout) -> Counter[int]:
-    """Return how often the pages of each unit are read for a gather."""
+    """Return how often the pages of each FSDP module are read for a gather."""
     pages = layout.pages
     reads = Counter(
-        pages[access[0].page].unit
+        pages[access[0].page].fsdp_module
         for access in trace
         if len(access) == 1 and access[0].mode is Mode.READ and pages[access[0].page].role is Role.PARAM
     )
-    return Counter({unit: count // sum(1 for _ in gather_accesses(layout, unit)) for unit, count in reads.items()})
+    return Counter(
+        {
+            fsdp_module: count // sum(1 for _ in gather_accesses(layout, fsdp_module))
+            for fsdp_module, count in reads.items()
+        }
+    )
 
 
-def _gathered_bytes(layout: Layout, unit: int) -> int:
-    """Return the bytes of the weights of a unit, with the padding of shards."""
-    shards = [layout.shards[index] for index in layout.unit_shards[unit]]
+def _gathered_bytes(layout: Layout, fsdp_module: int) -> int:
+    """Return the bytes of the weights of an FSDP module, with the padding of shards."""
+    shards = [layout.shards[index] for index in layout.fsdp_module_shards[fsdp_module]]
     return sum(shard.spec.padded * ITEMSIZE[layout.segments[shard.segment].format.param] for shard in shards)
 
 
-def _gradient_bytes(layout: Layout, unit: int) -> int:
-    """Return the bytes of the gradients of a unit, which have the dtype that is trained."""
-    shards = [layout.shards[index] for index in layout.unit_shards[unit] if layout.shards[index].spec.trainable]
+def _gradient_bytes(layout: Layout, fsdp_module: int) -> int:
+    """Return the bytes of the gradients of an FSDP module, which have the dtype that is trained."""
+    shards = [
+        layout.shards[index] for index in layout.fsdp_module_shards[fsdp_module] if layout.shards[index].spec.trainable
+    ]
     return sum(shard.spec.numel * ITEMSIZE[layout.segments[shard.segment].format.dtypes[MASTER]] for shard in shards)
 
 
-def _stored_gradients(events: Sequence[Event], layout: Layout, placement: Placement) -> tuple[int, int]:
+def _stored_gradients(events: Sequence[Event], layout: Layout, update_schedule: UpdateSchedule) -> tuple[int, int]:
     """Return what gradients move to the device and from it that are stored: they come back to be added to."""
     there = back = 0
     stored: set[int] = set()
-    not_stored = placement.in_backward | placement.at_home
+    not_stored = update_schedule.in_backward | update_schedule.gpu_resident
     for event in events:
-        if event.kind is not EventKind.GRADIENTS or event.unit in not_stored:
+        if event.kind is not EventKind.GRADIENTS or event.fsdp_module in not_stored:
             continue
-        shards = [layout.shards[index] for index in layout.unit_shards[event.unit]]
+        shards = [layout.shards[index] for index in layout.fsdp_module_shards[event.fsdp_module]]
         for shard in (shard for shard in shards if shard.spec.trainable):
             grads = layout.segments[shard.segment].format.grads[: event.components]
             back += shard.spec.numel * sum(ITEMSIZE[dtype] for dtype in grads)
-        if event.unit in stored:
-            there += _gradient_bytes(layout, event.unit)
-        stored.add(event.unit)
+        if event.fsdp_module in stored:
+            there += _gradient_bytes(layout, event.fsdp_module)
+        stored.add(event.fsdp_module)
     return there, back
 
 
 def _updated_pages(trace: Sequence[Access], layout: Layout) -> tuple[int, int]:
-    """Return what updates on the device move: each page of a unit once there, if it is read, and once back."""
+    """Return what updates on the device move: each page of an FSDP module once there, if it is read, and once back."""
     there = back = 0
     pages = layout.pages
     fetched: set[int] = set()
     changed: set[int] = set()
-    unit = -1
+    fsdp_module = -1
     for access in [*trace, ()]:
         updates = any(use.mode.modifies and pages[use.page].role is not Role.GRAD for use in access)
-        of = pages[access[0].page].unit if updates else -1
-        if of != unit:
+        of = pages[access[0].page].fsdp_module if updates else -1
+        if of != fsdp_module:
             there += sum(pages[page].nbytes for page in fetched)
             back += sum(pages[page].nbytes for page in changed)
-            fetched, changed, unit = set(), set(), of
+            fetched, changed, fsdp_module = set(), set(), of
         if updates:
             seen = fetched | changed
             fetched |= {use.page for use in access if use.mode.fetches and use.page not in seen}

@@ -2,19 +2,22 @@
 
 It is made of parts, each with its own state, all under one lock (`transfers` says which threads take it):
 
-    Pager --> Cursor --> Cache --> Frames       which page has which frame, and what keeps it there
+    Pager --> Cursor --> Cache --> Cache slots       which page has which cache slot, and what keeps it there
                            |
                            +-----> Transfers    what is in flight, what waits for it, the first error
       |                    |
       |                    +-----> Copies       what a device copies, and the thread that waits for it
-      +--> Homes                                pages of units that live on the device
+      +--> GpuResidentPages                                pages of FSDP modules that live on the device
 
 `Cache` acquires, releases, prefetches, writes back and evicts; `Cursor` says what the plan wants when; `Pager` is what
-others call: an access of the training thread, a lease for another one, and what happens between steps.
+others call: an access of the training thread, a reservation for another one, and what happens between steps.
 
-[Note: units at home] A unit can have all of its pages on the device (`house`). An access of such pages is no part of a
-plan, has no frames, and gets their bytes there; everything else about accesses and leases is the same. Only when what
-is modified is to be in the store (`flush`), or a unit is no longer at home, are pages copied into frames, one after the
+[Note: FSDP modules GPU-resident] An FSDP module can have all of its pages on the device (`house`). An access of such
+pages is no part of a
+plan, has no cache slots, and gets their bytes there; everything else about accesses and reservations is the same. Only
+when what
+is modified is to be in the store (`flush`), or an FSDP module is no longer GPU-resident, are pages copied into cache
+slots, one after the
 other, from where they are written as any page that nothing keeps.
 """
 
@@ -33,12 +36,12 @@ from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.content.views import Content, bytes_of
 from infinity.errors import StallError
-from infinity.memory.arena import ArenaPart
-from infinity.memory.device import Device, Mark, wait
+from infinity.memory.device import Device, DeviceEvent, wait
+from infinity.memory.host_cache import HostCachePart
 from infinity.schedule.cache import Cache
+from infinity.schedule.cache_slots import CacheSlots, PageState
 from infinity.schedule.cursor import Cursor, PlannedAccess
-from infinity.schedule.frames import Frames, PageState
-from infinity.schedule.homes import Home, Homes
+from infinity.schedule.homes import GpuResidentPage, GpuResidentPages
 from infinity.schedule.planner import Plan
 from infinity.schedule.trace import Access, Mode, Use
 from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfers
@@ -46,17 +49,20 @@ from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfe
 _LOOK_SECONDS = 0.5
 """How often a thread that waits for another one's job looks whether all has failed."""
 _BROUGHT = 4
-"""Pages of a unit that comes home that are read at once; every arena has so many frames."""
+"""Pages of an FSDP module that comes home that are read at once; every host cache has so many cache slots."""
 
 
-class Lease:
+class Reservation:
     """Pages that are held later, for the length of a `with` block; their place in the plan is taken now.
 
-    An update has leases, and so has what copies weights to a device ahead of their gather. Life cycle: made by
-    `Pager.lease`, on the training thread, which never waits there; held between `__enter__` (or `hold_at_once`) and
-    `__exit__`, each kind by a thread of its own or, where updates have none, by the training thread, one lease after
+    An update has reservations, and so has what copies weights to a device ahead of their gather. Life cycle: made by
+    `Pager.reservation`, on the training thread, which never waits there; held between `__enter__` (or `hold_at_once`)
+    and
+    `__exit__`, each kind by a thread of its own or, where updates have none, by the training thread, one reservation
+    after
     the other in the order in which they were made; then returned. From making to return the training thread waits
-    before it uses one of the pages. If `__enter__` raises, the lease is never returned: from then on every wait raises
+    before it uses one of the pages. If `__enter__` raises, the reservation is never returned: from then on every wait
+    raises
     the first error. Nothing changes after it has been made.
     """
 
@@ -69,7 +75,7 @@ class Lease:
         *,
         behind: Sequence[int],
         threaded: bool,
-        copies: Callable[[], Mark] | None,
+        copies: Callable[[], DeviceEvent] | None,
     ) -> None:
         self._pager, self._behind, self._threaded, self._copies = pager, behind, threaded, copies
         self.uses = uses
@@ -85,27 +91,31 @@ class Lease:
 
     def __enter__(self) -> list[Content]:
         """Wait for the pages; return them as `Pager.access` does. Raises what that raises."""
-        return self._pager._acquire_lease(self.uses, self._behind, self._cursor, self._access, threaded=self._threaded)
+        return self._pager._acquire_reservation(
+            self.uses, self._behind, self._cursor, self._access, threaded=self._threaded
+        )
 
     def __exit__(self, *exception: object) -> None:
         """Return the pages."""
-        mark = self._copies() if self._copies else None
-        self._pager._release_lease(self.uses, self._cursor, self._access, mark)
+        device_event = self._copies() if self._copies else None
+        self._pager._release_reservation(self.uses, self._cursor, self._access, device_event)
 
 
 class Pager:
-    """Brings pages into frames ahead of their use and writes modified ones behind it.
+    """Brings pages into cache slots ahead of their use and writes modified ones behind it.
 
-    Life cycle: without a plan everything is served on demand, and pages stay until their frame is wanted. `install`
+    Life cycle: without a plan everything is served on demand, and pages stay until their cache slot is wanted.
+    `install`
     gives it a plan, which is followed from then on, access by access. One that the plan does not expect ends that until
     the next `begin_step`. `drain` is the end. After the first error every call that can wait raises it.
 
-    `access`, `lease`, `install`, `begin_step`, `house`, `flush` and `discard` belong to the training thread. Every
+    `access`, `reservation`, `install`, `begin_step`, `house`, `flush` and `discard` belong to the training thread.
+    Every
     attribute is read and changed under the lock of `Transfers`.
 
     Args:
         layout: pages of this rank.
-        arena: frames for them.
+        host cache: cache slots for them.
         device: what computes.
         store: where pages are read from and written to.
         observer: is told what happens, under the lock.
@@ -116,7 +126,7 @@ class Pager:
     def __init__(
         self,
         layout: Layout,
-        arena: ArenaPart,
+        host_cache: HostCachePart,
         device: Device,
         store: PageReaderWriter,
         observer: PagerObserver,
@@ -127,43 +137,44 @@ class Pager:
         self._layout, self._device, self._observer, self._timeout = layout, device, observer, timeout
         self._store = store
         self.transfers = Transfers(observer, timeout=timeout, failed=failed)
-        self._frames = Frames(layout.pages, arena)
+        self._cache_slots = CacheSlots(layout.pages, host_cache)
         self._cache = Cache(
-            self._frames, self.transfers, store, observer, timeout=timeout, enter_thread=device.enter_thread
+            self._cache_slots, self.transfers, store, observer, timeout=timeout, enter_thread=device.enter_thread
         )
-        self._homes = Homes(layout, device, observer)
+        self._gpu_resident_pages = GpuResidentPages(layout, device, observer)
         self._plan: Plan | None = None
         """The plan that was installed last; changed by `install`, and where a step departs from a guess."""
         self._guessed = False
         """Whether that is for steps of which none has been seen; changed with it."""
         self._cursor: Cursor | None = None
         """Where the step is in it; None while none is followed. Changed by `install`, `begin_step`, `drain`, and by an
-        access or lease that departs from the plan."""
+        access or reservation that departs from the plan."""
         self._waiting = 0
-        """Leases that wait for the window to come to them; changed by the thread that does."""
-        self.leases = 0
-        """Leases that have been made and not returned; changed by the threads that do either."""
+        """Reservations that wait for the window to come to them; changed by the thread that does."""
+        self.reservations = 0
+        """Reservations that have been made and not returned; changed by the threads that do either."""
 
     # What the training loop calls #
 
     @contextmanager
     def access(
-        self, uses: Access, *, planned: bool = True, copies: Callable[[], Mark] | None = None
+        self, uses: Access, *, planned: bool = True, copies: Callable[[], DeviceEvent] | None = None
     ) -> Iterator[list[Content]]:
         """Hold the pages of `uses` in memory, and return their bytes: one view per use, as long as its page.
 
-        Of a unit that is at home these are tensors on the device, for what this thread's stream does with them.
+        Of an FSDP module that is GPU-resident these are tensors on the device, for what this thread's stream does with
+        them.
 
         Args:
             uses: distinct pages that are needed at the same moment.
             planned: whether this access is part of a training step; else it is served on demand, and the plan goes on.
             copies: called at the end; returns a mark behind the copies between the pages and a device. They keep their
-                frames until it has been passed, and of pages at home the next use comes behind it.
+                cache slots until it has been passed, and of pages GPU-resident the next use comes behind it.
 
         Raises:
             CorruptPageError, StorageError: a page could not be read.
             StallError: a wait took longer than the time limit.
-            InfinityError: the arena has too few frames for what is in use at once.
+            InfinityError: the host cache has too few cache slots for what is in use at once.
         """
         interrupts.begin()  # until it is sure that what is acquired is released
         try:
@@ -175,12 +186,13 @@ class Pager:
             interrupts.end()
             yield self._contents(uses)
         finally:
-            self._release(uses, planned=planned, mark=copies() if copies else None)
+            self._release(uses, planned=planned, device_event=copies() if copies else None)
 
-    def lease(
-        self, uses: Access, *, threaded: bool, copies: Callable[[], Mark] | None = None, ahead: bool = False
-    ) -> Lease:
-        """Take the place of `uses` in the plan now, to hold the pages later; leases of one thread are held in order.
+    def reservation(
+        self, uses: Access, *, threaded: bool, copies: Callable[[], DeviceEvent] | None = None, ahead: bool = False
+    ) -> Reservation:
+        """Take the place of `uses` in the plan now, to hold the pages later; reservations of one thread are held in
+        order.
 
 
         Args:
@@ -196,14 +208,14 @@ class Pager:
         """
         with self.transfers.lock:
             self.transfers.check()
-            cursor = self._follow(uses) if not self._homes.has(uses) else None
+            cursor = self._follow(uses) if not self._gpu_resident_pages.has(uses) else None
             access = cursor.take(uses) if cursor is not None else None
-            self.leases += 1
-            states = [self._frames.pages[use.page] for use in uses]
-            behind = [state.returned + state.leases for state in states] if ahead else ()
+            self.reservations += 1
+            states = [self._cache_slots.pages[use.page] for use in uses]
+            behind = [state.returned + state.reservations for state in states] if ahead else ()
             for state in states:
-                state.leases += 1
-        return Lease(self, uses, cursor, access, behind=behind, threaded=threaded, copies=copies)
+                state.reservations += 1
+        return Reservation(self, uses, cursor, access, behind=behind, threaded=threaded, copies=copies)
 
     def make_room(self, plan: Plan) -> None:
         """Have room on the drives for gradients if steps that follow a plan store them, and give it back if not.
@@ -214,7 +226,7 @@ class Pager:
         self._store.expect_gradients(plan.stores_gradients)
 
     def install(self, plan: Plan | None, *, guessed: bool = False) -> None:
-        """Follow a plan from the start of the next step on; None serves everything on demand. Raises as `lease`.
+        """Follow a plan from the start of the next step on; None serves everything on demand. Raises as `reservation`.
 
         Args:
             guessed: whether it is for steps of which none has been seen: what departs from it ends it.
@@ -233,7 +245,7 @@ class Pager:
         self._plan, self._guessed = plan, guessed
         self._cache.eager = plan is not None
         resident = plan.resident if plan else frozenset()
-        for page, state in enumerate(self._frames.pages):
+        for page, state in enumerate(self._cache_slots.pages):
             state.resident = page in resident
 
     @property
@@ -241,7 +253,7 @@ class Pager:
         """The first error, which every call raises; None while there is none."""
         return self.transfers.failure
 
-    def wait_for_device(self, mark: Mark, what: str) -> None:
+    def wait_for_device(self, device_event: DeviceEvent, what: str) -> None:
         """Wait until the device has come to a mark. From any thread.
 
         Args:
@@ -251,7 +263,7 @@ class Pager:
             StallError: it takes longer than the time limit.
             Exception: the first error, if something has failed, before or meanwhile.
         """
-        if not wait(mark, self._timeout, lambda: self.transfers.failure is not None):
+        if not wait(device_event, self._timeout, lambda: self.transfers.failure is not None):
             late = StallError(f"waited {self._timeout:.0f} s for the device to {what}")
             raise self.transfers.failure or late
 
@@ -289,7 +301,7 @@ class Pager:
     def begin_step(self) -> None:
         """Mark the boundary between two steps: where a step departed from the plan, the next one rejoins it.
 
-        Raises as `lease`.
+        Raises as `reservation`.
         """
         with self.transfers.lock:
             self.transfers.check()
@@ -303,77 +315,84 @@ class Pager:
     def flush(self) -> None:
         """Write every modified page and wait until none is being written. Raises as `access`."""
         with self.transfers.lock:
-            self.transfers.wait(lambda: not self.leases, "update", -1)
-            newer = self._homes.newer()
+            self.transfers.wait(lambda: not self.reservations, "update", -1)
+            newer = self._gpu_resident_pages.newer()
         for page, home in newer.items():
             self._send(page, home)
         with self.transfers.lock:
             self._cache.flush()
 
-    # Units on the device #
+    # FSDP modules on the device #
 
-    def at_home(self, unit: int) -> bool:
-        """Whether a unit lives on the device. Of the training thread."""
-        return unit in self._homes.units
+    def gpu_resident(self, fsdp_module: int) -> bool:
+        """Whether an FSDP module lives on the device. Of the training thread."""
+        return fsdp_module in self._gpu_resident_pages.fsdp_modules
 
-    def house(self, units: frozenset[int]) -> None:
-        """Let these units live on the device from now on, and no others; between steps.
+    def house(self, fsdp_modules: frozenset[int]) -> None:
+        """Let these FSDP modules live on the device from now on, and no others; between steps.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room; those are at home then that were before and are to stay.
+            torch.OutOfMemoryError: the device has no room; those are GPU-resident then that were before and are to
+            stay.
             Exception: as `access`.
         """
-        homes = self._homes
-        if units == homes.units:
+        gpu_resident_pages = self._gpu_resident_pages
+        if fsdp_modules == gpu_resident_pages.fsdp_modules:
             return
         with self.transfers.lock:
-            self.transfers.wait(lambda: not self.leases, "update", -1)
-        for unit in homes.units - units:
-            for page, home in homes.of(unit).items():
+            self.transfers.wait(lambda: not self.reservations, "update", -1)
+        for fsdp_module in gpu_resident_pages.fsdp_modules - fsdp_modules:
+            for page, home in gpu_resident_pages.of(fsdp_module).items():
                 if home.newer:
                     self._send(page, home)
             with self.transfers.lock:
-                homes.leave(unit)
-        built = {unit: homes.build(homes.pages_of(unit)) for unit in sorted(units - homes.units)}
-        for unit, memory in built.items():
-            self._bring(unit, memory)
+                gpu_resident_pages.leave(fsdp_module)
+        built = {
+            fsdp_module: gpu_resident_pages.build(gpu_resident_pages.pages_of(fsdp_module))
+            for fsdp_module in sorted(fsdp_modules - gpu_resident_pages.fsdp_modules)
+        }
+        for fsdp_module, memory in built.items():
+            self._bring(fsdp_module, memory)
 
-    def _bring(self, unit: int, memory: dict[int, Home]) -> None:
-        """Let a unit be at home: begin to copy there what its pages have."""
-        gradients = [page for page in self._layout.pages if page.unit == unit and page.role is Role.GRAD]
+    def _bring(self, fsdp_module: int, memory: dict[int, GpuResidentPage]) -> None:
+        """Let an FSDP module be GPU-resident: begin to copy there what its pages have."""
+        gradients = [page for page in self._layout.pages if page.fsdp_module == fsdp_module and page.role is Role.GRAD]
         with self.transfers.lock:
             gradients = [page for page in gradients if self._cache.has_content(page.index)]
-        stored = self._homes.build(gradients)
+        stored = self._gpu_resident_pages.build(gradients)
         coming = memory | stored
         stream = self._device.stream("stage")
-        self._device.mark(self._device.current()).before(stream)  # behind what the memory was used for before
+        self._device.record_event(self._device.current()).before(stream)  # behind what the memory was used for before
         pages = list(coming)
         for first in range(0, len(pages), _BROUGHT):
             together = pages[first : first + _BROUGHT]
             uses = tuple(Use(page, Mode.CONSUME if page in stored else Mode.READ) for page in together)
-            with self.access(uses, planned=False, copies=partial(self._device.mark, stream)) as contents:
+            with self.access(uses, planned=False, copies=partial(self._device.record_event, stream)) as contents:
                 for page, content in zip(together, contents, strict=True):
                     self._device.copy(coming[page].content, bytes_of(content), stream)
                     self._device.keep(coming[page].content, stream)
-        mark = self._device.mark(stream)
+        device_event = self._device.record_event(stream)
         for page, home in coming.items():
-            home.used, home.newer = mark, page in stored
+            home.used, home.newer = device_event, page in stored
         with self.transfers.lock:
-            self._homes.come(unit, coming)
+            self._gpu_resident_pages.come(fsdp_module, coming)
 
-    def _send(self, page: int, home: Home) -> None:
-        """Begin to copy a page that is at home into a frame, from where it is written. No lease is out."""
+    def _send(self, page: int, home: GpuResidentPage) -> None:
+        """Begin to copy a page that is GPU-resident into a cache slot, from where it is written.
+
+        No reservation is out.
+        """
         back, uses = self._device.stream("back"), (Use(page, Mode.WRITE),)
         with interrupts.held():
             with self.transfers.lock:
                 self._cache.acquire(uses, threaded=False)
             try:
                 home.used.before(back)
-                self._device.copy(bytes_of(self._frames.content(page)), home.content, back)
+                self._device.copy(bytes_of(self._cache_slots.content(page)), home.content, back)
                 self._device.keep(home.content, back)
-                home.used, home.newer = self._device.mark(back), False
+                home.used, home.newer = self._device.record_event(back), False
             except Exception as error:
-                self.fail(error)  # before the frame can be written
+                self.fail(error)  # before the cache slot can be written
                 raise
             with self.transfers.lock:
                 self._cache.release(uses, home.used)
@@ -382,12 +401,12 @@ class Pager:
         """Drop the content of pages that nobody will read again. Raises as `access`."""
         with self.transfers.lock:
             for page in pages:
-                state = self._frames.pages[page]
+                state = self._cache_slots.pages[page]
                 # Its extent may be used again at once: nothing may be on its way to or from it.
-                self.transfers.wait(lambda state=state: not state.leases, "update", page)  # type: ignore[misc]
+                self.transfers.wait(lambda state=state: not state.reservations, "update", page)  # type: ignore[misc]
                 self.transfers.wait(lambda state=state: not state.reading, "read", page)  # type: ignore[misc]
                 self.transfers.wait(lambda state=state: not state.writing, "write", page)  # type: ignore[misc]
-                self._homes.discard(page)
+                self._gpu_resident_pages.discard(page)
                 self._cache.discard(page)
 
     def fail(self, error: Exception) -> None:
@@ -403,52 +422,52 @@ class Pager:
         """Wait for all transfers and copies without raising, after a failure a moment only; it is not used afterwards.
 
         Returns:
-            Whether the device is done with the arena.
+            Whether the device is done with the host cache.
         """
         with self.transfers.lock:
             self._cursor = None
         return self._cache.drain()
 
     def census(self) -> dict[str, int]:
-        """Return the number of frames by status: free, resident, streaming, writing."""
+        """Return the number of cache slots by status: free, resident, streaming, writing."""
         with self.transfers.lock:
-            return self._frames.census()
+            return self._cache_slots.census()
 
     def held_bytes(self) -> dict[str, int]:
-        """Return the bytes of pages in the arena by role."""
+        """Return the bytes of pages in the host cache by role."""
         with self.transfers.lock:
-            return self._frames.held_bytes()
+            return self._cache_slots.held_bytes()
 
     def in_flight(self) -> dict[str, int]:
         """Return the number of pages that are being read and written."""
         with self.transfers.lock:
             return {"read": self.transfers.reads, "write": self.transfers.writes}
 
-    # Accesses and leases #
+    # Accesses and reservations #
 
     def _acquire(self, uses: Access, *, planned: bool) -> bool:
         """Acquire pages for the training thread; return whether the plan expected them."""
         with self.transfers.lock:
             self.transfers.check()
-            cursor = self._follow(uses) if planned and not self._homes.has(uses) else None
-            if cursor is not None and not cursor.claimed:  # leases are behind: they hold the window back
+            cursor = self._follow(uses) if planned and not self._gpu_resident_pages.has(uses) else None
+            if cursor is not None and not cursor.claimed:  # reservations are behind: they hold the window back
                 self.transfers.wait(lambda: cursor.claimed, "update", uses[0].page)
             for use in uses:
-                state = self._frames.pages[use.page]
-                if state.leases:
-                    self.transfers.wait(lambda state=state: not state.leases, "update", use.page)  # type: ignore[misc]
+                state = self._cache_slots.pages[use.page]
+                if state.reservations:
+                    self.transfers.wait(lambda state=state: not state.reservations, "update", use.page)  # type: ignore[misc]
             self._holder(uses).acquire(uses, threaded=False)
             return cursor is not None
 
-    def _release(self, uses: Access, *, planned: bool, mark: Mark | None) -> None:
+    def _release(self, uses: Access, *, planned: bool, device_event: DeviceEvent | None) -> None:
         with self.transfers.lock:
-            self._holder(uses).release(uses, mark)
+            self._holder(uses).release(uses, device_event)
             cursor = self._cursor if planned else None
             self._end(uses, cursor, cursor.take(uses) if cursor is not None else None)
             if self._waiting:
                 self.transfers.lock.notify_all()
 
-    def _acquire_lease(
+    def _acquire_reservation(
         self,
         uses: Access,
         behind: Sequence[int],
@@ -457,15 +476,15 @@ class Pager:
         *,
         threaded: bool,
     ) -> list[Content]:
-        """Acquire the pages of a lease.
+        """Acquire the pages of a reservation.
 
         Args:
-            behind: of one for a gather: by use, how many leases of its page are to have been returned, ever.
+            behind: of one for a gather: by use, how many reservations of its page are to have been returned, ever.
             cursor, access: its place in the plan.
         """
         with self.transfers.lock:
             for use, before in zip(uses, behind, strict=False):
-                state = self._frames.pages[use.page]
+                state = self._cache_slots.pages[use.page]
                 left = partial(_has_returned, state, before)
                 self.transfers.wait(left, "update", use.page, threaded=threaded)
             if behind and cursor is not None and access is not None:
@@ -476,7 +495,7 @@ class Pager:
                     self.transfers.wait(reached, "update", uses[0].page, threaded=threaded)
                 finally:
                     self._waiting -= 1
-            self._holder(uses).acquire_lease(uses, threaded=threaded)
+            self._holder(uses).acquire_reservation(uses, threaded=threaded)
         return self._contents(uses)
 
     def _has_reached(self, cursor: Cursor, access: PlannedAccess) -> bool:
@@ -488,25 +507,25 @@ class Pager:
             holder = self._holder(uses)
             if not holder.can_acquire(uses):
                 return None
-            holder.acquire_lease(uses, threaded=threaded)
+            holder.acquire_reservation(uses, threaded=threaded)
         return self._contents(uses)
 
-    def _release_lease(
-        self, uses: Access, cursor: Cursor | None, access: PlannedAccess | None, mark: Mark | None
+    def _release_reservation(
+        self, uses: Access, cursor: Cursor | None, access: PlannedAccess | None, device_event: DeviceEvent | None
     ) -> None:
         with self.transfers.lock:
-            self.leases -= 1
+            self.reservations -= 1
             for use in uses:
-                state = self._frames.pages[use.page]
-                state.leases -= 1
+                state = self._cache_slots.pages[use.page]
+                state.reservations -= 1
                 state.returned += 1
-            self._holder(uses).release_lease(uses, mark)
+            self._holder(uses).release_reservation(uses, device_event)
             self._end(uses, cursor, access)
             self.transfers.lock.notify_all()
 
-    def _holder(self, uses: Access) -> Cache | Homes:
-        """Return what has the pages of an access: it changes only where none of them is used, and none is leased."""
-        return self._homes if self._homes.has(uses) else self._cache
+    def _holder(self, uses: Access) -> Cache | GpuResidentPages:
+        """Return what has the pages of an access: it changes only where none of them is used, and none is reserved."""
+        return self._gpu_resident_pages if self._gpu_resident_pages.has(uses) else self._cache
 
     def _contents(self, uses: Access) -> list[Content]:
         """Return the bytes of pages that are acquired: the lock is not needed."""
@@ -549,5 +568,5 @@ class Pager:
         return " + ".join(f"{use.mode.value} {self._layout.page_name(use.page)}" for use in uses)
 
 
-def _has_returned(state: PageState, leases: int) -> bool:
-    return state.returned >= leases
+def _has_returned(state: PageState, reservations: int) -> bool:
+    return state.returned >= reservations

@@ -1,31 +1,38 @@
-"""The planner: from a trace and a budget of frames to a plan. Pure: no I/O, no torch, no clock.
+"""The planner: from a trace and a budget of cache slots to a plan. Pure: no I/O, no torch, no clock.
 
 [Note: why a fixed resident set] A training step uses its pages in a fixed cyclic order. On such a sweep any
 recency policy evicts each page just before it is needed again; keeping a *fixed* set of pages is optimal, and
 the traffic that is left is a closed form (docs/architecture.md). A page's benefit is the bytes per step that
-keeping it saves; every page costs one frame, so taking the most beneficial pages first is exact. Of those that save
-the same, such as the master and moments of all units, residents are spread over the step.
+keeping it saves; every page costs one cache slot, so taking the most beneficial pages first is exact. Of those that
+save
+the same, such as the master and moments of all FSDP modules, residents are spread over the step.
 
-[Note: the window] Pages that are not resident stream through the remaining frames. At position i of the
-trace the window is [i, c(i)], as far ahead as its distinct pages fit into the streaming frames. A page is in
+[Note: the window] Pages that are not resident stream through the remaining cache slots. At position i of the
+trace the window is [i, c(i)], as far ahead as its distinct pages fit into the streaming cache slots. A page is in
 memory exactly while a use of it lies in the window: entering means a fetch (unless the use replaces the
 content), leaving means a write if it was modified. c is monotone and does not depend on timing, therefore the
 bytes of a step are known before it runs.
 
-How many frames stream is a trade. Few of them leave room for residents. Many of them let the window reach over all
-that is needed until the unit after next, so that the drive always has something to do. Plans are compared by the clock
+How many cache slots stream is a trade. Few of them leave room for residents. Many of them let the window reach over all
+that is needed until the FSDP module after next, so that the drive always has something to do. Plans are compared by the
+clock
 (`timing`). Of those that are about as quick, the one that moves least is taken: drives wear out, and every byte costs
 the CPU some time, hidden or not.
 
-[Note: nothing streams] Where every page has a frame, nothing has to be held back for frames, and who needs a page that
+[Note: nothing streams] Where every page has a cache slot, nothing has to be held back for cache slots, and who needs a
+page that
 is being updated waits for that page alone. So the window reaches over a turn, with one exception. As long as an update
 has not ended, the training thread goes no further than the window from there reaches; behind an update in backward that
-is two units, as the gradients of all units that it goes ahead wait in memory, outside of the arena.
+is two FSDP modules, as the gradients of all FSDP modules that it goes ahead wait in memory, outside of the host cache.
 
-[Note: kept pages] A unit's weights are copied out in backward. Where they are a part of the master, the update of the
-unit reads them once more. The rest of the unit's state comes between the two, so the window does not reach that far. So
-a few frames keep pages from one use to the next while one unit is worked on. All units take turns in these frames:
-each saves one transfer per unit, a frame for a resident page two or three per step. Whichever moves less is done.
+[Note: kept pages] An FSDP module's weights are copied out in backward. Where they are a part of the master, the update
+of the
+FSDP module reads them once more. The rest of the FSDP module's state comes between the two, so the window does not
+reach that far. So
+a few cache slots keep pages from one use to the next while one FSDP module is worked on. All FSDP modules take turns in
+these cache slots:
+each saves one transfer per FSDP module, a cache slot for a resident page two or three per step. Whichever moves less is
+done.
 """
 
 from __future__ import annotations
@@ -39,24 +46,26 @@ from statistics import mean
 from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import BudgetError
+from infinity.schedule.cycle import Cycle, Moves, Uses, windows, windows_of_all
 from infinity.schedule.timing import NOTHING, Beside, StagedComputation, Timing
 from infinity.schedule.trace import Access
-from infinity.schedule.turn import Moves, Turn, Uses, windows, windows_of_all
 from infinity.units import format_setting, format_size
 
 LEAST_WRITING = 2
-"""Frames for pages that are being written, at least."""
+"""Cache slots for pages that are being written, at least."""
 LEAST_STREAMING = 6
-"""Frames that stream, at least."""
+"""Cache slots that stream, at least."""
 _WIDER = 2
 """Factor from one window that is tried to the next. Beyond `_TRIED`, they are tried up to this factor of the best."""
 _TRIED = 48
-"""Streaming frames up to which wider windows are tried in any case, or a quarter of the arena if that is less."""
+"""Streaming cache slots up to which wider windows are tried in any case, or a quarter of the host cache if that is
+less.
+"""
 _ABOUT = 1.02
 """How much longer, by the clock, a plan may take that is about as quick as another one."""
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
 _WRITING = 6
-"""Streaming frames to each frame that is being written."""
+"""Streaming cache slots to each cache slot that is being written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +94,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class RetainedPages:
     """Pages that stay in memory from one use to the next, though the window does not reach so far.
 
     For example, page 7 is used at positions 3 and 9 and kept between: (3, 7) is in `since`, (9, 7) in `until`.
@@ -95,7 +104,7 @@ class Kept:
     """(position in the trace, page) of uses after which the page stays."""
     until: frozenset[tuple[int, int]] = frozenset()
     """(position in the trace, page) of uses until which it has stayed."""
-    frames: int = 0
+    cache_slots: int = 0
     """How many pages are kept at once at most."""
 
 
@@ -119,15 +128,18 @@ class Plan:
     memory or on their way when position i begins."""
     resident: frozenset[int]
     """Pages that always stay."""
-    kept: Kept
+    kept: RetainedPages
     """Pages that stay from one use to the next."""
-    frames: int
-    """Frames of the arena. Those that are not for resident, streaming and kept pages are for pages being written."""
-    streaming_frames: int
+    cache_slots: int
+    """Cache slots of the host cache.
+
+    Those that are not for resident, streaming and kept pages are for pages being written.
+    """
+    streaming_cache_slots: int
     """Distinct pages that the window may reach over, residents not counted; 0 where all pages are resident."""
     traffic: Traffic
     """Bytes of one step, when a step like it came before."""
-    staged: StagedComputation | None = None
+    prefetched: StagedComputation | None = None
     """When a step computes, if its weights are staged."""
 
     @property
@@ -161,21 +173,21 @@ class Plan:
         return position == 0 or (position >= lead and (position - lead) % len(self.trace) == 0)
 
 
-def least_frames(widest: int) -> int:
-    """Return the smallest number of frames that can serve accesses of up to `widest` pages."""
+def least_cache_slots(widest: int) -> int:
+    """Return the smallest number of cache slots that can serve accesses of up to `widest` pages."""
     return max(LEAST_STREAMING, widest + 2) + LEAST_WRITING
 
 
 def make_plan(
     trace: Sequence[Access],
     layout: Layout,
-    frames: int,
+    cache_slots: int,
     *,
     threaded: bool = False,
-    staged: StagedComputation | None = None,
+    prefetched: StagedComputation | None = None,
     quick: bool = False,
 ) -> Plan:
-    """Return the plan for a trace, the accesses of one step, and an arena of `frames` frames.
+    """Return the plan for a trace, the accesses of one step, and a host cache of `cache_slots` cache slots.
 
     Args:
         threaded: whether updates are waited for on a thread of their own.
@@ -183,52 +195,52 @@ def make_plan(
         quick: whether any plan will do, since it is not followed for long.
 
     Raises:
-        BudgetError: there are fewer frames than `least_frames`.
+        BudgetError: there are fewer cache slots than `least_cache_slots`.
     """
-    turn = Turn(trace, layout)
+    turn = Cycle(trace, layout)
     widest = max((len(access) for access in trace), default=1)
-    if len(turn.used) <= frames:
-        return _plan(_all_resident(turn, frames), staged)
-    fewest = least_frames(widest)
-    if frames < fewest:
+    if len(turn.used) <= cache_slots:
+        return _plan(_all_resident(turn, cache_slots), prefetched)
+    fewest = least_cache_slots(widest)
+    if cache_slots < fewest:
         raise BudgetError(
-            f"the host arena holds {frames} pages of {format_size(layout.page_bytes)}; this step needs at least "
+            f"the host cache holds {cache_slots} pages of {format_size(layout.page_bytes)}; this step needs at least "
             f"{fewest}: set memory.host_bytes to {format_setting(fewest * layout.page_bytes)} or more, "
             "or memory.page_bytes lower"
         )
-    streaming, most = fewest - LEAST_WRITING, frames - LEAST_WRITING
+    streaming, most = fewest - LEAST_WRITING, cache_slots - LEAST_WRITING
     if quick:
-        streaming = min(max(streaming, min(frames // 4, _TRIED)), most)
-        return _plan(_draft(turn, frames, streaming, 0, turn.windows(frozenset(), streaming)), staged)
-    timing = Timing(turn, threaded=threaded, staged=staged)
-    drafts = _drafts(turn, frames, streaming)
+        streaming = min(max(streaming, min(cache_slots // 4, _TRIED)), most)
+        return _plan(_draft(turn, cache_slots, streaming, 0, turn.windows(frozenset(), streaming)), prefetched)
+    timing = Timing(turn, threaded=threaded, prefetched=prefetched)
+    drafts = _drafts(turn, cache_slots, streaming)
     least = drafts[0].moves.total_bytes
     found: list[tuple[float, _Draft]] = []
     while True:
         found += [(_slowness(draft, timing, least), draft) for draft in drafts]
         _, quickest = min(found, key=lambda pair: pair[0])
-        tried = max(min(frames // 4, _TRIED), _WIDER * quickest.streaming)
+        tried = max(min(cache_slots // 4, _TRIED), _WIDER * quickest.streaming)
         if streaming >= min(tried, most):
             draft = _preferred(found)
             refined = _refined(draft)
             best = refined if refined is draft else _most_preferred([refined, draft], [timing, timing])
-            return _plan(best, staged)
+            return _plan(best, prefetched)
         streaming = min(_WIDER * streaming, most)
-        drafts = _drafts(turn, frames, streaming)
+        drafts = _drafts(turn, cache_slots, streaming)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Draft:
     """What there is to compare of a plan."""
 
-    turn: Turn
+    turn: Cycle
     """The trace that it is for."""
-    frames: int
-    """Frames of the arena."""
+    cache_slots: int
+    """Cache slots of the host cache."""
     streaming: int
     """Distinct pages that the window may reach over."""
     room: int
-    """Frames for pages that are kept."""
+    """Cache slots for pages that are kept."""
     resident: frozenset[int]
     """Pages that always stay."""
     reach: Sequence[int]
@@ -241,28 +253,31 @@ class _Draft:
     """What a steady step moves."""
 
 
-def _drafts(turn: Turn, frames: int, streaming: int) -> list[_Draft]:
-    """Return two drafts of plans with so many streaming frames: with no kept pages, and with as many as possible."""
+def _drafts(turn: Cycle, cache_slots: int, streaming: int) -> list[_Draft]:
+    """Return two drafts of plans with so many streaming cache slots:
+
+    with no kept pages, and with as many as possible.
+    """
     reach = turn.windows(frozenset(), streaming)
-    _, most = turn.between_uses(reach, frozenset(), frames - streaming - _writing(frames, streaming))
-    return [_draft(turn, frames, streaming, keeping, reach) for keeping in sorted({0, most})]
+    _, most = turn.between_uses(reach, frozenset(), cache_slots - streaming - _writing(cache_slots, streaming))
+    return [_draft(turn, cache_slots, streaming, keeping, reach) for keeping in sorted({0, most})]
 
 
-def _writing(frames: int, streaming: int) -> int:
-    """Return how many frames are for pages that are being written while others stream."""
-    return min(max(LEAST_WRITING, streaming // _WRITING), frames - streaming)
+def _writing(cache_slots: int, streaming: int) -> int:
+    """Return how many cache slots are for pages that are being written while others stream."""
+    return min(max(LEAST_WRITING, streaming // _WRITING), cache_slots - streaming)
 
 
-def _draft(turn: Turn, frames: int, streaming: int, room: int, reach: Sequence[int]) -> _Draft:
+def _draft(turn: Cycle, cache_slots: int, streaming: int, room: int, reach: Sequence[int]) -> _Draft:
     """Return a draft whose residents are those that save most bytes under the window `reach`.
 
-    Frames that nothing else needs are for residents.
+    Cache slots that nothing else needs are for residents.
 
     Args:
-        streaming: frames for pages in the window.
-        room: frames for pages that are kept between uses.
+        streaming: cache slots for pages in the window.
+        room: cache slots for pages that are kept between uses.
     """
-    number = frames - streaming - room - _writing(frames, streaming)
+    number = cache_slots - streaming - room - _writing(cache_slots, streaming)
     resident: frozenset[int] = frozenset()
     if number:
         kept, _ = turn.between_uses(reach, resident, room)
@@ -271,7 +286,7 @@ def _draft(turn: Turn, frames: int, streaming: int, room: int, reach: Sequence[i
     kept, keeping = turn.between_uses(reach, resident, room)
     return _Draft(
         turn=turn,
-        frames=frames,
+        cache_slots=cache_slots,
         streaming=streaming,
         room=room,
         reach=reach,
@@ -287,26 +302,27 @@ def _refined(draft: _Draft) -> _Draft:
 
     What a page saves is what it would move if it streamed. That depends on the window, and how far the window reaches
     depends on which pages are resident. So residents are chosen for the window that there is without any, then chosen
-    again for the window that this leads to, and so on. A draft is the first choice; frames that keep nothing in it are
+    again for the window that this leads to, and so on. A draft is the first choice; cache slots that keep nothing in it
+    are
     for residents.
     """
-    turn, frames, streaming, room = draft.turn, draft.frames, draft.streaming, draft.keeping
+    turn, cache_slots, streaming, room = draft.turn, draft.cache_slots, draft.streaming, draft.keeping
     best = draft
     if room != draft.room:
-        best = _draft(turn, frames, streaming, room, turn.windows(frozenset(), streaming))
+        best = _draft(turn, cache_slots, streaming, room, turn.windows(frozenset(), streaming))
     while True:
-        again = _draft(turn, frames, streaming, room, best.reach)
+        again = _draft(turn, cache_slots, streaming, room, best.reach)
         if again.moves.total_bytes >= best.moves.total_bytes:
             return best
         best = again
 
 
-def _all_resident(turn: Turn, frames: int) -> _Draft:
+def _all_resident(turn: Cycle, cache_slots: int) -> _Draft:
     """Return the draft where all pages stay."""
     reach, none = turn.windows_of_all(), frozenset[int]()
     return _Draft(
         turn=turn,
-        frames=frames,
+        cache_slots=cache_slots,
         streaming=0,
         room=0,
         reach=reach,
@@ -319,22 +335,22 @@ def _all_resident(turn: Turn, frames: int) -> _Draft:
 
 def _draft_of(plan: Plan, layout: Layout) -> _Draft:
     """Return what there is to compare of a plan that has no prefix."""
-    turn, since = Turn(plan.trace, layout), plan.kept.since
+    turn, since = Cycle(plan.trace, layout), plan.kept.since
     kept = frozenset(use for use, at in enumerate(zip(turn.places, turn.pages, strict=True)) if at in since)
     return _Draft(
         turn=turn,
-        frames=plan.frames,
-        streaming=plan.streaming_frames,
-        room=plan.kept.frames,
+        cache_slots=plan.cache_slots,
+        streaming=plan.streaming_cache_slots,
+        room=plan.kept.cache_slots,
         reach=plan.reach,
         resident=plan.resident,
         kept=kept,
-        keeping=plan.kept.frames,
+        keeping=plan.kept.cache_slots,
         moves=turn.moves(plan.reach, plan.resident, kept),
     )
 
 
-def _plan(draft: _Draft, staged: StagedComputation | None) -> Plan:
+def _plan(draft: _Draft, prefetched: StagedComputation | None) -> Plan:
     """Return the plan that a draft stands for."""
     turn = draft.turn
     return Plan(
@@ -342,15 +358,15 @@ def _plan(draft: _Draft, staged: StagedComputation | None) -> Plan:
         trace=turn.trace,
         reach=tuple(draft.reach),
         resident=draft.resident,
-        kept=Kept(
+        kept=RetainedPages(
             since=frozenset((turn.places[use], turn.pages[use]) for use in draft.kept),
             until=frozenset((turn.then[use], turn.pages[use]) for use in draft.kept),
-            frames=draft.keeping,
+            cache_slots=draft.keeping,
         ),
-        frames=draft.frames,
-        streaming_frames=draft.streaming,
+        cache_slots=draft.cache_slots,
+        streaming_cache_slots=draft.streaming,
         traffic=_traffic(draft),
-        staged=staged,
+        prefetched=prefetched,
     )
 
 
@@ -375,7 +391,8 @@ def preferred(plans: Sequence[Plan], layout: Layout, *, threaded: bool) -> Plan:
         return plans[0]
     drafts = [_draft_of(plan, layout) for plan in plans]
     timings = [
-        Timing(draft.turn, threaded=threaded, staged=plan.staged) for draft, plan in zip(drafts, plans, strict=True)
+        Timing(draft.turn, threaded=threaded, prefetched=plan.prefetched)
+        for draft, plan in zip(drafts, plans, strict=True)
     ]
     return plans[drafts.index(_most_preferred(drafts, timings))]
 
@@ -401,7 +418,7 @@ def _slowness(draft: _Draft, timing: Timing, least: float) -> float:
     twice that; or longer than all transfers there can be, so that only waits count.
 
     Args:
-        least: the measure: bytes per step that some plan with few streaming frames moves.
+        least: the measure: bytes per step that some plan with few streaming cache slots moves.
     """
     least = max(1, least)  # it may be that nothing moves
     each = 2 * sum(draft.turn.nbytes[page] for page in draft.turn.used)  # to read and write every page once
@@ -412,8 +429,8 @@ def _slowness(draft: _Draft, timing: Timing, least: float) -> float:
 
 
 def _moving(draft: _Draft) -> int:
-    """Return how many frames there are for pages that do not always stay."""
-    return draft.frames - len(draft.resident) - len(draft.moves.staying)
+    """Return how many cache slots there are for pages that do not always stay."""
+    return draft.cache_slots - len(draft.resident) - len(draft.moves.staying)
 
 
 def lengths(
@@ -425,10 +442,10 @@ def lengths(
         beside: what else takes time.
         threaded: whether updates are waited for on a thread of their own.
     """
-    if not plan.trace:  # all units live on the device
+    if not plan.trace:  # all FSDP modules live on the device
         return list(works)
     draft = _draft_of(plan, layout)
-    timing = Timing(draft.turn, threaded=threaded, staged=plan.staged)
+    timing = Timing(draft.turn, threaded=threaded, prefetched=plan.prefetched)
     return timing.lengths(draft.reach, draft.moves, _moving(draft), works, beside)
 
 
@@ -465,19 +482,22 @@ def predict_seconds(
 def prepend(prefix: Sequence[Access], plan: Plan, layout: Layout) -> Plan:
     """Return a plan that executes a prefix, accesses of the same pages, once before the trace of `plan`."""
     accesses, length = (*prefix, *plan.trace, *plan.trace), len(plan.trace)
-    if plan.streaming_frames:
-        reach = windows(Uses(accesses), length, plan.resident, plan.streaming_frames)
+    if plan.streaming_cache_slots:
+        reach = windows(Uses(accesses), length, plan.resident, plan.streaming_cache_slots)
     else:
         reach = windows_of_all(accesses, length, layout)
     return replace(plan, prefix=tuple(prefix), reach=tuple(reach))
 
 
-def _by_benefit(moves: Moves, turn: Turn) -> list[int]:
+def _by_benefit(moves: Moves, turn: Cycle) -> list[int]:
     """Return pages, those first that save most bytes by staying.
 
-    Of weights that save the same, those of one unit come together: a gather that has to read one page waits about as
-    long as one that reads all, so whole units are spared their wait. Of other pages that save the same, the first n are
-    spread evenly over the step for every n, so that what still moves hides behind the computation of every unit, not of
+    Of weights that save the same, those of one FSDP module come together: a gather that has to read one page waits
+    about as
+    long as one that reads all, so whole FSDP modules are spared their wait. Of other pages that save the same, the
+    first n are
+    spread evenly over the step for every n, so that what still moves hides behind the computation of every FSDP module,
+    not of
     a few.
 
     Args:

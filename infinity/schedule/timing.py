@@ -1,7 +1,8 @@
 """How long a step takes under a plan: the plan, walked with a clock. Pure, as the planner is.
 
 The walk knows one drive, which moves one transfer after the other in the order in which the pager starts them, the
-frames of the arena, and how long the training thread computes between its accesses. Time is counted in bytes that the
+cache slots of the host cache, and how long the training thread computes between its accesses. Time is counted in bytes
+that the
 drive could have moved meanwhile. So nothing has to be measured, plans are the same on every machine, and what is found
 holds for any drive: computation that takes as long as the transfers hides them only if the window reaches far enough.
 Plans are compared by that alone.
@@ -10,13 +11,15 @@ Where more is known of a machine (`Beside`), the walk of a plan takes it into ac
 after the other, and is known by when it has done all that it was given:
 
 - updates, on a thread of their own or on the training thread;
-- checksums: a page is there when it has been read and then verified, and its frame is free when it has been hashed and
+- checksums: a page is there when it has been read and then verified, and its cache slot is free when it has been hashed
+  and
   written;
 - the interpreter: each access costs the thread that makes it some Python;
 - the link to a device, both ways. Weights are copied when their pages are there, but not before their update has ended:
   where they are staged, by a thread of its own that training waits for when it gathers them, else by the training
-  thread. Gradients leave behind the computation of their unit, beside that of the next one, and are waited for by the
-  update or the page that takes them; where updates are in backward, only so many units may be between the two.
+  thread. Gradients leave behind the computation of their FSDP module, beside that of the next one, and are waited for
+  by the
+  update or the page that takes them; where updates are in backward, only so many FSDP modules may be between the two.
 
 What is left out: the training thread launches nothing ahead, so that Python of its accesses adds to computation; no
 thread waits for another one's Python; what is copied shares neither the link with the other direction nor the memory of
@@ -33,12 +36,15 @@ from typing import NamedTuple
 
 from infinity.content.format import Role
 from infinity.content.layout import Layout
-from infinity.schedule.placement import Placement, expand_events
+from infinity.schedule.cycle import Cycle, Moves
 from infinity.schedule.trace import Access, Event, EventKind, Mode, gather_accesses
-from infinity.schedule.turn import Moves, Turn
+from infinity.schedule.update_schedule import UpdateSchedule, expand_events
 
 BACKWARD = 2.5
-"""Computation of a unit in backward, over that in forward: between 2, and 3 where backward computes forward again."""
+"""Computation of an FSDP module in backward, over that in forward:
+
+between 2, and 3 where backward computes forward again.
+"""
 _STEPS = 2
 """How many steps it takes until one is like those that follow."""
 _TRAINING, _UPDATES, _STAGES, _LINK = range(4)
@@ -53,7 +59,8 @@ enters is read, how long it computes, and how many bytes each page that leaves h
 class Beside:
     """What works in a step beside the drive and computation, and how long all of it takes in a step, if it were alone.
 
-    In one unit of time: seconds, or bytes that the drive could move meanwhile. 0: there is none, or it takes no time.
+    In one FSDP module of time: seconds, or bytes that the drive could move meanwhile. 0: there is none, or it takes no
+    time.
     """
 
     updates: float = 0.0
@@ -73,11 +80,11 @@ class Beside:
     interpreter: float = 0.0
     """Python of all accesses."""
     behind: int = 0
-    """Units that may have computed their gradients and not been updated, where updates are in backward; 0: any
+    """FSDP modules that may have computed their gradients and not been updated, where updates are in backward; 0: any
     number."""
 
     def times(self, factor: float) -> Beside:
-        """Return the same in another unit of time."""
+        """Return the same in another FSDP module of time."""
         return replace(
             self,
             updates=factor * self.updates,
@@ -108,23 +115,30 @@ NOTHING = Beside()
 def computation(trace: Sequence[Access], layout: Layout) -> list[float]:
     """Return which share of a step's computation comes before each access; the last item is what comes behind all.
 
-    A unit is computed with when all of it has been gathered: before the next access to its pages, or the next gather.
+    An FSDP module is computed with when all of it has been gathered: before the next access to its pages, or the next
+    gather.
     It takes time in proportion to its weights, and more when it is gathered again.
     """
     shares = [0.0] * (len(trace) + 1)
     gathered: set[int] = set()
-    unit, factor, due = -1, 1.0, 0.0  # what was gathered last, its factor, and its computation that has not come yet
+    fsdp_module, factor, due = (
+        -1,
+        1.0,
+        0.0,
+    )  # what was gathered last, its factor, and its computation that has not come yet
     for position, access in enumerate(trace):
         page = layout.pages[access[0].page]
         gathers = _gathers(access, layout)
-        another = page.unit != unit
-        if (gathers and another) or (not gathers and not another):  # another unit is gathered, or this one written to
+        another = page.fsdp_module != fsdp_module
+        if (gathers and another) or (
+            not gathers and not another
+        ):  # another FSDP module is gathered, or this one written to
             shares[position], due = due, 0.0
         if gathers:
             if another:
-                factor = BACKWARD if page.unit in gathered else 1.0
-                unit = page.unit
-                gathered.add(unit)
+                factor = BACKWARD if page.fsdp_module in gathered else 1.0
+                fsdp_module = page.fsdp_module
+                gathered.add(fsdp_module)
             due += factor * page.nbytes
     shares[-1] = due
     total = sum(shares) or 1.0
@@ -135,29 +149,34 @@ def computation(trace: Sequence[Access], layout: Layout) -> list[float]:
 class StagedComputation:
     """When a step computes whose weights are staged: its trace does not tell, as pages are read ahead of their gather.
 
-    For example, at position 7 the computation with unit 1 has come, then unit 2 is computed with, whose pages were read
-    at positions 3 to 6, and that ends before position 7 too, where unit 3 is on the device already: `shares[7]` is that
-    of unit 1, and `awaited` has (7, 2, share of unit 2).
+    For example, at position 7 the computation with FSDP module 1 has come, then FSDP module 2 is computed with, whose
+    pages were read
+    at positions 3 to 6, and that ends before position 7 too, where FSDP module 3 is on the device already: `shares[7]`
+    is that
+    of FSDP module 1, and `awaited` has (7, 2, share of FSDP module 2).
     """
 
     shares: tuple[float, ...]
     """Of a step's computation, by position: what comes before the access and waits for nothing more; the last item is
     what comes behind all."""
-    staged: frozenset[int]
+    prefetched: frozenset[int]
     """Positions of accesses that another thread makes, ahead of the gather."""
     awaited: tuple[tuple[int, int, float], ...]
-    """(position, unit, share), in order: before the access, training waits until the unit's weights are on the device,
+    """(position, FSDP module, share), in order: before the access, training waits until the FSDP module's weights are
+    on the device,
     and then computes so much."""
 
 
-def staged_computation(events: Sequence[Event], layout: Layout, placement: Placement) -> StagedComputation | None:
+def staged_computation(
+    events: Sequence[Event], layout: Layout, update_schedule: UpdateSchedule
+) -> StagedComputation | None:
     """Return when a step computes that looks like `events`; None where nothing is staged, and nothing lives there.
 
-    A unit is computed with from the event of its gather to the next event. Shares are those of `computation`.
+    An FSDP module is computed with from the event of its gather to the next event. Shares are those of `computation`.
     """
-    if not placement.staged and not placement.at_home:
+    if not update_schedule.prefetched and not update_schedule.gpu_resident:
         return None
-    expansion = expand_events(events, layout, placement)
+    expansion = expand_events(events, layout, update_schedule)
     work = _computation_of_events(events, layout)
     length = len(expansion.accesses)
     shares = [0.0] * (length + 1)
@@ -165,8 +184,8 @@ def staged_computation(events: Sequence[Event], layout: Layout, placement: Place
 
     def compute(position: int, share: float) -> None:
         if awaited and awaited[-1][0] == position:
-            _, unit, before = awaited.pop()
-            awaited.append((position, unit, before + share))
+            _, fsdp_module, before = awaited.pop()
+            awaited.append((position, fsdp_module, before + share))
         else:
             shares[position] += share
 
@@ -174,9 +193,9 @@ def staged_computation(events: Sequence[Event], layout: Layout, placement: Place
     for number, (event, begin, end) in enumerate(zip(events, expansion.starts, ends, strict=True)):
         if event.kind is EventKind.GATHER:
             if number in expansion.awaited:
-                awaited.append((begin, event.unit, 0.0))
+                awaited.append((begin, event.fsdp_module, 0.0))
             compute(end, work[number])
-    return StagedComputation(shares=tuple(shares), staged=expansion.staged, awaited=tuple(awaited))
+    return StagedComputation(shares=tuple(shares), prefetched=expansion.prefetched, awaited=tuple(awaited))
 
 
 def _computation_of_events(events: Sequence[Event], layout: Layout) -> list[float]:
@@ -185,9 +204,9 @@ def _computation_of_events(events: Sequence[Event], layout: Layout) -> list[floa
     work = [0.0] * len(events)
     for position, event in enumerate(events):
         if event.kind is EventKind.GATHER:
-            weight = sum(layout.pages[access[0].page].nbytes for access in gather_accesses(layout, event.unit))
-            work[position] = weight * (BACKWARD if event.unit in gathered else 1.0)
-            gathered.add(event.unit)
+            weight = sum(layout.pages[access[0].page].nbytes for access in gather_accesses(layout, event.fsdp_module))
+            work[position] = weight * (BACKWARD if event.fsdp_module in gathered else 1.0)
+            gathered.add(event.fsdp_module)
     total = sum(work) or 1.0
     return [each / total for each in work]
 
@@ -212,8 +231,8 @@ def updating(trace: Sequence[Access], layout: Layout) -> list[float]:
 class _Side(NamedTuple):
     """What an access has to do with the device."""
 
-    unit: int
-    """Unit of its pages."""
+    fsdp_module: int
+    """FSDP module of its pages."""
     gathers: bool = False
     """Whether it copies weights to the device."""
     stores: bool = False
@@ -237,28 +256,28 @@ def _sides(trace: Sequence[Access], layout: Layout, *, on_device: bool) -> list[
         on_device: whether it updates: then gradients that are used at once stay there.
     """
     pages, param, grad = layout.pages, Role.PARAM, Role.GRAD
-    weights, gradients = Counter[int](), Counter[int]()  # bytes by unit, of gradients as they arrive
+    weights, gradients = Counter[int](), Counter[int]()  # bytes by FSDP module, of gradients as they arrive
     for page in pages:
-        weights[page.unit] += page.nbytes if page.role is param else 0
-        gradients[page.unit] += page.nbytes if page.role is grad and not page.component else 0
-    accesses = [len(list(gather_accesses(layout, unit))) for unit in range(len(layout.units))]
+        weights[page.fsdp_module] += page.nbytes if page.role is param else 0
+        gradients[page.fsdp_module] += page.nbytes if page.role is grad and not page.component else 0
+    accesses = [len(list(gather_accesses(layout, fsdp_module))) for fsdp_module in range(len(layout.fsdp_modules))]
     sides: list[_Side] = []
-    before: tuple[int, bool] | None = None  # unit, and whether it was gathered
+    before: tuple[int, bool] | None = None  # FSDP module, and whether it was gathered
     for access in trace:
         first, mode = access[0]
-        unit, gathers = pages[first].unit, _gathers(access, layout)
-        begins, before = (unit, gathers) != before, (unit, gathers)
+        fsdp_module, gathers = pages[first].fsdp_module, _gathers(access, layout)
+        begins, before = (fsdp_module, gathers) != before, (fsdp_module, gathers)
         changed = tuple(page for page, how in access if how.modifies and pages[page].role is param)
         if gathers:
-            copying = weights[unit] / accesses[unit]
-            sides.append(_Side(unit, gathers=True, begins=begins, copying=copying, weights=(first,)))
+            copying = weights[fsdp_module] / accesses[fsdp_module]
+            sides.append(_Side(fsdp_module, gathers=True, begins=begins, copying=copying, weights=(first,)))
         elif pages[first].role is not grad:
-            copying = float(begins and not on_device and gradients[unit])
-            sides.append(_Side(unit, updates=True, begins=begins, copying=copying, weights=changed))
+            copying = float(begins and not on_device and gradients[fsdp_module])
+            sides.append(_Side(fsdp_module, updates=True, begins=begins, copying=copying, weights=changed))
         elif mode.modifies:
-            sides.append(_Side(unit, stores=True, copying=float(pages[first].nbytes)))
+            sides.append(_Side(fsdp_module, stores=True, copying=float(pages[first].nbytes)))
         else:
-            sides.append(_Side(unit, weights=changed))
+            sides.append(_Side(fsdp_module, weights=changed))
     there = sum(side.copying for side in sides if side.gathers) or 1.0
     back = sum(side.copying for side in sides if not side.gathers) or 1.0
     return [
@@ -270,7 +289,7 @@ def _sides(trace: Sequence[Access], layout: Layout, *, on_device: bool) -> list[
 class Timing:
     """The walks of plans of one trace: what does not depend on the plan is found out once. Nothing of it changes."""
 
-    def __init__(self, turn: Turn, *, threaded: bool, staged: StagedComputation | None = None) -> None:
+    def __init__(self, turn: Cycle, *, threaded: bool, prefetched: StagedComputation | None = None) -> None:
         """Find out when a step computes.
 
         Args:
@@ -278,22 +297,24 @@ class Timing:
             staged: when a step of this trace computes, if its weights are staged.
         """
         self._turn = turn
-        self._shares = staged.shares if staged else computation(turn.trace, turn.layout)
+        self._shares = prefetched.shares if prefetched else computation(turn.trace, turn.layout)
         pages, update = turn.layout.pages, Role.UPDATE
         self._who = [
             _UPDATES if threaded and any(pages[page].role is update for page, _ in access) else _TRAINING
             for access in turn.trace
         ]
-        self._units = [pages[access[0].page].unit for access in turn.trace]
-        self._awaited: dict[int, list[tuple[int, float]]] = {}  # by position, units and the computation behind each
-        if staged:
-            for position in staged.staged:
+        self._fsdp_modules = [pages[access[0].page].fsdp_module for access in turn.trace]
+        self._awaited: dict[
+            int, list[tuple[int, float]]
+        ] = {}  # by position, FSDP modules and the computation behind each
+        if prefetched:
+            for position in prefetched.prefetched:
                 self._who[position] = _STAGES
-            for position, unit, share in staged.awaited:
-                self._awaited.setdefault(position % turn.length, []).append((unit, share))
+            for position, fsdp_module, share in prefetched.awaited:
+                self._awaited.setdefault(position % turn.length, []).append((fsdp_module, share))
 
     def lengths(
-        self, reach: Sequence[int], moves: Moves, frames: int, works: Sequence[float], beside: Beside = NOTHING
+        self, reach: Sequence[int], moves: Moves, cache_slots: int, works: Sequence[float], beside: Beside = NOTHING
     ) -> list[float]:
         """Return how long a steady step takes for each time that its computation may take.
 
@@ -302,7 +323,7 @@ class Timing:
         Args:
             reach: the last position of the window, by position.
             moves: what the step moves.
-            frames: of the arena, without those of pages that always stay.
+            cache slots: of the host cache, without those of pages that always stay.
             works: how long all computation of a step takes but that of updates.
             beside: what else takes time.
         """
@@ -337,9 +358,12 @@ class Timing:
         return [
             self._length(
                 stops,
-                Clockwork(reads, frames, verifying=verifying, hashing=hashing),
+                Clockwork(reads, cache_slots, verifying=verifying, hashing=hashing),
                 [share * work + python for share, python in zip(self._shares, before, strict=True)],
-                {place: [(unit, share * work) for unit, share in found] for place, found in self._awaited.items()},
+                {
+                    place: [(fsdp_module, share * work) for fsdp_module, share in found]
+                    for place, found in self._awaited.items()
+                },
                 _Link(sides, beside) if sides is not None else None,
             )
             for work in works
@@ -359,12 +383,13 @@ class Timing:
             stops: what happens at every position.
             clockwork: nothing has moved yet.
             work: how long computation takes before each access, and behind all.
-            awaited: by position, units whose weights computation waits for then, and how long it takes with each.
+            awaited: by position, FSDP modules whose weights computation waits for then, and how long it takes with
+                each.
             link: to the device, where there is one.
         """
         before = [work[0] + work[-1], *work[1:-1]]  # what comes behind all is before the first one of the next step
-        training = updated = staged = began = 0.0  # how far the training thread has come, and those beside it
-        there: dict[int, float] = {}  # by unit, when its weights have been staged
+        training = updated = prefetched = began = 0.0  # how far the training thread has come, and those beside it
+        there: dict[int, float] = {}  # by FSDP module, when its weights have been staged
         ended: deque[tuple[int, float]] = deque()  # how far the window reaches until others have ended, and when
         for step in range(_STEPS):
             began = training
@@ -374,8 +399,8 @@ class Timing:
                 who, wanted, last, entering, taking, leaving = stop
                 clockwork.wanted = wanted + more
                 training += computing
-                for unit, behind in awaited.get(place, ()):
-                    training = max(training, there.get(unit, 0.0)) + behind
+                for fsdp_module, behind in awaited.get(place, ()):
+                    training = max(training, there.get(fsdp_module, 0.0)) + behind
                 if link is not None:
                     training = link.leave(place, training)
                 while ended and who == _TRAINING and ended[0][0] < position:
@@ -385,8 +410,8 @@ class Timing:
                 at = training
                 if who == _UPDATES and updated > at:
                     at = updated
-                elif who == _STAGES and staged > at:
-                    at = staged
+                elif who == _STAGES and prefetched > at:
+                    at = prefetched
                 if link is not None:
                     at = link.begin(place, at)
                 if entering:
@@ -400,7 +425,7 @@ class Timing:
                     if who == _UPDATES:
                         updated = free
                     elif who == _STAGES:
-                        staged = there[self._units[place]] = at
+                        prefetched = there[self._fsdp_modules[place]] = at
                 elif at > training:
                     training = at
                 if at > clockwork.now:
@@ -415,7 +440,7 @@ class _Link:
     """The link to a device in time, both ways, for one walk.
 
     Weights are copied page after page. Life cycle of gradients: they leave when they have been computed, and are there
-    when all have been copied; an update of the unit uses them up.
+    when all have been copied; an update of the FSDP module uses them up.
     """
 
     def __init__(self, sides: Sequence[_Side], beside: Beside) -> None:
@@ -423,16 +448,16 @@ class _Link:
 
         Args:
             sides: by position.
-            beside: how long copies take, and how many units may wait for their update.
+            beside: how long copies take, and how many FSDP modules may wait for their update.
         """
         self._sides, self._behind = sides, beside.behind
         self._weights, self._gradients = beside.weights, beside.gradients
         self._read, self._changed = beside.read, beside.changed
         self._there = 0.0  # when all that was to be copied to the device so far has been
         self._back = 0.0  # when all that was to be copied back so far has been
-        self._arrived: dict[int, float] = {}  # by unit, when its gradients are in host memory
-        self._updated: dict[int, float] = {}  # by unit, when its last update from them has ended
-        self._waiting: deque[int] = deque()  # units whose gradients have left, those of the last ones
+        self._arrived: dict[int, float] = {}  # by FSDP module, when its gradients are in host memory
+        self._updated: dict[int, float] = {}  # by FSDP module, when its last update from them has ended
+        self._waiting: deque[int] = deque()  # FSDP modules whose gradients have left, those of the last ones
         self._written: dict[int, float] = {}  # by page, when weights have been changed last
 
     def leave(self, place: int, training: float) -> float:
@@ -441,9 +466,9 @@ class _Link:
         if side.updates and side.begins:
             if self._behind and len(self._waiting) == self._behind:
                 training = max(training, self._updated.get(self._waiting.popleft(), 0.0))
-            self._waiting.append(side.unit)
+            self._waiting.append(side.fsdp_module)
             self._back = max(self._back, training) + side.copying * self._gradients
-            self._arrived[side.unit] = self._back
+            self._arrived[side.fsdp_module] = self._back
         return training
 
     def begin(self, place: int, at: float) -> float:
@@ -453,7 +478,7 @@ class _Link:
             return max(at, self._there, self._written.get(side.weights[0], 0.0))
         if side.stores:
             return max(at, self._back)
-        return max(at, self._arrived.get(side.unit, 0.0)) if side.updates else at
+        return max(at, self._arrived.get(side.fsdp_module, 0.0)) if side.updates else at
 
     def end(self, place: int, at: float) -> tuple[float, float]:
         """Return when the thread of an access goes on that has its pages at `at`, and when the access ends."""
@@ -467,26 +492,28 @@ class _Link:
             if self._read and side.updating:
                 free = self._there = max(at, self._there) + side.updating * self._read
                 at = self._back = max(free, self._back) + side.updating * self._changed
-            self._updated[side.unit] = at
+            self._updated[side.fsdp_module] = at
             self._written.update(dict.fromkeys(side.weights, at))
             return free, at
         return at, at
 
 
 class Clockwork:
-    """The drive and the frames of an arena, in time, which is counted in bytes that the drive could have moved.
+    """The drive and the cache slots of a host cache, in time, which is counted in bytes that the drive could have
+    moved.
 
-    A model of the pager for one walk, on one thread. Life cycle of a page: wanted, started when there is a frame, ready
-    when the drive has read it and it has been verified, arrived when somebody takes it; its frame is free when it
+    A model of the pager for one walk, on one thread. Life cycle of a page: wanted, started when there is a cache slot,
+    ready
+    when the drive has read it and it has been verified, arrived when somebody takes it; its cache slot is free when it
     leaves, or when it has been written. Pages are started, and arrive, in the order in which they are wanted.
     """
 
-    def __init__(self, reads: Sequence[int], frames: int, *, verifying: float = 0.0, hashing: float = 0.0) -> None:
-        """Begin with an empty arena.
+    def __init__(self, reads: Sequence[int], cache_slots: int, *, verifying: float = 0.0, hashing: float = 0.0) -> None:
+        """Begin with an empty host cache.
 
         Args:
             reads: length of every page that is read in a step, in order; over and over.
-            frames: of the arena.
+            cache slots: of the host cache.
             verifying: how long a checksum takes for each byte that has been read.
             hashing: how long it takes for each byte that is to be written.
         """
@@ -495,14 +522,14 @@ class Clockwork:
         self._reads = itertools.cycle(reads)
         self._verifying, self._hashing = verifying, hashing
         self._verified = self._hashed = 0.0  # when all checksums are done of pages that were read, and are written
-        self._free = frames  # frames that are free now
+        self._free = cache_slots  # cache slots that are free now
         self._drive = 0.0  # when it has done all that it was given, in bytes
         self._ready: deque[float] = deque()  # when pages that have not arrived have been read, in bytes, in order
-        self._written: deque[float] = deque()  # when frames come back from writing, in bytes, in order
+        self._written: deque[float] = deque()  # when cache slots come back from writing, in bytes, in order
         self.started = 0
         """How many reads have been started."""
         self.wanted = 0
-        """How many reads have been wanted, each as soon as there is a frame."""
+        """How many reads have been wanted, each as soon as there is a cache slot."""
         self.now = 0.0
         """How far anything has come, in bytes."""
 
@@ -515,7 +542,9 @@ class Clockwork:
             self._start(now)
 
     def _start(self, before: float) -> None:
-        """Start reads for which there is a frame, since `before` or since the one that was there has been written."""
+        """Start reads for which there is a cache slot, since `before` or since the one that was there has
+        been written.
+        """
         now, free, drive, written, ready = self.now, self._free, self._drive, self._written, self._ready
         left = self.wanted - self.started
         while left:
@@ -537,7 +566,10 @@ class Clockwork:
         self._free, self._drive, self.started = free, drive, self.wanted - left
 
     def enter(self, reads: Sequence[bool], at: float) -> float:
-        """Return when somebody has some pages who begins to wait for them: the next of those read, or just a frame."""
+        """Return when somebody has some pages who begins to wait for them:
+
+        the next of those read, or just a cache slot.
+        """
         ready, written = self._ready, self._written
         for read in reads:
             if read:
@@ -554,7 +586,7 @@ class Clockwork:
         return at
 
     def leave(self, writes: Sequence[int]) -> None:
-        """Give up the frames of pages, which are written first where they were modified: so many bytes, or 0."""
+        """Give up the cache slots of pages, which are written first where they were modified: so many bytes, or 0."""
         drive, now = self._drive, self.now
         for nbytes in writes:
             if nbytes:

@@ -1,9 +1,10 @@
 """The trace: what one training step does with pages, in order.
 
-Two levels. *Events* are what the training loop shows (a unit is gathered, its gradients arrive, `step()`
+Two levels. *Events* are what the training loop shows (an FSDP module is gathered, its gradients arrive, `step()`
 runs); they do not depend on where updates run. *Accesses* are what the pager sees: a few pages that are needed
-in memory at the same moment. `placement.expand` turns the first into the second for one choice of update placement, so
-changing the placement needs no new recording.
+in memory at the same moment. `update_schedule.expand` turns the first into the second for one choice of update update
+schedule, so
+changing the update schedule needs no new recording.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from infinity.content.layout import Layout, Segment, overlapping
 
 
 class EventKind(Enum):
-    """What happened to a unit (or, for STEP, to all of them)."""
+    """What happened to an FSDP module (or, for STEP, to all of them)."""
 
     GATHER = "gather"
     GRADIENTS = "gradients"
@@ -27,10 +28,10 @@ class Event(NamedTuple):
     """One thing the training loop did."""
 
     kind: EventKind
-    unit: int = -1
-    """Number of the unit; -1 for STEP."""
+    fsdp_module: int = -1
+    """Number of the FSDP module; -1 for STEP."""
     components: int = 1
-    """GRADIENTS: how many components of each gradient of the unit are stored, unless it is updated at once."""
+    """GRADIENTS: how many components of each gradient of the FSDP module are stored, unless it is updated at once."""
 
 
 class Mode(Enum):
@@ -65,39 +66,42 @@ Access = tuple[Use, ...]
 
 
 def stored_components(events: Iterable[Event]) -> dict[int, int]:
-    """Return how many components of each unit's gradient are stored at the end of a step."""
-    return {event.unit: event.components for event in events if event.kind is EventKind.GRADIENTS}
+    """Return how many components of each FSDP module's gradient are stored at the end of a step."""
+    return {event.fsdp_module: event.components for event in events if event.kind is EventKind.GRADIENTS}
 
 
 def update_order(arrived: Iterable[int]) -> tuple[int, ...]:
-    """Return the order in which `step()` updates units: latest gradients first, while they are in the arena."""
+    """Return the order in which `step()` updates FSDP modules:
+
+    latest gradients first, while they are in the host cache.
+    """
     return tuple(reversed(tuple(arrived)))
 
 
-def gather_accesses(layout: Layout, unit: int) -> Iterator[Access]:
-    """Yield the PARAM pages of a unit shard by shard, in the order in which they are copied out."""
-    for index in layout.unit_shards[unit]:
+def gather_accesses(layout: Layout, fsdp_module: int) -> Iterator[Access]:
+    """Yield the PARAM pages of an FSDP module shard by shard, in the order in which they are copied out."""
+    for index in layout.fsdp_module_shards[fsdp_module]:
         shard = layout.shards[index]
         pages = layout.segments[shard.segment].param_pages
         for page, _, _ in overlapping(pages, shard.start, shard.start + shard.spec.padded):
             yield (Use(page.index, Mode.READ),)
 
 
-def store_gradient_accesses(layout: Layout, unit: int, *, stored: int, components: int) -> Iterator[Access]:
+def store_gradient_accesses(layout: Layout, fsdp_module: int, *, stored: int, components: int) -> Iterator[Access]:
     """Yield the GRAD pages that an arriving gradient is added to, or written to where none is stored.
 
     Args:
         stored: how many components of it are stored already.
         components: how many are stored then.
     """
-    for index in layout.unit_segments[unit]:
+    for index in layout.fsdp_module_segments[fsdp_module]:
         for pages in zip(*layout.segments[index].grad_pages[:components], strict=True):
             yield tuple(Use(page.index, Mode.UPDATE if page.component < stored else Mode.WRITE) for page in pages)
 
 
-def update_accesses(layout: Layout, unit: int, *, components: int = 0) -> Iterator[Access]:
-    """Yield one access for each range of a unit's update, with so many components of its gradient."""
-    for segment, position in layout.unit_ranges[unit]:
+def update_accesses(layout: Layout, fsdp_module: int, *, components: int = 0) -> Iterator[Access]:
+    """Yield one access for each range of an FSDP module's update, with so many components of its gradient."""
+    for segment, position in layout.fsdp_module_ranges[fsdp_module]:
         yield range_access(segment, position, components=components)
 
 

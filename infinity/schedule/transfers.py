@@ -1,6 +1,7 @@
 """Reads and writes of pages that are in flight, what waits for them, and the first thing that went wrong.
 
-[Note: the one lock] All that the pager knows (here and in `Frames`, `Cache`, `Cursor`, leases) is read and changed
+[Note: the one lock] All that the pager knows (here and in `CacheSlots`, `Cache`, `Cursor`, reservations) is read and
+changed
 under one lock, `Transfers.lock`. Who takes it: the training thread, the thread of updates, those that copy to a device
 and wait for its copies, the one that listens to other ranks, and the store's threads when a transfer ends. A thread may
 take it again: a read may have ended before `read` of the store returns. Content is never copied under it, and no device
@@ -9,7 +10,8 @@ is waited for: see `Copies`.
 [Note: late ranks] The time limit is for what this rank does: for transfers, and for updates, which wait for nothing
 else. An update that needs a whole parameter also waits for other ranks, which may be late by as much as they like: one
 that fails, hung drive or not, ends this rank by its own report. While one is in an exchange, a wait for an update, or
-for a frame, which an update may hold, is out of time only where transfers are in flight of which none has ended for as
+for a cache slot, which an update may hold, is out of time only where transfers are in flight of which none has ended
+for as
 long as the limit. Behind the exchange such a wait has the whole limit again.
 """
 
@@ -22,19 +24,19 @@ from threading import Condition
 from typing import Protocol
 
 from infinity import interrupts
+from infinity.deadline import wait_a_while
 from infinity.errors import StallError
-from infinity.waiting import wait_a_while
 
 _LAST_SECONDS = 5.0
 """How long `drain` waits after a failure, in seconds."""
 _WAITS = {
     "read": "a page to be read",
     "write": "a page to be written",
-    "arena": "a free frame of the arena",
+    "host_cache": "a free cache slot of the host cache",
     "update": "the update of a page",
     "copy": "the device to copy a page",
 }
-_HELD_UP = frozenset({"update", "arena"})
+_HELD_UP = frozenset({"update", "host_cache"})
 """What an update in an exchange holds up."""
 
 
@@ -71,7 +73,7 @@ class PagerObserver(Protocol):
         """The training thread waited.
 
         Args:
-            cause: ``read``, ``write``, ``arena``, ``update`` or ``copy``.
+            cause: ``read``, ``write``, ``host_cache``, ``update`` or ``copy``.
             page: what it needed, or -1.
         """
 
@@ -112,7 +114,7 @@ class Transfers:
 
     Every attribute is read and changed under `lock`, by any thread. Life cycle: it works until the first error, which
     `failed` is told once, from any thread. From then on `check` and `wait` raise that error, and what waits does so at
-    once; transfers in flight still end, so that frames are not used again under them.
+    once; transfers in flight still end, so that cache slots are not used again under them.
 
     Args:
         observer: is told of waits and of the time in which something is in flight.
@@ -204,7 +206,7 @@ class Transfers:
         While an update waits for other ranks, what it holds up does not count. [Note: late ranks]
 
         Args:
-            cause: what is waited for: ``read``, ``write``, ``arena``, ``update`` or ``copy``.
+            cause: what is waited for: ``read``, ``write``, ``host_cache``, ``update`` or ``copy``.
             page: what is needed, or -1.
             threaded: whether this is not the training thread, so that it is no stall.
 

@@ -17,16 +17,16 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from infinity.checkpoint.extra import load_extra
-from infinity.checkpoint.state import ResumedState
+from infinity.checkpoint.model_state import ResumedState
 from infinity.content.format import MASTER
 from infinity.content.layout import Layout
 from infinity.content.views import torch_dtype
-from infinity.errors import CommitError, ConfigError
+from infinity.errors import CheckpointError, ConfigError
 from infinity.formats.dcp import EXTRA, GROUPS, METADATA, STATE, STEP, ReadOne, open_checkpoint
 from infinity.fsdp import private
 from infinity.fsdp.sharded_model import Member, local_bounds
+from infinity.optim.multi_optimizer import OWNER, name_of
 from infinity.optim.probe import make_kernel
-from infinity.optim.several import OWNER, name_of
 from infinity.sources.first_values import FirstValues, ValueOf, convertible
 
 _log = logging.getLogger(__name__)
@@ -43,14 +43,14 @@ class DcpFolder(FirstValues):
         """Read the metadata.
 
         Raises:
-            CommitError: it cannot be read.
+            CheckpointError: it cannot be read.
         """
         self._folder = Path(folder)
         self._reader, self._metadata = open_checkpoint(self._folder)
         self._stored: Mapping[str, Any] = self._metadata.state_dict_metadata  # by key: what the metadata say of a value
         paths: Mapping[str, Sequence[Any]] = self._metadata.planner_data or {key: (key,) for key in self._stored}
         if missing := self._stored.keys() - paths.keys():
-            raise CommitError(f"{self._folder / METADATA} cannot be read: it does not say what {min(missing)} is")
+            raise CheckpointError(f"{self._folder / METADATA} cannot be read: it does not say what {min(missing)} is")
         self._paths = {
             key: tuple(map(str, paths[key])) for key in self._stored
         }  # by key: where it was in the state dict
@@ -73,7 +73,7 @@ class DcpFolder(FirstValues):
 
         Raises:
             ConfigError: something is missing, or of another shape or dtype; it is named.
-            CommitError: something cannot be read.
+            CheckpointError: something cannot be read.
         """
         self._model = self._find_model(_name(members[0]))
         if apart := [member.names[0] for member in members if private.is_tensor_parallel(member.param)]:
@@ -192,11 +192,11 @@ class DcpFolder(FirstValues):
             self._slices[name] = {kind: found[kind] for kind in kinds}
             self._scalars[name] = {scalar: found[scalar] for scalar in state.scalars}
 
-    def values(self, unit: str, members: Sequence[Member]) -> ValueOf:
+    def values(self, fsdp_module: str, members: Sequence[Member]) -> ValueOf:
         """Return this rank's slices, which are read when they are asked for.
 
         Raises:
-            CommitError: when asked: a file cannot be read.
+            CheckpointError: when asked: a file cannot be read.
         """
 
         def value_of(position: int, section: str) -> torch.Tensor | None:
@@ -253,7 +253,7 @@ class DcpFolder(FirstValues):
         try:
             self._reader.read_data(plan, into).wait()
         except Exception as error:
-            raise CommitError(f"{key} in {self._folder} cannot be read: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{key} in {self._folder} cannot be read: {type(error).__name__}: {error}") from error
         return into.target
 
 

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.state import ResumedState
+from infinity.checkpoint.model_state import ResumedState
 from infinity.content.format import MASTER
 from infinity.content.layout import Layout
 from infinity.fsdp import private
 from infinity.fsdp.sharded_model import Member
 
 ValueOf = Callable[[int, str], torch.Tensor | None]
-"""One section (``master`` or a state kind) of a unit's member, given its position: this rank's elements, flat; None for
+"""One section (``master`` or a state kind) of an FSDP module's member, given its position: this rank's elements, flat;
+None for
 zeros."""
 
 
@@ -35,14 +36,16 @@ class FirstValues:
             members: all parameters, in the order of the layout's shards.
 
         Raises:
-            ConfigError, CommitError, UnsupportedError: they are not, or cannot be known; what differs is named.
+            ConfigError, CheckpointError, UnsupportedError: they are not, or cannot be known; what differs is named.
         """
 
-    def values(self, unit: str, members: Sequence[Member]) -> ValueOf:
-        """Return the values of one unit: flat tensors of this rank's elements, the master in the dtype that is trained.
+    def values(self, fsdp_module: str, members: Sequence[Member]) -> ValueOf:
+        """Return the values of one FSDP module: flat tensors of this rank's elements, the master in the dtype that is
+        trained.
 
         Raises:
-            ConfigError, CommitError, StorageError, CorruptPageError, UnsupportedError: when a value is asked for: what
+            ConfigError, CheckpointError, StorageError, CorruptPageError, UnsupportedError: when a value is asked for:
+            what
                 it is read from is not as it was, or the model's own code fails.
         """
         raise NotImplementedError
@@ -51,7 +54,7 @@ class FirstValues:
         """Return the values of those buffers of the model that the source has, by their names in the model.
 
         Raises:
-            ConfigError, CommitError: they cannot be read.
+            ConfigError, CheckpointError: they cannot be read.
         """
         return {}
 
@@ -67,7 +70,7 @@ class FirstValues:
 class OwnValues(FirstValues):
     """The values that a model has already."""
 
-    def values(self, unit: str, members: Sequence[Member]) -> ValueOf:
+    def values(self, fsdp_module: str, members: Sequence[Member]) -> ValueOf:
         """Return copies of the local elements."""
 
         def value_of(position: int, section: str) -> torch.Tensor | None:

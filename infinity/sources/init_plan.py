@@ -100,8 +100,8 @@ class InitPlan:
         """Run every call once on tensors without storage, and note what it writes."""
         # What calls have put in places: kept, so that no other tensor gets the identity of its storage.
         replaced: list[torch.Tensor] = []
-        with _apart(), private.classes_of_before(self._model), self._staged({}) as staged:
-            watch = _Watch({private.storage_key(tensor): key for key, tensor in staged.items()})
+        with _apart(), private.classes_of_before(self._model), self._prefetched({}) as prefetched:
+            watch = _Watch({private.storage_key(tensor): key for key, tensor in prefetched.items()})
             for index, step in enumerate(self._steps):
                 watch.begin()
                 inside = [key for m in step.module.modules() for key in self._keys_by_module.get(id(m), ())]
@@ -138,7 +138,7 @@ class InitPlan:
 
     def _values(self, wanted: Mapping[int, torch.Tensor], fill: Callable[..., torch.Tensor]) -> dict[int, torch.Tensor]:
         real = {key: fill(tensor, device="cpu") for key, tensor in wanted.items()}
-        with _apart(), private.classes_of_before(self._model), self._staged(real):
+        with _apart(), private.classes_of_before(self._model), self._prefetched(real):
             for index in sorted({index for key in wanted for index in self._needs.get(key, ())}):
                 self._call(self._steps[index])
             return {key: self._current(key).detach() for key in wanted}
@@ -163,7 +163,7 @@ class InitPlan:
         return self._holders[key][0].tensor
 
     @contextmanager
-    def _staged(self, real: Mapping[int, torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
+    def _prefetched(self, real: Mapping[int, torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
         """Put plain tensors in the place of all the model's: those of `real`, copies of real buffers, else empty ones.
 
         A place whose own value a tie throws away gets an empty one for itself.
@@ -174,7 +174,7 @@ class InitPlan:
         self._find_holders()  # buffers may have got their values since
         places: list[dict[str, Any]] = [of for m in self._model.modules() for of in (m._parameters, m._buffers)]
         before = [(tensors, dict(tensors)) for tensors in places]
-        staged: dict[int, torch.Tensor] = {}
+        prefetched: dict[int, torch.Tensor] = {}
 
         def stand_in(tensor: torch.Tensor, value: torch.Tensor | None = None) -> torch.Tensor:
             if value is None:
@@ -187,13 +187,13 @@ class InitPlan:
 
         try:
             for key, holders in self._holders.items():
-                staged[key] = stand_in(holders[0].tensor, content(key, holders[0].tensor))
+                prefetched[key] = stand_in(holders[0].tensor, content(key, holders[0].tensor))
             for tensors, saved in before:
                 tensors.update((key, stand_in(tensor)) for key, tensor in saved.items() if tensor is not None)
             for key, holders in self._holders.items():
                 for holder in holders:
-                    holder.tensors[holder.key] = staged[key]
-            yield staged
+                    holder.tensors[holder.key] = prefetched[key]
+            yield prefetched
         finally:
             for tensors, saved in before:
                 tensors.clear()

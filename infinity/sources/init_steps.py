@@ -256,7 +256,8 @@ def build_again(model: nn.Module) -> Twins:
 def _built_again(root: nn.Module) -> nn.Module | None:
     """Build a model again from its config: small parameters and buffers with their values; None if that is impossible.
 
-    What only a constructor sets are scales, gates and masks; whatever is larger has no storage, and one unit's memory
+    What only a constructor sets are scales, gates and masks; whatever is larger has no storage, and one FSDP module's
+    memory
     stays the bound.
     """
     cls = private.original_class(root)

@@ -1,8 +1,9 @@
-"""First values of a model on the meta device: its own initialisation, unit by unit.
+"""First values of a model on the meta device: its own initialisation, FSDP module by FSDP module.
 
-Peak memory is one whole unit, whatever the size of the model. Every call that initialises something runs under a seed
+Peak memory is one whole FSDP module, whatever the size of the model. Every call that initialises something runs under a
+seed
 of its own, derived from the run's seed and the module's name; so the values depend on neither world size, nor paths,
-nor the division into units.
+nor the division into FSDP modules.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ REMEDY = (
 
 
 class ModuleInitialiser(FirstValues):
-    """Runs a model's own initialisation for one unit at a time."""
+    """Runs a model's own initialisation for one FSDP module at a time."""
 
     def __init__(self, model: nn.Module, seed: int, function: InitFunction | None) -> None:
         self._model, self._seed, self._function = model, seed, function
@@ -78,11 +79,12 @@ class ModuleInitialiser(FirstValues):
                 "(or nothing), or build the model on a real device"
             )
 
-    def values(self, unit: str, members: Sequence[Member]) -> ValueOf:
-        """Return what the model's own code sets the parameters of a unit to; those on a real device stay as they are.
+    def values(self, fsdp_module: str, members: Sequence[Member]) -> ValueOf:
+        """Return what the model's own code sets the parameters of an FSDP module to; those on a real device stay as
+        they are.
 
         Args:
-            members: all parameters of a unit, or some.
+            members: all parameters of an FSDP module, or some.
 
         Raises:
             UnsupportedError: the model's code fails; when asked for a parameter: nothing sets it, or not all of it.

@@ -1,7 +1,8 @@
-"""Going on from a commit whose pages lie otherwise: another world size, page size, dtype of computation or paths.
+"""Going on from a checkpoint whose pages lie otherwise: another world size, page size, dtype of computation or paths.
 
-A new run begins with the values of the commit, read unit by unit, each rank what it will hold: memory is that of this
-rank's part of the master and states of one unit.
+A new run begins with the values of the checkpoint, read FSDP module by FSDP module, each rank what it will hold: memory
+is that of this
+rank's part of the master and states of one FSDP module.
 """
 
 from __future__ import annotations
@@ -14,36 +15,41 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.commit import check_optimizer, committed_buffers, restore
-from infinity.checkpoint.manifest import CommitName, read_manifest
-from infinity.checkpoint.reader import CommitReader
-from infinity.checkpoint.state import ResumedState
+from infinity.checkpoint.manifest import CheckpointName, read_manifest
+from infinity.checkpoint.model_state import ResumedState
+from infinity.checkpoint.publish import check_optimizer, checkpointed_buffers, restore
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.content.layout import Layout, ShardSpec
 from infinity.content.views import dtype_name
-from infinity.errors import CommitError, FolderBusyError
+from infinity.errors import CheckpointError, FolderBusyError
 from infinity.fsdp import private
 from infinity.fsdp.sharded_model import Member, local_slice
-from infinity.optim.several import name_of
+from infinity.optim.multi_optimizer import name_of
 from infinity.ranks import Ranks
 from infinity.sources.first_values import FirstValues, ValueOf
 from infinity.store.folder import RunFolder, holder_of
 from infinity.store.marker import look_for_runs
 
 
-def lies_otherwise(old: RunFolder, new: RunFolder, commit: CommitName, layout: Layout, ranks: Ranks) -> bool:
-    """Whether the pages of a commit are not those of this layout, number of ranks and folders, on any rank.
+def lies_otherwise(old: RunFolder, new: RunFolder, checkpoint: CheckpointName, layout: Layout, ranks: Ranks) -> bool:
+    """Whether the pages of a checkpoint are not those of this layout, number of ranks and folders, on any rank.
 
     Raises:
-        CommitError: a manifest is missing or malformed.
+        CheckpointError: a manifest is missing or malformed.
     """
 
     def compare() -> bool:
         if old != new:
             return True
-        if commit.world_size != ranks.world_size:
+        if checkpoint.world_size != ranks.world_size:
             # Where this node does not have them all, the next to read them says what is wrong.
-            return all((old.commits / commit.of(rank).file_name).exists() for rank in range(commit.world_size))
-        return read_manifest(old.commits / commit.of(ranks.rank).file_name).layout.fingerprint != layout.fingerprint
+            return all(
+                (old.checkpoints / checkpoint.of(rank).file_name).exists() for rank in range(checkpoint.world_size)
+            )
+        return (
+            read_manifest(old.checkpoints / checkpoint.of(ranks.rank).file_name).layout.fingerprint
+            != layout.fingerprint
+        )
 
     return any(ranks.collect(ranks.together("comparing the run", compare)))
 
@@ -55,16 +61,16 @@ def folders_of(paths: Sequence[str | Path], run_id: str, held: Sequence[str | Pa
         held: paths whose locks this process holds.
 
     Raises:
-        CommitError: it has none, or others too that are not named. FolderBusyError: the run is live.
+        CheckpointError: it has none, or others too that are not named. FolderBusyError: the run is live.
     """
     ours = {Path(path).resolve() for path in held}
     runs = {run.run_id: run for run in look_for_runs(paths)[0]}
     listed = ", ".join(map(str, paths))
     if run_id not in runs:
-        raise CommitError(f"run {run_id} is not in {listed} of this node")
+        raise CheckpointError(f"run {run_id} is not in {listed} of this node")
     run = runs[run_id]
     if not run.complete:
-        raise CommitError(
+        raise CheckpointError(
             f"run {run_id} lies on {run.paths} paths, {len(run.roots)} were named ({listed}); name them all"
         )
     others = tuple(root for root in run.in_order if root.parent.resolve() not in ours)
@@ -75,32 +81,32 @@ def folders_of(paths: Sequence[str | Path], run_id: str, held: Sequence[str | Pa
 
 
 class ReshardSource(FirstValues):
-    """First values and progress of a run from a commit that lies otherwise."""
+    """First values and progress of a run from a checkpoint that lies otherwise."""
 
-    def __init__(self, reader: CommitReader, ranks: Ranks) -> None:
-        self._reader, self._ranks = reader, ranks  # the commit that is read; the ranks of the new run
-        self._index = {  # of parameters in the commit, by all their names
+    def __init__(self, reader: CheckpointReader, ranks: Ranks) -> None:
+        self._reader, self._ranks = reader, ranks  # the checkpoint that is read; the ranks of the new run
+        self._index = {  # of parameters in the checkpoint, by all their names
             name: index for index, spec in enumerate(reader.tensors) for name in spec.names
         }
 
     @property
-    def reader(self) -> CommitReader:
-        """The commit."""
+    def reader(self) -> CheckpointReader:
+        """The checkpoint."""
         return self._reader
 
     def check(
         self, model: nn.Module, members: Sequence[Member], layout: Layout, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Check that the commit is of this model and optimizer.
+        """Check that the checkpoint is of this model and optimizer.
 
         Raises:
-            CommitError: it is not; what differs is named.
+            CheckpointError: it is not; what differs is named.
         """
         run_id, step = self._reader.folder.run_id, self._reader.step
         check_optimizer(self._reader.manifest(0), name_of(optimizer))
-        another = f"the commit of step {step} of run {run_id} belongs to another model: "
+        another = f"the checkpoint of step {step} of run {run_id} belongs to another model: "
         if len(members) != len(self._reader.tensors):
-            raise CommitError(f"{another}it has {len(self._reader.tensors)} parameters, this model {len(members)}")
+            raise CheckpointError(f"{another}it has {len(self._reader.tensors)} parameters, this model {len(members)}")
         for member, placed in zip(members, layout.shards, strict=True):
             self._check_member(member, placed.spec, layout.segments[placed.segment].format.kinds, another)
 
@@ -108,18 +114,18 @@ class ReshardSource(FirstValues):
         name = spec.name
         index = self._index.get(name, -1)
         if index < 0:
-            raise CommitError(f"{another}it has no parameter {name}")
+            raise CheckpointError(f"{another}it has no parameter {name}")
         param = member.param
         shape, found = tuple(private.full_shape(param)), self._reader.tensors[index].shape
         if shape != found:
-            raise CommitError(f"{another}{name} has shape {found} there, {shape} here")
+            raise CheckpointError(f"{another}{name} has shape {found} there, {shape} here")
         here = (dtype_name(param.sharded_param.dtype), kinds)
         there = (dtype_name(self._reader.dtype(index)), self._reader.kinds(index))
         if here != there:
-            raise CommitError(f"{another}{name} is trained as {there} there, {here} here")
+            raise CheckpointError(f"{another}{name} is trained as {there} there, {here} here")
 
-    def values(self, unit: str, members: Sequence[Member]) -> ValueOf:
-        """Return slices of the commit's parameters and states, which are read when they are asked for."""
+    def values(self, fsdp_module: str, members: Sequence[Member]) -> ValueOf:
+        """Return slices of the checkpoint's parameters and states, which are read when they are asked for."""
 
         def value_of(position: int, section: str) -> torch.Tensor:
             param, index = members[position].param, self._index[members[position].names[0]]
@@ -133,8 +139,8 @@ class ReshardSource(FirstValues):
         return value_of
 
     def buffers(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
-        """Return the commit's buffers."""
-        return committed_buffers(self._reader.manifest(0), self._reader.folder, model)
+        """Return the checkpoint's buffers."""
+        return checkpointed_buffers(self._reader.manifest(0), self._reader.folder, model)
 
     def restore(self, model: nn.Module, members: Sequence[Member], groups: list[dict[str, Any]]) -> ResumedState:
         """Put back buffers and settings, and random states where this rank was there; return the rest."""

@@ -1,1 +1,1 @@
-"""Page versions in extents over the NVMe paths, and the commits that name them."""
+"""Page versions in extents over the NVMe paths, and the checkpoints that name them."""

@@ -21,10 +21,10 @@ from typing import Final, Literal, NamedTuple
 
 from infinity.config import StorageConfig
 from infinity.errors import InfinityError
-from infinity.io.drives import locate
+from infinity.io.block_devices import locate
 from infinity.io.probe.bench import Bench, open_bench
 from infinity.io.probe.points import MARGIN, Load, Point
-from infinity.store.remembered import UNUSABLE, recall, remember
+from infinity.store.host_records import UNUSABLE, recall, remember
 from infinity.units import GIB, MIB, format_size
 
 CACHE_NAME = "engines.json"

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from infinity.content.format import Role
 from infinity.content.layout import Page
+from infinity.deadline import wait_a_while
 from infinity.errors import StallError
-from infinity.waiting import wait_a_while
 
 SPARE_SLOTS = 16
 """Writes of one class that a run may have in flight at once at most, each of which needs a slot more."""
@@ -37,27 +37,27 @@ class Extent(NamedTuple):
     """Bytes."""
 
 
-def spread(pages: Sequence[Page], shares: Sequence[float]) -> tuple[int, ...]:
+def spread(pages: Sequence[Page], stripe_weights: Sequence[float]) -> tuple[int, ...]:
     """Return the path of every page so that bytes follow `shares`, role by role and in page order.
 
     Consecutive pages alternate between paths, so that any stretch of the trace keeps all drives busy. Only a path that
     is behind its share gets a page, so none is ever further from it than one page (the quota method of Balinski and
     Young, 1975).
     """
-    total = sum(shares)
-    given: dict[Role, list[float]] = {role: [0.0] * len(shares) for role in Role}
+    total = sum(stripe_weights)
+    given: dict[Role, list[float]] = {role: [0.0] * len(stripe_weights) for role in Role}
     paths: list[int] = []
     for page in pages:
         loads = given[page.role]
         due = sum(loads) + page.nbytes
-        behind = [k for k, share in enumerate(shares) if loads[k] * total < share * due]
-        path = min(behind, key=lambda k: ((loads[k] + page.nbytes) / shares[k], k))
+        behind = [k for k, stripe_weight in enumerate(stripe_weights) if loads[k] * total < stripe_weight * due]
+        path = min(behind, key=lambda k: ((loads[k] + page.nbytes) / stripe_weights[k], k))
         loads[path] += page.nbytes
         paths.append(path)
     return tuple(paths)
 
 
-def respread(pages: Sequence[Page], paths: Sequence[int], shares: Sequence[float]) -> tuple[int, ...]:
+def respread(pages: Sequence[Page], paths: Sequence[int], stripe_weights: Sequence[float]) -> tuple[int, ...]:
     """Return new paths of pages so that bytes follow `shares`, role by role, and as few pages as possible move.
 
     The pages that leave a path are spread evenly over those that it has. Fixed pages stay, as they are never written.
@@ -65,17 +65,20 @@ def respread(pages: Sequence[Page], paths: Sequence[int], shares: Sequence[float
     moved = list(paths)
     for role in Role:
         mine = [page for page in pages if page.role is role and not page.fixed]
-        loads = [0.0] * len(shares)
+        loads = [0.0] * len(stripe_weights)
         for page in mine:
             loads[paths[page.index]] += page.nbytes
         # Bytes by which a path has too much.
-        surplus = [load - sum(loads) * share / sum(shares) for load, share in zip(loads, shares, strict=True)]
+        surplus = [
+            load - sum(loads) * stripe_weight / sum(stripe_weights)
+            for load, stripe_weight in zip(loads, stripe_weights, strict=True)
+        ]
         leaving = [max(0.0, extra / load) if load else 0.0 for extra, load in zip(surplus, loads, strict=True)]
-        due = [0.0] * len(shares)  # bytes that should have left by now
+        due = [0.0] * len(stripe_weights)  # bytes that should have left by now
         for page in mine:
             path = paths[page.index]
             due[path] += leaving[path] * page.nbytes
-            target = min(range(len(shares)), key=lambda k: surplus[k])
+            target = min(range(len(stripe_weights)), key=lambda k: surplus[k])
             if due[path] >= page.nbytes / 2 and surplus[target] <= -page.nbytes / 2:
                 moved[page.index] = target
                 due[path] -= page.nbytes
@@ -98,16 +101,17 @@ class SlotClass:
 
 
 def plan_slots(pages: Sequence[Page], paths: Sequence[int], spare: int, retained: int) -> tuple[SlotClass, ...]:
-    """Return the slots that hold the retained commits, one newer version of every page, and writes in flight.
+    """Return the slots that hold the retained checkpoints, one newer version of every page, and writes in flight.
 
-    A fixed page has one slot, as all commits name the same version of it. Classes for another retained commit lie
+    A fixed page has one slot, as all checkpoints name the same version of it. Classes for another retained checkpoint
+    lie
     behind all others, so that a resumed run may retain more or fewer.
 
     Args:
         pages: those of the state.
         paths: path of every page.
         spare: writes of a class that may be in flight at once at most; each needs one slot more.
-        retained: commits that are kept.
+        retained: checkpoints that are kept.
     """
     members, changing = _counted(pages, [(path,) for path in paths])
     newest = {key: count + _spare(changing[key], spare) for key, count in members.items()}
@@ -141,7 +145,7 @@ def needed_slots(
         pages: some pages of the rank.
         paths: by page of these, all paths that a version of it lies on, or will.
         spare: writes of a class that may be in flight at once at most.
-        retained: commits that are kept.
+        retained: checkpoints that are kept.
         edited: fixed pages that are written again all the same.
     """
     members, changing = _counted(pages, paths, edited)
@@ -179,7 +183,7 @@ def missing_slots(
     Args:
         classes: the slots so far.
         needed: how many slots there must be by (path, length).
-        used: extents of committed pages; those that are no slots count as such, and slots that they touch do not.
+        used: extents of checkpointed pages; those that are no slots count as such, and slots that they touch do not.
         behind: other slots that they are to lie behind.
     """
     taken = _Used(used)
@@ -267,7 +271,7 @@ class ExtentAllocator:
 
         Args:
             classes: all slots.
-            used: extents of committed pages, which do not overlap each other; each is a slot when it is given back,
+            used: extents of checkpointed pages, which do not overlap each other; each is a slot when it is given back,
                 wherever it lies.
         """
         taken = _Used(used)

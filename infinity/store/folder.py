@@ -3,7 +3,7 @@
 <path>/infinity.lock.<local rank>       held (flock) by the live run, says who
 <path>/<run id>/infinity.run            says that this is a folder of a run, and which one of its paths
 <path>/<run id>/rank00000.pages         data file of one rank
-<path>/<run id>/commits/                manifests, on the first path only
+<path>/<run id>/checkpoints/                manifests, on the first path only
 
 [Note: who holds what]
 A live run holds a lock file on each of its paths from its start to the end of its process. The folder <path> itself is
@@ -34,10 +34,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.access import open_own, open_regular, own_folder, sync_folder, whose_folder
 from infinity.errors import BudgetError, ConfigError, FolderBusyError, StorageError
 from infinity.store.marker import MARKER_NAME, Marker, write_marker
 from infinity.units import format_size
+from infinity.untrusted_files import open_own, open_regular, own_folder, sync_folder, whose_folder
 
 LOCK_NAME = "infinity.lock"
 _LOCK_FILE = re.compile(rf"{re.escape(LOCK_NAME)}\.\d+", re.ASCII)
@@ -58,13 +58,14 @@ class RunFolder:
     """The folders of one run, one per NVMe path. Only names: what they lead to may be there or not.
 
     The life of a run on disk: `create` makes folders, then markers, so that a folder without one is a start that was
-    cut off; data files are reserved, commits come and go. `remove` takes the commits first and the marker last, so that
+    cut off; data files are reserved, checkpoints come and go. `remove` takes the checkpoints first and the marker last,
+    so that
     what is left of a removal that was cut off is a run still, and is removed by the next.
     """
 
     run_id: str
     roots: tuple[Path, ...]
-    """``<path>/<run id>`` for every path, in the run's own order; the first has the commits."""
+    """``<path>/<run id>`` for every path, in the run's own order; the first has the checkpoints."""
 
     @classmethod
     def of(cls, paths: Sequence[str | Path], run_id: str) -> RunFolder:
@@ -76,9 +77,9 @@ class RunFolder:
         return self.roots[path] / f"rank{rank:05d}.pages"
 
     @property
-    def commits(self) -> Path:
+    def checkpoints(self) -> Path:
         """Folder of the manifests."""
-        return self.roots[0] / "commits"
+        return self.roots[0] / "checkpoints"
 
     def create(self) -> None:
         """Make the folders, or check those that are there, and mark them as those of a run.
@@ -91,21 +92,21 @@ class RunFolder:
             for number, folder in enumerate(self.roots):
                 own_folder(folder, parents=False)
                 write_marker(folder, Marker(run_id=self.run_id, path=number, paths=len(self.roots)))
-            own_folder(self.commits, parents=False)
+            own_folder(self.checkpoints, parents=False)
             sync_folder(self.roots[0])
         except OSError as error:
             raise ConfigError(f"the run folder {folder} cannot be used: {error.strerror}") from error
 
     def remove(self) -> None:
-        """Remove the run from all paths: commits first, and what says that it is a run last. No link is followed.
+        """Remove the run from all paths: checkpoints first, and what says that it is a run last. No link is followed.
 
         Raises:
-            OSError: something cannot be removed; what is left is a run without that commit, or without any.
+            OSError: something cannot be removed; what is left is a run without that checkpoint, or without any.
         """
         for number, root in enumerate(self.roots):
             with suppress(FileNotFoundError), opened_folder(root) as folder:
                 if number == 0:
-                    _remove_folder(folder, root / "commits")
+                    _remove_folder(folder, root / "checkpoints")
                 _clear(folder, root, but=MARKER_NAME)
                 _remove_empty(folder, root)
 
@@ -123,21 +124,21 @@ class RunFolder:
             with _naming(file):
                 os.unlink(file.name, dir_fd=folder)
 
-    def remove_rank(self, rank: int, *, commits: bool) -> None:
+    def remove_rank(self, rank: int, *, checkpoints: bool) -> None:
         """Remove what one rank has of the run; the last one of this node also removes the folders.
 
         Args:
             rank: whose.
-            commits: remove the folder of the commits too: of all ranks of this node.
+            checkpoints: remove the folder of the checkpoints too: of all ranks of this node.
 
         Raises:
             OSError: something cannot be removed.
         """
         # By name, with one descriptor at most, as a process may have no more left: in these nobody else puts links.
         own = {number: root for number, root in enumerate(self.roots) if _is_own(root)}
-        if 0 in own and self.commits.is_dir() and not self.commits.is_symlink():
+        if 0 in own and self.checkpoints.is_dir() and not self.checkpoints.is_symlink():
             with suppress(FileNotFoundError):  # the first rank of this node removes all of it
-                self._remove_commits("*" if commits else f"step*.rank{rank:05d}[.-]*")
+                self._remove_checkpoints("*" if checkpoints else f"step*.rank{rank:05d}[.-]*")
         for number in own:
             self.data_file(number, rank).unlink(missing_ok=True)
         for root in own.values():
@@ -146,19 +147,19 @@ class RunFolder:
                     (root / MARKER_NAME).unlink(missing_ok=True)
                     root.rmdir()
 
-    def _remove_commits(self, pattern: str) -> None:
+    def _remove_checkpoints(self, pattern: str) -> None:
         """Remove what is named so, and the folder if that is all of it; for good, before a data file goes."""
-        names = fnmatch.filter(os.listdir(self.commits), pattern)
+        names = fnmatch.filter(os.listdir(self.checkpoints), pattern)
         for name in sorted(names, key=lambda name: not name.endswith(".json")):  # manifests first
-            entry = self.commits / name
+            entry = self.checkpoints / name
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:
                 entry.unlink(missing_ok=True)
         if names:
-            sync_folder(self.commits)
+            sync_folder(self.checkpoints)
         if pattern == "*":
-            self.commits.rmdir()
+            self.checkpoints.rmdir()
 
 
 def _is_own(root: Path) -> bool:

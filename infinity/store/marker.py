@@ -1,7 +1,7 @@
 """What says that a folder is a run of ours: a name of the form of an id, and the file `infinity.run` in it.
 
 Whatever lists, resumes, checks or removes runs goes by this and nothing else. A folder that only looks like one
-(`.git`, a copy `RUN.bak`, somebody's project with a folder `commits`) is passed over.
+(`.git`, a copy `RUN.bak`, somebody's project with a folder `checkpoints`) is passed over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-from infinity.access import read_regular, replacing, sync_folder
+from infinity.untrusted_files import read_regular, replacing, sync_folder
 
 MARKER_NAME = "infinity.run"
 _FORMAT = 1
@@ -188,11 +188,11 @@ def _marker_of(root: Path) -> Marker:
     if root.is_symlink() or not root.is_dir():
         raise ValueError("it is a link" if root.is_symlink() else "it is not a folder")
     marker = read_marker(root)
-    commits = root / "commits"
+    checkpoints = root / "checkpoints"
     with suppress(FileNotFoundError):
-        mode = commits.lstat().st_mode
+        mode = checkpoints.lstat().st_mode
         if not stat.S_ISDIR(mode):  # whoever removes would remove elsewhere
-            raise ValueError(f"its commits is {'a link' if stat.S_ISLNK(mode) else 'not a folder'}")
+            raise ValueError(f"its checkpoints is {'a link' if stat.S_ISLNK(mode) else 'not a folder'}")
     return marker
 
 

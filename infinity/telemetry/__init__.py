@@ -5,8 +5,8 @@ prometheus-client.
 """
 
 from infinity.telemetry.metrics import BY_NAME, METRICS, PREFIX, Metric, error_reason
-from infinity.telemetry.page import Snapshot, StatsPageError, read_stats_page, stats_page_files
 from infinity.telemetry.stats import Stats
+from infinity.telemetry.stats_file import Snapshot, StatsPageError, read_stats_page, stats_page_files
 
 __all__ = [
     "BY_NAME",

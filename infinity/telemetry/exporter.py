@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from wsgiref.types import StartResponse, WSGIEnvironment
 
-from infinity.extras import needs
-from infinity.telemetry.cells import label_sets
+from infinity.optional_dependencies import needs
+from infinity.telemetry.http_server import LOOPBACK, HTTPServer, Route, Stream, answer_json, serve_routes
 from infinity.telemetry.metrics import METRICS, PREFIX, Metric
-from infinity.telemetry.page import Snapshot
-from infinity.telemetry.server import LOOPBACK, HTTPServer, Route, Stream, answer_json, serve_routes
+from infinity.telemetry.stats_cells import label_sets
+from infinity.telemetry.stats_file import Snapshot
 
 with needs("daemon", "serving metrics"):
     from prometheus_client import CollectorRegistry, make_wsgi_app

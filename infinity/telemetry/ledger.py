@@ -21,17 +21,17 @@ from infinity.telemetry.timeline import Timeline
 
 _log = logging.getLogger("infinity")
 
-_PART_OF = {"forward": "compute", "backward": "compute", "update": "update", "commit": "python", "other": "python"}
+_PART_OF = {"forward": "compute", "backward": "compute", "update": "update", "checkpoint": "python", "other": "python"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """One step of this rank: parts of the training thread's time, which add up to `seconds`, and NVMe bytes.
 
-    A step begins where the one before (or a commit) ended. `compute` is forward and backward outside of all else;
+    A step begins where the one before (or a checkpoint) ended. `compute` is forward and backward outside of all else;
     `collective` all-gathers, reduce-scatters and the reduction of the norm; `copy` weights out of pages and gradients
     into them; `update` clipping and the optimizer; the stalls are waits for a page to be read, for one to be written,
-    and for a free frame; `python` is the user's loop between `step()` and the next forward, and our bookkeeping.
+    and for a free cache slot; `python` is the user's loop between `step()` and the next forward, and our bookkeeping.
     `transfer_seconds` is beside them: the time in which pages were on their way.
     """
 
@@ -43,7 +43,7 @@ class StepRecord:
     update_seconds: float
     read_stall_seconds: float
     write_stall_seconds: float
-    arena_stall_seconds: float
+    host_cache_stall_seconds: float
     python_seconds: float
     transfer_seconds: float
     read_bytes: int
@@ -52,7 +52,7 @@ class StepRecord:
     @property
     def stall_seconds(self) -> float:
         """Seconds in which the training thread stood still."""
-        return self.read_stall_seconds + self.write_stall_seconds + self.arena_stall_seconds
+        return self.read_stall_seconds + self.write_stall_seconds + self.host_cache_stall_seconds
 
 
 class _Stretch:
@@ -67,7 +67,7 @@ class _Stretch:
             phase: to be in; empty: that in which the block begins.
             part: to be in; empty: the one that the phase decides.
             name: in the timeline.
-            what: for which unit, in the timeline.
+            what: for which FSDP module, in the timeline.
         """
         self._ledger, self._phase, self._part, self._name, self._what = ledger, phase, part, name, what
         self._before = ("", "")  # phase and part around the block; set at its begin
@@ -128,8 +128,8 @@ class Ledger:
         self._step_duration = stats.histogram("step_duration_seconds")
         self._last_step = stats.gauge("step_last_completed_timestamp_seconds")
         self._updated = stats.counter("optimizer_updated_parameters_total")
-        self._commit_duration = stats.histogram("commit_duration_seconds")
-        self._last_commit = stats.gauge("commit_last_success_timestamp_seconds")
+        self._checkpoint_duration = stats.histogram("checkpoint_duration_seconds")
+        self._last_checkpoint = stats.gauge("checkpoint_last_success_timestamp_seconds")
         self._pool = {
             status: stats.gauge("pool_frames", status=status) for status in ("free", "resident", "streaming", "writing")
         }
@@ -150,7 +150,7 @@ class Ledger:
         self._warned = False  # whether a departure from the plan was logged
         self._phase, self._part = "other", ""
         """Where the training thread is; no part: the one that the phase decides. [Note: parts]"""
-        self._unit = ""  # what is computed, for the timeline
+        self._fsdp_module = ""  # what is computed, for the timeline
         # Seconds of `time.perf_counter`: when the current stretch, the current phase and the step began.
         self._since = self._phase_since = self._step_start = time.perf_counter()
         self._spent = dict.fromkeys(PARTS, 0.0)
@@ -203,7 +203,7 @@ class Ledger:
             return
         self._stalls[self._phase, cause].add(seconds)
         self._spent[f"{cause}_stall"] += seconds
-        if cause == "arena":
+        if cause == "host_cache":
             self._pool_wait.add(seconds)
 
     def fetched(self, result: str) -> None:
@@ -252,13 +252,13 @@ class Ledger:
 
     # Phases and steps #
 
-    def enter(self, phase: str, unit: str = "") -> None:
-        """Switch to a phase; `unit` is what is computed from now on."""
+    def enter(self, phase: str, fsdp_module: str = "") -> None:
+        """Switch to a phase; `fsdp_module` is what is computed from now on."""
         self._switch(phase, self._part)
-        self._unit = unit
+        self._fsdp_module = fsdp_module
 
     def phase(self, phase: str, what: str = "") -> AbstractContextManager[None]:
-        """Be in a phase for the length of a block; `what` says in the timeline for which unit."""
+        """Be in a phase for the length of a block; `what` says in the timeline for which FSDP module."""
         return _Stretch(self, phase, "", phase, what)
 
     def part(self, part: str, what: str = "", *, name: str = "") -> AbstractContextManager[None]:
@@ -273,7 +273,7 @@ class Ledger:
         self._spent[spent] += passed
         if self._timeline is not None:
             if spent == "compute" and not self._part:
-                self._timeline.span("thread", "compute", self._unit, self._since, now)
+                self._timeline.span("thread", "compute", self._fsdp_module, self._since, now)
             if phase != self._phase:
                 self._timeline.span("phase", self._phase, "", self._phase_since, now)
                 self._phase_since = now
@@ -308,14 +308,19 @@ class Ledger:
             self._link[way].add(nbytes)
 
     def end_step(
-        self, step: int, updated: int, frames: Mapping[str, int], held: Mapping[str, int], inflight: Mapping[str, int]
+        self,
+        step: int,
+        updated: int,
+        cache_slots: Mapping[str, int],
+        held: Mapping[str, int],
+        inflight: Mapping[str, int],
     ) -> StepRecord:
         """Close the books of a step.
 
         Args:
             updated: parameters updated in it.
-            frames: frames of the arena by status.
-            held: bytes in the arena by role.
+            cache slots: cache slots of the host cache by status.
+            held: bytes in the host cache by role.
             inflight: page transfers under way by operation.
         """
         self._switch("other", self._part)
@@ -332,7 +337,7 @@ class Ledger:
             update_seconds=spent["update"],
             read_stall_seconds=spent["read_stall"],
             write_stall_seconds=spent["write_stall"],
-            arena_stall_seconds=spent["arena_stall"],
+            host_cache_stall_seconds=spent["host_cache_stall"],
             python_seconds=spent["python"],
             transfer_seconds=self._moving - self._moving_before,
             read_bytes=moved["read"] - self._moved_before["read"],
@@ -347,7 +352,7 @@ class Ledger:
         self._step_duration.observe(seconds)
         self._last_step.set(time.time())
         self._updated.add(updated)
-        for status, number in frames.items():
+        for status, number in cache_slots.items():
             self._pool[status].set(number)
         for role, nbytes in held.items():
             self._held[role].set(nbytes)
@@ -356,7 +361,7 @@ class Ledger:
         return record
 
     def restart_step(self) -> None:
-        """Begin the books of a step now: what came before (set-up, a commit) belongs to none."""
+        """Begin the books of a step now: what came before (set-up, a checkpoint) belongs to none."""
         self._switch("other", self._part)
         with self._lock:
             self._begin_step(dict(self._moved))
@@ -368,10 +373,10 @@ class Ledger:
         self._step_start = self._phase_since = self._since
         self._spent = dict.fromkeys(PARTS, 0.0)
 
-    def committed(self, seconds: float) -> None:
-        """Count a durable commit."""
-        self._commit_duration.observe(seconds)
-        self._last_commit.set(time.time())
+    def checkpointed(self, seconds: float) -> None:
+        """Count a durable checkpoint."""
+        self._checkpoint_duration.observe(seconds)
+        self._last_checkpoint.set(time.time())
 
     @property
     def total_bytes(self) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """The one table of metrics.
 
 The layout of the stats page, the exporter and `docs/metrics.md` are all made from `METRICS`; a metric that
-is not here cannot be counted, served or documented. Conventions: base units in the plural, ``_total`` on
+is not here cannot be counted, served or documented. Conventions: base FSDP modules in the plural, ``_total`` on
 counters, no rates and no percentages, labels only from closed sets. Names are written here without the
 ``infinity_`` prefix, which the exporter adds.
 
@@ -39,7 +39,8 @@ class Label:
 class Metric:
     """One row of the table.
 
-    `name` carries the unit; `buckets` are the upper bounds of a histogram, in the unit of the name, without
+    `name` carries the FSDP module; `buckets` are the upper bounds of a histogram, in the FSDP module of the name,
+    without
     the last (infinite) one. `server` says who counts it: a rank on its stats page, or the daemon. The
     exporter puts the labels ``run`` and ``rank`` on every metric of a rank.
     """
@@ -61,15 +62,15 @@ TIERS: Final = ("host", "nvme")
 ROLES: Final = ("param", "update", "grad", "activation")
 OPS: Final = ("read", "write")
 LINK_DIRECTIONS: Final = ("to_device", "from_device")
-PHASES: Final = ("forward", "backward", "update", "commit", "other")
-CAUSES: Final = ("read", "write", "arena")
+PHASES: Final = ("forward", "backward", "update", "checkpoint", "other")
+CAUSES: Final = ("read", "write", "host_cache")
 PARTS: Final = (
-    "compute", "collective", "copy", "update", "read_stall", "write_stall", "arena_stall", "python",
+    "compute", "collective", "copy", "update", "read_stall", "write_stall", "host_cache_stall", "python",
 )  # fmt: skip
-STALLS: Final = ("read_stall", "write_stall", "arena_stall")
+STALLS: Final = ("read_stall", "write_stall", "host_cache_stall")
 """Parts in which the training thread stands still."""
 FETCH_RESULTS: Final = ("hit", "late", "miss")
-FRAME_STATUSES: Final = ("free", "resident", "streaming", "writing")
+CACHE_SLOT_STATUSES: Final = ("free", "resident", "streaming", "writing")
 ERROR_REASONS: Final = ("eio", "enospc", "corrupt", "timeout", "other")
 PAGE_STATUSES: Final = ("live", "ended", "dead", "broken")
 COLLECTORS: Final = ("build", "devices", "ranks", "stale")
@@ -89,7 +90,7 @@ _REQUEST_BUCKETS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 2.5, 10.0,
 )  # fmt: skip
 _STEP_BUCKETS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 512.0)
-_COMMIT_BUCKETS = (0.01, 0.05, 0.25, 1.0, 5.0, 20.0, 120.0)
+_CHECKPOINT_BUCKETS = (0.01, 0.05, 0.25, 1.0, 5.0, 20.0, 120.0)
 
 
 def _rank(name: str, kind: Kind, doc: str, *labels: Label, buckets: tuple[float, ...] = ()) -> Metric:
@@ -118,7 +119,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _rank(
         "io_bytes_total",
         "counter",
-        "Bytes moved between the host arena and NVMe, by the role of the page and the configured path.",
+        "Bytes moved between the host cache and NVMe, by the role of the page and the configured path.",
         _OP,
         _ROLE,
         _DEVICE,
@@ -161,10 +162,10 @@ METRICS: Final[tuple[Metric, ...]] = (
     _rank(
         "pool_frames",
         "gauge",
-        "Frames of the host arena by what they are used for.",
-        Label(name="status", values=FRAME_STATUSES),
+        "Cache slots of the host cache by what they are used for.",
+        Label(name="status", values=CACHE_SLOT_STATUSES),
     ),
-    _rank("pool_wait_seconds_total", "counter", "Seconds the pager waited for a free frame."),
+    _rank("pool_wait_seconds_total", "counter", "Seconds the pager waited for a free cache slot."),
     _rank(
         "prefetch_fetches_total",
         "counter",
@@ -199,7 +200,10 @@ METRICS: Final[tuple[Metric, ...]] = (
         _PART,
     ),
     _rank(
-        "step_phase_seconds_total", "counter", "Seconds by phase, commits and the time between steps included.", _PHASE
+        "step_phase_seconds_total",
+        "counter",
+        "Seconds by phase, checkpoints and the time between steps included.",
+        _PHASE,
     ),
     _rank(
         "step_last_completed_timestamp_seconds",
@@ -216,12 +220,12 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     _rank("optimizer_updated_parameters_total", "counter", "Parameters updated, summed over the steps."),
     _rank(
-        "commit_duration_seconds",
+        "checkpoint_duration_seconds",
         "histogram",
-        "Seconds from the start of a commit until it is durable.",
-        buckets=_COMMIT_BUCKETS,
+        "Seconds from the start of a checkpoint until it is durable.",
+        buckets=_CHECKPOINT_BUCKETS,
     ),
-    _rank("commit_last_success_timestamp_seconds", "gauge", "Unix time of the last durable commit; 0 before."),
+    _rank("checkpoint_last_success_timestamp_seconds", "gauge", "Unix time of the last durable checkpoint; 0 before."),
     _rank("training_loss", "gauge", "Loss that was reported last; 0 before."),
     _rank("training_learning_rate", "gauge", "Learning rate of the first param group in the last step; 0 before."),
     _rank("training_gradient_norm", "gauge", "Norm of all gradients when they were clipped last, before it; 0 before."),

@@ -3,7 +3,7 @@
 A page is a mapped file of doubles: counting is one read and one write of memory, with no lock and no system
 call, and what was counted survives the rank. **One writer per cell**: an increment is a read followed by a
 write, so two threads that add to the *same* label set lose counts; let one thread own a label set, or hold
-the lock that protects what is counted. Readers: see [Note: torn reads] in `telemetry/page.py`.
+the lock that protects what is counted. Readers: see [Note: torn reads] in `telemetry/stats_file.py`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from infinity.access import own_folder
 from infinity.errors import ConfigError
 from infinity.schema import nearest
-from infinity.telemetry.cells import CLOSED_CELL, cells_of
 from infinity.telemetry.metrics import BY_NAME, Kind, Metric
-from infinity.telemetry.page import (
+from infinity.telemetry.stats_cells import CLOSED_CELL, cells_of
+from infinity.telemetry.stats_file import (
     SUFFIX,
     Snapshot,
     StatsHeader,
@@ -36,6 +35,7 @@ from infinity.telemetry.page import (
     stats_page_files,
     stats_page_name,
 )
+from infinity.untrusted_files import own_folder
 
 KEEP_CLOSED_SECONDS: Final = 900.0
 """How long the page of a rank that has ended stays where no daemon runs: nothing is scraped more rarely."""
@@ -77,7 +77,7 @@ class Histogram:
         self._last = first + len(bounds) + 1
 
     def observe(self, value: float) -> None:
-        """Count one observation, in the unit of the metric's name."""
+        """Count one observation, in the FSDP module of the metric's name."""
         self._cells[self._first + bisect_left(self._bounds, value)] += 1
         self._cells[self._last] += value
 

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infinity.access import replacing
+from infinity.untrusted_files import replacing
 
 _TRACKS = {"phase": "steps and phases", "thread": "training thread"}
 

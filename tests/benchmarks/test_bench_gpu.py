@@ -129,10 +129,10 @@ def test_all_but_the_first_are_capped(variant: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *cap: caps.append(cap))
     options = SimpleNamespace(device="cuda", deterministic=False, cap_fraction=0.05, device_bytes=0)
-    facts, staged = prepare(options, variant)
+    facts, prefetched = prepare(options, variant)
     assert caps == ([] if variant == "fsdp_memory" else [(0.05, 0)])
     assert facts == {"name": "a GPU", "memory_bytes": 80 << 30, "cap_bytes": 4 << 30}
-    assert staged == 1 << 30
+    assert prefetched == 1 << 30
 
 
 @pytest.mark.parametrize("updates", ["cpu", "cuda"])

@@ -1,4 +1,4 @@
-"""A commit does not go on with a model or groups that only look like those that it was made with."""
+"""A checkpoint does not go on with a model or groups that only look like those that it was made with."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import infinity
-from infinity.checkpoint.reader import CommitReader
-from infinity.checkpoint.room import CommitRoom
-from infinity.errors import CommitError, UnsupportedError
+from infinity.checkpoint.reader import CheckpointReader
+from infinity.checkpoint.reserved_space import CheckpointSpace
+from infinity.errors import CheckpointError, UnsupportedError
 from infinity.store.folder import RunFolder
 from support.train import MIB, Paging, settings
 
@@ -46,32 +46,36 @@ def start(folder: Path, inner: int = 6, outer: int = 10, *, turned: bool = False
 
 
 @pytest.fixture
-def committed(tmp_path: Path) -> Path:
-    """A folder with a commit."""
+def checkpointed(tmp_path: Path) -> Path:
+    """A folder with a checkpoint."""
     with start(tmp_path) as optimizer:
-        optimizer.commit()
+        optimizer.save_checkpoint()
     return tmp_path
 
 
-def test_a_parameter_of_another_shape_is_refused(committed: Path) -> None:
+def test_a_parameter_of_another_shape_is_refused(checkpointed: Path) -> None:
     """As many elements would be taken as they lie there."""
-    with pytest.raises(CommitError, match=r"first\.weight has shape \(10, 6\) in the commit of step 0.*\(6, 10\) here"):
-        start(committed, 10, 6, resume="latest")
-    with start(committed, resume="latest") as optimizer:
+    with pytest.raises(
+        CheckpointError, match=r"first\.weight has shape \(10, 6\) in the checkpoint of step 0.*\(6, 10\) here"
+    ):
+        start(checkpointed, 10, 6, resume="latest")
+    with start(checkpointed, resume="latest") as optimizer:
         assert optimizer.steps == 0
 
 
-def test_groups_in_another_order_are_refused(committed: Path) -> None:
+def test_groups_in_another_order_are_refused(checkpointed: Path) -> None:
     """Each would get the other's weight decay."""
-    with pytest.raises(CommitError, match=r"param group 0 of the commit has other parameters.*\(2 there, 1 here\)"):
-        start(committed, turned=True, resume="latest")
+    with pytest.raises(
+        CheckpointError, match=r"param group 0 of the checkpoint has other parameters.*\(2 there, 1 here\)"
+    ):
+        start(checkpointed, turned=True, resume="latest")
 
 
-def test_a_buffer_of_two_modules_is_saved_under_both_names(committed: Path) -> None:
+def test_a_buffer_of_two_modules_is_saved_under_both_names(checkpointed: Path) -> None:
     """As `state_dict` has it; an export asks for both."""
-    (file,) = committed.glob("nvme0/*/commits/*.json")
-    folder = RunFolder.of([str(committed / "nvme0")], file.parent.parent.name)
-    found = dict(CommitReader(folder).buffers())
+    (file,) = checkpointed.glob("nvme0/*/checkpoints/*.json")
+    folder = RunFolder.of([str(checkpointed / "nvme0")], file.parent.parent.name)
+    found = dict(CheckpointReader(folder).buffers())
     assert {name: value.tolist() for name, value in found.items()} == {
         "first.scale": [2.0, 3.0],
         "second.scale": [2.0, 3.0],
@@ -98,8 +102,8 @@ class Table(nn.Module):
         return (self.linear(x) * self.table[: len(x), None]).sum()
 
 
-def train_table(folder: Path, lr: Any = 1e-3, *, commit: bool = True, model: Any = None, **run: Any) -> float:
-    """Train a step and commit; return the loss."""
+def train_table(folder: Path, lr: Any = 1e-3, *, checkpoint: bool = True, model: Any = None, **run: Any) -> float:
+    """Train a step and checkpoint; return the loss."""
     torch.manual_seed(0)
     model = fully_shard(model or Table(), mesh=infinity.mesh("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -109,8 +113,8 @@ def train_table(folder: Path, lr: Any = 1e-3, *, commit: bool = True, model: Any
         loss.backward()
         paged.step()
         paged.zero_grad()
-        if commit:
-            paged.commit()
+        if checkpoint:
+            paged.save_checkpoint()
         return float(loss.item())
 
 
@@ -121,20 +125,21 @@ def test_a_table_that_a_model_makes_longer_is_made_again(tmp_path: Path) -> None
 
 
 def test_a_persistent_buffer_of_another_shape_is_refused(tmp_path: Path) -> None:
-    """With both shapes; the commit is not said to be damaged."""
+    """With both shapes; the checkpoint is not said to be damaged."""
     train_table(tmp_path)
     with pytest.raises(
-        CommitError, match=r"^the buffer steps of the model has the shape \(2,\), the commit has one of shape \(1,\)"
+        CheckpointError,
+        match=r"^the buffer steps of the model has the shape \(2,\), the checkpoint has one of shape \(1,\)",
     ):
         train_table(tmp_path, resume="latest", model=Table(steps=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.float8_e8m0fnu])
-def test_a_buffer_that_no_commit_can_give_back_is_refused_at_the_start(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Not at the first commit, nor when it is resumed; without commits it is taken."""
+def test_a_buffer_that_no_checkpoint_can_give_back_is_refused_at_the_start(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Not at the first checkpoint, nor when it is resumed; without checkpoints it is taken."""
     with pytest.raises(UnsupportedError, match=r"^the buffer odd is .*; register it in another dtype"):
         train_table(tmp_path, model=Table(dtype))
-    train_table(tmp_path, model=Table(dtype), commit=False, retained_commits=0)
+    train_table(tmp_path, model=Table(dtype), checkpoint=False, retained_checkpoints=0)
 
 
 def test_a_sparse_buffer_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -145,20 +150,25 @@ def test_a_sparse_buffer_is_refused_at_the_start(tmp_path: Path) -> None:
         train_table(tmp_path, model=model)
 
 
-def test_a_rate_of_numpy_is_committed(tmp_path: Path) -> None:
+def test_a_rate_of_numpy_is_checkpointed(tmp_path: Path) -> None:
     """A schedule that computes with it makes such ones."""
     train_table(tmp_path, np.float32(1e-3))
     assert train_table(tmp_path, resume="latest")
 
 
-def test_a_setting_that_no_commit_can_have_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_a_setting_that_no_checkpoint_can_have_is_refused_at_the_start(tmp_path: Path) -> None:
     """By its name, before anything is trained."""
-    with pytest.raises(CommitError, match=r"^lr of the optimizer is of type Fraction, which cannot be committed"):
+    with pytest.raises(
+        CheckpointError, match=r"^lr of the optimizer is of type Fraction, which cannot be checkpointed"
+    ):
         train_table(tmp_path, Fraction(1, 1000))
 
 
 def test_room_that_a_full_drive_refuses_is_given_back(tmp_path: Path) -> None:
-    """ext4 keeps what an allocation got before it failed: the drive would stay full, and every later commit fail."""
+    """ext4 keeps what an allocation got before it failed:
+
+    the drive would stay full, and every later checkpoint fail.
+    """
     image, place = tmp_path / "image", tmp_path / "place"
     place.mkdir()
     image.write_bytes(b"")
@@ -169,7 +179,7 @@ def test_room_that_a_full_drive_refuses_is_given_back(tmp_path: Path) -> None:
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"there is no ext4 to try it on: {error}")
     try:
-        room = CommitRoom(place / "room", MIB)
+        room = CheckpointSpace(place / "room", MIB)
         room.reserve(1)
         before = os.statvfs(place).f_bavail
         room.hold(64)

@@ -19,7 +19,7 @@ import pytest
 def test_killed_lives_resume_bit_for_bit(
     trials: int, power: int, least: tuple[int, int, int, int], tmp_path: Path
 ) -> None:
-    """Every resumed state equals that of a run that nobody disturbs, and nothing committed is lost."""
+    """Every resumed state equals that of a run that nobody disturbs, and nothing checkpointed is lost."""
     numbers = ["--trials", str(trials), "--power", str(power), "--seed", "7"]
     command = [sys.executable, "-m", "support.crash", *numbers, "--dir", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -33,5 +33,6 @@ def test_killed_lives_resume_bit_for_bit(
             re.DOTALL,
         )
         assert found, done.stdout
-        # Resumes, kills, losses of power, commands. How many lives reach a commit depends on how busy the machine is.
+        # Resumes, kills, losses of power, commands. How many lives reach a checkpoint depends on how busy the machine
+        # is.
         assert all(seen >= wanted for seen, wanted in zip(map(int, found.groups()), least, strict=True)), done.stdout

@@ -1,4 +1,4 @@
-"""Killed, cut off, filled up, flipped: what is committed stays, and what went wrong is said."""
+"""Killed, cut off, filled up, flipped: what is checkpointed stays, and what went wrong is said."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import infinity
-from infinity.checkpoint import commit as commits
 from infinity.checkpoint import manifest as manifests
+from infinity.checkpoint import publish as checkpoints
 from infinity.checkpoint.manifest import published_in, read_manifest
 from infinity.errors import (
-    CommitError,
+    CheckpointError,
     ConfigError,
     CorruptPageError,
     FolderBusyError,
@@ -66,21 +66,21 @@ def test_the_session_is_sensitive(undisturbed: list[float], tmp_path: Path) -> N
     assert len(set(undisturbed)) == STEPS
 
 
-@pytest.mark.parametrize("where", all_but(KILLS, "forward", "before step", "commit: pages flushed"))
+@pytest.mark.parametrize("where", all_but(KILLS, "forward", "before step", "checkpoint: pages flushed"))
 def test_a_killed_run_resumes_bit_for_bit(where: str, undisturbed: list[float], tmp_path: Path) -> None:
-    """kill -9 at any place: the next start goes on from the last commit."""
-    step = 6 if where.startswith("commit") else 8
+    """kill -9 at any place: the next start goes on from the last checkpoint."""
+    step = 6 if where.startswith("checkpoint") else 8
     seen = killed(tmp_path, where, step)
     assert seen == undisturbed[: step - 1]
     first, losses = resumed(tmp_path)
     assert first == (3 if where in KILLS[3:5] else 6)
     assert losses == undisturbed[first:]
-    leftovers = [file.name for file in (run_folder(tmp_path) / "commits").glob("step*")]
+    leftovers = [file.name for file in (run_folder(tmp_path) / "checkpoints").glob("step*")]
     assert len(leftovers) == 2, "one manifest and its state file"
 
 
-def test_committing_changes_nothing(undisturbed: list[float], tmp_path: Path) -> None:
-    """A run without a commit, and one with a commit after every step, have the same losses."""
+def test_checkpointing_changes_nothing(undisturbed: list[float], tmp_path: Path) -> None:
+    """A run without a checkpoint, and one with a checkpoint after every step, have the same losses."""
     for every in (0, 1):
         with Session(tmp_path, run={"keep": "never"}) as session:
             assert session.run(every=every) == undisturbed
@@ -109,20 +109,22 @@ def test_a_run_can_be_resumed_by_its_id(undisturbed: list[float], tmp_path: Path
     with Session(tmp_path) as session:
         session.run(EVERY)
         run_id = session.optimizer.run.folder.run_id
-    with pytest.raises(CommitError, match=rf"'nothing'.*{run_id}"):
+    with pytest.raises(CheckpointError, match=rf"'nothing'.*{run_id}"):
         Session(tmp_path, run={"resume": "nothing"})
     with Session(tmp_path, run={"resume": run_id}) as session:
         assert session.run() == undisturbed[EVERY:]
 
 
-def test_the_newest_run_with_a_commit_is_resumed(undisturbed: list[float], tmp_path: Path) -> None:
-    """Newer runs are passed over that ended before their first commit, or in the midst of it on one of two ranks."""
+def test_the_newest_run_with_a_checkpoint_is_resumed(undisturbed: list[float], tmp_path: Path) -> None:
+    """Newer runs are passed over that ended before their first checkpoint, or in the midst of it on one of
+    two ranks.
+    """
     with Session(tmp_path) as session:
         session.run(EVERY)
-    committed = run_folder(tmp_path)
-    (manifest,) = (committed / "commits").glob("step*.json")
+    checkpointed = run_folder(tmp_path)
+    (manifest,) = (checkpointed / "checkpoints").glob("step*.json")
     for number, names in enumerate([[], [manifest.name.replace("of-00001", "of-00002")]]):
-        later = committed.with_name(f"29991231-00000{number}-000000") / "commits"
+        later = checkpointed.with_name(f"29991231-00000{number}-000000") / "checkpoints"
         later.mkdir(parents=True)
         for name in names:
             (later / name).write_bytes(manifest.read_bytes())
@@ -131,48 +133,50 @@ def test_the_newest_run_with_a_commit_is_resumed(undisturbed: list[float], tmp_p
 
 def test_there_is_nothing_to_resume_at_first(tmp_path: Path) -> None:
     """An empty folder is an error, and stays empty."""
-    with pytest.raises(CommitError, match="no commit"):
+    with pytest.raises(CheckpointError, match="no checkpoint"):
         Session(tmp_path, run=LATEST)
     assert list((tmp_path / "nvme0").iterdir()) == []
 
 
-def commits_in(folder: Path, rank: int) -> dict[int, Path]:
+def checkpoints_in(folder: Path, rank: int) -> dict[int, Path]:
     """Return the manifests of a rank by step."""
     return {name.step: folder / name.file_name for name in published_in(folder) if name.rank == rank}
 
 
 def steps_kept(folder: Path) -> list[int]:
-    """Return the steps of the commits that are there."""
-    return sorted(commits_in(run_folder(folder) / "commits", 0))
+    """Return the steps of the checkpoints that are there."""
+    return sorted(checkpoints_in(run_folder(folder) / "checkpoints", 0))
 
 
-def test_the_newest_commits_are_kept(undisturbed: list[float], tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept(undisturbed: list[float], tmp_path: Path) -> None:
     """As many as asked for; each can be resumed from, and what came after it is then removed."""
-    retained = {"retained_commits": 3}
+    retained = {"retained_checkpoints": 3}
     with Session(tmp_path, run=retained) as session:
         session.run(6, every=1)
     assert steps_kept(tmp_path) == [4, 5, 6]
     for step in (5, 4):
         with Session(tmp_path, run={**LATEST, **retained, "resume_step": step}) as session:
             assert session.optimizer.steps == step
-            assert steps_kept(tmp_path) == list(range(4, step + 1)), "older ones stay until the next commit"
+            assert steps_kept(tmp_path) == list(range(4, step + 1)), "older ones stay until the next checkpoint"
             if step == 4:
                 assert session.run(every=1) == undisturbed[4:]
     assert steps_kept(tmp_path) == [STEPS - 2, STEPS - 1, STEPS]
-    with pytest.raises(CommitError, match=r"no commit of step 5 of all its ranks \(steps with a commit: 7, 8, 9\)"):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint of step 5 of all its ranks \(steps with a checkpoint: 7, 8, 9\)"
+    ):
         Session(tmp_path, run={**LATEST, "resume_step": 5})
 
 
-def test_an_earlier_commit_serves_when_the_newest_is_corrupt(undisturbed: list[float], tmp_path: Path) -> None:
+def test_an_earlier_checkpoint_serves_when_the_newest_is_corrupt(undisturbed: list[float], tmp_path: Path) -> None:
     """As the error about the corrupt page says."""
-    with Session(tmp_path, run={"retained_commits": 2}) as session:
+    with Session(tmp_path, run={"retained_checkpoints": 2}) as session:
         session.run(6)
-    files = commits_in(run_folder(tmp_path) / "commits", 0)
+    files = checkpoints_in(run_folder(tmp_path) / "checkpoints", 0)
     newest, older = (read_manifest(files[step]).pages for step in (6, 3))
     page = next(page for page in newest if newest[page] != older[page])
     flip(run_folder(tmp_path) / "rank00000.pages", newest[page].extent.offset)
     with (
-        pytest.raises(CorruptPageError, match="resume from an earlier commit"),
+        pytest.raises(CorruptPageError, match="resume from an earlier checkpoint"),
         Session(tmp_path, run=LATEST) as session,
     ):
         session.run()
@@ -186,20 +190,20 @@ def test_a_resumed_run_may_keep_more_or_fewer(
 ) -> None:
     """The data file grows where it must; nothing is lost."""
     before, after = numbers
-    with Session(tmp_path, run={"retained_commits": before}) as session:
+    with Session(tmp_path, run={"retained_checkpoints": before}) as session:
         session.run(4, every=1)
-    with Session(tmp_path, run={**LATEST, "retained_commits": after}) as session:
+    with Session(tmp_path, run={**LATEST, "retained_checkpoints": after}) as session:
         assert session.run(7, every=1) == undisturbed[4:7]
     assert steps_kept(tmp_path) == list(range(8 - after, 8))
-    with Session(tmp_path, run={**LATEST, "retained_commits": after, "resume_step": 8 - after}) as session:
+    with Session(tmp_path, run={**LATEST, "retained_checkpoints": after, "resume_step": 8 - after}) as session:
         assert session.run() == undisturbed[8 - after :]
 
 
-def test_space_for_all_kept_commits_is_reserved(tmp_path: Path) -> None:
-    """Each commit takes the size of the state once more."""
+def test_space_for_all_kept_checkpoints_is_reserved(tmp_path: Path) -> None:
+    """Each checkpoint takes the size of the state once more."""
     sizes = []
     for retained in (1, 2, 3):
-        with Session(tmp_path, run={"retained_commits": retained}) as session:
+        with Session(tmp_path, run={"retained_checkpoints": retained}) as session:
             (file,) = (tmp_path / "nvme0").glob("*/*.pages")
             sizes.append(file.stat().st_blocks * 512)
             state = session.optimizer.run.layout.state_bytes
@@ -216,14 +220,14 @@ OPTIMIZER_OF = {"optimizer": "sgd_nesterov", "similar optimizer": "nadam"}
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_commit_of_something_else_is_refused(change: str, undisturbed: list[float], tmp_path: Path) -> None:
-    """Another model, optimizer or number of groups: refused, and the commit is still good."""
+def test_a_checkpoint_of_something_else_is_refused(change: str, undisturbed: list[float], tmp_path: Path) -> None:
+    """Another model, optimizer or number of groups: refused, and the checkpoint is still good."""
     with Session(tmp_path) as session:
         session.run(EVERY)
     model = models.build("repeated" if change == "model" else "toy")
     other = Recipe(groups=change != "groups", optimizer=OPTIMIZER_OF.get(change, "adamw"))
     optimizer = make_optimizer(other, model)
-    with pytest.raises((CommitError, ConfigError), match=CHANGES[change]):
+    with pytest.raises((CheckpointError, ConfigError), match=CHANGES[change]):
         infinity.offload(model, optimizer, settings(tmp_path, Paging(), 64 * MIB, run=LATEST))
     assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
 
@@ -235,7 +239,7 @@ def test_a_flipped_byte_is_named_and_is_no_nan(tmp_path: Path) -> None:
         names = [
             session.optimizer.run.layout.page_name(index) for index in range(len(session.optimizer.run.layout.pages))
         ]
-    versions = read_manifest(commits_in(run_folder(tmp_path) / "commits", 0)[EVERY]).pages
+    versions = read_manifest(checkpoints_in(run_folder(tmp_path) / "checkpoints", 0)[EVERY]).pages
     shutil.copytree(tmp_path / "nvme0", tmp_path / "good")
     for page in sorted(versions)[:: max(1, len(versions) // 6)]:
         shutil.rmtree(tmp_path / "nvme0")
@@ -280,16 +284,16 @@ def nonsense(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(("damage", "suffix"), in_turn([torn, emptied, flipped, nonsense], ["json", "safetensors"]))
-def test_a_damaged_commit_is_an_error(
+def test_a_damaged_checkpoint_is_an_error(
     suffix: str, damage: Callable[[bytes], bytes], undisturbed: list[float], tmp_path: Path
 ) -> None:
-    """Manifest or state file: the file is named, nothing is removed, and the repaired commit is good."""
+    """Manifest or state file: the file is named, nothing is removed, and the repaired checkpoint is good."""
     with Session(tmp_path) as session:
         session.run(EVERY)
-    (file,) = (run_folder(tmp_path) / "commits").glob(f"step*.{suffix}")
+    (file,) = (run_folder(tmp_path) / "checkpoints").glob(f"step*.{suffix}")
     good = file.read_bytes()
     file.write_bytes(damage(good))
-    with pytest.raises(CommitError, match=file.name.replace(".", r"\.")):
+    with pytest.raises(CheckpointError, match=file.name.replace(".", r"\.")):
         Session(tmp_path, run=LATEST)
     file.write_bytes(good)
     assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
@@ -309,30 +313,30 @@ def test_a_second_run_is_refused_and_told_who(tmp_path: Path) -> None:
         session.run(4)
 
 
-def test_a_drive_that_fails_during_a_commit_leaves_the_one_before(undisturbed: list[float], tmp_path: Path) -> None:
+def test_a_drive_that_fails_during_a_checkpoint_leaves_the_one_before(undisturbed: list[float], tmp_path: Path) -> None:
     """The flush fails: nothing is published."""
     fault = Fault(kind=FaultKind.ENOSPC)
-    with faulty(fault, on=False) as engines, Session(tmp_path, arena="all") as session:
+    with faulty(fault, on=False) as engines, Session(tmp_path, host_cache="all") as session:
         session.run(EVERY)
         session.run(EVERY + 2, every=0)
         engines[-1].on = True
         with pytest.raises(StorageError, match="ENOSPC"):
-            session.commit()
+            session.save_checkpoint()
     assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
 
 
 @pytest.mark.parametrize("name", ["write_durably", "write_manifest"])
-def test_a_commit_that_cannot_be_written_leaves_the_one_before(
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
     name: str, undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And training goes on: the next commit is good again."""
+    """And training goes on: the next checkpoint is good again."""
     with Session(tmp_path) as session:
         session.run(EVERY)
         session.run(EVERY + 1, every=0)
         with monkeypatch.context() as patch:
             patch.setattr(manifests, name, refuse)
             with pytest.raises(StorageError, match="No space left"):
-                session.commit()
+                session.save_checkpoint()
         shutil.copytree(tmp_path, tmp_path / "copy")
         assert resumed(tmp_path / "copy") == (EVERY, undisturbed[EVERY:])
         session.run()
@@ -343,7 +347,7 @@ def refuse(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_second_commit_of_a_step_that_fails_leaves_the_first(
+def test_a_second_checkpoint_of_a_step_that_fails_leaves_the_first(
     undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever was drawn or evaluated between the two."""
@@ -352,31 +356,31 @@ def test_a_second_commit_of_a_step_that_fails_leaves_the_first(
         torch.rand(5)
         monkeypatch.setattr(manifests, "write_manifest", refuse)
         with pytest.raises(StorageError, match="No space left"):
-            session.commit()
+            session.save_checkpoint()
         monkeypatch.undo()
     assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
 
 
-def test_a_step_can_be_committed_twice(tmp_path: Path) -> None:
+def test_a_step_can_be_checkpointed_twice(tmp_path: Path) -> None:
     """The second one counts."""
     with Session(tmp_path) as session:
         session.run(EVERY)
-        session.optimizer.commit({"scheduler": session.scheduler.state_dict(), "note": "second"})
+        session.optimizer.save_checkpoint({"scheduler": session.scheduler.state_dict(), "note": "second"})
     with Session(tmp_path, run=LATEST) as session:
         assert session.optimizer.resumed_extra["note"] == "second"
 
 
 def test_resuming_from_step_zero_keeps_the_run(undisturbed: list[float], tmp_path: Path) -> None:
-    """A commit before the first step is a commit; resuming and closing does not remove it."""
+    """A checkpoint before the first step is a checkpoint; resuming and closing does not remove it."""
     with Session(tmp_path) as session:
-        session.commit()
+        session.save_checkpoint()
     with Session(tmp_path, run=LATEST) as session:
         assert session.optimizer.steps == 0
     assert resumed(tmp_path) == (0, undisturbed)
 
 
-def test_a_resumed_run_that_fails_keeps_its_commit(undisturbed: list[float], tmp_path: Path) -> None:
-    """Closing without another commit, even after more steps, leaves the one there is."""
+def test_a_resumed_run_that_fails_keeps_its_checkpoint(undisturbed: list[float], tmp_path: Path) -> None:
+    """Closing without another checkpoint, even after more steps, leaves the one there is."""
     with Session(tmp_path) as session:
         session.run(EVERY)
     with Session(tmp_path, run=LATEST) as session:
@@ -385,13 +389,16 @@ def test_a_resumed_run_that_fails_keeps_its_commit(undisturbed: list[float], tmp
 
 
 @pytest.mark.parametrize(
-    ("keep", "commit", "left"),
+    ("keep", "checkpoint", "left"),
     [("auto", False, 0), ("auto", True, 1), ("never", True, 0), ("always", False, 1), ("always", True, 1)],
 )
-def test_what_is_left_after_close(keep: str, commit: bool, left: int, tmp_path: Path) -> None:
-    """Nothing, unless there is a commit or it is asked for; never a lock. The stats page stays, for one more scrape."""
+def test_what_is_left_after_close(keep: str, checkpoint: bool, left: int, tmp_path: Path) -> None:
+    """Nothing, unless there is a checkpoint or it is asked for;
+
+    never a lock. The stats page stays, for one more scrape.
+    """
     with Session(tmp_path, run={"keep": keep}) as session:
-        session.run(2, every=1 if commit else 0)
+        session.run(2, every=1 if checkpoint else 0)
     assert len(list((tmp_path / "nvme0").iterdir())) == left
     (page,) = [file for file in (tmp_path / "runtime").rglob("*") if file.is_file()]
     found = read_stats_page(page)
@@ -404,7 +411,7 @@ def test_many_runs_leak_nothing(runs: int, tmp_path: Path) -> None:
 
     def once() -> None:
         model = models.build("toy")
-        config = settings(tmp_path, Paging(arena="all"), 64 * MIB)
+        config = settings(tmp_path, Paging(host_cache="all"), 64 * MIB)
         with infinity.offload(model, make_optimizer(Recipe(), model), config) as optimizer:
             models.loss_of(model, batch(model, 0)).backward()
             optimizer.step()
@@ -430,8 +437,8 @@ def test_many_runs_leak_nothing(runs: int, tmp_path: Path) -> None:
     assert before[4] == after[4] == []
 
 
-def commit_and_resume_on_ranks(folder: str) -> list[str]:
-    """Commit on all ranks, fail a commit on one, resume; return what is wrong. Runs on every rank."""
+def checkpoint_and_resume_on_ranks(folder: str) -> list[str]:
+    """Checkpoint on all ranks, fail a checkpoint on one, resume; return what is wrong. Runs on every rank."""
     rank = torch.distributed.get_rank()
     wrong = []
     with Session(Path(folder)) as session:
@@ -441,8 +448,8 @@ def commit_and_resume_on_ranks(folder: str) -> list[str]:
         if rank == 1:
             manifests.write_manifest = refuse
         try:
-            session.commit()
-            wrong.append("a commit that failed on rank 1 was published")
+            session.save_checkpoint()
+            wrong.append("a checkpoint that failed on rank 1 was published")
         except StorageError:
             if rank != 1:
                 wrong.append("only rank 1 fails with its own error")
@@ -460,15 +467,15 @@ def commit_and_resume_on_ranks(folder: str) -> list[str]:
     return wrong
 
 
-def test_two_ranks_commit_and_resume_together(pair: RankPool, tmp_path: Path) -> None:
-    """A commit is one of all ranks or none: what one rank lacks no other number of ranks goes on from."""
-    assert pair.run(commit_and_resume_on_ranks, str(tmp_path)) == [[], []]
-    (manifest,) = commits_in(run_folder(tmp_path) / "commits", 1).values()
+def test_two_ranks_checkpoint_and_resume_together(pair: RankPool, tmp_path: Path) -> None:
+    """A checkpoint is one of all ranks or none: what one rank lacks no other number of ranks goes on from."""
+    assert pair.run(checkpoint_and_resume_on_ranks, str(tmp_path)) == [[], []]
+    (manifest,) = checkpoints_in(run_folder(tmp_path) / "checkpoints", 1).values()
     manifest.unlink()
-    commits_before = sorted((run_folder(tmp_path) / "commits").iterdir())
-    with pytest.raises(CommitError, match="no commit to resume from"):
+    checkpoints_before = sorted((run_folder(tmp_path) / "checkpoints").iterdir())
+    with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
         Session(tmp_path, run=LATEST)
-    assert sorted((run_folder(tmp_path) / "commits").iterdir()) == commits_before
+    assert sorted((run_folder(tmp_path) / "checkpoints").iterdir()) == checkpoints_before
 
 
 def test_the_publish_protocol_flushes_before_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,25 +493,25 @@ def test_the_publish_protocol_flushes_before_it_names(tmp_path: Path, monkeypatc
 
     with Session(tmp_path) as session:
         session.run(EVERY)
-        spy(commits.PageStore, "sync", "data")
-        spy(commits, "write_durably", "file")
-        spy(commits.files, "write_durably", "file")
-        spy(commits.PageStore, "adopt", "free")
+        spy(checkpoints.PageStore, "sync", "data")
+        spy(checkpoints, "write_durably", "file")
+        spy(checkpoints.files, "write_durably", "file")
+        spy(checkpoints.PageStore, "adopt", "free")
         session.run(EVERY + 1, every=1)
     assert order == ["data", "file", "file", "free"]
 
 
 def test_steps_that_are_thrown_away_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """By who closes a run; not where they are committed, nor where nothing was to be kept."""
+    """By who closes a run; not where they are checkpointed, nor where nothing was to be kept."""
 
-    def closed(steps: int, committed: int, keep: str = "auto") -> list[str]:
-        folder = tmp_path / f"{steps}-{committed}-{keep}"
+    def closed(steps: int, checkpointed: int, keep: str = "auto") -> list[str]:
+        folder = tmp_path / f"{steps}-{checkpointed}-{keep}"
         folder.mkdir()
         session = Session(folder, run={"keep": keep})
         for step in range(steps):
             session.step()
-            if step + 1 == committed:
-                session.commit()
+            if step + 1 == checkpointed:
+                session.save_checkpoint()
         caplog.clear()
         session.optimizer.close()
         session.optimizer.close()
@@ -512,9 +519,11 @@ def test_steps_that_are_thrown_away_are_said_once(tmp_path: Path, caplog: pytest
 
     with caplog.at_level("WARNING", "infinity"):
         (said,) = closed(2, 0)
-        assert said.startswith("steps 1 to 2 are thrown away: the run was never committed; call optimizer.commit()")
+        assert said.startswith(
+            "steps 1 to 2 are thrown away: the run was never checkpointed; call optimizer.save_checkpoint()"
+        )
         (said,) = closed(2, 1)
-        assert said.startswith("step 2 is thrown away: it is in no commit")
+        assert said.startswith("step 2 is thrown away: it is in no checkpoint")
         assert not closed(1, 1)
         assert not closed(0, 0)
         assert not closed(1, 0, "never")

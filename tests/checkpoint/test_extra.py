@@ -1,4 +1,4 @@
-"""What `commit` is given of the user's own comes back equal, or is refused before anything is written."""
+"""What `checkpoint` is given of the user's own comes back equal, or is refused before anything is written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from infinity.checkpoint.extra import load_extra, save_extra
-from infinity.errors import CommitError, InfinityError
+from infinity.errors import CheckpointError, InfinityError
 from infinity.schedule.pager import Pager
 from infinity.store.marker import look_for_runs
 from support.ranks import RankPool
@@ -34,7 +34,7 @@ KEPT: dict[str, Any] = {
 loop: list[Any] = []
 loop.append(loop)
 REFUSED: tuple[tuple[Any, str], ...] = (
-    ({30: 1}, "extra is {30: 1}; commit a dict with texts as keys"),
+    ({30: 1}, "extra is {30: 1}; checkpoint a dict with texts as keys"),
     ({"a": [{"b": {(1, 2): 1}}]}, r"extra\['a'\]\[0\]\['b'\] has the key \(1, 2\); use texts or numbers"),
     ({"a": {b"x": 1}}, r"a key of extra\['a'\] is of type bytes"),
     ({"a": {"b": torch.ones(1)}}, r"extra\['a'\]\['b'\] is of type Tensor; .* tolist\(\)"),
@@ -46,15 +46,15 @@ REFUSED: tuple[tuple[Any, str], ...] = (
     ({"a": {"\ud800": 1}}, r"a key of extra\['a'\] is a text that is not Unicode"),
     ({"a": 10**5000}, "is an integer of more than 8192 bits"),
     ({"a": loop}, "is nested more than 100 deep, or contains itself"),
-    ([("a", 1)], r"extra is \[.*; commit a dict"),
-    ("", "extra is ''; commit a dict"),
+    ([("a", 1)], r"extra is \[.*; checkpoint a dict"),
+    ("", "extra is ''; checkpoint a dict"),
 )
 
 
 def test_what_is_accepted_comes_back_equal(tmp_path: Path) -> None:
     """NaN and infinities, which schedulers have, too."""
     with Session(tmp_path) as session:
-        session.optimizer.commit({**KEPT, "nan": math.nan, "scheduler": session.scheduler.state_dict()})
+        session.optimizer.save_checkpoint({**KEPT, "nan": math.nan, "scheduler": session.scheduler.state_dict()})
     with Session(tmp_path, run={"resume": "latest"}) as session:
         found = session.optimizer.resumed_extra
     assert {name: found[name] for name in KEPT} == KEPT
@@ -63,38 +63,38 @@ def test_what_is_accepted_comes_back_equal(tmp_path: Path) -> None:
 
 
 def test_what_would_come_back_changed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the place and what to do, and before any page or file is written; the next commit is in order."""
+    """With the place and what to do, and before any page or file is written; the next checkpoint is in order."""
     with Session(tmp_path) as session:
         session.step()
         monkeypatch.setattr(Pager, "flush", lambda _: pytest.fail("pages are written"))
         for extra, reason in REFUSED:
-            with pytest.raises(CommitError, match=reason):
-                session.optimizer.commit(extra)
+            with pytest.raises(CheckpointError, match=reason):
+                session.optimizer.save_checkpoint(extra)
         monkeypatch.undo()
         (run,) = look_for_runs([tmp_path / "nvme0"])[0]
-        assert list((run.roots[0] / "commits").glob("step*")) == []
-        session.commit()
+        assert list((run.roots[0] / "checkpoints").glob("step*")) == []
+        session.save_checkpoint()
     with Session(tmp_path, run={"resume": "latest"}) as session:
         assert session.optimizer.steps == 1
 
 
-def commit_on_one(folder: str) -> str:
-    """Commit something on rank 1 that cannot be; return what is raised. On every rank."""
+def checkpoint_on_one(folder: str) -> str:
+    """Checkpoint something on rank 1 that cannot be; return what is raised. On every rank."""
     with Session(Path(folder)) as session:
         session.step()
         state = session.scheduler.state_dict()
         own = {"rank": {1}} if session.optimizer.run.ranks.rank else {}
         with pytest.raises(InfinityError) as caught:
-            session.optimizer.commit({"scheduler": state, **own})
-        session.commit()
+            session.optimizer.save_checkpoint({"scheduler": state, **own})
+        session.save_checkpoint()
         return str(caught.value)
 
 
-def test_what_one_rank_cannot_commit_no_rank_does(pair: RankPool, tmp_path: Path) -> None:
+def test_what_one_rank_cannot_checkpoint_no_rank_does(pair: RankPool, tmp_path: Path) -> None:
     """All are told, and go on."""
-    told, own = pair.run(commit_on_one, str(tmp_path))
-    assert own.startswith("extra['rank'] is of type set; commit numbers, texts")
-    assert told == f"commit failed on rank 1: CommitError: {own}"
+    told, own = pair.run(checkpoint_on_one, str(tmp_path))
+    assert own.startswith("extra['rank'] is of type set; checkpoint numbers, texts")
+    assert told == f"checkpoint failed on rank 1: CheckpointError: {own}"
 
 
 def schedulers() -> dict[str, Any]:
@@ -119,7 +119,7 @@ def schedulers() -> dict[str, Any]:
     }
 
 
-def test_states_of_schedulers_can_be_committed() -> None:
+def test_states_of_schedulers_can_be_checkpointed() -> None:
     """Also of the one whose milestones are numbers as keys."""
     for name, scheduler in schedulers().items():
         state = scheduler.state_dict()

@@ -1,4 +1,4 @@
-"""Files that are damaged or lie: the answer is a `CommitError` that names the file, or what was committed.
+"""Files that are damaged or lie: the answer is a `CheckpointError` that names the file, or what was checkpointed.
 
 `make fuzz` runs many more examples, other ones every time.
 """
@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 from typer.testing import CliRunner
 
-from infinity.checkpoint import commit, state
+from infinity.checkpoint import model_state, publish
 from infinity.checkpoint.manifest import checksum_of, published_in, read_manifest, read_state_file, using
-from infinity.checkpoint.reader import CommitReader
-from infinity.errors import CommitError, StorageError
+from infinity.checkpoint.reader import CheckpointReader
+from infinity.errors import CheckpointError, StorageError
 from infinity.ranks import Ranks
 from infinity.store.folder import RunFolder
 from infinity_tools.cli import app
@@ -50,21 +50,23 @@ def bounded(examples: int) -> settings:
 
 
 class Stored:
-    """A run with two commits, and what is in it."""
+    """A run with two checkpoints, and what is in it."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
-        with Session(place, run={"retained_commits": 2}) as session:
+        with Session(place, run={"retained_checkpoints": 2}) as session:
             session.run(NEWEST)
             self.model, self.layout = session.model, session.optimizer.run.layout
             self.losses = session.run(NEWEST + 1, every=0)
         (self.root,) = (entry for entry in (place / "nvme0").iterdir() if entry.is_dir())
         self.folder = RunFolder(self.root.name, (self.root,))
-        self.older, self.manifest = (self.folder.commits / name.file_name for name in published_in(self.folder.commits))
-        self.state = self.folder.commits / read_manifest(self.manifest).state_file
-        self.values = self.read(CommitReader(self.folder))
+        self.older, self.manifest = (
+            self.folder.checkpoints / name.file_name for name in published_in(self.folder.checkpoints)
+        )
+        self.state = self.folder.checkpoints / read_manifest(self.manifest).state_file
+        self.values = self.read(CheckpointReader(self.folder))
 
-    def read(self, reader: CommitReader) -> list[bytes]:
+    def read(self, reader: CheckpointReader) -> list[bytes]:
         """Return the bytes of all parameters and their states."""
         return [
             reader.read(index, name).flatten().view(torch.uint8).numpy().tobytes()
@@ -103,34 +105,34 @@ def sealed(body: str) -> bytes:
     return json.dumps({"checksum": checksum_of(data), "body": body}).encode()
 
 
-# --- What is done with a commit. Each returns nothing wrong, or raises.
+# --- What is done with a checkpoint. Each returns nothing wrong, or raises.
 
 
 def decoded(stored: Stored) -> None:
     """The files, and the plain data in them."""
-    for name in published_in(stored.folder.commits):
-        found = read_manifest(stored.folder.commits / name.file_name)
-        state.load_scalars(found.scalars)
-        state.load_groups(found.groups, [{} for _ in found.groups], [group["params"] for group in found.groups])
-        with using(stored.folder.commits / found.state_file):
-            state.load_random(found.random, read_state_file(stored.folder.commits, found))
+    for name in published_in(stored.folder.checkpoints):
+        found = read_manifest(stored.folder.checkpoints / name.file_name)
+        model_state.load_scalars(found.scalars)
+        model_state.load_groups(found.groups, [{} for _ in found.groups], [group["params"] for group in found.groups])
+        with using(stored.folder.checkpoints / found.state_file):
+            model_state.load_random(found.random, read_state_file(stored.folder.checkpoints, found))
 
 
 def exported(stored: Stored) -> None:
     """Every parameter and state, as export reads them."""
-    reader = CommitReader(stored.folder)
+    reader = CheckpointReader(stored.folder)
     list(reader.buffers())
     assert stored.read(reader) == stored.values, "a wrong page"
 
 
 def resumed(stored: Stored) -> None:
     """What resuming reads."""
-    commits = commit.list_commits(stored.folder, ALONE, -1)
-    found = commit.find_commits(stored.folder, ALONE, stored.layout, "AdamW", commits)
+    checkpoints = publish.list_checkpoints(stored.folder, ALONE, -1)
+    found = publish.find_checkpoints(stored.folder, ALONE, stored.layout, "AdamW", checkpoints)
     assert [manifest.step for manifest in found] in ([OLDER, NEWEST], [NEWEST])
     groups: list[dict[str, Any]] = [{} for _ in found[-1].groups]
     held = [group["params"] for group in found[-1].groups]
-    commit.restore(found[-1], stored.folder, stored.model, groups, held)
+    publish.restore(found[-1], stored.folder, stored.model, groups, held)
 
 
 def listed(stored: Stored) -> None:
@@ -152,7 +154,7 @@ def error_of(action: Callable[[], object], stored: Stored, file: Path) -> str:
     try:
         action()
         return ""
-    except CommitError as error:
+    except CheckpointError as error:
         said, names = str(error), (file.name, stored.folder.run_id)
     except StorageError as error:
         said, names = str(error), ("rank00000.pages",)
@@ -162,7 +164,7 @@ def error_of(action: Callable[[], object], stored: Stored, file: Path) -> str:
 
 
 def used(stored: Stored, file: Path) -> list[str]:
-    """Use a commit in every way; return what was wrong with it."""
+    """Use a checkpoint in every way; return what was wrong with it."""
     return [error_of(lambda use=use: use(stored), stored, file) for use in USES]
 
 
@@ -268,7 +270,7 @@ def lies(draw: st.DrawFn, body: dict[str, Any], part: str) -> bytes:
 @bounded(200)
 @given(data=st.data())
 def test_lies_do_no_harm(part: str, stored: Stored, data: st.DataObject) -> None:
-    """A wrong body with a right checksum: an error that names it, or the values that were committed."""
+    """A wrong body with a right checksum: an error that names it, or the values that were checkpointed."""
     with replaced(stored.manifest, data.draw(lies(stored.body(stored.manifest), part))):
         used(stored, stored.manifest)
 
@@ -314,14 +316,14 @@ def test_state_files_may_lie(stored: Stored, data: st.DataObject) -> None:
 
 
 def resume(place: Path, losses: list[float]) -> None:
-    """Start from the newest commit, train on, and compare."""
+    """Start from the newest checkpoint, train on, and compare."""
     with Session(place, run=LATEST) as session:
         assert session.run(NEWEST + 1, every=0) == losses
 
 
 @bounded(20)
 @given(data=st.data())
-def test_a_run_is_resumed_from_what_was_committed(stored: Stored, data: st.DataObject) -> None:
+def test_a_run_is_resumed_from_what_was_checkpointed(stored: Stored, data: st.DataObject) -> None:
     """The whole start, with a manifest that lies about its pages: an error, or the loss of the next step."""
     body = stored.body(stored.manifest)
     part = {key: body[key] for key in ("pages", "weights")}
@@ -358,7 +360,7 @@ def _overlap(body: dict[str, Any]) -> None:
 
 
 MANIFEST_LIES = {
-    "another commit": (_set("identity", to="0" * 24), "it is of rank 0 of 1 at step 6, commit 0000"),
+    "another checkpoint": (_set("identity", to="0" * 24), "it is of rank 0 of 1 at step 6, checkpoint 0000"),
     "no identity": (_set("identity", to="../../../../etc/passwd"), "identity = .* must be a text like"),
     "another layout": (_set("layout", to="0" * 16), "its description is of layout .*, its pages are of 0000"),
     "another rank": (_set("rank", to=1), "it is of rank 1 of 1"),
@@ -394,15 +396,15 @@ def test_what_is_said_of_a_manifest(lie: str, stored: Stored) -> None:
     change(body)
     with replaced(stored.manifest, sealed(json.dumps(body))):
         for use in (exported, resumed):
-            with pytest.raises(CommitError, match=said):
+            with pytest.raises(CheckpointError, match=said):
                 use(stored)
 
 
 DESCRIPTION_LIES = {
-    "billions of pages": (_set("units", 0, "shards", 0, "padded", to=1 << 48), "more than 4194304 pages"),
+    "billions of pages": (_set("fsdp_modules", 0, "shards", 0, "padded", to=1 << 48), "more than 4194304 pages"),
     "negative": (
-        _set("units", 0, "shards", 0, "numel", to=-1),
-        r"description\.units\.0\.shards\.0\.numel = -1 is below the minimum of 0",
+        _set("fsdp_modules", 0, "shards", 0, "numel", to=-1),
+        r"description\.FSDP modules\.0\.shards\.0\.numel = -1 is below the minimum of 0",
     ),
     "pages too small": (_set("page_bytes", to=4096), "page_bytes: 4096 is too small"),
     "another shape": (_set("tensors", 0, "shape", to=[3, 5]), "is not that of its shard"),
@@ -422,7 +424,7 @@ DESCRIPTION_LIES = {
     ),
     "fewer tensors": (lambda body: body["tensors"].pop(), "tensors of .* shards"),
     "pages cut otherwise": (_set("page_bytes", to=1 << 20), "its description is of layout"),
-    "another name": (_set("units", 0, "name", to="other"), "its description is of layout"),
+    "another name": (_set("fsdp_modules", 0, "name", to="other"), "its description is of layout"),
 }
 
 
@@ -434,7 +436,7 @@ def test_what_is_said_of_a_description(lie: str, stored: Stored) -> None:
     change(body if lie in ("pages too small", "pages cut otherwise") else body["description"])
     with replaced(stored.manifest, sealed(json.dumps(body))):
         for use in (exported, resumed):
-            with pytest.raises(CommitError, match=said):
+            with pytest.raises(CheckpointError, match=said):
                 use(stored)
 
 
@@ -443,7 +445,7 @@ def test_a_key_that_is_there_twice(stored: Stored) -> None:
     body = json.dumps(stored.body(stored.manifest))
     with (
         replaced(stored.manifest, sealed(body.replace('"step": 6', '"step": 5, "step": 6'))),
-        pytest.raises(CommitError, match="a key is there twice"),
+        pytest.raises(CheckpointError, match="a key is there twice"),
     ):
         read_manifest(stored.manifest)
 
@@ -457,8 +459,8 @@ def test_a_key_that_is_there_twice(stored: Stored) -> None:
     ],
 )  # fmt: skip
 def test_names_that_no_writer_gives(name: str, stored: Stored) -> None:
-    """They are passed over, or no commit; nothing is made of the size they speak of."""
-    file = stored.folder.commits / name
+    """They are passed over, or no checkpoint; nothing is made of the size they speak of."""
+    file = stored.folder.checkpoints / name
     file.write_bytes(stored.manifest.read_bytes())
     try:
         exported(stored)
@@ -473,7 +475,7 @@ def test_a_pipe_is_not_waited_for(stored: Stored) -> None:
     kept = stored.manifest.rename(stored.place / "kept")
     os.mkfifo(stored.manifest)
     try:
-        with pytest.raises(CommitError, match=f"{stored.manifest.name} cannot be read: it is not a regular file"):
+        with pytest.raises(CheckpointError, match=f"{stored.manifest.name} cannot be read: it is not a regular file"):
             read_manifest(stored.manifest)
     finally:
         kept.replace(stored.manifest)
@@ -488,14 +490,14 @@ def test_data_files_that_are_gone_or_short(size: int | None, stored: Stored) -> 
         if size is not None:
             data.write_bytes(bytes(size))
         for use in (exported, resumed):
-            with pytest.raises(CommitError, match=rf"rank00000.pages, which has {size or 0}"):
+            with pytest.raises(CheckpointError, match=rf"rank00000.pages, which has {size or 0}"):
                 use(stored)
     finally:
         kept.replace(data)
 
 
-def test_commits_that_share_a_slot_are_refused(stored: Stored) -> None:
-    """An older commit that names what the newest holds would give away its slots."""
+def test_checkpoints_that_share_a_slot_are_refused(stored: Stored) -> None:
+    """An older checkpoint that names what the newest holds would give away its slots."""
     older = stored.older
     body, newest = stored.body(older), stored.body(stored.manifest)
     page = next(page for page in body["pages"] if body["pages"][page] != newest["pages"][page])
@@ -503,5 +505,5 @@ def test_commits_that_share_a_slot_are_refused(stored: Stored) -> None:
     copied = stored.place.parent / "shared"
     shutil.copytree(stored.place, copied)
     (copied / older.relative_to(stored.place)).write_bytes(sealed(json.dumps(body)))
-    with pytest.raises(CommitError, match=f"{stored.folder.run_id}.*in the same place"):
+    with pytest.raises(CheckpointError, match=f"{stored.folder.run_id}.*in the same place"):
         Session(copied, run=LATEST)

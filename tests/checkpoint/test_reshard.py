@@ -1,4 +1,4 @@
-"""A commit goes on where pages lie otherwise: other ranks, pages, paths; every bit is the same."""
+"""A checkpoint goes on where pages lie otherwise: other ranks, pages, paths; every bit is the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import infinity
-from infinity.errors import CommitError, FolderBusyError, LostRankError
+from infinity.errors import CheckpointError, FolderBusyError, LostRankError
 from infinity.run import inspection
 from infinity.store.folder import holders
 from support.ranks import RankPool
@@ -59,7 +59,7 @@ def test_from_two_ranks_to_four(pair: RankPool, tmp_path: Path) -> None:
 
 def lose_a_rank_at_start(recipe: Recipe, folder: str) -> bool:
     """Go on with other ranks; the second is interrupted when all have published. Returns whether this one started."""
-    whole = infinity.PagedOptimizer.commit
+    whole = infinity.PagedOptimizer.save_checkpoint
 
     def interrupted(*arguments: Any) -> None:
         whole(*arguments)
@@ -67,7 +67,7 @@ def lose_a_rank_at_start(recipe: Recipe, folder: str) -> bool:
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(infinity.PagedOptimizer, "commit", interrupted)
+            patch.setattr(infinity.PagedOptimizer, "save_checkpoint", interrupted)
         try:
             go_on(recipe, folder, 0)
         except LostRankError:
@@ -75,8 +75,8 @@ def lose_a_rank_at_start(recipe: Recipe, folder: str) -> bool:
     return True
 
 
-def test_a_start_that_ends_when_others_know_a_commit_leaves_it(pair: RankPool, tmp_path: Path) -> None:
-    """The first rank has seen the commit of all; the second, which has not, keeps its part of it."""
+def test_a_start_that_ends_when_others_know_a_checkpoint_leaves_it(pair: RankPool, tmp_path: Path) -> None:
+    """The first rank has seen the checkpoint of all; the second, which has not, keeps its part of it."""
     recipe = Recipe(model="toy", steps=2)
     begin(recipe, str(tmp_path))
     assert pair.run(lose_a_rank_at_start, recipe, str(tmp_path)) == [True, False]
@@ -108,17 +108,17 @@ def test_other_pages_and_paths_change_no_bit(change: str, tmp_path: Path) -> Non
         assert session.optimizer.steps == STEPS
 
 
-def test_the_pages_of_a_commit_keep_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is free at a start says how large pages of a new run are, not that a commit is to be written anew."""
+def test_the_pages_of_a_checkpoint_keep_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is free at a start says how large pages of a new run are, not that a checkpoint is to be written anew."""
     sections = {"memory": {"page_bytes": 0, "host_bytes": 0}}
     found = []
-    for arena, run in ((64 * MIB, {}), (8 * MIB, LATEST), (64 * MIB, LATEST)):
-        monkeypatch.setattr(inspection, "default_arena", lambda ranks, arena=arena: arena)
+    for host_cache, run in ((64 * MIB, {}), (8 * MIB, LATEST), (64 * MIB, LATEST)):
+        monkeypatch.setattr(inspection, "default_host_cache", lambda ranks, host_cache=host_cache: host_cache)
         with Session(tmp_path, run=run, **sections) as session:
             session.run(session.optimizer.steps + 1, every=1)
             found.append((session.optimizer.run.folder.run_id, session.optimizer.run.layout.page_bytes))
     assert found == [found[0]] * 3
-    monkeypatch.setattr(inspection, "default_arena", lambda ranks: 8 * MIB)
+    monkeypatch.setattr(inspection, "default_host_cache", lambda ranks: 8 * MIB)
     (tmp_path / "new").mkdir()
     with Session(tmp_path / "new", **sections) as session:
         assert session.optimizer.run.layout.page_bytes < found[0][1], "a new run would have other pages"
@@ -137,7 +137,7 @@ def test_fewer_and_other_paths_change_no_bit(tmp_path: Path) -> None:
         with pytest.raises(FolderBusyError, match="resume when it has ended"):
             Session(tmp_path, **elsewhere)
     lacking = {"run": {**LATEST, "resume_paths": two["paths"][:1]}, "storage": elsewhere["storage"]}
-    with pytest.raises(CommitError, match="lies on 2 paths, 1 were named"):
+    with pytest.raises(CheckpointError, match="lies on 2 paths, 1 were named"):
         Session(tmp_path, **lacking)
     assert list((tmp_path / "elsewhere").iterdir()) == []
     with Session(tmp_path, **elsewhere) as session:
@@ -164,7 +164,7 @@ def test_a_rank_reads_the_pages_of_its_rows(pair: RankPool, tmp_path: Path, monk
 
 
 def test_a_resharded_run_is_durable_at_once(tmp_path: Path) -> None:
-    """The new run has a commit before it takes a step; the old one is untouched."""
+    """The new run has a checkpoint before it takes a step; the old one is untouched."""
     (tmp_path / "undisturbed").mkdir()
     undisturbed = reference(tmp_path / "undisturbed")
     with Session(tmp_path) as session:

@@ -11,7 +11,7 @@ from support.states import BEGIN, END, PAGE, STATES, Answer, Ground, table
 
 WHOLE = {"nothing is wrong", "the marker `infinity.run`: a bit is flipped"}
 """States in which nothing is lost: a marker is kept three times."""
-NOT_READ_BY_EXPORT = {"pages: a bit of the newest commit is flipped"}
+NOT_READ_BY_EXPORT = {"pages: a bit of the newest checkpoint is flipped"}
 """A page of weights that were computed from a master: an export reads the master."""
 
 
@@ -34,17 +34,17 @@ def test_nobody_is_silent_and_nobody_contradicts(asked: tuple[Ground, dict[str, 
         assert found.verify != good.verify or found.gc != good.gc, f"{name}: silent"
         assert re.sub("scrubbing|verifying", "", found.scrub) == found.verify, name
         if found.resumed < 0:
-            nothing = "no commit" in found.verify or "passed over" in found.verify
+            nothing = "no checkpoint" in found.verify or "passed over" in found.verify
             assert found.verified == 1 or nothing, f"{name}: verify accepts what resume does not"
-        if found.verified == 0 and "passed over" not in found.verify and "no commit" not in found.verify:
+        if found.verified == 0 and "passed over" not in found.verify and "no checkpoint" not in found.verify:
             assert found.resumed == found.exported == 6, f"{name}: verify says nothing of it"
         if name not in NOT_READ_BY_EXPORT:
-            assert found.exported == found.resumed, f"{name}: resume and export take different commits"
+            assert found.exported == found.resumed, f"{name}: resume and export take different checkpoints"
         assert found.after_gc.split("; ")[0] == found.resume.split("; ")[0], f"{name}: gc has changed what is resumed"
 
 
-def test_what_is_resumed_is_what_was_committed(asked: tuple[Ground, dict[str, Answer]]) -> None:
-    """The loss of the next step depends on the commit alone, whatever lies beside it."""
+def test_what_is_resumed_is_what_was_checkpointed(asked: tuple[Ground, dict[str, Answer]]) -> None:
+    """The loss of the next step depends on the checkpoint alone, whatever lies beside it."""
     _, answers = asked
     seen: dict[tuple[int, int], float] = {}
     for state in STATES:

@@ -203,8 +203,10 @@ def test_a_run_prepares_what_its_format_needs(
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "fp32"])
 def test_a_run_has_the_same_bits_without(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses and states of training, also in an arena of the least size, where pages end inside of what is decoded."""
-    recipe, paging, found = Recipe(model="toy", groups=True), Paging(arena="least", format=name), []
+    """Losses and states of training, also in a host cache of the least size, where pages end inside of what
+    is decoded.
+    """
+    recipe, paging, found = Recipe(model="toy", groups=True), Paging(host_cache="least", format=name), []
     ready = compiled.prepare()
     for number, prepared in enumerate((ready, compiled.Prepared(None, "switched off", 0.0))):
         monkeypatch.setattr(compiled, "_prepared", prepared)

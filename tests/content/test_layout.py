@@ -14,10 +14,10 @@ from infinity.content.format import ITEMSIZE, SHARD_ALIGNMENT, Role
 from infinity.content.layout import (
     PAGE_ALIGNMENT,
     RANGE_ALIGNMENT,
+    FSDPModuleSpec,
     Layout,
     Page,
     ShardSpec,
-    UnitSpec,
     build_layout,
     overlapping,
 )
@@ -55,14 +55,14 @@ def test_every_element_is_in_exactly_one_page_per_role(layout: Layout) -> None:
             else:
                 assert pages == ()
             assert all((page.role, page.component) == (role, component) and page.segment == index for page in pages)
-            assert all(page.unit == segment.unit for page in pages)
+            assert all(page.fsdp_module == segment.fsdp_module for page in pages)
             seen += [page.index for page in pages]
     assert sorted(seen) == list(range(len(layout.pages)))
     assert all(layout.pages[page.index] is page for page in layout.pages)
 
 
 @given(layouts())
-def test_pages_fit_their_frame_and_are_aligned(layout: Layout) -> None:
+def test_pages_fit_their_cache_slot_and_are_aligned(layout: Layout) -> None:
     """Sizes for O_DIRECT, cuts for vectorised kernels."""
     for page in layout.pages:
         assert 0 < page.nbytes <= layout.page_bytes
@@ -75,16 +75,18 @@ def test_pages_fit_their_frame_and_are_aligned(layout: Layout) -> None:
 @given(layouts())
 def test_shards_lie_side_by_side_in_their_segment(layout: Layout) -> None:
     """No two shards share an element; all of a shard's padded elements exist; formats are kept."""
-    assert [placed.spec for placed in layout.shards] == [spec for unit in layout.units for spec in unit.shards]
+    assert [placed.spec for placed in layout.shards] == [
+        spec for fsdp_module in layout.fsdp_modules for spec in fsdp_module.shards
+    ]
     for number, segment in enumerate(layout.segments):
         placed = [layout.shards[index] for index in segment.shards]
         assert placed
-        assert all(shard.segment == number and shard.unit == segment.unit for shard in placed)
+        assert all(shard.segment == number and shard.fsdp_module == segment.fsdp_module for shard in placed)
         assert all(FORMATS[shard.spec.segment_key] == segment.format for shard in placed)
         assert all(shard.start % SHARD_ALIGNMENT == 0 for shard in placed)
         assert all(a.start + a.spec.padded <= b.start for a, b in pairwise(placed))
         assert placed[-1].start + placed[-1].spec.padded <= segment.numel
-    assert layout.parameters == sum(spec.numel for unit in layout.units for spec in unit.shards)
+    assert layout.parameters == sum(spec.numel for fsdp_module in layout.fsdp_modules for spec in fsdp_module.shards)
 
 
 @given(layouts(), st.data())
@@ -101,7 +103,10 @@ def test_overlapping_finds_the_pages_of_a_range(layout: Layout, data: st.DataObj
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 400)), min_size=1, max_size=4), st.sampled_from([64, 128]))
 def test_no_page_ends_inside_of_a_row(shapes: list[tuple[int, int]], kib: int) -> None:
-    """Nor before the last one alone; pages are aligned for vectorised kernels, fit their frames, and leave no gap."""
+    """Nor before the last one alone;
+
+    pages are aligned for vectorised kernels, fit their cache slots, and leave no gap.
+    """
     specs = tuple(
         ShardSpec(
             name=str(index), numel=rows * 8 * row, padded=rows * 8 * row, segment_key="plain", trainable=True, row=row
@@ -109,7 +114,7 @@ def test_no_page_ends_inside_of_a_row(shapes: list[tuple[int, int]], kib: int) -
         for index, (rows, row) in enumerate(shapes)
     )
     try:
-        layout = build_layout([UnitSpec(name="unit", shards=specs)], FORMATS, kib << 10)
+        layout = build_layout([FSDPModuleSpec(name="fsdp_module", shards=specs)], FORMATS, kib << 10)
     except BudgetError:  # an odd row needs a page of 64 rows
         assert max(math.lcm(row, SHARD_ALIGNMENT) + 2 * row for _, row in shapes) > (kib << 10) / 12 - RANGE_ALIGNMENT
         return
@@ -134,31 +139,34 @@ def brute_force(pages: Sequence[Page], start: int, stop: int) -> list[tuple[Page
 
 
 @given(layouts())
-def test_unit_tables_agree_with_the_shards(layout: Layout) -> None:
-    """Shards by unit in gather order, trainable segments by unit."""
-    for unit in range(len(layout.units)):
-        expected = [index for index, shard in enumerate(layout.shards) if shard.unit == unit]
-        assert list(layout.unit_shards[unit]) == expected
+def test_fsdp_module_tables_agree_with_the_shards(layout: Layout) -> None:
+    """Shards by FSDP module in gather order, trainable segments by FSDP module."""
+    for fsdp_module in range(len(layout.fsdp_modules)):
+        expected = [index for index, shard in enumerate(layout.shards) if shard.fsdp_module == fsdp_module]
+        assert list(layout.fsdp_module_shards[fsdp_module]) == expected
         trained = {layout.shards[index].segment for index in expected if layout.shards[index].spec.trainable}
-        assert set(layout.unit_segments[unit]) == trained
+        assert set(layout.fsdp_module_segments[fsdp_module]) == trained
 
 
 @given(layouts())
 def test_page_names_are_unique(layout: Layout) -> None:
-    """A name in an error names one page, and its unit."""
+    """A name in an error names one page, and its FSDP module."""
     names = [layout.page_name(page.index) for page in layout.pages]
     assert len(set(names)) == len(names)
     for name, page in zip(names, layout.pages, strict=True):
-        assert name.startswith(layout.units[page.unit].name)
+        assert name.startswith(layout.fsdp_modules[page.fsdp_module].name)
 
 
 @given(layouts())
 def test_the_fingerprint_tells_layouts_apart(layout: Layout) -> None:
     """Equal for an equal layout; another for another page size, name or length."""
-    units, page_bytes = layout.units, layout.page_bytes
-    assert build_layout(units, FORMATS, page_bytes).fingerprint == layout.fingerprint
-    assert build_layout(units, FORMATS, 2 * page_bytes).fingerprint != layout.fingerprint
-    spec = units[0].shards[0]
+    fsdp_modules, page_bytes = layout.fsdp_modules, layout.page_bytes
+    assert build_layout(fsdp_modules, FORMATS, page_bytes).fingerprint == layout.fingerprint
+    assert build_layout(fsdp_modules, FORMATS, 2 * page_bytes).fingerprint != layout.fingerprint
+    spec = fsdp_modules[0].shards[0]
     for changed in (replace(spec, name="other"), replace(spec, padded=spec.padded + 1)):
-        other = (UnitSpec(name=units[0].name, shards=(changed, *units[0].shards[1:])), *units[1:])
+        other = (
+            FSDPModuleSpec(name=fsdp_modules[0].name, shards=(changed, *fsdp_modules[0].shards[1:])),
+            *fsdp_modules[1:],
+        )
         assert build_layout(other, FORMATS, page_bytes).fingerprint != layout.fingerprint

@@ -74,11 +74,11 @@ def test_sixteen_bits_would_not_do() -> None:
     assert not torch.equal(up, down)
 
 
-LEAST = Paging(arena="least", format="split")
+LEAST = Paging(host_cache="least", format="split")
 SPLIT = {
     "least": LEAST,
-    "forward": Paging(arena="least", format="split", placement="in_forward"),
-    "after": Paging(format="split", placement="after_backward"),
+    "forward": Paging(host_cache="least", format="split", update_schedule="in_forward"),
+    "after": Paging(format="split", update_schedule="after_backward"),
 }
 CASES = [
     *variants({"llama": Recipe(), "clip": Recipe(clip=0.5), "toy": Recipe(model="toy", groups=True)}, SPLIT),
@@ -96,8 +96,8 @@ CASES = [
     *variants(
         {"toy": Recipe(model="toy")},
         {
-            "delays": Paging(arena="least", format="split", delays=True),
-            "all": Paging(arena="all", format="split"),
+            "delays": Paging(host_cache="least", format="split", delays=True),
+            "all": Paging(host_cache="all", format="split"),
         },
     ),
 ]
@@ -192,14 +192,20 @@ def test_what_is_not_finite_stays_so(encoding: str, bits: int) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_paging_changes_no_bit_of_smaller_moments(name: str, tmp_path: Path) -> None:
-    """Rounding at random is the same for every arena, page size and placement."""
+    """Rounding at random is the same for every host cache, page size and update schedule."""
     recipe = Recipe(model="toy", groups=True)
     found = []
-    for number, (arena, placement, page) in enumerate(
+    for number, (host_cache, update_schedule, page) in enumerate(
         [("all", "after_backward", 64), ("least", "in_backward", 64), ("least", "in_forward", 192)]
     ):
         (folder := tmp_path / str(number)).mkdir()
-        found.append(paged(recipe, Paging(arena=arena, placement=placement, page=page * KIB, format=name), folder))
+        found.append(
+            paged(
+                recipe,
+                Paging(host_cache=host_cache, update_schedule=update_schedule, page=page * KIB, format=name),
+                folder,
+            )
+        )
     for other in found[1:]:
         assert other.losses == found[0].losses
         for parameter, states in found[0].state.items():
@@ -212,13 +218,13 @@ def test_paging_changes_no_bit_of_smaller_moments(name: str, tmp_path: Path) -> 
 def test_the_loss_falls_as_in_fp32(name: str, policy: str, most: float, tmp_path: Path) -> None:
     """From 5.0 to below 0.1, at every step no farther away than this; also where the weights are the master."""
     recipe = Recipe(model="toy", steps=40, policy=policy)
-    expected, found = in_memory(recipe), paged(recipe, Paging(arena="least", format=name), tmp_path)
+    expected, found = in_memory(recipe), paged(recipe, Paging(host_cache="least", format=name), tmp_path)
     assert found.losses[0] == expected.losses[0] > 4.9
     assert max(abs(a - b) for a, b in zip(expected.losses, found.losses, strict=True)) < most
     assert max(expected.losses[-1], found.losses[-1]) < 0.1
 
 
-# Commits #
+# Checkpoints #
 
 
 @pytest.mark.parametrize("name", ["split", *SMALL])
@@ -269,10 +275,10 @@ def test_a_run_goes_on_with_smaller_moments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["split", *SMALL])
 def test_exports_are_decoded(name: str, tmp_path: Path) -> None:
-    """Whole parameters and states of a commit are what the run has, any rows of them too, and dcp takes them."""
-    with offloaded(Recipe(model="toy"), Paging(arena="least", format=name), tmp_path) as (model, optimizer):
+    """Whole parameters and states of a checkpoint are what the run has, any rows of them too, and dcp takes them."""
+    with offloaded(Recipe(model="toy"), Paging(host_cache="least", format=name), tmp_path) as (model, optimizer):
         train(Recipe(model="toy", steps=3), model, optimizer, Outcome())
-        optimizer.commit()
+        optimizer.save_checkpoint()
         expected = {parameter: optimizer.read_state(parameter) for parameter, _ in model.named_parameters()}
     reader = newest(tmp_path)
     for index, spec in enumerate(reader.tensors):
@@ -299,8 +305,8 @@ def test_exports_are_decoded(name: str, tmp_path: Path) -> None:
     ("name", "state", "most"), [("split", 12.125, 26.3), ("bf16-moments", 8.125, 18.3), ("8bit", 6.1875, 14.5)]
 )
 def test_bytes_per_parameter_with_nothing_cached(name: str, state: float, most: float, tmp_path: Path) -> None:
-    """Weights twice, state twice, in an arena that holds no more than one unit."""
-    paging = Paging(arena="least", page=448 * KIB, format=name, placement="in_backward")
+    """Weights twice, state twice, in a host cache that holds no more than one FSDP module."""
+    paging = Paging(host_cache="least", page=448 * KIB, format=name, update_schedule="in_backward")
     seen = traffic(Recipe(model="even", steps=WARM), paging, str(tmp_path))
     assert seen["resident"] == 0
     assert seen["state"] == state * seen["parameters"], "this model is meant to have no padding"
@@ -310,7 +316,7 @@ def test_bytes_per_parameter_with_nothing_cached(name: str, state: float, most: 
 
 def refusal(recipe: Recipe, name: str, folder: Path) -> str:
     """Return the message with which a format is refused."""
-    with pytest.raises(ConfigError) as caught, offloaded(recipe, Paging(arena="all", format=name), folder):
+    with pytest.raises(ConfigError) as caught, offloaded(recipe, Paging(host_cache="all", format=name), folder):
         pass
     return str(caught.value)
 

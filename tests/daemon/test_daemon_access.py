@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 
 from infinity.config import TelemetryConfig, runtime_dir
+from infinity.daemon_client import SOCKET_NAME
 from infinity.errors import ConfigError
-from infinity.node import SOCKET_NAME
-from infinity.store import bandwidth
-from infinity.store.remembered import remember
+from infinity.store import path_bandwidth
+from infinity.store.host_records import remember
 from infinity.telemetry import Stats, read_stats_page
 from infinity.telemetry.exporter import serve
-from infinity.telemetry.page import StatsPageError
-from infinity_daemon.bandwidth import FILE_NAME
+from infinity.telemetry.stats_file import StatsPageError
+from infinity_daemon.drive_bandwidth import FILE_NAME
 from support.daemon_process import daemon, get, start_second, talk, until
 
 OTHER_USER = 65534
@@ -94,8 +94,8 @@ def drip_into(peer, seconds):
 
 def test_a_client_has_a_time_limit(monkeypatch):
     """For its whole request, not for each byte; and for taking the answer."""
-    monkeypatch.setattr("infinity.telemetry.server._REQUEST_SECONDS", 0.5)
-    monkeypatch.setattr("infinity.telemetry.server._ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr("infinity.telemetry.http_server._REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr("infinity.telemetry.http_server._ANSWER_SECONDS", 1.0)
     with (
         serve(0, lambda: []) as server,
         socket.create_connection(("127.0.0.1", server.port), timeout=60) as peer,
@@ -154,12 +154,12 @@ def test_what_is_planted_in_the_runtime_folder_is_not_used(tmp_path, plant):
     precious = victim.read_bytes()
     runtime = tmp_path / "runtime"
     runtime.mkdir(mode=0o700)
-    for name in (bandwidth.CACHE_NAME, FILE_NAME, "x.rank0.stats"):
+    for name in (path_bandwidth.CACHE_NAME, FILE_NAME, "x.rank0.stats"):
         plant(runtime / name, victim)
     names = ["/a", "/b"]
-    assert bandwidth._from_cache(names, runtime) is None
-    remember(runtime / bandwidth.CACHE_NAME, "|".join(names), [1.0, 3.0], "it")
-    assert bandwidth._from_cache(names, runtime) == [1.0, 3.0]
+    assert path_bandwidth._from_cache(names, runtime) is None
+    remember(runtime / path_bandwidth.CACHE_NAME, "|".join(names), [1.0, 3.0], "it")
+    assert path_bandwidth._from_cache(names, runtime) == [1.0, 3.0]
     with daemon(runtime):
         found = talk(runtime, {"op": "record_bandwidth", "rates": {str(tmp_path): {"read": 1e9}}, "source": "run"})
         assert found[0]["ok"]
@@ -174,10 +174,10 @@ def test_what_is_planted_in_the_runtime_folder_is_not_used(tmp_path, plant):
     ['{"/a|/b": [1e999, 1]}', '{"/a|/b": [NaN, 1]}', f'{{"/a|/b": [1, {10**400}]}}', '{"/a|/b": [0, 1]}', "[]"],
 )
 def test_a_cache_of_no_bandwidths_is_not_used(tmp_path, content):
-    (tmp_path / bandwidth.CACHE_NAME).write_text(content)
-    assert bandwidth._from_cache(["/a", "/b"], tmp_path) is None
-    remember(tmp_path / bandwidth.CACHE_NAME, "/a|/b", [1.0, 3.0], "it")
-    assert bandwidth._from_cache(["/a", "/b"], tmp_path) == [1.0, 3.0]
+    (tmp_path / path_bandwidth.CACHE_NAME).write_text(content)
+    assert path_bandwidth._from_cache(["/a", "/b"], tmp_path) is None
+    remember(tmp_path / path_bandwidth.CACHE_NAME, "/a|/b", [1.0, 3.0], "it")
+    assert path_bandwidth._from_cache(["/a", "/b"], tmp_path) == [1.0, 3.0]
 
 
 def listen(folder: Path, uid: int, answer: str) -> subprocess.Popen[bytes]:
@@ -206,7 +206,7 @@ def test_a_socket_of_another_user_is_not_asked(tmp_path, caplog):
     shared.chmod(0o1777)
     process = listen(shared, OTHER_USER, "{}\n")
     try:
-        assert bandwidth._from_daemon(["/a", "/b"], shared) is None
+        assert path_bandwidth._from_daemon(["/a", "/b"], shared) is None
         assert f"is of user {OTHER_USER} and is not asked" in caplog.text
         assert "is held by a live process" in start_second(shared, "--port", "0").stderr
     finally:
@@ -222,7 +222,7 @@ def test_a_socket_that_drips_is_left_in_time(tmp_path):
     process = listen(tmp_path, os.getuid(), "x" * 1000)
     try:
         began = time.monotonic()
-        assert bandwidth._from_daemon(["/a", "/b"], tmp_path) is None
+        assert path_bandwidth._from_daemon(["/a", "/b"], tmp_path) is None
         assert time.monotonic() - began < 100, "all of it takes 200 s"
     finally:
         process.kill()

@@ -15,7 +15,7 @@ import pytest
 
 from infinity.config import load_config
 from infinity.errors import ConfigError
-from infinity_daemon.config import load_daemon_config
+from infinity_daemon.daemon_config import load_daemon_config
 from infinity_daemon.service import _state_folder
 from support.daemon_process import daemon, get, until
 
@@ -65,7 +65,7 @@ def test_a_file_and_options_over_it(tmp_path: Path) -> None:
         ("[measure]\nevery = 3", "unknown setting measure.every; did you mean measure.every_seconds?"),
         ("[measure]\nload_seconds = 0", "measure.load_seconds = 0 is below the minimum of 1"),
         ("[drives]\ndaily_share = 2", "drives.daily_share = 2 must be a number from 0 to 1"),
-        ("[stale]\nremove_committed_after_seconds = 3600", "3600 is less than a day (86400)"),
+        ("[stale]\nremove_checkpointed_after_seconds = 3600", "3600 is less than a day (86400)"),
     ],
 )
 def test_mistakes_are_those_of_the_settings_of_a_run(text: str, says: str, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_mistakes_are_those_of_the_settings_of_a_run(text: str, says: str, tmp_p
 
 
 def test_where_the_history_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is said, else where systemd says, else beside pages of a place of their own, else at home."""
+    """Where it is said, else where systemd says, else beside pages of a place of their own, else GPU-resident."""
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.delenv("STATE_DIRECTORY", raising=False)
     monkeypatch.setenv("HOME", "/home/me")
@@ -165,19 +165,19 @@ def test_head_is_get_without_content(tmp_path: Path) -> None:
             assert headers["Content-Type"] == asked(process.port, path)[1]["Content-Type"]
 
 
-@pytest.mark.parametrize("unit", ["infinityd.service", "infinityd-user.service"])
-def test_units_of_systemd_are_accepted(unit: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fsdp_module", ["infinityd.service", "infinityd-user.service"])
+def test_units_of_systemd_are_accepted(fsdp_module: str, tmp_path: Path) -> None:
     """By systemd itself where it is there; what they start is the command that there is."""
     parsed = configparser.ConfigParser(strict=False, interpolation=None)
     parsed.optionxform = str  # type: ignore[assignment,method-assign]
-    parsed.read(DEPLOY / "systemd" / unit)
+    parsed.read(DEPLOY / "systemd" / fsdp_module)
     assert "infinityd" in parsed["Service"]["ExecStart"]
     assert parsed["Service"]["ExecReload"] == "/bin/kill -HUP $MAINPID"
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
     copied = tmp_path / "infinityd.service"
-    shutil.copy(DEPLOY / "systemd" / unit, copied)
-    command = ["systemd-analyze", "verify", *(["--user"] if "user" in unit else []), "--man=no", str(copied)]
+    shutil.copy(DEPLOY / "systemd" / fsdp_module, copied)
+    command = ["systemd-analyze", "verify", *(["--user"] if "user" in fsdp_module else []), "--man=no", str(copied)]
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     found = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert "infinityd" not in found.stderr, found.stderr
@@ -191,7 +191,7 @@ def test_the_daemonset_starts_what_there_is() -> None:
     file = Path("infinityd.toml")
     import tomllib
 
-    from infinity_daemon.config import _SETTINGS
+    from infinity_daemon.daemon_config import _SETTINGS
 
     loaded = _SETTINGS.load(tomllib.loads(text))
     assert loaded.pages.runtime_dir == "/run/infinity"

@@ -14,16 +14,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
 from infinity.errors import BudgetError
-from infinity.io.drives import Drive, Place, counters, locate, space, wear_ratio
+from infinity.io.block_devices import Drive, Place, counters, locate, space, wear_ratio
 from infinity.telemetry import Stats
-from infinity.telemetry import page as stats_page
+from infinity.telemetry import stats_file as stats_page
 from infinity_daemon.collect_devices import DevicesCollector
 from infinity_daemon.collect_ranks import RanksCollector
 from infinity_daemon.collection import Collection
-from infinity_daemon.pages import StatsPages
+from infinity_daemon.drive_wear import WearWatch
 from infinity_daemon.reservations import Owner, Reservations
 from infinity_daemon.server import SocketServer
-from infinity_daemon.wear import WearWatch
+from infinity_daemon.stats_files import StatsPages
 
 DRIVE = Drive(name="nvme0n1", identity="wwid-0")
 ALICE, BOB = Owner(pid=10, process_started=1), Owner(pid=11, process_started=1)
@@ -286,7 +286,7 @@ def test_ranks_are_counted_by_status_and_none_hides_another(tmp_path):
 
 def test_the_page_of_a_rank_that_ended_is_served_to_its_last_value_and_removed_then(tmp_path, monkeypatch):
     clock = time.monotonic()
-    monkeypatch.setattr("infinity_daemon.pages.time.monotonic", lambda: clock)
+    monkeypatch.setattr("infinity_daemon.stats_files.time.monotonic", lambda: clock)
     stats, pages = make(tmp_path, 0), StatsPages(tmp_path, 900, 120)
     steps = stats.counter("steps_total")
     steps.add(57)

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from infinity.io.drives import locate
+from infinity.io.block_devices import locate
 from infinity.telemetry import Stats
 from support.daemon_process import ENVIRONMENT, client, daemon, get, start_second, talk, until
 
@@ -26,7 +26,7 @@ def shared(tmp_path_factory):
 
 RANK = """
 import json, sys, time
-from infinity.io.drives import locate
+from infinity.io.block_devices import locate
 from infinity.telemetry import Stats
 rank, info = int(sys.argv[2]), {"version": "1", "paths": json.dumps([sys.argv[1]])}
 stats = Stats.create(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.node import NodeDaemon
+from infinity.daemon_client import NodeDaemon
 from infinity.telemetry import Stats
 from infinity_daemon.fairness import Fairness, Usage
 from support.daemon_process import daemon, until

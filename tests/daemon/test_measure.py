@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from infinity.io.drives import Drive, DriveCounters, Place
+from infinity.io.block_devices import Drive, DriveCounters, Place
 from infinity.io.probe.points import ProbeStoppedError
 from infinity.telemetry import Stats
-from infinity_daemon import measure
+from infinity_daemon import drive_measurement
 from infinity_daemon.background import Background
-from infinity_daemon.bandwidth import FILE_NAME, Profiles
-from infinity_daemon.config import MeasureConfig
-from infinity_daemon.measure import Measuring
+from infinity_daemon.daemon_config import MeasureConfig
+from infinity_daemon.drive_bandwidth import FILE_NAME, Profiles
+from infinity_daemon.drive_measurement import Measuring
 from infinity_daemon.reservations import Owner, Reservations
 from support.daemon_process import daemon, get, talk, until
 
@@ -61,8 +61,8 @@ class Node:
         self.counters: Callable[[Drive], DriveCounters | None] = lambda drive: counted(
             own_bytes("read"), own_bytes("write")
         )
-        monkeypatch.setattr(measure, "locate", self.locate)
-        monkeypatch.setattr(measure, "counters", lambda drive, sysfs: self.counters(drive))
+        monkeypatch.setattr(drive_measurement, "locate", self.locate)
+        monkeypatch.setattr(drive_measurement, "counters", lambda drive, sysfs: self.counters(drive))
 
     def locate(self, path: str, _: Path) -> Place:
         """Each folder is on a drive of its name."""
@@ -115,7 +115,7 @@ def test_it_is_measured_again_when_that_is_old(node: Node, monkeypatch: pytest.M
     node.look()
     assert node.measured("a") == first
     with monkeypatch.context() as patch:
-        patch.setattr(measure.time, "time", lambda: first + SMALL.every_seconds + 1)
+        patch.setattr(drive_measurement.time, "time", lambda: first + SMALL.every_seconds + 1)
         node.look()
     assert node.measured("a") == first + SMALL.every_seconds + 1
 
@@ -153,7 +153,7 @@ def test_noise_is_no_use_and_more_is(node: Node, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(node.measuring, "_measure", lambda target, settings: begun.append(target))
     node.measuring.settings = MeasureConfig(idle_seconds=5)
     now, read = 1000.0, 0
-    monkeypatch.setattr(measure.time, "monotonic", lambda: now)
+    monkeypatch.setattr(drive_measurement.time, "monotonic", lambda: now)
     node.counters = lambda drive: counted(read, 0)
     for second in range(20):
         node.measuring.look()
@@ -193,7 +193,7 @@ def test_a_run_that_comes_ends_a_measurement(node: Node, caplog: pytest.LogCaptu
     node.measuring.used(["b"])
     node.measuring.used(["a"])
     thread.join(300)
-    assert "measure.stopped devices=a" in caplog.text
+    assert "drive_measurement.stopped devices=a" in caplog.text
     assert node.profiles.of(DRIVE) is None
     node.measuring.settings = MeasureConfig(idle_seconds=1000)
     node.look()
@@ -218,7 +218,7 @@ def test_one_that_others_have_disturbed_is_thrown_away(node: Node, caplog: pytes
     caplog.set_level(logging.INFO)
     node.counters = lambda drive: counted(2 * own_bytes("read"), 2 * own_bytes("write"))
     node.look()
-    assert 'measure.disturbed devices=a by="others that use a"' in caplog.text
+    assert 'drive_measurement.disturbed devices=a by="others that use a"' in caplog.text
     assert node.profiles.of(DRIVE) is None
 
 
@@ -226,7 +226,7 @@ def test_what_does_not_reach_the_drive_is_no_bandwidth(node: Node, caplog: pytes
     """It is said, and not tried again at once."""
     node.counters = lambda drive: counted(0, 0)
     node.look(5)
-    assert caplog.text.count("measure.failed") == 1
+    assert caplog.text.count("drive_measurement.failed") == 1
     assert "they are cached" in caplog.text
     assert node.profiles.of(DRIVE) is None
 
@@ -235,7 +235,7 @@ def test_what_comes_to_nothing_is_tried_ever_more_rarely(node: Node, monkeypatch
     """Each time writes to the drive: after ten minutes, twice as long each time, and once a day in the end."""
     passed, tried, ends = 0.0, list[float](), [True]
     monotonic = time.monotonic
-    monkeypatch.setattr(measure.time, "monotonic", lambda: monotonic() + passed)
+    monkeypatch.setattr(drive_measurement.time, "monotonic", lambda: monotonic() + passed)
 
     def results(*_: Any) -> Any:
         tried.append(passed)
@@ -311,11 +311,11 @@ def test_a_daemon_measures_by_the_counters_of_the_kernel(drive_of_its_own: tuple
         for _ in range(40):  # four times as long as an idle drive has to wait
             time.sleep(0.1)
             # Looks at ranks come a little later on a busy machine: one that has begun is ended then.
-            assert "measure.done" not in process.log.read_text()
+            assert "drive_measurement.done" not in process.log.read_text()
     rank.close()
     with daemon(runtime, "--config", str(config)) as process:
         until(lambda: f'infinity_device_free_bytes{{device="{name}"}}' in get(process.port, "/metrics")
-              and "measure.done" in process.log.read_text())  # fmt: skip
+              and "drive_measurement.done" in process.log.read_text())  # fmt: skip
         text = get(process.port, "/metrics")
         (answer,) = talk(runtime, {"op": "bandwidth", "paths": [str(folder)]})
     assert os.listdir(folder) == ["lost+found"]

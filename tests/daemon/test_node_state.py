@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.io.drives import Drive, locate
+from infinity.io.block_devices import Drive, locate
 from infinity.telemetry import METRICS
-from infinity.telemetry.cells import label_sets
 from infinity.telemetry.history import History
-from infinity.telemetry.runs import Runs
-from infinity_daemon.bandwidth import Profile
-from infinity_daemon.drives import Drives
-from infinity_daemon.pages import Found
+from infinity.telemetry.run_views import Runs
+from infinity.telemetry.stats_cells import label_sets
+from infinity_daemon.configured_drives import Drives
+from infinity_daemon.drive_bandwidth import Profile
+from infinity_daemon.drive_wear import WearWatch
+from infinity_daemon.node_state import NodeState
 from infinity_daemon.reservations import Owner, Reservations
-from infinity_daemon.state import NodeState
-from infinity_daemon.wear import WearWatch
+from infinity_daemon.stats_files import Found
 from support.counted_rank import CountedRank
 
 UNIX = 1.7e9
@@ -76,8 +76,8 @@ def test_figures_of_a_run_are_those_of_its_steps():
     look(runs, ranks, 0.0)
     for rank, loss in zip(ranks, (2.0, 4.0), strict=True):
         rank.stats.gauge("training_loss").set(loss)
-    ranks[1].commit(when=UNIX + 3)
-    ranks[0].commit(when=UNIX + 2)
+    ranks[1].save_checkpoint(when=UNIX + 3)
+    ranks[0].save_checkpoint(when=UNIX + 2)
     run = steps(runs, ranks, range(1, 21))
     assert (run["id"], run["status"], run["world_size"], len(run["ranks"])) == ("run-1", "live", 4, 2)
     assert (run["steps"], run["loss"], run["tokens"], run["last_step"]) == (20, 3.0, 4000, UNIX + 20)
@@ -90,16 +90,16 @@ def test_figures_of_a_run_are_those_of_its_steps():
     assert run["io"]["write"] == pytest.approx(2 * (4 << 20))
     assert run["io"]["read_per_step"] == 2 * (6 << 20)
     assert run["io"]["read_total"] == 40 * (6 << 20)
-    assert run["arena"]["capacity"] == 2 * (64 << 20)
-    assert run["arena"]["roles"] == {
+    assert run["host_cache"]["capacity"] == 2 * (64 << 20)
+    assert run["host_cache"]["roles"] == {
         "param": 2 * (8 << 20),
         "update": 2 * (16 << 20),
         "grad": 2 * (24 << 20),
         "activation": 0,
     }
-    assert run["commit"] == {"last": UNIX + 2, "count": 1, "seconds": 2.0}  # the last that all ranks have
+    assert run["checkpoint"] == {"last": UNIX + 2, "count": 1, "seconds": 2.0}  # the last that all ranks have
     rank = run["ranks"][1]
-    assert (rank["rank"], rank["steps"], rank["arena_used"], rank["errors"]) == (1, 20, 48 << 20, 0)
+    assert (rank["rank"], rank["steps"], rank["host_cache_used"], rank["errors"]) == (1, 20, 48 << 20, 0)
     assert rank["tokens_per_second"] == pytest.approx(200)
 
 
@@ -140,11 +140,11 @@ def test_steps_that_take_long_have_figures_too():
 
 
 def test_what_is_not_known_is_left_out():
-    """A run before its first step has no loss of 0, and no arena that is empty."""
+    """A run before its first step has no loss of 0, and no host cache that is empty."""
     run = look(Runs(lambda path: None), [CountedRank(None)], 0.0)[0]
     unknown = {"loss", "tokens", "tokens_per_second", "step_seconds", "learning_rate", "gradient_norm", "last_step"}
-    assert not (unknown | {"parts", "stalled", "fetches", "arena", "nvme", "limits", "drives"}) & set(run)
-    assert run["commit"] == {"count": 0}
+    assert not (unknown | {"parts", "stalled", "fetches", "host_cache", "nvme", "limits", "drives"}) & set(run)
+    assert run["checkpoint"] == {"count": 0}
     assert not {"read", "write", "read_per_step"} & set(run["io"])
     assert set(run["ranks"][0]) == {"rank", "pid", "status", "steps", "errors"}
     assert run["history"]["rows"] == []
@@ -305,7 +305,7 @@ def test_a_drive_that_does_not_answer_keeps_only_its_own_thread_waiting(monkeypa
     drives.look(0.0)
     before = drives.found
     asked, hangs = threading.Event(), threading.Event()
-    monkeypatch.setattr("infinity_daemon.drives._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("infinity_daemon.configured_drives._LOOK_SECONDS", 0.01)
     monkeypatch.setattr("infinity_daemon.background._JOIN_SECONDS", 0.01)
 
     def hang(path):
@@ -313,7 +313,7 @@ def test_a_drive_that_does_not_answer_keeps_only_its_own_thread_waiting(monkeypa
         hangs.wait(300)
         raise OSError("gone")
 
-    monkeypatch.setattr("infinity.telemetry.drives.space", hang)
+    monkeypatch.setattr("infinity.telemetry.drive_views.space", hang)
     drives.start()
     assert asked.wait(300)
     assert drives.found == before
@@ -327,7 +327,7 @@ def test_however_many_look_a_state_is_written_once(monkeypatch):
     written = []
     dumps = json.dumps
     monkeypatch.setattr(
-        "infinity_daemon.state.json.dumps", lambda *given, **how: written.append(1) or dumps(*given, **how)
+        "infinity_daemon.node_state.json.dumps", lambda *given, **how: written.append(1) or dumps(*given, **how)
     )
     state = state_of()
     state.observe(Found(pages=(), broken=0), {}, 0.0)
@@ -354,11 +354,11 @@ def test_who_asks_on_the_socket_gets_the_state_without_its_curves():
 
 
 def test_a_stream_without_news_is_not_silent(monkeypatch):
-    monkeypatch.setattr("infinity_daemon.state._BEAT_SECONDS", 0.01)
+    monkeypatch.setattr("infinity_daemon.node_state._BEAT_SECONDS", 0.01)
     state = state_of()
     assert next(state.texts()) == b""
     assert state.text() == b"{}"
-    monkeypatch.setattr("infinity_daemon.state._BEAT_SECONDS", 300.0)
+    monkeypatch.setattr("infinity_daemon.node_state._BEAT_SECONDS", 300.0)
     later = threading.Timer(0.05, state.observe, (Found(pages=(), broken=0), {}, 0.0))
     later.start()
     assert json.loads(next(state.texts()))["runs"] == []

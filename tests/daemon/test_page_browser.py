@@ -92,7 +92,7 @@ def train(folder: Path, *options: str) -> subprocess.Popen[bytes]:
 def test_the_numbers_of_a_training_run_change_on_it(tab, tmp_path):
     """Steps, loss and tokens of a real run, without a reload; and they are those that it has counted."""
     options = ["--model", "tiny", "--steps", "1000000", "--batch-tokens", "64", "--seq", "32", "--host-memory", "8MiB"]
-    run = train(tmp_path, *options, "--commit-every", "20", "--keep", "never", "--out", str(tmp_path / "out"))
+    run = train(tmp_path, *options, "--checkpoint-every", "20", "--keep", "never", "--out", str(tmp_path / "out"))
     try:
         with daemon(tmp_path) as process:
             look(tab, process.port)
@@ -100,7 +100,7 @@ def test_the_numbers_of_a_training_run_change_on_it(tab, tmp_path):
             first = tab.value(f"[{figure('Steps')}, {figure('Loss')}]")
             tab.until(f"{figure('Steps')} !== {first[0]!r} && {figure('Loss')} !== {first[1]!r}")
             tab.until("document.querySelectorAll('.chart .curve')[0]?.getAttribute('d').split('L').length > 5")
-            tab.until(f"{figure('Tokens per second')} && {figure('Last commit')} !== 'none yet'")
+            tab.until(f"{figure('Tokens per second')} && {figure('Last checkpoint')} !== 'none yet'")
             run.send_signal(signal.SIGTERM)
             run.wait(300)
             tab.until("document.querySelector('#runs .badge').innerText === 'ended'")
@@ -115,7 +115,9 @@ def test_the_numbers_of_a_training_run_change_on_it(tab, tmp_path):
 
 
 def test_every_part_is_shown(tab, tmp_path):
-    """Runs beside one another, ranks, arena, drives and their profile, wear, reservations, in words and units."""
+    """Runs beside one another, ranks, host cache, drives and their profile, wear, reservations, in words and FSDP
+    modules.
+    """
     settings = tmp_path / "infinityd.toml"
     settings.write_text(f'[drives]\npaths = ["{tmp_path}"]\nendurance = {{ "{tmp_path}" = "600TB" }}\n')
     ranks = [CountedRank(tmp_path, run="one", rank=rank, world_size=2, paths=[tmp_path]) for rank in (0, 1)]
@@ -123,7 +125,7 @@ def test_every_part_is_shown(tab, tmp_path):
     for _ in range(3):
         for rank in (*ranks, other):
             rank.step(loss=2.5, tokens=1000)
-    ranks[0].commit(), ranks[1].commit()
+    ranks[0].save_checkpoint(), ranks[1].save_checkpoint()
     with daemon(tmp_path, "--config", str(settings)) as process:
         measured = {
             "op": "record_bandwidth",
@@ -138,10 +140,10 @@ def test_every_part_is_shown(tab, tmp_path):
         assert tab.value(figure("Tokens per second", run)) == "4,000"
         assert tab.value(figure("Loss", run)) == "2.500"
         assert tab.value(figure("Time of a step", run)) == "500 ms"
-        assert "s ago" in tab.value(figure("Last commit", run))
+        assert "s ago" in tab.value(figure("Last checkpoint", run))
         card = f"document.querySelectorAll('#runs > article')[{run}]"
         text = tab.value(f"{card}.innerText")
-        assert "Host arena: 96.0 MiB of 128 MiB in use" in text
+        assert "Host host cache: 96.0 MiB of 128 MiB in use" in text
         assert "90.0 % of the pages were ready" in text
         assert tab.value(f"{card}.querySelectorAll('tbody tr').length") == 2
         row = tab.value(f"[...{card}.querySelectorAll('tbody tr')[1].children].map((cell) => cell.innerText)")
@@ -169,7 +171,7 @@ def test_what_is_not_known_is_not_shown_as_nothing(tab, tmp_path):
         look(tab, process.port)
         tab.until("document.querySelector('#drives article')")
         shown = tab.text("#runs")
-        for name in ("Loss\n", "Tokens per second\n", "Time of a step\n", "Host arena"):
+        for name in ("Loss\n", "Tokens per second\n", "Time of a step\n", "Host host cache"):
             assert name not in shown
         assert shown.count("not known yet") == 2
         assert "profile not known" in tab.text("#drives") or "Reads" not in tab.text("#drives")

@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 
 import infinity_daemon
-from infinity.telemetry.server import MAX_STREAMS
+from infinity.telemetry.http_server import MAX_STREAMS
 from support.counted_rank import CountedRank
 from support.daemon_process import daemon, get, until
 
@@ -20,7 +20,7 @@ FILES = {
     "/page.css": "page.css",
     "/page.js": "page.js",
     "/chart.js": "chart.js",
-    "/units.js": "units.js",
+    "/fsdp_modules.js": "fsdp_modules.js",
 }
 
 
@@ -77,7 +77,7 @@ def test_the_page_has_nothing_from_elsewhere():
         assert not re.search(r"https?://|//[a-z]+\.", text), path.name
     page = (SITE / "index.html").read_text()
     assert not re.search(r"\son\w+=|\sstyle=|<style|<script(?![^>]*\ssrc=)", page)
-    for name in ("page.js", "chart.js", "units.js"):
+    for name in ("page.js", "chart.js", "fsdp_modules.js"):
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|Function\(", (SITE / name).read_text()
         )

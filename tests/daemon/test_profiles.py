@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity.io.drives import Drive
-from infinity_daemon.bandwidth import FILE_NAME, RECENT, Measured, Profiles, Rates
+from infinity.io.block_devices import Drive
+from infinity_daemon.drive_bandwidth import FILE_NAME, RECENT, Measured, Profiles, Rates
 
 
 def drive(identity: str) -> Drive:

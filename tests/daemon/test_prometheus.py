@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from infinity.node import NodeDaemon
+from infinity.daemon_client import NodeDaemon
 from infinity.telemetry import METRICS, Stats
-from infinity.telemetry.cells import label_sets
+from infinity.telemetry.stats_cells import label_sets
 from support.daemon_process import daemon, get, until
 from support.processes import free_port
 

@@ -13,19 +13,19 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from infinity.errors import ConfigError
-from infinity.io.drives import locate
+from infinity.io.block_devices import locate
 from infinity.store.folder import FolderLock, RunFolder, no_starts
 from infinity.store.marker import new_run_id
 from infinity_daemon import stale
 from infinity_daemon.collect_stale import StaleCollector
 from infinity_daemon.collection import Collection
-from infinity_daemon.config import StaleConfig, load_daemon_config
+from infinity_daemon.daemon_config import StaleConfig, load_daemon_config
 from infinity_daemon.stale import StaleRuns
 from support.daemon_process import daemon, get, talk, until
 
 MIB = 1 << 20
 DAY = 86_400
-BOTH = StaleConfig(remove_after_seconds=DAY, remove_committed_after_seconds=10 * DAY)
+BOTH = StaleConfig(remove_after_seconds=DAY, remove_checkpointed_after_seconds=10 * DAY)
 
 
 class Clock:
@@ -44,7 +44,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def make_run(*paths: Path, committed: bool = False) -> RunFolder:
+def make_run(*paths: Path, checkpointed: bool = False) -> RunFolder:
     """Make a run that has ended, with a data file of 1 MiB on each path."""
     for path in paths:
         path.mkdir(exist_ok=True)
@@ -52,8 +52,8 @@ def make_run(*paths: Path, committed: bool = False) -> RunFolder:
     run.create()
     for number in range(len(paths)):
         run.data_file(number, 0).write_bytes(bytes(MIB))
-    if committed:
-        (run.commits / "step000000000001.rank00000-of-00008.json").write_text("{}")
+    if checkpointed:
+        (run.checkpoints / "step000000000001.rank00000-of-00008.json").write_text("{}")
     return run
 
 
@@ -82,14 +82,14 @@ def names(runs: StaleRuns) -> list[str]:
 
 def test_runs_that_nobody_holds_are_listed_with_what_they_take(tmp_path: Path) -> None:
     """Live ones are not, nor what is no run."""
-    plain, full, live = make_run(tmp_path), make_run(tmp_path, committed=True), make_run(tmp_path)
+    plain, full, live = make_run(tmp_path), make_run(tmp_path, checkpointed=True), make_run(tmp_path)
     (tmp_path / "20260101-000000-abcdef").mkdir()
     (tmp_path / "project").mkdir()
     with held(live):
         runs = looking(StaleConfig(), Path(f"{tmp_path}/"))
         assert names(runs) == [plain.run_id, full.run_id]
     first, second = runs.found
-    assert (first.committed, second.committed) == (False, True)
+    assert (first.checkpointed, second.checkpointed) == (False, True)
     assert MIB <= first.nbytes <= MIB + 64 * 1024
     assert first.changed == pytest.approx(time.time(), abs=600)
     drive = locate(str(tmp_path)).drive.name
@@ -99,19 +99,19 @@ def test_runs_that_nobody_holds_are_listed_with_what_they_take(tmp_path: Path) -
 
 def test_by_default_nothing_is_ever_removed(tmp_path: Path, clock: Clock) -> None:
     """However old it is."""
-    make_run(tmp_path), make_run(tmp_path, committed=True)
+    make_run(tmp_path), make_run(tmp_path, checkpointed=True)
     runs = looking(StaleConfig(), tmp_path)
     for _ in range(3):
         assert len(names(runs)) == 2
         clock.passed += 1000 * DAY
 
 
-def test_what_has_no_commit_goes_after_its_grace_and_commits_after_theirs(
+def test_what_has_no_checkpoint_goes_after_its_grace_and_checkpoints_after_theirs(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each is counted from the last change of anything in the run."""
     caplog.set_level(logging.INFO)
-    plain, full = make_run(tmp_path), make_run(tmp_path, committed=True)
+    plain, full = make_run(tmp_path), make_run(tmp_path, checkpointed=True)
     runs = looking(BOTH, tmp_path)
     for days, left in ((0.9, [plain, full]), (1.1, [full]), (9.9, [full]), (10.1, [])):
         clock.passed = days * DAY
@@ -121,10 +121,10 @@ def test_what_has_no_commit_goes_after_its_grace_and_commits_after_theirs(
     assert caplog.text.count("stale.removed") == 2
 
 
-@pytest.mark.parametrize("setting", ["remove_after_seconds", "remove_committed_after_seconds"])
+@pytest.mark.parametrize("setting", ["remove_after_seconds", "remove_checkpointed_after_seconds"])
 def test_one_setting_says_nothing_of_the_other(tmp_path: Path, clock: Clock, setting: str) -> None:
-    """A run with a commit is removed only by the setting that says so."""
-    plain, full = make_run(tmp_path), make_run(tmp_path, committed=True)
+    """A run with a checkpoint is removed only by the setting that says so."""
+    plain, full = make_run(tmp_path), make_run(tmp_path, checkpointed=True)
     runs = looking(StaleConfig(**{setting: DAY}), tmp_path)
     runs.look()
     clock.passed = 100 * DAY
@@ -159,14 +159,14 @@ def test_a_clock_that_jumps_removes_nothing(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_run_on_several_paths_goes_as_a_whole_or_not_at_all(tmp_path: Path, clock: Clock) -> None:
-    """Where its commits are cannot be seen, it may have some."""
+    """Where its checkpoints are cannot be seen, it may have some."""
     paths = [tmp_path / name for name in "abc"]
     run = make_run(*paths)
     some, others, both = looking(BOTH, paths[1]), looking(BOTH, *paths[:2]), looking(BOTH, *paths[::-1])
     for runs in (some, others, both):
         runs.look()
-    assert [run.committed for run in some.found] == [True]
-    assert [run.committed for run in others.found] == [False]
+    assert [run.checkpointed for run in some.found] == [True]
+    assert [run.checkpointed for run in others.found] == [False]
     clock.passed = 100 * DAY
     assert names(some) == names(others) == [run.run_id]
     assert all(root.exists() for root in run.roots)
@@ -248,18 +248,18 @@ def test_the_daemon_tells_them(tmp_path: Path) -> None:
     """In its metrics and over its socket."""
     runtime, nvme = tmp_path / "run", tmp_path / "nvme"
     runtime.mkdir(mode=0o700)
-    run = make_run(nvme, committed=True)
+    run = make_run(nvme, checkpointed=True)
     with daemon(runtime, "--device-path", str(nvme)) as process:
         until(lambda: talk(runtime, {"op": "status"})[0]["stale_runs"])
         (told,) = talk(runtime, {"op": "status"})[0]["stale_runs"]
         assert "infinity_device_stale_runs{" in get(process.port, "/metrics")
     assert (told["run_id"], told["folders"]) == (run.run_id, [str(run.roots[0])])
-    assert (told["committed"], told["complete"]) == (True, True)
+    assert (told["checkpointed"], told["complete"]) == (True, True)
     assert told["bytes"] >= MIB
 
 
-def test_commits_that_would_go_soon_are_a_mistake(tmp_path: Path) -> None:
+def test_checkpoints_that_would_go_soon_are_a_mistake(tmp_path: Path) -> None:
     """Nobody means a minute."""
-    with pytest.raises(ConfigError, match=r"remove_committed_after_seconds = 60 is less than a day"):
-        load_daemon_config(None, {"stale.remove_committed_after_seconds": 60})
-    assert load_daemon_config(None, {"stale.remove_committed_after_seconds": DAY}).stale.remove_after_seconds == 0
+    with pytest.raises(ConfigError, match=r"remove_checkpointed_after_seconds = 60 is less than a day"):
+        load_daemon_config(None, {"stale.remove_checkpointed_after_seconds": 60})
+    assert load_daemon_config(None, {"stale.remove_checkpointed_after_seconds": DAY}).stale.remove_after_seconds == 0

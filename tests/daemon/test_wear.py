@@ -6,12 +6,12 @@ import threading
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from infinity.io.drives import Drive, locate
+from infinity.io.block_devices import Drive, locate
 from infinity.telemetry import Stats
 from infinity_daemon.collect_devices import DevicesCollector
 from infinity_daemon.collection import Collection
-from infinity_daemon.pages import StatsPages
-from infinity_daemon.wear import DAY, Health, WearWatch, health_of
+from infinity_daemon.drive_wear import DAY, Health, WearWatch, health_of
+from infinity_daemon.stats_files import StatsPages
 
 DRIVE = Drive(name="nvme9n1", identity="wwid-9")
 GIB = 1 << 30
@@ -91,7 +91,7 @@ def test_a_program_that_hangs_is_ended_and_holds_up_nobody(tmp_path, monkeypatch
         raise TimeoutError
 
     programs("nvme", {})
-    monkeypatch.setattr("infinity_daemon.wear.subprocess.run", hang)
+    monkeypatch.setattr("infinity_daemon.drive_wear.subprocess.run", hang)
     watch = WearWatch({}, sysfs=sysfs_with(tmp_path))
     watch.look([DRIVE])
     assert begun.wait(300)
@@ -105,7 +105,7 @@ def test_a_program_that_hangs_is_ended_and_holds_up_nobody(tmp_path, monkeypatch
 def test_days_are_those_at_the_rate_of_the_last_hour(tmp_path, programs, monkeypatch):
     asked = programs("nvme", {"percent_used": 50})
     now = 1e6
-    monkeypatch.setattr("infinity_daemon.wear.time.monotonic", lambda: now)
+    monkeypatch.setattr("infinity_daemon.drive_wear.time.monotonic", lambda: now)
     watch = WearWatch({DRIVE.name: 1000 * GIB}, sysfs=sysfs_with(tmp_path, 10 * GIB))
 
     def look(seconds, written):
@@ -132,7 +132,7 @@ def test_days_are_those_at_the_rate_of_the_last_hour(tmp_path, programs, monkeyp
 
 def test_a_drive_that_is_used_up_has_no_day_left_and_the_unrated_none_is_known_of(tmp_path, programs, monkeypatch):
     now = 0.0
-    monkeypatch.setattr("infinity_daemon.wear.time.monotonic", lambda: now)
+    monkeypatch.setattr("infinity_daemon.drive_wear.time.monotonic", lambda: now)
     watch, unrated = (WearWatch(rated, sysfs=tmp_path) for rated in ({DRIVE.name: GIB}, {}))
     for written in (GIB, 2 * GIB):
         sysfs_with(tmp_path, written)
@@ -148,7 +148,7 @@ def test_wear_is_served(tmp_path, programs, monkeypatch):
     programs("smartctl", {"endurance_used": {"current_percent": 25}})
     programs("nvme", {"percent_used": 25})
     now = 0.0
-    monkeypatch.setattr("infinity_daemon.wear.time.monotonic", lambda: now)
+    monkeypatch.setattr("infinity_daemon.drive_wear.time.monotonic", lambda: now)
     watch = WearWatch({drive.name: 600 * 10**12}, sysfs=tmp_path / "sys")
     pages = StatsPages(tmp_path, 60, 60)
     collector = DevicesCollector(

@@ -36,10 +36,10 @@ def test_a_copy_and_what_waits_for_it_are_ordered(simulated: Simulation) -> None
     host, there = pinned(device), torch.empty(64, dtype=torch.uint8)
     host.fill_(7)
     device.copy(there, host, device.stream("stage"))
-    device.mark(device.stream("stage")).before(device.current())
+    device.record_event(device.stream("stage")).before(device.current())
     assert int(there.sum()) == 7 * 64
     device.copy(host, there * 2, device.current())
-    assert device.mark(device.current()).passed()
+    assert device.record_event(device.current()).passed()
     assert host.tolist() == [14] * 64
     assert not simulated.races.found
 
@@ -72,13 +72,13 @@ def test_memory_that_is_used_again(kept: bool, simulated: Simulation) -> None:
     host, there = pinned(device), torch.ones(64, dtype=torch.uint8)
     device.copy(there, host, device.current())
     back, result = device.stream("back"), there + 3
-    device.mark(device.current()).before(back)
+    device.record_event(device.current()).before(back)
     device.copy(host, result, back)
     if kept:
         device.keep(result, back)
     del result
     there + 4
-    device.mark(back).passed()
+    device.record_event(back).passed()
     assert host.tolist() == [3 if kept or not simulated.late else POISON] * 64
     if kept:
         assert not simulated.races.found
@@ -103,10 +103,10 @@ def test_a_mark_is_looked_at_in_vain() -> None:
         device = open_device(torch.device("cpu"))
         counts = []
         for _ in range(20):
-            mark, count = device.mark(device.current()), 0
-            while not mark.passed():
+            device_event, count = device.record_event(device.current()), 0
+            while not device_event.passed():
                 count += 1
-            assert mark.passed()
+            assert device_event.passed()
             counts.append(count)
         assert set(counts) > {0, 8}
         assert not simulated.races.found

@@ -1,4 +1,4 @@
-"""Steps that use other units than the plan expects: what is staged and not gathered is no harm."""
+"""Steps that use other FSDP modules than the plan expects: what is staged and not gathered is no harm."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ ORDERS = (
     *[FULL] * 2,
 )
 PAGINGS = {
-    "staged": Paging(arena="least", device=300 << 10),
-    "kept": Paging(arena="least", placement="in_forward", device=64 << 20),
+    "staged": Paging(host_cache="least", device=300 << 10),
+    "kept": Paging(host_cache="least", update_schedule="in_forward", device=64 << 20),
 }
-HOMES = {
-    "some": Paging(arena="least", device=3 << 20),
-    "some-forward": Paging(arena="least", placement="in_forward", device=4 << 20),
+GPU_RESIDENT_PAGES = {
+    "some": Paging(host_cache="least", device=3 << 20),
+    "some-forward": Paging(host_cache="least", update_schedule="in_forward", device=4 << 20),
 }
-"""With units that live on the device, of about 1 MiB: others when a step departs, and so they move."""
+"""With FSDP modules that live on the device, of about 1 MiB: others when a step departs, and so they move."""
 
 
 def losses_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
@@ -52,7 +52,7 @@ def losses_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[
 UPDATED = [kind for kind in KINDS if kind.endswith("updates")]
 ROWS = [
     *one_of(2, variants(PAGINGS, {kind: kind for kind in KINDS})),
-    *one_of(2, variants(HOMES, {kind: kind for kind in UPDATED})),
+    *one_of(2, variants(GPU_RESIDENT_PAGES, {kind: kind for kind in UPDATED})),
 ]
 
 

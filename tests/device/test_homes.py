@@ -1,4 +1,7 @@
-"""Units that live on the device: what users do with weights and states between steps, and what is skipped or fails."""
+"""FSDP modules that live on the device:
+
+what users do with weights and states between steps, and what is skipped or fails.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from infinity.schedule.gpu_resident_pages import GpuResidentPages, Home
 
 import infinity
 from infinity.content.layout import Page
-from infinity.schedule.homes import Home, Homes
 from infinity.schedule.pager import Pager
 from support import models
 from support.device.cases import troubles
@@ -32,9 +35,9 @@ from support.train import (
 )
 
 PAGINGS = {
-    "all-auto": Paging(arena="least", device=64 << 20),
-    "some-forward": Paging(arena="least", placement="in_forward", device=620 << 10),
-    "all-after": Paging(arena="least", placement="after_backward", device=64 << 20),
+    "all-auto": Paging(host_cache="least", device=64 << 20),
+    "some-forward": Paging(host_cache="least", update_schedule="in_forward", device=620 << 10),
+    "all-after": Paging(host_cache="least", update_schedule="after_backward", device=64 << 20),
 }
 KINDS = {kind: kind for kind in ("order-updates", "late-updates")}
 STEPS = 6
@@ -103,15 +106,15 @@ LOOPS: dict[str, tuple[Loop, str]] = {
     "loaded": (loaded, ""),
     "without some": (without_some, "after_backward"),
 }
-"""By name, a loop and the placement that it needs."""
+"""By name, a loop and the update schedule that it needs."""
 
 
 def outcome(loop: Loop, recipe: Recipe, paging: Paging, folder: Path) -> Outcome:
     """Run a loop over pages."""
     with offloaded(recipe, paging, folder) as (model, optimizer):
         losses = loop(model, optimizer)
-        at_home = len(optimizer.run.planner.placement.at_home)
-        return Outcome(losses=losses, state=state_on_nvme(model, optimizer), at_home=at_home)
+        gpu_resident = len(optimizer.run.planner.update_schedule.gpu_resident)
+        return Outcome(losses=losses, state=state_on_nvme(model, optimizer), gpu_resident=gpu_resident)
 
 
 def in_memory(loop: Loop, recipe: Recipe) -> Outcome:
@@ -132,14 +135,14 @@ ROWS = [
 @pytest.mark.parametrize(("name", "paging", "kind"), one_of(2, ROWS))
 def test_what_is_done_between_steps(name: str, paging: Paging, kind: str, tmp_path: Path) -> None:
     """Is done to what the device has, and the bits are those of memory."""
-    loop, placement = LOOPS[name]
+    loop, update_schedule = LOOPS[name]
     recipe = Recipe(model="toy", steps=STEPS)
     expected = in_memory(loop, recipe)
     with simulation(kind) as device:
-        paging = replace(paging, placement=placement or paging.placement)
+        paging = replace(paging, update_schedule=update_schedule or paging.update_schedule)
         found = outcome(loop, recipe, paging, tmp_path)
         assert troubles(device) == []
-    assert found.at_home > 0
+    assert found.gpu_resident > 0
     assert differences(expected, found) == []
 
 
@@ -157,58 +160,62 @@ def skipped(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[fl
     return losses
 
 
-@pytest.mark.parametrize("placement", ["in_forward", pytest.param("after_backward", marks=pytest.mark.wide)])
-def test_a_step_that_is_skipped(placement: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["in_forward", pytest.param("after_backward", marks=pytest.mark.wide)])
+def test_a_step_that_is_skipped(update_schedule: str, tmp_path: Path) -> None:
     """Changes nothing on the device, as it changes no page."""
     recipe, found = Recipe(model="toy"), []
     for number, nbytes in enumerate((0, 64 << 20)):
         (folder := tmp_path / str(number)).mkdir()
         with simulation("order-updates") as device:
-            found.append(outcome(skipped, recipe, Paging(arena="least", placement=placement, device=nbytes), folder))
+            found.append(
+                outcome(
+                    skipped, recipe, Paging(host_cache="least", update_schedule=update_schedule, device=nbytes), folder
+                )
+            )
             assert troubles(device) == []
-    assert [each.at_home > 0 for each in found] == [False, True]
+    assert [each.gpu_resident > 0 for each in found] == [False, True]
     assert differences(*found) == []
 
 
-def test_a_commit_takes_few_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units that live on the device may be larger than the arena: pages go through it one by one."""
-    recipe, paging = Recipe(model="even", steps=3), Paging(arena="least", device=64 << 20)
+def test_a_checkpoint_takes_few_cache_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP modules that live on the device may be larger than the host cache: pages go through it one by one."""
+    recipe, paging = Recipe(model="even", steps=3), Paging(host_cache="least", device=64 << 20)
     most: list[int] = []
     send = Pager._send
 
     def sent(pager: Pager, page: int, home: object) -> None:
         send(pager, page, home)  # type: ignore[arg-type]
-        most.append(pager._frames.count - len(pager._frames.free))
+        most.append(pager._cache_slots.count - len(pager._cache_slots.free))
 
     monkeypatch.setattr(Pager, "_send", sent)
     with simulation("order-updates"), offloaded(recipe, paging, tmp_path) as (model, optimizer):
         for number in range(3):
             step(model, optimizer, number)
         run = optimizer.run
-        optimizer.commit()
+        optimizer.save_checkpoint()
         pages: list[Page] = [page for page in run.layout.pages if page.role.value != "grad"]
-        assert len(most) == len(pages) > 4 * run.arena.frames
-        assert run.pager.census()["free"] == run.arena.frames
+        assert len(most) == len(pages) > 4 * run.host_cache.cache_slots
+        assert run.pager.census()["free"] == run.host_cache.cache_slots
 
 
 def test_a_device_that_has_less_room_than_it_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Goes on with no unit there, and says what to set."""
-    build_homes, built = Homes.build, []
+    """Goes on with no FSDP module there, and says what to set."""
+    build_gpu_resident_pages, built = GpuResidentPages.build, []
 
-    def build_some(homes: Homes, pages: Sequence[Page]) -> dict[int, Home]:
+    def build_some(gpu_resident_pages: GpuResidentPages, pages: Sequence[Page]) -> dict[int, Home]:
         built.append(pages)
         if len(built) == 3:
             raise torch.OutOfMemoryError("out of memory")
-        return build_homes(homes, pages)
+        return build_gpu_resident_pages(gpu_resident_pages, pages)
 
-    monkeypatch.setattr(Homes, "build", build_some)
+    monkeypatch.setattr(GpuResidentPages, "build", build_some)
     recipe = Recipe(model="toy", steps=STEPS)
     expected = in_memory(plain, recipe)
     with simulation("order-updates"):
-        found = outcome(plain, recipe, Paging(arena="least", device=64 << 20), tmp_path)
+        found = outcome(plain, recipe, Paging(host_cache="least", device=64 << 20), tmp_path)
     assert len(built) == 3
-    assert found.at_home == 0
+    assert found.gpu_resident == 0
     assert "memory.device_bytes lower" in caplog.text
     assert differences(expected, found) == []

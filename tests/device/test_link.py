@@ -15,8 +15,10 @@ from support.train import Paging, Recipe, batch, in_memory, offloaded
 
 STEPS = 6
 PAGINGS = {
-    f"{arena}-{placement}-{device >> 10}KiB": Paging(arena=arena, placement=placement, cores=0, device=device)
-    for arena, placement, device in (
+    f"{host_cache}-{update_schedule}-{device >> 10}KiB": Paging(
+        host_cache=host_cache, update_schedule=update_schedule, cores=0, device=device
+    )
+    for host_cache, update_schedule, device in (
         ("least", "in_backward", 0),
         ("least", "in_forward", 64 << 20),
         ("all", "in_backward", 64 << 20),
@@ -25,15 +27,17 @@ PAGINGS = {
 }
 
 
-HOMES = {
-    f"home-{placement}": Paging(arena="least", placement=placement, cores=0, device=device, homes="some")
-    for placement, device in (("in_backward", 3 << 20), ("in_forward", 4 << 20))
+GPU_RESIDENT_PAGES = {
+    f"home-{update_schedule}": Paging(
+        host_cache="least", update_schedule=update_schedule, cores=0, device=device, gpu_resident_pages="some"
+    )
+    for update_schedule, device in (("in_backward", 3 << 20), ("in_forward", 4 << 20))
 }
-"""With units that live on the device, of about 1 MiB."""
+"""With FSDP modules that live on the device, of about 1 MiB."""
 UPDATED = {kind: kind for kind in KINDS if kind.endswith("updates")}
 ROWS = [
     *one_of(3, variants(PAGINGS, {kind: kind for kind in KINDS})),
-    *one_of(2, variants(HOMES, UPDATED)),
+    *one_of(2, variants(GPU_RESIDENT_PAGES, UPDATED)),
 ]
 
 
@@ -50,20 +54,23 @@ def test_bytes_over_the_link_are_the_predicted_ones(paging: Paging, kind: str, t
             optimizer.zero_grad()
             counted.append(found(optimizer.run.stats.snapshot(), "link_bytes_total"))
         predicted = found(optimizer.run.stats.snapshot(), "plan_predicted_link_bytes_per_step")
-        at_home = optimizer.run.planner.placement.at_home
-        units = len(optimizer.run.layout.unit_shards)
-    assert (min(predicted) > 0) is (len(at_home) < units)
-    assert bool(at_home) or not paging.homes
+        gpu_resident = optimizer.run.planner.update_schedule.gpu_resident
+        fsdp_modules = len(optimizer.run.layout.fsdp_module_shards)
+    assert (min(predicted) > 0) is (len(gpu_resident) < fsdp_modules)
+    assert bool(gpu_resident) or not paging.gpu_resident_pages
     for before, after in pairwise(counted[2:]):
         for expected, first, last in zip(predicted, before, after, strict=True):
-            assert last - first == pytest.approx(expected, rel=0.01, abs=8 * units)
+            assert last - first == pytest.approx(expected, rel=0.01, abs=8 * fsdp_modules)
 
 
 @pytest.mark.parametrize("micro", [1, 2])
-def test_bytes_of_units_that_live_on_the_device(micro: int, tmp_path: Path) -> None:
-    """None in a step where all do, over the link or to and from drives; a commit sends what updates have changed."""
+def test_bytes_of_fsdp_modules_that_live_on_the_device(micro: int, tmp_path: Path) -> None:
+    """None in a step where all do, over the link or to and from drives;
+
+    a checkpoint sends what updates have changed.
+    """
     recipe = Recipe(model="even", steps=STEPS, micro=micro)
-    paging = Paging(arena="least", placement="after_backward", cores=0, device=64 << 20)
+    paging = Paging(host_cache="least", update_schedule="after_backward", cores=0, device=64 << 20)
     in_memory(recipe)
     with simulation("order-updates", 0), offloaded(recipe, paging, tmp_path) as (model, optimizer):
         run = optimizer.run
@@ -76,14 +83,14 @@ def test_bytes_of_units_that_live_on_the_device(micro: int, tmp_path: Path) -> N
                 before = found(run.stats.snapshot(), "link_bytes_total")
         there, back = found(run.stats.snapshot(), "link_bytes_total")
         assert there == before[0]
-        assert back - before[1] <= 8 * len(run.layout.units) * (STEPS - 2)  # numbers that the host reads
+        assert back - before[1] <= 8 * len(run.layout.fsdp_modules) * (STEPS - 2)  # numbers that the host reads
         assert found(run.stats.snapshot(), "plan_predicted_link_bytes_per_step") == [0, 0]
         assert [(record.read_bytes, record.written_bytes) for record in optimizer.records[3:]] == [(0, 0)] * (STEPS - 3)
         assert optimizer.predict_seconds(1e9, 1.0) == pytest.approx(1.0)
-        sent = sum(home_bytes(run.layout, unit) for unit in run.planner.placement.at_home)
+        sent = sum(home_bytes(run.layout, fsdp_module) for fsdp_module in run.planner.update_schedule.gpu_resident)
         for expected in (sent, 0):  # nothing has changed since the first one
             written, copied = run.ledger.total_bytes["write"], found(run.stats.snapshot(), "link_bytes_total")
-            optimizer.commit()
+            optimizer.save_checkpoint()
             assert run.ledger.total_bytes["write"] - written == expected
             there, back = found(run.stats.snapshot(), "link_bytes_total")
             assert (there - copied[0], back - copied[1]) == (0, expected)

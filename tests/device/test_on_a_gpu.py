@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from support.device.tables import ACTIVATIONS, HOMES, LARGE, LARGE_PAGINGS, PAGINGS, RECIPES, RECIPES_THAT_KEEP, SOME
+from support.device.tables import (
+    ACTIVATIONS,
+    GPU_RESIDENT_PAGES,
+    LARGE,
+    LARGE_PAGINGS,
+    PAGINGS,
+    RECIPES,
+    RECIPES_THAT_KEEP,
+    SOME,
+)
 from support.tables import variants
 from support.train import Paging, Recipe, compare, differences, in_memory, reproducible
 
@@ -28,8 +37,8 @@ def on_a_gpu(recipes: dict[str, Recipe], pagings: dict[str, Paging], *updates: s
         if recipe.groups:
             where = "cuda"  # the reference of updates on the CPU has one param group
         if where == "cuda" and not paging.device:
-            # The device would take all units otherwise, and no page were used.
-            paging = replace(paging, device=SOME, homes="none")
+            # The device would take all FSDP modules otherwise, and no page were used.
+            paging = replace(paging, device=SOME, gpu_resident_pages="none")
         listed.append(
             pytest.param(
                 replace(recipe, device="cuda", updates=where, deterministic=True), paging, id=f"{row.id}-{where}"
@@ -59,7 +68,7 @@ def test_paging_changes_no_bit_of_a_large_model(name: str, updates: str, tmp_pat
     ("recipe", "paging"),
     [
         *on_a_gpu(RECIPES, PAGINGS, "cpu", "cuda"),
-        *on_a_gpu(RECIPES, HOMES, "cuda"),
+        *on_a_gpu(RECIPES, GPU_RESIDENT_PAGES, "cuda"),
         *on_a_gpu(RECIPES_THAT_KEEP, ACTIVATIONS, "cpu", "cuda"),
     ],
 )

@@ -1,4 +1,7 @@
-"""On a simulated device paging changes no bit, and nothing is unordered: placements, arenas, ranks and ends."""
+"""On a simulated device paging changes no bit, and nothing is unordered:
+
+update schedules, host caches, ranks and ends.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 
 from support.device.cases import STEPS, compared, ended_and_resumed
 from support.device.simulation import KINDS
-from support.device.tables import ALL, FEW, HOMES, PAGINGS, RECIPES
+from support.device.tables import ALL, FEW, GPU_RESIDENT_PAGES, PAGINGS, RECIPES
 from support.ranks import RankPool
 from support.session import Session
 from support.tables import in_turn, one_of, variants
@@ -36,27 +39,29 @@ def test_paging_changes_no_bit_on_a_device(recipe: Recipe, paging: Paging, kind:
     assert compared(kind, recipe, paging, str(tmp_path)) == []
 
 
-def with_homes(every: int) -> list[Any]:
-    """Return (recipe, paging, kind) of all recipes with all pagings of `HOMES`; both kinds in turn."""
+def with_gpu_resident_pages(every: int) -> list[Any]:
+    """Return (recipe, paging, kind) of all recipes with all pagings of `GPU_RESIDENT_PAGES`; both kinds in turn."""
     kinds = [kind for kind in KINDS if kind.endswith("updates")]
     listed = [
         pytest.param(*row.values, kinds[number % 2], id=f"{row.id}-{kinds[number % 2]}", marks=row.marks)
-        for number, row in enumerate(variants(RECIPES, HOMES))
+        for number, row in enumerate(variants(RECIPES, GPU_RESIDENT_PAGES))
     ]
     return one_of(every, listed)
 
 
-@pytest.mark.parametrize(("recipe", "paging", "kind"), with_homes(5))
-def test_units_that_live_on_the_device_change_no_bit(recipe: Recipe, paging: Paging, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("recipe", "paging", "kind"), with_gpu_resident_pages(5))
+def test_fsdp_modules_that_live_on_the_device_change_no_bit(
+    recipe: Recipe, paging: Paging, kind: str, tmp_path: Path
+) -> None:
     """All of them, or some, and what is done with them there is in one order."""
     assert compared(kind, recipe, paging, str(tmp_path)) == []
 
 
-@pytest.mark.parametrize(("recipe", "paging", "kind"), with_homes(7))
-def test_units_that_live_on_the_devices_of_two_ranks(
+@pytest.mark.parametrize(("recipe", "paging", "kind"), with_gpu_resident_pages(7))
+def test_fsdp_modules_that_live_on_the_devices_of_two_ranks(
     recipe: Recipe, paging: Paging, kind: str, tmp_path: Path, pair: RankPool
 ) -> None:
-    """On every rank, each of which has half of every unit."""
+    """On every rank, each of which has half of every FSDP module."""
     paging = replace(paging, device=paging.device // 2)
     assert pair.run(compared, kind, recipe, paging, str(tmp_path)) == [[], []]
 
@@ -84,7 +89,7 @@ def test_two_ranks(recipe: Recipe, paging: Paging, kind: str, tmp_path: Path, pa
 
 @pytest.mark.parametrize(("where", "kind"), one_of(2, in_turn(("forward", "backward", "step", "between"), KINDS)))
 def test_a_training_that_ends_early_is_resumed(where: str, kind: str, tmp_path: Path) -> None:
-    """From its last commit, bit for bit; what is closed while it is being copied is waited for."""
+    """From its last checkpoint, bit for bit; what is closed while it is being copied is waited for."""
     (tmp_path / "undisturbed").mkdir()
     with Session(tmp_path / "undisturbed") as session:
         expected = session.run(until=STEPS, every=2)
@@ -97,8 +102,8 @@ def test_a_training_that_ends_early_is_resumed(where: str, kind: str, tmp_path: 
     ("where", "home"),
     one_of(2, in_turn(("forward", "backward", "step", "between"), (("order-updates", FEW), ("late-updates", ALL)))),
 )
-def test_units_that_live_on_the_device_are_resumed(where: str, home: tuple[str, int], tmp_path: Path) -> None:
-    """From what a commit has sent to the drives; they are loaded once, behind the first step."""
+def test_fsdp_modules_that_live_on_the_device_are_resumed(where: str, home: tuple[str, int], tmp_path: Path) -> None:
+    """From what a checkpoint has sent to the drives; they are loaded once, behind the first step."""
     (tmp_path / "undisturbed").mkdir()
     with Session(tmp_path / "undisturbed") as session:
         expected = session.run(until=STEPS, every=2)

@@ -51,16 +51,16 @@ def step_rows() -> list[str]:
 
 
 def bytes_in_backward(*, least: bool) -> list[str]:
-    """Return bytes per parameter and step by size of the arena, smallest first; or the least possible ones."""
+    """Return bytes per parameter and step by size of the host cache, smallest first; or the least possible ones."""
     key = "least" if least else "bytes_per_parameter"
-    rows = [row for row in stored("step")["bytes"] if (row["format"], row["placement"]) == ("fp32", "in_backward")]
+    rows = [row for row in stored("step")["bytes"] if (row["format"], row["schedule"]) == ("fp32", "in_backward")]
     return [f"{row[key]:.1f}" for row in sorted(rows, key=lambda row: row["share"])]
 
 
-def commit_seconds() -> tuple[str, str]:
-    """Return what the benchmark of commits has found, as README and results say it."""
-    median = {name: found["median"] for name, found in stored("commit")["seconds"].items()}
-    return f"`torch.save` takes {median['save']:.1f} s, DCP {median['dcp']:.1f} s", f"{median['commit']:.3f} s"
+def checkpoint_seconds() -> tuple[str, str]:
+    """Return what the benchmark of checkpoints has found, as README and results say it."""
+    median = {name: found["median"] for name, found in stored("checkpoint")["seconds"].items()}
+    return f"`torch.save` takes {median['save']:.1f} s, DCP {median['dcp']:.1f} s", f"{median['checkpoint']:.3f} s"
 
 
 def daemon_row() -> str:
@@ -183,19 +183,19 @@ def test_step_times() -> None:
 
 
 def test_results_has_the_other_figures() -> None:
-    """Bytes, engine, commits, state."""
+    """Bytes, engine, checkpoints, state."""
     figures = section(RESULTS, "Figures")
-    commits, io, large = stored("commit"), stored("io"), stored("step-354m")["devices"]["drive"]
+    checkpoints, io, large = stored("checkpoint"), stored("io"), stored("step-354m")["devices"]["drive"]
     assert "; ".join(", ".join(bytes_in_backward(least=least)) for least in (False, True)) in figures
     kinds = ("io_uring", "threads")
     reads, writes = (", ".join(f"{io[f'{op}_ratio'][kind]:.2f}" for kind in kinds) for op in ("read", "write"))
     assert f"reads {reads}; writes {writes}" in figures
-    ratio, extra = commits["commit_ratio"]["median"], commits["extra_bytes_ratio"]["median"]
+    ratio, extra = checkpoints["checkpoint_ratio"]["median"], checkpoints["extra_bytes_ratio"]["median"]
     assert f"| {ratio:.3f}; {100 * extra:.3f} % " in figures
-    others, own = commit_seconds()
+    others, own = checkpoint_seconds()
     assert f"{others}, a commit {own}" in figures
-    assert f"{commits['bytes_per_step'] / 1e9:.2f} GB: the state once" in figures
-    assert commits["bytes_per_step"] == commits["state_bytes"]
+    assert f"{checkpoints['bytes_per_step'] / 1e9:.2f} GB: the state once" in figures
+    assert checkpoints["bytes_per_step"] == checkpoints["state_bytes"]
     state, parameters = large["state_bytes"], large["parameters"]
     assert f"{state / 1e9:.2f} GB, {state / parameters:.1f} bytes per parameter" in figures
 
@@ -205,7 +205,7 @@ def test_readme_has_the_same_ones() -> None:
     expected = section(README, "What to expect")
     small, half, large = (bytes_in_backward(least=False)[index] for index in (0, 3, 5))
     assert (
-        f"{small} per parameter and step with an arena of 5 % of the state, {half} with 50 %, {large} with 90 %"
+        f"{small} per parameter and step with a host cache of 5 % of the state, {half} with 50 %, {large} with 90 %"
         in expected
     )
     rows = {tuple(row.split(" | ")[:2]): row.split(" | ")[2:] for row in step_rows()}
@@ -214,11 +214,11 @@ def test_readme_has_the_same_ones() -> None:
     assert f" and {over_torch} of plain torch in memory" in expected
     few, many = (rows["| 114M, drive, 2 of 2", tokens][1] for tokens in ("32", "1024"))
     assert f"{few} times FSDP2 in memory with 32 tokens per step, {many} with 1024" in expected
-    others, own = commit_seconds()
-    commits = stored("commit")
-    assert f"{own} for {commits['state_bytes'] / 1e9:.2f} GB of state; {others}" in expected
+    others, own = checkpoint_seconds()
+    checkpoints = stored("checkpoint")
+    assert f"{own} for {checkpoints['state_bytes'] / 1e9:.2f} GB of state; {others}" in expected
     assert f"{stored('step-354m')['devices']['drive']['state_bytes'] / 1e9:.2f} GB for 355M parameters" in expected
-    written = commits["bytes_per_step"]
+    written = checkpoints["bytes_per_step"]
     assert (
         f"up to {written / 1e9:.2f} GB for 114M parameters, so {1000 * written / 1e12:.2f} TB in 1000 steps" in expected
     )
@@ -343,14 +343,14 @@ def said_of_354m() -> list[str]:
     )
     gpt2 = found["infinity fp32"]["gpt2-354m"]["1 ranks"]
 
-    def each(key: str, unit: float = 1.0) -> str:
-        return ", ".join(f"{one[key] / unit:.2f}" for one in (infinity, deepspeed, fsdp))
+    def each(key: str, fsdp_module: float = 1.0) -> str:
+        return ", ".join(f"{one[key] / fsdp_module:.2f}" for one in (infinity, deepspeed, fsdp))
 
     return [
         f"a save takes {each('save_seconds')} s",
         f"a new process goes on after {each('resume_seconds')} s",
         f"on the drive then are {each('drive_bytes_saved', 1e9)} GB",
-        f"{infinity['drive_bytes_without_commits'] / 1e9:.2f} GB without commits",
+        f"{infinity['drive_bytes_without_checkpoints'] / 1e9:.2f} GB without checkpoints",
         f"({deepspeed['drive_bytes'] / 1e9:.2f} GB while it trains)",
         f"smallest control group {infinity['smallest_cgroup_bytes'] / 2**30:.2f} GiB",
         f"GPT-2 medium, whose vocabulary is 50257, {gpt2['smallest_cgroup_bytes'] / 2**30:.2f} GiB",

@@ -1,4 +1,4 @@
-"""docs/on-disk-format.md is true and complete: a reader written from it alone reads every bit of real commits."""
+"""docs/on-disk-format.md is true and complete: a reader written from it alone reads every bit of real checkpoints."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from torch import nn
 
 import infinity
 from infinity.checkpoint.manifest import Manifest, check_pages, checksum_of, read_manifest, read_state_file
-from infinity.checkpoint.reader import CommitReader
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.content.encoding import decode, encode
 from infinity.content.format import ENCODINGS, ITEMSIZE
 from infinity.content.format import FORMATS as STATE_FORMATS
-from infinity.content.layout import UnitSpec, build_layout
+from infinity.content.layout import FSDPModuleSpec, build_layout
 from infinity.errors import BudgetError, InfinityError
-from infinity.run import place
+from infinity.run import run_directory
 from infinity.store.extents import spread
 from infinity.store.folder import RunFolder
 from infinity.store.marker import look_for_runs
@@ -102,31 +102,33 @@ CASES = {
 
 
 def trained(case: Case, folder: str) -> dict[str, dict[str, torch.Tensor]]:
-    """Train two steps and commit; return this rank's part of the state."""
+    """Train two steps and checkpoint; return this rank's part of the state."""
     torch.manual_seed(0)
     model = Mixed()
     model = models.shard(model.to(torch.bfloat16) if case.policy == "pure_bf16" else model, case.policy)
     paging = Paging(format=case.format, paths=case.paths)
     with (
-        mock.patch.object(place, "path_shares", lambda paths, *_: WEIGHTS[: len(paths)]),  # nothing is measured
+        mock.patch.object(
+            run_directory, "path_stripe_weights", lambda paths, *_: WEIGHTS[: len(paths)]
+        ),  # nothing is measured
         infinity.offload(model, case.make(model), settings(Path(folder), paging, 16 * MIB)) as optimizer,
     ):
         for step in range(2):
             models.loss_of(model, batch(model, step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        optimizer.commit(EXTRA)
+        optimizer.save_checkpoint(EXTRA)
         return state_on_nvme(model, optimizer)
 
 
-def stored(folder: Path) -> tuple[RunFolder, document.Commit]:
-    """Return the only run of a folder, and its only commit as the document's reader finds it."""
+def stored(folder: Path) -> tuple[RunFolder, document.Checkpoint]:
+    """Return the only run of a folder, and its only checkpoint as the document's reader finds it."""
     paths = sorted(folder.glob("nvme*"))
     run_folder = folder_of_run(paths)
     (run,) = document.find_runs(paths[::-1])
     assert (run.run_id, tuple(run.folders)) == (run_folder.run_id, run_folder.roots)
-    (commit,) = document.find_commits(run)
-    return run_folder, commit
+    (checkpoint,) = document.find_checkpoints(run)
+    return run_folder, checkpoint
 
 
 def folder_of_run(paths: list[Path]) -> RunFolder:
@@ -149,8 +151,8 @@ def differing(case: Case, folder: str) -> list[str]:
     if dist.is_initialized():
         dist.barrier()
         rank, size = dist.get_rank(), dist.get_world_size()
-    run_folder, commit = stored(Path(folder))
-    reader, content = CommitReader(run_folder), document.read(commit)
+    run_folder, checkpoint = stored(Path(folder))
+    reader, content = CheckpointReader(run_folder), document.read(checkpoint)
     found = {
         "names": content.names == [list(spec.names) for spec in reader.tensors],
         "scalars": content.scalars == {reader.tensors[n].names[0]: plain(s) for n, s in reader.scalars().items()},
@@ -190,7 +192,7 @@ def plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-def named(reader: CommitReader, group: dict[str, Any]) -> dict[str, Any]:
+def named(reader: CheckpointReader, group: dict[str, Any]) -> dict[str, Any]:
     """Return a param group as the document's reader does: settings apart, parameters by name."""
     params = [reader.tensors[index].names[0] for index in group.pop("params")]
     return {"params": params, "settings": group}
@@ -228,29 +230,30 @@ def places_are_right(manifest: Manifest) -> bool:
 def segments_of(manifest: Manifest) -> list[document.Segment]:
     """Return the layout of a manifest as the document's reader builds it."""
     plain_description = json.loads(json.dumps(manifest.description.plain))
-    return document.build(plain_description["units"], plain_description["formats"], manifest.layout.page_bytes)
+    return document.build(plain_description["fsdp_modules"], plain_description["formats"], manifest.layout.page_bytes)
 
 
 @st.composite
-def any_layouts(draw: st.DrawFn) -> tuple[list[UnitSpec], int]:
-    """Draw units, some of whose shards have rows, and a size of pages."""
+def any_layouts(draw: st.DrawFn) -> tuple[list[FSDPModuleSpec], int]:
+    """Draw FSDP modules, some of whose shards have rows, and a size of pages."""
     layout = draw(layouts())
     rows = st.sampled_from([1, 67, 96, 1000] if draw(st.booleans()) else [1])
-    units = [
-        replace(unit, shards=tuple(replace(shard, row=draw(rows)) for shard in unit.shards)) for unit in layout.units
+    fsdp_modules = [
+        replace(fsdp_module, shards=tuple(replace(shard, row=draw(rows)) for shard in fsdp_module.shards))
+        for fsdp_module in layout.fsdp_modules
     ]
-    return units, layout.page_bytes
+    return fsdp_modules, layout.page_bytes
 
 
 @given(any_layouts())
 @hypothesis_settings(max_examples=60)
-def test_pages_are_numbered_and_cut_as_the_document_says(drawn: tuple[list[UnitSpec], int]) -> None:
+def test_pages_are_numbered_and_cut_as_the_document_says(drawn: tuple[list[FSDPModuleSpec], int]) -> None:
     """Of any layout; the digest and the paths of pages, too. Where a row has no room, there is no layout."""
-    units, page_bytes = drawn
+    fsdp_modules, page_bytes = drawn
     formats = {key: json.loads(json.dumps(asdict(fmt))) for key, fmt in FORMATS.items()}
-    trees = [unit.tree for unit in units]
+    trees = [fsdp_module.tree for fsdp_module in fsdp_modules]
     try:
-        layout = build_layout(units, FORMATS, page_bytes)
+        layout = build_layout(fsdp_modules, FORMATS, page_bytes)
     except BudgetError:
         with pytest.raises(document.Refused):
             document.build(trees, formats, page_bytes)
@@ -271,11 +274,11 @@ def test_the_example_is_worked_rightly() -> None:
     """The pages and the digest of the example, and what the rows change."""
     said = text()
     example = json.loads(re.search(r"```json\n(.*?)```", said, re.DOTALL)[1])
-    units, formats, page_bytes = example["units"], example["formats"], example["page_bytes"]
-    segments = document.build(units, formats, page_bytes)
+    fsdp_modules, formats, page_bytes = example["fsdp_modules"], example["formats"], example["page_bytes"]
+    segments = document.build(fsdp_modules, formats, page_bytes)
     pages = segments[0].pages
-    assert document.digest(units, segments, page_bytes) == re.search(r"text, `([0-9a-f]{16})`", said)[1]
-    assert f"```text\n{document.digested(units, segments, page_bytes)}\n```" in said
+    assert document.digest(fsdp_modules, segments, page_bytes) == re.search(r"text, `([0-9a-f]{16})`", said)[1]
+    assert f"```text\n{document.digested(fsdp_modules, segments, page_bytes)}\n```" in said
     for line in re.findall(r"^\| \d+.* \| (?:PARAM|UPDATE|GRAD).*\|$", said, re.MULTILINE):
         numbers, role, elements, lengths = (re.findall(r"\d+|[A-Z]{3,}", cell) for cell in line.split("|")[1:5])
         shown = [pages[int(number)] for number in numbers]
@@ -283,10 +286,10 @@ def test_the_example_is_worked_rightly() -> None:
         if role[0] != "GRAD":
             assert elements == [str(n) for page in shown for n in (page.start, page.start + page.count - 1)]
         assert lengths == [str(page.length) for page in shown][-len(lengths) :]
-    units[0]["shards"][0]["row"] = 500
+    fsdp_modules[0]["shards"][0]["row"] = 500
     with pytest.raises(document.Refused):
-        document.build(units, formats, page_bytes)
-    (segment,) = document.build(units, formats, 2 * page_bytes)
+        document.build(fsdp_modules, formats, page_bytes)
+    (segment,) = document.build(fsdp_modules, formats, 2 * page_bytes)
     starts = [page.start for page in segment.pages.values() if page.role == "UPDATE"]
     assert starts == [*range(0, 40001, 8000), 50112]
 
@@ -313,7 +316,7 @@ def test_encodings_are_as_the_document_says(encoding: str) -> None:
 
 @pytest.fixture(scope="module")
 def two(pair: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a commit of two ranks on two paths."""
+    """Return a folder with a checkpoint of two ranks on two paths."""
     folder = tmp_path_factory.mktemp("two")
     pair.run(trained, CASES["8bit"], str(folder))
     return folder
@@ -330,18 +333,18 @@ def test_every_field_is_in_the_tables_of_the_document(two: Path) -> None:
     """And nothing else is."""
     body = body_of(manifest_of(two, 0))
     described = body["description"]
-    (fmt, *_), (unit, *_) = described["formats"].values(), described["units"]
+    (fmt, *_), (fsdp_module, *_) = described["formats"].values(), described["fsdp_modules"]
     said = {
         "## Manifest": body,
         "## Description": described,
-        "| of a shard": {**unit["shards"][0], "row": 2},  # the only field that may be left out
+        "| of a shard": {**fsdp_module["shards"][0], "row": 2},  # the only field that may be left out
         "| of a state format": fmt,
         "| of a tensor": described["tensors"][0],
     }
     for start, record in said.items():
         assert sorted(names_in_table(start)) == sorted(record), start
-    assert unit.keys() == {"name", "shards"}
-    assert "| `units` | list of units in order: `name` and `shards` |" in text()
+    assert fsdp_module.keys() == {"name", "shards"}
+    assert "| `fsdp_modules` | list of FSDP modules in order: `name` and `shards` |" in text()
 
 
 def test_dtypes_and_encodings_are_those_of_the_document() -> None:
@@ -361,13 +364,13 @@ def text() -> str:
 
 def manifest_of(folder: Path, rank: int) -> Path:
     """Return the manifest of a rank."""
-    (file,) = folder.glob(f"nvme0/*/commits/*.rank{rank:05d}-of-*.json")
+    (file,) = folder.glob(f"nvme0/*/checkpoints/*.rank{rank:05d}-of-*.json")
     return file
 
 
 def state_of(folder: Path, rank: int) -> Path:
     """Return the state file of a rank."""
-    (file,) = folder.glob(f"nvme0/*/commits/*.rank{rank:05d}.*.safetensors")
+    (file,) = folder.glob(f"nvme0/*/checkpoints/*.rank{rank:05d}.*.safetensors")
     return file
 
 
@@ -425,7 +428,7 @@ def twice(folder: Path) -> None:
 
 
 def another_identity(folder: Path) -> None:
-    """Have the second rank's part as another commit, as its name and its body say."""
+    """Have the second rank's part as another checkpoint, as its name and its body say."""
     edit(folder, lambda body: body.update(identity="0" * 24))
     for file in (manifest_of(folder, 1), state_of(folder, 1)):
         file.rename(file.with_name(re.sub("[0-9a-f]{24}", "0" * 24, file.name)))
@@ -465,18 +468,18 @@ def test_what_is_damaged_is_refused_by_both(name: str, two: Path, tmp_path: Path
     shutil.copytree(two, folder, ignore=shutil.ignore_patterns("runtime"))
     DAMAGES[name](folder)
     paths = sorted(folder.glob("nvme*"))
-    commits = document.find_commits(document.find_runs(paths)[0])
-    assert len(commits) == (0 if name == "another identity on one rank" else 1)
-    for commit in commits:
+    checkpoints = document.find_checkpoints(document.find_runs(paths)[0])
+    assert len(checkpoints) == (0 if name == "another identity on one rank" else 1)
+    for checkpoint in checkpoints:
         with pytest.raises(document.Refused):
-            document.read(commit)
+            document.read(checkpoint)
     with pytest.raises(InfinityError):
         everything(folder_of_run(paths))
 
 
 def everything(run_folder: RunFolder) -> None:
-    """Read a commit whole."""
-    reader = CommitReader(run_folder)
+    """Read a checkpoint whole."""
+    reader = CheckpointReader(run_folder)
     for index in range(len(reader.tensors)):
         for key in ("master", *dict(reader.kinds(index))):
             reader.read(index, key)
@@ -501,7 +504,7 @@ def test_both_refuse_the_same_manifests(two: Path, tmp_path: Path) -> None:
     """One value of a manifest, anywhere in it, is another one, or is not there."""
     folder = tmp_path / "copy"
     shutil.copytree(two, folder, ignore=shutil.ignore_patterns("runtime"))
-    run_folder, commit = stored(folder)
+    run_folder, checkpoint = stored(folder)
     file, chance = manifest_of(folder, 0), random.Random(1)
     good, taken, differing = file.read_bytes(), 0, []
     places: dict[str, list[tuple[Any, ...]]] = {}  # items of one list are of one kind, and so are pages
@@ -518,7 +521,7 @@ def test_both_refuse_the_same_manifests(two: Path, tmp_path: Path) -> None:
             container[key] = odd
         write(file, json.dumps(body))
         refused = (
-            refuses(lambda: document.read_manifest(commit, 0), document.Refused),
+            refuses(lambda: document.read_manifest(checkpoint, 0), document.Refused),
             refuses(lambda: check(run_folder, file), InfinityError),
         )
         file.write_bytes(good)
@@ -530,10 +533,10 @@ def test_both_refuse_the_same_manifests(two: Path, tmp_path: Path) -> None:
 
 
 def check(run_folder: RunFolder, file: Path) -> None:
-    """Read a manifest as `CommitReader` does."""
+    """Read a manifest as `CheckpointReader` does."""
     manifest = read_manifest(file)
     check_pages(manifest, run_folder)
-    read_state_file(run_folder.commits, manifest)
+    read_state_file(run_folder.checkpoints, manifest)
 
 
 def refuses(reading: Callable[[], object], kind: type[Exception]) -> bool:

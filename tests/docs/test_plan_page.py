@@ -41,9 +41,9 @@ def test_the_tables_are_those_of_the_results() -> None:
 
 
 def test_goals_of_the_prediction_are_met() -> None:
-    """In the results that are stored: twelve set-ups or more, of two models, batches, arenas and devices."""
+    """In the results that are stored: twelve set-ups or more, of two models, batches, host caches and devices."""
     found = json.loads((RESULTS / "plan.json").read_text())
-    for key, number in (("model", 2), ("tokens", 3), ("arena", 2), ("device", 2)):
+    for key, number in (("model", 2), ("tokens", 3), ("host_cache", 2), ("device", 2)):
         assert len({row[key] for row in found["setups"]}) == number
     assert len(found["setups"]) >= 12
     assert found["bytes_error_worst"] <= 0.01

@@ -10,9 +10,9 @@ import pytest
 from infinity.io.probe.latency import RESOLUTION
 from infinity.io.probe.points import MARGIN
 from infinity.io.probe.quick import QUICK_BYTES, QUICK_SECONDS
-from infinity.io.probe.sustained import FALLEN, MOST_BYTES, SETTLED, WINDOW
+from infinity.io.probe.sustained import FALLEN, FLUSHED, MOST_BYTES, WINDOW
 from infinity.units import format_size
-from infinity_tools.probe.turns import ROUNDS
+from infinity_tools.probe.rounds import ROUNDS
 from support.command import run_here
 
 PAGE = " ".join((Path(__file__).parents[2] / "docs" / "probe.md").read_text().split())
@@ -29,7 +29,7 @@ WORDS = {3: "three"}
         f"half of the free space, {format_size(MOST_BYTES)} at most",
         f"the median of the last {WINDOW} seconds is compared with that of the first {WINDOW}",
         f"Below {FALLEN} of it",
-        f"writing ends {SETTLED} seconds later",
+        f"writing ends {FLUSHED} seconds later",
         f"With less than {4 * WINDOW} seconds the windows are a quarter",
         f"for half a second with a file of {format_size(QUICK_BYTES)} in each folder",
     ],

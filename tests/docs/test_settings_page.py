@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import infinity.config as of_runs
-import infinity_daemon.config as of_the_daemon
-from infinity_tools.migrate import page as migration
+import infinity_daemon.daemon_config as of_the_daemon
+from infinity_tools.migrate import reference_page as migration
 from support import doctor_page
 
 DOCS = Path(__file__).parents[2] / "docs"

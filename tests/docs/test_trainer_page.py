@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.integrations.transformers.refusals import REFUSED
+from infinity.integrations.transformers.unsupported_arguments import REFUSED
 from support.trainers import build, dataset
 
 PAGE = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()

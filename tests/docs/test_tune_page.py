@@ -11,10 +11,10 @@ import typer
 from infinity import Config
 from infinity.units import GIB, format_size
 from infinity_tools.cli import app
-from infinity_tools.tune import folders, search, trial
-from infinity_tools.tune.report import result_lines
-from infinity_tools.tune.run import FILES
-from infinity_tools.tune.space import ALLOWED, TUNED, Limits, candidate_of, is_size, make_space
+from infinity_tools.tune import search, trial, trial_folders
+from infinity_tools.tune.search_space import ALLOWED, TUNED, Limits, candidate_of, is_size, make_space
+from infinity_tools.tune.tune_report import result_lines
+from infinity_tools.tune.tuning import FILES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tune.md").read_text()
 WORDS = " ".join(PAGE.split())
@@ -40,7 +40,7 @@ def test_every_tuned_setting_has_its_values() -> None:
     assert host == (32 * GIB, 48 * GIB, 64 * GIB)
     assert "half and three quarters of `--host-memory`" in ROWS["memory.host_bytes"]
     assert max(tried("memory.page_bytes", host_bytes=8 << 20)) == 1 << 20
-    assert "an eighth of the arena" in ROWS["memory.page_bytes"]
+    assert "an eighth of the host cache" in ROWS["memory.page_bytes"]
 
 
 def test_options_and_values_of_options_exist() -> None:
@@ -62,7 +62,7 @@ def test_numbers_are_those_of_the_code() -> None:
     assert search.GAIN == 0.01
     assert "unless that costs 1 % of a step" in WORDS
     assert "A gain of less than 1 %, or less than its spread, is no gain" in WORDS
-    assert f"`{folders.PREFIX}…`" in PAGE
+    assert f"`{trial_folders.PREFIX}…`" in PAGE
 
 
 def test_files_are_named() -> None:

@@ -22,8 +22,8 @@ from infinity.config import Config
 from infinity.estimate.estimate import Estimate, Load, Workload, estimate
 from infinity.estimate.machine import ACCESS_SECONDS, HASH_RATE, UPDATE_SECONDS, Accelerator, Drives, Machine
 from infinity.estimate.model import decoder
-from infinity.schedule.choice import choose_plan
 from infinity.schedule.planner import Plan, predict_seconds
+from infinity.schedule.schedule_choice import choose_plan
 from infinity.schedule.timing import BACKWARD, Beside
 from infinity.units import GIB
 
@@ -32,7 +32,7 @@ MODELS = {
     "70B": decoder(parameters=70.6e9, layers=80, hidden=8192, vocabulary=128256),
 }
 """The shapes of Llama 3."""
-ARENAS = {"8B": 64 * GIB, "70B": 512 * GIB}
+HOST_CACHES = {"8B": 64 * GIB, "70B": 512 * GIB}
 """Room for about half of the state."""
 TOKENS = 32768
 WITHIN = 1.15
@@ -43,14 +43,14 @@ SLOTS_ONLY = {"8B": GIB, "70B": 4 * GIB}
 
 
 def planned(
-    name: str, drives: int, arena: int, hash_threads: int = 3, cores: int = 8, device_bytes: int = 0
+    name: str, drives: int, host_cache: int, hash_threads: int = 3, cores: int = 8, device_bytes: int = 0
 ) -> Estimate:
     """Return the estimate of a model on the reference machine; its plan is the same whatever the speed of anything.
 
     Args:
         device_bytes: as in `memory.device_bytes`; 0: what computation leaves.
     """
-    found = planned_once(name, arena, device_bytes)
+    found = planned_once(name, host_cache, device_bytes)
     machine = replace(
         found.machine.with_drives(drives),
         update_cores=cores,
@@ -60,7 +60,7 @@ def planned(
 
 
 @cache
-def planned_once(name: str, arena: int, device_bytes: int) -> Estimate:
+def planned_once(name: str, host_cache: int, device_bytes: int) -> Estimate:
     """Return the estimate with one drive."""
     machine = Machine(
         drives=Drives(count=1, read=7e9, write=5e9),
@@ -70,7 +70,7 @@ def planned_once(name: str, arena: int, device_bytes: int) -> Estimate:
         access_seconds=ACCESS_SECONDS,
     )
     work = Workload(batch_tokens=TOKENS, sequence=4096, checkpointing=True, micro_batches=4)
-    settings = {"memory.host_bytes": arena, "memory.device_bytes": device_bytes, "update.device": "cpu"}
+    settings = {"memory.host_bytes": host_cache, "memory.device_bytes": device_bytes, "update.device": "cpu"}
     return estimate(MODELS[name], work, machine, Config().with_values(**settings))
 
 
@@ -97,8 +97,8 @@ def test_resources_are_busy_as_long_as_on_paper(
     name: str, of_layer: float, weights: float, gradients: float, computation: float
 ) -> None:
     """Weights twice but those of the root, gradients in 32 bits, eight operations per weight and token; attention."""
-    found = planned(name, 4, ARENAS[name], device_bytes=SLOTS_ONLY[name])
-    assert found.placed.staged
+    found = planned(name, 4, HOST_CACHES[name], device_bytes=SLOTS_ONLY[name])
+    assert found.placed.prefetched
     assert not found.placed.kept
     layer = 2 * found.model.layers[0].numel / found.machine.device.link
     assert layer == pytest.approx(of_layer, rel=0.03)
@@ -112,7 +112,7 @@ def test_weights_stay_where_the_device_has_room() -> None:
     for name in MODELS:
         found, none = planned(name, 1, 16 * GIB), planned(name, 1, 16 * GIB, device_bytes=SLOTS_ONLY[name])
         assert found.device_bytes < found.machine.device.memory_bytes - found.working_bytes
-        stay = sum(2 * found.model.units[unit].numel for unit in found.placed.kept)
+        stay = sum(2 * found.model.fsdp_modules[fsdp_module].numel for fsdp_module in found.placed.kept)
         assert 0 < stay < found.device_bytes
         assert none.link_traffic.weights - found.link_traffic.weights == pytest.approx(stay, rel=0.01)
         assert found.traffic.read_bytes < none.traffic.read_bytes  # by less: host memory keeps some of them as well
@@ -124,32 +124,34 @@ def test_weights_stay_where_the_device_has_room() -> None:
 ])  # fmt: skip
 def test_updates_are_where_a_run_has_them(device: str, cores: int, expected: bool) -> None:
     """By what the link and the cores take; pages cross the link then, but those that live there, and no core works."""
-    found = planned("8B", 4, ARENAS["8B"])
+    found = planned("8B", 4, HOST_CACHES["8B"])
     machine = replace(found.machine, update_cores=cores)
     settings = found.settings.with_values(**{"update.device": device})
     again = estimate(found.model, found.workload, machine, settings)
     assert again.updates_on_device is expected
     pages = again.link_traffic.read + again.link_traffic.changed
     trained = found.model.trainable_parameters
-    at_home = sum(found.model.units[unit].numel for unit in again.placed.at_home)
-    assert (at_home > 0) is expected
-    assert pages == (pytest.approx(26 * (trained - at_home), rel=0.01) if expected else 0)  # weights come back, too
+    gpu_resident = sum(found.model.fsdp_modules[fsdp_module].numel for fsdp_module in again.placed.gpu_resident)
+    assert (gpu_resident > 0) is expected
+    assert pages == (
+        pytest.approx(26 * (trained - gpu_resident), rel=0.01) if expected else 0
+    )  # weights come back, too
     assert again.seconds.updates.busy < 1.1 * (0.436e-9 if expected else 2.9e-9 / cores) * trained
 
 
 @pytest.mark.parametrize("drives", [1, 4])
 def test_a_step_is_within_a_bound_of_its_slowest_resource(drives: int) -> None:
     """One accelerator, 8B, with one drive and with four."""
-    found = planned("8B", drives, ARENAS["8B"])
+    found = planned("8B", drives, HOST_CACHES["8B"])
     longest, name = slowest(found)
     assert name == {1: "drives", 4: "computation"}[drives]
     assert found.seconds.step <= WITHIN * longest
 
 
-@pytest.mark.parametrize(("name", "arena"), [("8B", 16 * GIB), ("70B", 256 * GIB)])
-def test_less_memory_exposes_forward_and_no_more(name: str, arena: int) -> None:
+@pytest.mark.parametrize(("name", "host_cache"), [("8B", 16 * GIB), ("70B", 256 * GIB)])
+def test_less_memory_exposes_forward_and_no_more(name: str, host_cache: int) -> None:
     """With four drives, which then take longer than computation by less than 2. [Note: forward]."""
-    found = planned(name, 4, arena)
+    found = planned(name, 4, host_cache)
     longest, slow = slowest(found)
     assert slow == "drives"
     assert found.seconds.computation.busy < longest < 2 * found.seconds.computation.busy
@@ -162,8 +164,8 @@ def test_less_memory_exposes_forward_and_no_more(name: str, arena: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("drives", [1, 4])
 def test_copies_and_checksums_are_hidden(name: str, drives: int) -> None:
-    """Of updates only those of the root are not, and what a unit's first page waits for; of Python most is."""
-    found = planned(name, drives, ARENAS[name])
+    """Of updates only those of the root are not, and what an FSDP module's first page waits for; of Python most is."""
+    found = planned(name, drives, HOST_CACHES[name])
     seconds = found.seconds
     for load in (seconds.weights, seconds.gradients, seconds.hashing):
         assert load.busy > 0
@@ -179,7 +181,7 @@ def test_weights_that_are_copied_when_they_are_due_are_exposed(name: str) -> Non
     Its gradients come last, behind those of the first layer, and its weights are used first. So both are on the way of
     computation in any case.
     """
-    found = planned(name, 4, 4 * ARENAS[name], device_bytes=SLOTS_ONLY[name])
+    found = planned(name, 4, 4 * HOST_CACHES[name], device_bytes=SLOTS_ONLY[name])
     seconds = found.seconds
     assert not found.traffic.total_bytes
 
@@ -189,27 +191,29 @@ def test_weights_that_are_copied_when_they_are_due_are_exposed(name: str) -> Non
             plan, found.layout, bandwidth=1e9, computation=seconds.computation.busy, beside=beside, threaded=True
         )
 
-    _, unstaged = choose_plan(found.placement, found.events, found.layout, found.budget.frames, threaded=True)
-    root, layer = (2 * unit.numel / found.machine.device.link for unit in found.model.units[:2])
+    _, not_prefetched = choose_plan(
+        found.update_schedule, found.events, found.layout, found.budget.cache_slots, threaded=True
+    )
+    root, layer = (2 * fsdp_module.numel / found.machine.device.link for fsdp_module in found.model.fsdp_modules[:2])
     last = seconds.computation.busy + 2 * (layer + root)  # gradients are in 32 bits
-    assert step(unstaged) == pytest.approx(last + seconds.weights.busy, rel=1e-3)
+    assert step(not_prefetched) == pytest.approx(last + seconds.weights.busy, rel=1e-3)
     assert step(found.plan) == pytest.approx(last + root, rel=1e-3)
 
 
 def test_one_core_for_updates_and_one_thread_for_checksums_are_too_few() -> None:
     """At 8B: the updates of one core take longer than one drive, checksums of one thread longer than four drives."""
-    core, thread = planned("8B", 1, ARENAS["8B"], cores=1), planned("8B", 4, ARENAS["8B"], hash_threads=1)
+    core, thread = planned("8B", 1, HOST_CACHES["8B"], cores=1), planned("8B", 4, HOST_CACHES["8B"], hash_threads=1)
     assert slowest(core)[1] == "updates"
     assert core.seconds.updates.exposed > 0.2 * core.seconds.step
     assert thread.seconds.hashing.busy > thread.seconds.drives.busy
     assert thread.seconds.step > WITHIN * slowest(thread)[0]
-    for one, usual in ((core, planned("8B", 1, ARENAS["8B"])), (thread, planned("8B", 4, ARENAS["8B"]))):
+    for one, usual in ((core, planned("8B", 1, HOST_CACHES["8B"])), (thread, planned("8B", 4, HOST_CACHES["8B"]))):
         assert usual.seconds.step < 0.95 * one.seconds.step
 
 
 def test_a_machine_without_a_link_is_what_it_was() -> None:
     """Only computation, updates and drives, and no other number than the clock gives for them alone."""
-    linked = planned("8B", 1, ARENAS["8B"])
+    linked = planned("8B", 1, HOST_CACHES["8B"])
     device = replace(linked.machine.device, link=0.0)
     found = replace(linked, machine=replace(linked.machine, device=device, hash_rate=0.0, access_seconds=0.0))
     seconds = found.seconds

@@ -42,11 +42,11 @@ WORK = Workload(batch_tokens=8192, sequence=2048, checkpointing=True)
 
 
 def planned(
-    arena: str = "512MiB", model: Any = MODEL, machine: Machine = MACHINE, work: Workload = WORK, **more: Any
+    host_cache: str = "512MiB", model: Any = MODEL, machine: Machine = MACHINE, work: Workload = WORK, **more: Any
 ) -> Estimate:
     """Return an estimate; unless it is said otherwise, the CPU updates, and nothing lives on the device."""
     dotted = {"update.device": "cpu"} | {name.replace("__", "."): value for name, value in more.items()}
-    return estimate(model, work, machine, Config().with_values(**{"memory.host_bytes": arena, **dotted}))
+    return estimate(model, work, machine, Config().with_values(**{"memory.host_bytes": host_cache, **dotted}))
 
 
 def test_bytes_are_those_of_the_formula() -> None:
@@ -55,8 +55,8 @@ def test_bytes_are_those_of_the_formula() -> None:
     The device has no room for weights that stay there from forward to backward.
     """
     found = planned("128MiB", memory__device_bytes=1)
-    assert found.placement == "in_backward"
-    assert not found.placed.staged
+    assert found.update_schedule == "in_backward"
+    assert not found.placed.prefetched
     assert not found.resident_bytes[Role.UPDATE]
     saved = 3 * found.resident_bytes[Role.PARAM]
     assert found.traffic.total_bytes == pytest.approx(30 * MODEL.parameters - saved, rel=0.02)
@@ -73,7 +73,7 @@ def test_all_that_fits_moves_nothing_and_storage_takes_no_time() -> None:
 
 def test_more_memory_and_faster_drives_never_slow_a_step_down() -> None:
     """Nor do fewer bytes."""
-    steps = [planned(arena).seconds.step for arena in ("128MiB", "512MiB", "2GiB", "64GiB")]
+    steps = [planned(host_cache).seconds.step for host_cache in ("128MiB", "512MiB", "2GiB", "64GiB")]
     assert steps == sorted(steps, reverse=True)
     faster = planned(machine=MACHINE.with_drives(8))
     assert faster.seconds.step < planned().seconds.step
@@ -94,22 +94,22 @@ def test_drives_that_are_too_slow_are_hidden_by_no_batch_where_gradients_move_fo
     found, layers = planned(work=loop), planned(work=replace(loop, layer_major=True))
     assert found.passes == 4
     assert found.traffic.total_bytes > 2 * layers.traffic.total_bytes
-    assert found.placement == "in_forward"
+    assert found.update_schedule == "in_forward"
 
 
 def test_a_frozen_base_is_read_twice_and_never_written() -> None:
     """4 bytes per parameter in bf16, beside what LoRA itself moves."""
     model = with_lora(MODEL, 8, "bfloat16")
     found = planned("128MiB", model=model)
-    base = sum(p.numel for unit in model.units for p in unit.parameters if not p.trainable)
+    base = sum(p.numel for fsdp_module in model.fsdp_modules for p in fsdp_module.parameters if not p.trainable)
     assert found.traffic.written_bytes < 16 * model.trainable_parameters
     assert found.traffic.read[Role.PARAM] <= 4 * base * 1.01
 
 
 def test_space_is_the_state_twice_and_what_is_in_flight() -> None:
-    """And once more for each further commit; gradients take space where they are stored."""
+    """And once more for each further checkpoint; gradients take space where they are stored."""
     drive, model = MACHINE.with_drives(1), decoder(parameters=354e6, layers=24, hidden=1024, vocabulary=32000)
-    one, two, none = (planned("256MiB", model, drive, run__retained_commits=number) for number in (1, 2, 0))
+    one, two, none = (planned("256MiB", model, drive, run__retained_checkpoints=number) for number in (1, 2, 0))
     state = one.layout.state_bytes
     assert 2 * state < one.drive_bytes < 2.05 * state
     assert two.drive_bytes - one.drive_bytes == one.drive_bytes - none.drive_bytes == state
@@ -208,8 +208,11 @@ def test_gradients_are_counted_as_fsdp_reduces_them(loss_tokens: int | None) -> 
         assert working_bytes(shape, work) == expected * shape.root.numel
 
 
-def test_activations_take_frames_bytes_and_space() -> None:
-    """What stays in their frames is not moved; from a device they may all stay in host memory, or it does not fit."""
+def test_activations_take_cache_slots_bytes_and_space() -> None:
+    """What stays in their cache slots is not moved;
+
+    from a device they may all stay in host memory, or it does not fit.
+    """
     kept = 8 * WORK.batch_tokens * 1536 * 2
     few, many = (
         planned("1GiB", activations__tier="nvme", activations__host_bytes=size) for size in ("64MiB", "512MiB")
@@ -220,7 +223,7 @@ def test_activations_take_frames_bytes_and_space() -> None:
     assert few.traffic.written[Role.ACTIVATION] == few.traffic.read[Role.ACTIVATION] == few.activations.moved
     assert kept < few.drive_bytes - planned("1GiB").drive_bytes < 1.1 * kept, "and what is in flight"
     assert few.working_bytes < planned("1GiB").working_bytes
-    assert few.frames_by_use["activations"] == 8
+    assert few.cache_slots_by_use["activations"] == 8
     full, room = (
         planned("1GiB", activations__tier="host", activations__host_bytes=size) for size in ("64MiB", "512MiB")
     )
@@ -270,7 +273,7 @@ def test_days_are_rated_bytes_over_what_is_written() -> None:
 
 
 def test_what_does_not_fit_is_said() -> None:
-    """Drives and accelerator by a problem each; an arena that is too small is an error, as in a run."""
+    """Drives and accelerator by a problem each; a host cache that is too small is an error, as in a run."""
     small = replace(
         MACHINE,
         drives=replace(MACHINE.drives, space_bytes=10**9),
@@ -287,7 +290,7 @@ def test_what_does_not_fit_is_said() -> None:
     ("work", "settings", "words"),
     [
         ({"optimizer": "adamv"}, {}, "adamv"),
-        ({"clipping": True}, {"update__placement": "in_backward"}, "impossible with clipping"),
+        ({"clipping": True}, {"update__schedule": "in_backward"}, "impossible with clipping"),
         ({"computed": "float32", "optimizer": "sgd"}, {"state__format": "8bit"}, "would change nothing"),
     ],
 )

@@ -68,7 +68,7 @@ def test_lora_freezes_all_and_adds_two_matrices_to_each() -> None:
     model = with_lora(decoder(**SMALL), 8, "bfloat16")
     matrices = [p.shape for layer in decoder(**SMALL).layers for p in layer.parameters if len(p.shape) == 2]
     assert model.trainable_parameters == sum(8 * (rows + columns) for rows, columns in matrices)
-    frozen = [p for unit in model.units for p in unit.parameters if not p.trainable]
+    frozen = [p for fsdp_module in model.fsdp_modules for p in fsdp_module.parameters if not p.trainable]
     assert {p.dtype for p in frozen} == {"bfloat16"}
     assert sum(p.numel for p in frozen) == decoder(**SMALL).parameters
 
@@ -86,8 +86,8 @@ def test_a_share_is_trained_from_the_end(share: float) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 def test_rows_are_dealt_out_as_fsdp_does(ranks: int) -> None:
     """The first rank has as many as any."""
-    for unit in decoder(**SMALL).units:
-        for parameter in unit.parameters:
+    for fsdp_module in decoder(**SMALL).fsdp_modules:
+        for parameter in fsdp_module.parameters:
             chunks = torch.chunk(torch.empty(parameter.shape, device="meta"), ranks)
             assert math.prod(parameter.shard(ranks)) == chunks[0].numel()
 

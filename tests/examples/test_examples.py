@@ -38,13 +38,13 @@ def losses(printed: str) -> list[float]:
 
 
 def test_training_loop(tmp_path: Path) -> None:
-    """The second call goes on where the first one has committed."""
+    """The second call goes on where the first one has checkpointed."""
     first = run(tmp_path, "training_loop.py", tmp_path / "nvme", "--steps", 2)
     assert len(losses(first)) == 2
-    assert first.endswith("committed step 2\n")
+    assert first.endswith("checkpointed step 2\n")
     again = run(tmp_path, "training_loop.py", tmp_path / "nvme", "--steps", 1)
     assert again.startswith("going on after step 2\nstep 3: ")
-    assert again.endswith("committed step 3\n")
+    assert again.endswith("checkpointed step 3\n")
 
 
 def test_pretrained(tmp_path: Path) -> None:
@@ -73,18 +73,18 @@ def test_two_ranks(tmp_path: Path) -> None:
     """As torchrun starts them."""
     printed = run(tmp_path, "two_ranks.py", tmp_path / "nvme", ranks=2, torchrun=True)
     assert losses(printed)[-1] < losses(printed)[0]
-    assert printed.endswith("committed by 2 ranks\n")
+    assert printed.endswith("checkpointed by 2 ranks\n")
 
 
 def test_muon(tmp_path: Path) -> None:
     """Two optimizers, and the schedule of each."""
     printed = run(tmp_path, "muon.py", tmp_path / "nvme")
     assert losses(printed)[-1] < losses(printed)[0]
-    assert printed.endswith("committed step 5\n")
+    assert printed.endswith("checkpointed step 5\n")
 
 
 def test_plain_torch(tmp_path: Path) -> None:
-    """Two commits, with the settings beside them."""
+    """Two checkpoints, with the settings beside them."""
     printed = run(tmp_path, "plain_torch.py", tmp_path / "run")
     assert losses(printed)[1] < losses(printed)[0]
     assert "'momentum_buffer': (128,)" in printed

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import conversion_mapping, core_model_loading, modeling_utils
 
-from infinity.checkpoint.reader import CommitReader
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import ConfigError
 from infinity.formats import safetensors as export
 from infinity.formats import transformers_names
@@ -24,7 +24,7 @@ from infinity.formats.safetensors import export_safetensors
 from infinity.formats.transformers_names import Conversion
 from infinity.formats.weight_files import WeightReader
 from infinity.fsdp import private
-from infinity.sources import pretrained
+from infinity.sources import pretrained_folder
 from infinity.store.folder import RunFolder
 from support import families
 from support.families import FAMILIES
@@ -41,11 +41,11 @@ def _quiet() -> Iterator[None]:
     transformers.utils.logging.enable_progress_bar()
 
 
-def committed(name: str, weights: Path, folder: Path, **values: Any) -> tuple[nn.Module, RunFolder]:
-    """Load a family's folder into a model on the meta device; return that and the run, with a commit."""
+def checkpointed(name: str, weights: Path, folder: Path, **values: Any) -> tuple[nn.Module, RunFolder]:
+    """Load a family's folder into a model on the meta device; return that and the run, with a checkpoint."""
     model = families.on_meta(name, **values)
     with families.offload(model, folder, weights=weights) as optimizer:
-        optimizer.commit()
+        optimizer.save_checkpoint()
         whole = families.make(name, **values)
         with torch.no_grad():
             for own, other in zip(whole.parameters(), model.parameters(), strict=True):
@@ -78,15 +78,15 @@ OF_EACH_KIND = {"llama", "qwen2", "gpt2", "t5", "mixtral", "swin", "clip_text", 
     "name", [pytest.param(name, marks=[] if name in OF_EACH_KIND else pytest.mark.wide) for name in FAMILIES]
 )
 def test_in_and_out_as_transformers(name: str, tmp_path: Path) -> None:
-    """Loaded, committed and exported: the parameters, buffers, files, names, shapes and bits of transformers."""
+    """Loaded, checkpointed and exported: the parameters, buffers, files, names, shapes and bits of transformers."""
     model = families.filled(name)
     model.save_pretrained(tmp_path / "saved")
     expected, info = type(model).from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not info["missing_keys"]
-    found, run = committed(name, tmp_path / "saved", tmp_path)
+    found, run = checkpointed(name, tmp_path / "saved", tmp_path)
     assert families.differing(expected, found) == []
     out = tmp_path / "exported"
-    export_safetensors(CommitReader(run), out, file_bytes=MIB)
+    export_safetensors(CheckpointReader(run), out, file_bytes=MIB)
     assert {file.name for file in out.iterdir()} == {file.name for file in (tmp_path / "saved").iterdir()}
     assert unlike(tmp_path / "saved", out) == []
     loaded = type(model).from_pretrained(out, attn_implementation=model.config._attn_implementation)
@@ -99,16 +99,16 @@ def test_in_many_files(name: str, tmp_path: Path) -> None:
     model = families.filled(name)
     model.save_pretrained(tmp_path / "saved", max_shard_size="6KB")
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 3
-    found, run = committed(name, tmp_path / "saved", tmp_path)
+    found, run = checkpointed(name, tmp_path / "saved", tmp_path)
     assert families.differing(model, found) == []
-    export_safetensors(CommitReader(run), tmp_path / "out", file_bytes=6 * KIB)
+    export_safetensors(CheckpointReader(run), tmp_path / "out", file_bytes=6 * KIB)
     assert unlike(tmp_path / "saved", tmp_path / "out") == []
     assert families.differing(model, type(model).from_pretrained(tmp_path / "out")) == []
 
 
 def on_a_rank(name: str, weights: str, folder: str) -> list[str]:
     """Return what a rank finds otherwise than the folder has it. Runs on every rank."""
-    found, _ = committed(name, Path(weights), Path(folder))
+    found, _ = checkpointed(name, Path(weights), Path(folder))
     return families.differing(families.filled(name), found)
 
 
@@ -124,9 +124,9 @@ def test_another_dtype(tmp_path: Path) -> None:
     model = families.filled("mixtral")
     rounded = {name: param.to(torch.bfloat16).float() for name, param in model.named_parameters()}
     model.to(torch.bfloat16).save_pretrained(tmp_path / "saved")
-    found, run = committed("mixtral", tmp_path / "saved", tmp_path)
+    found, run = checkpointed("mixtral", tmp_path / "saved", tmp_path)
     assert all(torch.equal(param, rounded[name]) for name, param in found.named_parameters())
-    export_safetensors(CommitReader(run), tmp_path / "out", dtype=torch.bfloat16, file_bytes=MIB)
+    export_safetensors(CheckpointReader(run), tmp_path / "out", dtype=torch.bfloat16, file_bytes=MIB)
     assert unlike(tmp_path / "saved", tmp_path / "out") == []
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -135,8 +135,8 @@ def test_a_run_without_weights_is_saved_in_the_original_format(tmp_path: Path) -
     """As `save_pretrained` of a model that was not loaded from anywhere."""
     model = families.on_meta("mixtral")
     with families.offload(model, tmp_path) as optimizer:
-        optimizer.commit()
-        export_safetensors(CommitReader(optimizer.run.folder), tmp_path / "out", file_bytes=MIB)
+        optimizer.save_checkpoint()
+        export_safetensors(CheckpointReader(optimizer.run.folder), tmp_path / "out", file_bytes=MIB)
     families.make("mixtral").save_pretrained(tmp_path / "saved")
     assert saved_tensors(tmp_path / "out").keys() == saved_tensors(tmp_path / "saved").keys()
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
@@ -165,9 +165,9 @@ def test_exports_have_the_names_of_the_folder(
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
     loaded = getattr(transformers, FAMILIES[name][0]).from_pretrained(tmp_path / "saved")
     loaded.save_pretrained(tmp_path / "again")
-    found, run = committed(name, tmp_path / "saved", tmp_path)
+    found, run = checkpointed(name, tmp_path / "saved", tmp_path)
     assert families.differing(loaded, found) == []
-    export_safetensors(CommitReader(run), tmp_path / "out", file_bytes=MIB)
+    export_safetensors(CheckpointReader(run), tmp_path / "out", file_bytes=MIB)
     assert unlike(tmp_path / "again", tmp_path / "out") == []
 
 
@@ -176,7 +176,7 @@ def test_a_fused_checkpoint_is_taken_as_it_is(tmp_path: Path) -> None:
     model = families.filled("mixtral")
     model.save_pretrained(tmp_path / "saved", save_original_format=False)
     assert any(name.endswith("experts.gate_up_proj") for name in saved_tensors(tmp_path / "saved"))
-    found, _ = committed("mixtral", tmp_path / "saved", tmp_path)
+    found, _ = checkpointed("mixtral", tmp_path / "saved", tmp_path)
     assert families.differing(model, found) == []
 
 
@@ -195,8 +195,8 @@ def test_wrapped_layers_are_found(wrap: str, tmp_path: Path) -> None:
     with families.offload(model, tmp_path, weights=tmp_path / "saved") as optimizer:
         found = {private.unwrapped_name(name): param.full_tensor() for name, param in model.named_parameters()}
         assert all(torch.equal(found[name], value) for name, value in expected.named_parameters())
-        optimizer.commit()
-        export_safetensors(CommitReader(optimizer.run.folder), tmp_path / "out", file_bytes=MIB)
+        optimizer.save_checkpoint()
+        export_safetensors(CheckpointReader(optimizer.run.folder), tmp_path / "out", file_bytes=MIB)
     assert unlike(tmp_path / "saved", tmp_path / "out") == []
 
 
@@ -216,7 +216,7 @@ class Alive:
 
 @pytest.fixture
 def alive(monkeypatch: pytest.MonkeyPatch) -> Alive:
-    """What is read from safetensors or commits, and what conversions make of it."""
+    """What is read from safetensors or checkpoints, and what conversions make of it."""
     found = Alive()
 
     def watched(cls: type, name: str) -> None:
@@ -232,21 +232,21 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Alive:
 
     watched(WeightReader, "__call__")
     watched(Conversion, "run")
-    watched(pretrained.PretrainedFolder, "_local")
+    watched(pretrained_folder.PretrainedFolder, "_local")
     watched(export._Outgoing, "value")
     return found
 
 
-def test_memory_is_that_of_one_unit(tmp_path: Path, alive: Alive) -> None:
-    """Whatever the number of layers: what one conversion takes and makes, and a copy of what is of the unit."""
+def test_memory_is_that_of_one_fsdp_module(tmp_path: Path, alive: Alive) -> None:
+    """Whatever the number of layers: what one conversion takes and makes, and a copy of what is of the FSDP module."""
     model = families.filled("mixtral", num_hidden_layers=6)
     model.save_pretrained(tmp_path / "saved")
     experts = sum(param.nbytes for name, param in model.model.layers[0].named_parameters() if "experts" in name)
     assert sum(param.nbytes for param in model.parameters()) > 6 * experts
-    _, run = committed("mixtral", tmp_path / "saved", tmp_path, num_hidden_layers=6)
+    _, run = checkpointed("mixtral", tmp_path / "saved", tmp_path, num_hidden_layers=6)
     assert 0 < alive.most < 3 * experts
     alive.most = 0
-    export_safetensors(CommitReader(run), tmp_path / "out", file_bytes=16 * KIB)
+    export_safetensors(CheckpointReader(run), tmp_path / "out", file_bytes=16 * KIB)
     assert 0 < alive.most < 3 * experts + 16 * KIB
 
 
@@ -264,24 +264,24 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
 def test_an_export_for_another_model_is_refused(tmp_path: Path) -> None:
     """A config.json of other layers; and nothing is written."""
     families.filled("mixtral").save_pretrained(tmp_path / "saved")
-    _, run = committed("mixtral", tmp_path / "saved", tmp_path)
+    _, run = checkpointed("mixtral", tmp_path / "saved", tmp_path)
     config = {**json.loads((tmp_path / "saved" / "config.json").read_text()), "num_hidden_layers": 1}
     with pytest.raises(ConfigError, match=r"config\.json is of another model .*layers\.1\."):
-        export_safetensors(CommitReader(run), tmp_path / "out", config=config, file_bytes=MIB)
+        export_safetensors(CheckpointReader(run), tmp_path / "out", config=config, file_bytes=MIB)
     config["num_hidden_layers"] = "many"
     with pytest.raises(ConfigError, match=r"config\.json is not that .*MixtralForCausalLM cannot be built"):
-        export_safetensors(CommitReader(run), tmp_path / "out", config=config, file_bytes=MIB)
+        export_safetensors(CheckpointReader(run), tmp_path / "out", config=config, file_bytes=MIB)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_config_of_more_layers_is_refused(tmp_path: Path) -> None:
     """Also where no name is converted: what loads such an export draws the rest at random."""
     families.filled("llama").save_pretrained(tmp_path / "saved")
-    _, run = committed("llama", tmp_path / "saved", tmp_path)
+    _, run = checkpointed("llama", tmp_path / "saved", tmp_path)
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     config["num_hidden_layers"] += 1
     with pytest.raises(ConfigError, match=r"config\.json is of another model .*layers\."):
-        export_safetensors(CommitReader(run), tmp_path / "out", config=config, file_bytes=MIB)
+        export_safetensors(CheckpointReader(run), tmp_path / "out", config=config, file_bytes=MIB)
     assert not (tmp_path / "out").exists()
 
 
@@ -290,9 +290,9 @@ def test_an_older_transformers_takes_plain_names(tmp_path: Path, monkeypatch: py
     for name in ("llama", "mixtral"):
         families.filled(name).save_pretrained(tmp_path / name)
     monkeypatch.delattr(core_model_loading, "rename_source_key")
-    found, run = committed("llama", tmp_path / "llama", tmp_path)
+    found, run = checkpointed("llama", tmp_path / "llama", tmp_path)
     assert families.differing(families.filled("llama"), found) == []
-    export_safetensors(CommitReader(run), tmp_path / "out", file_bytes=MIB)
+    export_safetensors(CheckpointReader(run), tmp_path / "out", file_bytes=MIB)
     assert unlike(tmp_path / "llama", tmp_path / "out") == []
     with pytest.raises(ConfigError, match="this version of transformers has no rules"):
         families.offload(families.on_meta("mixtral"), tmp_path, weights=tmp_path / "mixtral")

@@ -1,4 +1,7 @@
-"""Commits out to `torch.distributed.checkpoint`, plain FSDP2 runs in; every bit goes on as if nothing had happened."""
+"""Checkpoints out to `torch.distributed.checkpoint`, plain FSDP2 runs in;
+
+every bit goes on as if nothing had happened.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import infinity
-from infinity.checkpoint.reader import CommitReader
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import ConfigError, CorruptPageError, InfinityError
 from infinity.formats.dcp import DcpExport
 from infinity.sources.dcp import DcpFolder
@@ -122,11 +125,11 @@ def load_plain(recipe: Recipe, folder: str) -> Outcome:
     return go_on(recipe, model, optimizer)
 
 
-def commit_paged(recipe: Recipe, folder: str) -> None:
-    """Train the first half with everything on NVMe, and commit. Runs on every rank."""
-    with offloaded(recipe, Paging(arena="least"), Path(folder)) as (model, optimizer):
+def checkpoint_paged(recipe: Recipe, folder: str) -> None:
+    """Train the first half with everything on NVMe, and checkpoint. Runs on every rank."""
+    with offloaded(recipe, Paging(host_cache="least"), Path(folder)) as (model, optimizer):
         begin(recipe, model, optimizer)
-        optimizer.commit({"note": "mine"})
+        optimizer.save_checkpoint({"note": "mine"})
 
 
 def load_paged(recipe: Recipe, weights: str, folder: str) -> Outcome:
@@ -144,16 +147,16 @@ def all_ways(recipe: Recipe, ours: str, theirs: str, folder: str) -> list[str]:
 
 
 def export(folder: Path, out: Path) -> Path:
-    """Write the newest commit."""
+    """Write the newest checkpoint."""
     DcpExport(newest(folder)).write(out, file_bytes=64 << 10)
     return out
 
 
-def newest(folder: Path) -> CommitReader:
-    """Return the newest commit of the newest run."""
+def newest(folder: Path) -> CheckpointReader:
+    """Return the newest checkpoint of the newest run."""
     path = folder / "nvme0"
     run_id = look_for_runs([path])[0][-1].run_id
-    return CommitReader(RunFolder(run_id, (path / run_id,)))
+    return CheckpointReader(RunFolder(run_id, (path / run_id,)))
 
 
 def keys_of(folder: Path) -> set[str]:
@@ -169,10 +172,10 @@ def _quiet() -> Any:
 
 
 @pytest.mark.parametrize("name", all_but(RECIPES, *FURTHER))
-def test_plain_fsdp2_goes_on_from_a_commit(name: str, tmp_path: Path) -> None:
+def test_plain_fsdp2_goes_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     """The keys are those of a plain run; losses, weights and moments those of a run that nobody disturbed."""
     recipe = RECIPES[name]
-    commit_paged(recipe, str(tmp_path))
+    checkpoint_paged(recipe, str(tmp_path))
     out = tmp_path / "dcp"
     seen: list[int] = []
     prepared = DcpExport(newest(tmp_path))
@@ -197,7 +200,7 @@ def test_a_plain_run_goes_on_paged(name: str, tmp_path: Path) -> None:
 def test_by_two_ranks_for_two_and_for_one(name: str, pair: RankPool, tmp_path: Path) -> None:
     """Slices of both ranks are put together, and cut as they are needed."""
     recipe, theirs = RECIPES[name], str(tmp_path / "plain")
-    pair.run(commit_paged, recipe, str(tmp_path))
+    pair.run(checkpoint_paged, recipe, str(tmp_path))
     ours = str(export(tmp_path, tmp_path / "dcp"))
     pair.run(save_plain, recipe, theirs)
     assert pair.run(all_ways, recipe, ours, theirs, str(tmp_path)) == [[], []]
@@ -208,7 +211,7 @@ def test_by_two_ranks_for_two_and_for_one(name: str, pair: RankPool, tmp_path: P
 def test_by_one_rank_for_two(name: str, pair: RankPool, tmp_path: Path) -> None:
     """Each rank reads its part."""
     recipe, theirs = RECIPES[name], str(tmp_path / "plain")
-    commit_paged(recipe, str(tmp_path))
+    checkpoint_paged(recipe, str(tmp_path))
     ours = str(export(tmp_path, tmp_path / "dcp"))
     save_plain(recipe, theirs)
     assert pair.run(all_ways, recipe, ours, theirs, str(tmp_path)) == [[], []]
@@ -220,12 +223,12 @@ def test_two_ranks_are_not_disturbed(pair: RankPool, tmp_path: Path) -> None:
 
 
 def there_and_back(recipe: Recipe, folder: str) -> list[str]:
-    """Go paged and, from its commit, plain; return what differs. Runs on every rank."""
+    """Go paged and, from its checkpoint, plain; return what differs. Runs on every rank."""
     theirs, ours = f"{folder}/plain", f"{folder}/dcp"
     save_plain(recipe, theirs)
     model, optimizer = plain(recipe, meta=True)
     with infinity.offload(model, optimizer, settings(Path(folder), Paging(), HOST), weights=theirs) as paged:
-        paged.commit()
+        paged.save_checkpoint()
     if dist.get_rank() == 0:
         export(Path(folder), Path(ours))
     dist.barrier()
@@ -235,7 +238,7 @@ def there_and_back(recipe: Recipe, folder: str) -> list[str]:
 def test_parameters_that_were_never_updated(tmp_path: Path) -> None:
     """They have no state, here as there; a plain run goes on paged, and so does our own."""
     recipe = Recipe(model="spare")
-    commit_paged(recipe, str(tmp_path))
+    checkpoint_paged(recipe, str(tmp_path))
     save_plain(recipe, str(tmp_path / "plain"))
     out = export(tmp_path, tmp_path / "dcp")
     assert keys_of(out) == keys_of(tmp_path / "plain") | OURS
@@ -245,10 +248,13 @@ def test_parameters_that_were_never_updated(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "counted"), [("adamw", HALF), ("sgd", 0)])
 def test_step_and_extra_go_along(name: str, counted: int, tmp_path: Path) -> None:
-    """Those of a commit; of a plain run, as far as its optimizer counts steps. Nothing is kept before a commit."""
+    """Those of a checkpoint;
+
+    of a plain run, as far as its optimizer counts steps. Nothing is kept before a checkpoint.
+    """
     recipe = Recipe(model="toy", optimizer=name)
     (tmp_path / "nvme").mkdir()
-    commit_paged(recipe, str(tmp_path / "nvme"))
+    checkpoint_paged(recipe, str(tmp_path / "nvme"))
     save_plain(recipe, str(tmp_path / "plain"))
     expected = {
         export(tmp_path / "nvme", tmp_path / "dcp"): (HALF, {"note": "mine"}),
@@ -353,7 +359,7 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     save_plain(recipe, str(tmp_path / "plain"))
     for file in (tmp_path / "plain").glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:1000])
-    assert re.search(r"CommitError: .* cannot be read: ", refused(tmp_path, tmp_path / "plain", recipe))
+    assert re.search(r"CheckpointError: .* cannot be read: ", refused(tmp_path, tmp_path / "plain", recipe))
     for damaged in (b"", b"no pickle", pickle.dumps({"a": 1})):
         (tmp_path / "plain" / ".metadata").write_bytes(damaged)
         assert ".metadata cannot be read" in refused(tmp_path, tmp_path / "plain", recipe)
@@ -385,13 +391,15 @@ def test_a_part_that_one_rank_needs(pair: RankPool, tmp_path: Path) -> None:
         file.seek(place.offset)
         file.write(bytes(place.length))
     first, second = pair.run(refused, tmp_path, tmp_path / "plain", recipe)
-    assert re.match(r"InfinityError: writing the first values failed on rank 1: CommitError: .* cannot be read", first)
-    assert re.match(r"CommitError: model.head.weight in .* cannot be read", second)
+    assert re.match(
+        r"InfinityError: writing the first values failed on rank 1: CheckpointError: .* cannot be read", first
+    )
+    assert re.match(r"CheckpointError: model.head.weight in .* cannot be read", second)
 
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     """A folder with something in it, and a flipped byte; what was begun does not load."""
-    commit_paged(Recipe(model="toy"), str(tmp_path))
+    checkpoint_paged(Recipe(model="toy"), str(tmp_path))
     reader = newest(tmp_path)
     with pytest.raises(ConfigError, match="not empty"):
         export(tmp_path, tmp_path)

@@ -1,4 +1,4 @@
-"""Commits out: every whole parameter as it is in memory, and a folder that transformers loads."""
+"""Checkpoints out: every whole parameter as it is in memory, and a folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from infinity.checkpoint.manifest import published_in
-from infinity.checkpoint.reader import CommitReader
-from infinity.errors import CommitError, ConfigError, CorruptPageError
+from infinity.checkpoint.reader import CheckpointReader
+from infinity.errors import CheckpointError, ConfigError, CorruptPageError
 from infinity.formats.safetensors import export_safetensors
 from infinity.store.folder import RunFolder
 from support import models
@@ -24,23 +24,23 @@ MODELS = ("llama", "tied", "gpt2", "frozen", "spare")
 MIB = 1 << 20
 
 
-def committed(recipe: Recipe, folder: Path, paths: int = 2) -> RunFolder:
-    """Train a recipe, commit at its end; return the run's folders."""
+def checkpointed(recipe: Recipe, folder: Path, paths: int = 2) -> RunFolder:
+    """Train a recipe, checkpoint at its end; return the run's folders."""
     from support.train import Outcome
 
-    with offloaded(recipe, Paging(arena="least", paths=paths), folder) as (model, optimizer):
+    with offloaded(recipe, Paging(host_cache="least", paths=paths), folder) as (model, optimizer):
         train(recipe, model, optimizer, Outcome())
-        optimizer.commit()
+        optimizer.save_checkpoint()
         return optimizer.run.folder
 
 
 def differing(recipe: Recipe, folder: str) -> list[str]:
     """Return the parameters that a reader finds otherwise than memory has them. Runs on every rank."""
-    stored = committed(recipe, Path(folder))
+    stored = checkpointed(recipe, Path(folder))
     expected = in_memory(recipe).state
     if dist.get_world_size() > 1:
         dist.barrier()
-    reader = CommitReader(stored)
+    reader = CheckpointReader(stored)
     rank, size = dist.get_rank(), dist.get_world_size()
     found = []
     for index, spec in enumerate(reader.tensors):
@@ -74,7 +74,7 @@ def test_transformers_loads_the_same_model(name: str, file_bytes: int, tmp_path:
     from support.train import Outcome
 
     recipe = Recipe(model=name, policy="fp32", steps=3)
-    stored = committed(recipe, tmp_path)
+    stored = checkpointed(recipe, tmp_path)
     model = models.build(name, policy="fp32")
     train(recipe, model, make_optimizer(recipe, model), Outcome())
     tokens = torch.arange(24).reshape(1, 24)
@@ -85,7 +85,7 @@ def test_transformers_loads_the_same_model(name: str, file_bytes: int, tmp_path:
     config = {**model.config.to_dict(), **architecture}
     out = tmp_path / "exported"
     seen: list[int] = []
-    export_safetensors(CommitReader(stored), out, config=_plain(config), file_bytes=file_bytes, advance=seen.append)
+    export_safetensors(CheckpointReader(stored), out, config=_plain(config), file_bytes=file_bytes, advance=seen.append)
     assert sum(seen) == 4 * sum(param.numel() for param in model.parameters())
     assert (len(list(out.glob("*.safetensors"))) > 1) is (file_bytes < MIB)
     from transformers import AutoModelForCausalLM
@@ -101,8 +101,8 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
 
 def test_another_dtype(tmp_path: Path) -> None:
     """Weights are rounded; config.json says so."""
-    stored = committed(Recipe(model="llama", steps=1), tmp_path)
-    reader, out = CommitReader(stored), tmp_path / "exported"
+    stored = checkpointed(Recipe(model="llama", steps=1), tmp_path)
+    reader, out = CheckpointReader(stored), tmp_path / "exported"
     export_safetensors(reader, out, config={"a": 1}, dtype=torch.bfloat16, file_bytes=MIB)
     with safe_open(out / "model.safetensors", framework="pt") as opened:
         for index, spec in enumerate(reader.tensors):
@@ -112,24 +112,24 @@ def test_another_dtype(tmp_path: Path) -> None:
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     """A flipped byte, a damaged or missing manifest, missing folders, a folder that is full, no such step."""
-    stored = committed(Recipe(model="toy", steps=1), tmp_path)
-    with pytest.raises(CommitError, match=r"no commit of step 7 .*\(steps with a commit: 1\)"):
-        CommitReader(stored, 7)
-    with pytest.raises(CommitError, match="lies on 2 paths, 1 were named"):
-        CommitReader(RunFolder(stored.run_id, stored.roots[:1]))
+    stored = checkpointed(Recipe(model="toy", steps=1), tmp_path)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7 .*\(steps with a checkpoint: 1\)"):
+        CheckpointReader(stored, 7)
+    with pytest.raises(CheckpointError, match="lies on 2 paths, 1 were named"):
+        CheckpointReader(RunFolder(stored.run_id, stored.roots[:1]))
     with pytest.raises(ConfigError, match="not empty"):
-        export_safetensors(CommitReader(stored), tmp_path, config=None, file_bytes=MIB)
+        export_safetensors(CheckpointReader(stored), tmp_path, config=None, file_bytes=MIB)
     for file in (stored.data_file(0, 0), stored.data_file(1, 0)):
         file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
     with pytest.raises(CorruptPageError, match="update"):
-        export_safetensors(CommitReader(stored), tmp_path / "out", config=None, file_bytes=MIB)
-    (name,) = published_in(stored.commits)
-    file = stored.commits / name.file_name
+        export_safetensors(CheckpointReader(stored), tmp_path / "out", config=None, file_bytes=MIB)
+    (name,) = published_in(stored.checkpoints)
+    file = stored.checkpoints / name.file_name
     good = file.read_bytes()
     for damaged in (good[:100], b"", b"{}", good.replace(b"blocks", b"blacks", 1)):
         file.write_bytes(damaged)
-        with pytest.raises(CommitError, match=file.name):
-            CommitReader(stored)
+        with pytest.raises(CheckpointError, match=file.name):
+            CheckpointReader(stored)
     file.unlink()
-    with pytest.raises(CommitError, match=r"has no commit of all its ranks \(steps with a commit: none\)"):
-        CommitReader(stored)
+    with pytest.raises(CheckpointError, match=r"has no checkpoint of all its ranks \(steps with a checkpoint: none\)"):
+        CheckpointReader(stored)

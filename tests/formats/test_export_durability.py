@@ -1,4 +1,4 @@
-"""An export is there completely or not at all, and what is there is what was committed."""
+"""An export is there completely or not at all, and what is there is what was checkpointed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from safetensors import safe_open
 
 import infinity
 from infinity.checkpoint import durable
-from infinity.checkpoint.reader import CommitReader
-from infinity.errors import CommitError, ConfigError
+from infinity.checkpoint.reader import CheckpointReader
+from infinity.errors import CheckpointError, ConfigError
 from infinity.formats import dcp as dcp_module
 from infinity.formats import safetensors as export_module
 from infinity.formats.dcp import DcpExport
@@ -34,27 +34,27 @@ from support.train import MIB, Paging, Recipe, make_optimizer, settings
 FILE_BYTES = 200 << 10
 
 
-def to_safetensors(reader: CommitReader, out: Path) -> list[Path]:
+def to_safetensors(reader: CheckpointReader, out: Path) -> list[Path]:
     """Export in several files, with a config and an index."""
     return export_safetensors(reader, out, config={"a": 1}, file_bytes=FILE_BYTES)
 
 
-def to_dcp(reader: CommitReader, out: Path) -> list[Path]:
+def to_dcp(reader: CheckpointReader, out: Path) -> list[Path]:
     """Export in several files."""
     return DcpExport(reader).write(out, file_bytes=FILE_BYTES)
 
 
 KINDS = {"safetensors": to_safetensors, "dcp": to_dcp}
-Export = Callable[[CommitReader, Path], list[Path]]
+Export = Callable[[CheckpointReader, Path], list[Path]]
 
 
 @pytest.fixture(scope="module")
-def committed(tmp_path_factory: pytest.TempPathFactory) -> CommitReader:
-    """A commit; not to be changed."""
-    place = tmp_path_factory.mktemp("committed")
+def checkpointed(tmp_path_factory: pytest.TempPathFactory) -> CheckpointReader:
+    """A checkpoint; not to be changed."""
+    place = tmp_path_factory.mktemp("checkpointed")
     with Session(place) as session:
         session.run(3)
-        return CommitReader(session.optimizer.run.folder)
+        return CheckpointReader(session.optimizer.run.folder)
 
 
 @pytest.fixture(params=KINDS)
@@ -63,8 +63,8 @@ def export(request: pytest.FixtureRequest) -> Export:
     return KINDS[request.param]
 
 
-def check(reader: CommitReader, out: Path) -> None:
-    """Every parameter is what was committed."""
+def check(reader: CheckpointReader, out: Path) -> None:
+    """Every parameter is what was checkpointed."""
     found: dict[str, torch.Tensor] = {}
     for file in out.glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
@@ -99,13 +99,13 @@ class Recorder:
 
 
 def test_everything_is_flushed_before_it_is_there(
-    export: Export, committed: CommitReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    export: Export, checkpointed: CheckpointReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every file and folder, then the name, then the folder that has the name."""
     out = tmp_path / "new" / "out"
     with monkeypatch.context() as patch:
         recorder = Recorder(patch)
-        written = export(committed, out)
+        written = export(checkpointed, out)
     assert sorted(written) == sorted(out.iterdir())
     (published,) = [
         index for index, (name, path) in enumerate(recorder.calls) if path.parent == out.parent and name == "rename"
@@ -118,16 +118,16 @@ def test_everything_is_flushed_before_it_is_there(
     assert recorder.calls.index(("fsync", partial)) > max((recorder.calls.index(one) for one in names), default=-1)
     assert recorder.calls[published + 1 :] == [("fsync", out.parent)]
     assert ("fsync", tmp_path) in recorder.calls, "the folder above was made as well"
-    check(committed, out)
+    check(checkpointed, out)
 
 
 def test_whatever_fails_nothing_is_left(
-    export: Export, committed: CommitReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    export: Export, checkpointed: CheckpointReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every flush and rename: said, and no half export, nor the beginnings of one."""
     with monkeypatch.context() as patch:
         recorder = Recorder(patch)
-        export(committed, tmp_path / "counted")
+        export(checkpointed, tmp_path / "counted")
     calls = len(recorder.calls)
     assert calls > 5
     for number in range(calls - 1):  # the last one is behind the rename
@@ -135,13 +135,13 @@ def test_whatever_fails_nothing_is_left(
         with monkeypatch.context() as patch:
             Recorder(patch, number)
             with pytest.raises(ConfigError, match="No space left on device"):
-                export(committed, out)
+                export(checkpointed, out)
         assert [entry.name for entry in tmp_path.iterdir()] == ["counted"], number
-    export(committed, tmp_path / "out")
+    export(checkpointed, tmp_path / "out")
 
 
 def test_what_the_drive_has_is_compared(
-    export: Export, committed: CommitReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    export: Export, checkpointed: CheckpointReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bit that was flipped on the way is found, in any of the files."""
     seen: list[str] = []
@@ -160,13 +160,13 @@ def test_what_the_drive_has_is_compared(
     for number in range(3):
         seen.clear()
         with pytest.raises(ConfigError, match="is not what was written"):
-            export(committed, tmp_path / "out")
+            export(checkpointed, tmp_path / "out")
         assert len(seen) > number
         assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_system_without_locks(
-    export: Export, committed: CommitReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    export: Export, checkpointed: CheckpointReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Lustre without its option for them: the lock only tells what was left behind."""
 
@@ -174,12 +174,12 @@ def test_a_file_system_without_locks(
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    export(committed, tmp_path / "out")
-    check(committed, tmp_path / "out")
+    export(checkpointed, tmp_path / "out")
+    check(checkpointed, tmp_path / "out")
 
 
 def test_what_an_export_that_was_cut_off_has_left(
-    export: Export, committed: CommitReader, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    export: Export, checkpointed: CheckpointReader, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It does not look like an export; the next one to the same place says it, unless somebody works on it still."""
     left = tmp_path / ".out.partial-0badf00d"
@@ -187,29 +187,29 @@ def test_what_an_export_that_was_cut_off_has_left(
     (left / "model.safetensors").write_bytes(b"half")
     descriptor = os.open(left, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    export(committed, tmp_path / "out")
+    export(checkpointed, tmp_path / "out")
     assert "left behind" not in caplog.text
     os.close(descriptor)
     shutil.rmtree(tmp_path / "out")
-    export(committed, tmp_path / "out")
+    export(checkpointed, tmp_path / "out")
     assert f"{left} was left behind by an export that was cut off; remove it" in caplog.text
 
 
-def test_where_a_folder_may_be(export: Export, committed: CommitReader, tmp_path: Path) -> None:
+def test_where_a_folder_may_be(export: Export, checkpointed: CheckpointReader, tmp_path: Path) -> None:
     """An empty one is replaced, also behind a link; others are refused before anything is read."""
     (tmp_path / "empty").mkdir(mode=0o750)
     (tmp_path / "link").symlink_to("empty")
-    written = export(committed, tmp_path / "link")
+    written = export(checkpointed, tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "empty").stat().st_mode & 0o777 == 0o750
     assert sorted(tmp_path / "empty" / file.name for file in written) == sorted((tmp_path / "empty").iterdir())
-    check(committed, tmp_path / "empty")
+    check(checkpointed, tmp_path / "empty")
     (tmp_path / "file").touch()
     for taken, why in (("empty", "is not empty"), ("file", "is no folder; name a new one")):
         with pytest.raises(ConfigError, match=why):
-            export(committed, tmp_path / taken)
+            export(checkpointed, tmp_path / taken)
     with pytest.raises(ConfigError, match="cannot be made"):
-        export(committed, tmp_path / "file" / "below")
+        export(checkpointed, tmp_path / "file" / "below")
 
 
 @pytest.fixture
@@ -227,16 +227,18 @@ def small(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_full_drive(export: Export, committed: CommitReader, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_drive(
+    export: Export, checkpointed: CheckpointReader, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Refused before anything is written; where the file system promised more than it has, nothing is left."""
     with pytest.raises(ConfigError, match="256 KiB free, out needs"):
-        export(committed, small / "out")
+        export(checkpointed, small / "out")
     with pytest.raises(ConfigError, match="where a drive is mounted; name a new folder on it"):
-        export(committed, small)
+        export(checkpointed, small)
     usage = shutil.disk_usage(small)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 40))
     with pytest.raises(ConfigError, match=r"cannot be written|No space left"):
-        export(committed, small / "out")
+        export(checkpointed, small / "out")
     assert list(small.iterdir()) == []
 
 
@@ -262,10 +264,10 @@ def begin(weights: Path, place: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["alone", "among the metadata", "by another name"])
-def test_metadata_run_nothing(where: str, committed: CommitReader, tmp_path: Path) -> None:
+def test_metadata_run_nothing(where: str, checkpointed: CheckpointReader, tmp_path: Path) -> None:
     """A pickle that calls something is refused by the name of what it calls, and that is not called."""
     out = tmp_path / "dcp"
-    to_dcp(committed, out)
+    to_dcp(checkpointed, out)
     trace = tmp_path / "trace"
     evil = Evil(os.system, f"touch {trace}")
     if where == "alone":
@@ -277,28 +279,28 @@ def test_metadata_run_nothing(where: str, committed: CommitReader, tmp_path: Pat
     else:
         pickled, name = b"ctorch\nhub._sys.modules\n.", "torch.hub._sys.modules"
     (out / ".metadata").write_bytes(pickled)
-    with pytest.raises(CommitError, match=rf"\.metadata cannot be read: .*names {name}, which is no part of"):
+    with pytest.raises(CheckpointError, match=rf"\.metadata cannot be read: .*names {name}, which is no part of"):
         begin(out, tmp_path)
     assert not trace.exists()
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../secret"])
-def test_metadata_name_no_file_elsewhere(name: str, committed: CommitReader, tmp_path: Path) -> None:
+def test_metadata_name_no_file_elsewhere(name: str, checkpointed: CheckpointReader, tmp_path: Path) -> None:
     """And no pipe, which would be waited for."""
     out = tmp_path / "dcp"
-    to_dcp(committed, out)
+    to_dcp(checkpointed, out)
     metadata = dcp.FileSystemReader(out).read_metadata()
     stored = next(iter(metadata.storage_data.values()))
     stored.relative_path, kept = name, stored.relative_path
     (out / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CommitError, match="which is not in the folder"):
+    with pytest.raises(CheckpointError, match="which is not in the folder"):
         DcpFolder(out)
     stored.relative_path = kept
     (out / ".metadata").write_bytes(pickle.dumps(metadata))
     DcpFolder(out)
     (out / kept).unlink()
     os.mkfifo(out / kept)
-    with pytest.raises(CommitError, match="which is no file"):
+    with pytest.raises(CheckpointError, match="which is no file"):
         DcpFolder(out)
 
 
@@ -317,17 +319,17 @@ def test_a_pipe_that_comes_after_the_look_is_not_waited_for(
         read(place)
 
 
-def test_metadata_may_be_linked(committed: CommitReader, tmp_path: Path) -> None:
+def test_metadata_may_be_linked(checkpointed: CheckpointReader, tmp_path: Path) -> None:
     """As a cache of downloads has them."""
-    to_dcp(committed, tmp_path / "dcp")
+    to_dcp(checkpointed, tmp_path / "dcp")
     (tmp_path / "dcp" / ".metadata").rename(tmp_path / "blob")
     (tmp_path / "dcp" / ".metadata").symlink_to(tmp_path / "blob")
     DcpFolder(tmp_path / "dcp")
 
 
-def test_metadata_are_those_that_torch_reads(committed: CommitReader, tmp_path: Path) -> None:
+def test_metadata_are_those_that_torch_reads(checkpointed: CheckpointReader, tmp_path: Path) -> None:
     """Of our folder and of one that torch wrote; the place that is named is where the folder stands."""
-    to_dcp(committed, tmp_path / "ours")
+    to_dcp(checkpointed, tmp_path / "ours")
     dcp.save({"a": torch.arange(6.0), "b": {"c": [1, "x"]}}, checkpoint_id=tmp_path / "theirs")
     for folder in (tmp_path / "ours", tmp_path / "theirs"):
         expected, found = dcp.FileSystemReader(folder).read_metadata(), read_metadata(folder / ".metadata")
@@ -347,5 +349,5 @@ MALFORMED = [b"", b"no pickle", pickle.dumps({"a": 1}), pickle.dumps((1, torch.S
 def test_malformed_metadata(content: bytes, tmp_path: Path) -> None:
     """They are named."""
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(CommitError, match=r"\.metadata cannot be read"):
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
         DcpFolder(tmp_path)

@@ -25,10 +25,10 @@ from support.ranks import RankPool
 from support.tables import in_turn, variants
 from support.train import Outcome, Paging, Recipe, batch, compare, evaluate, in_memory, local, offloaded, train
 
-LEAST = {"least": Paging(arena="least")}
-PLACEMENTS = {
-    placement: Paging(arena="least", placement=placement)
-    for placement in ("in_backward", "in_forward", "after_backward")
+LEAST = {"least": Paging(host_cache="least")}
+UPDATE_SCHEDULES = {
+    update_schedule: Paging(host_cache="least", update_schedule=update_schedule)
+    for update_schedule in ("in_backward", "in_forward", "after_backward")
 }
 SLICED = {"sequences": 4, "slices": 4, "steps": 6}
 ONE_RANK = [
@@ -38,7 +38,7 @@ ONE_RANK = [
             "gpt2": Recipe(model="gpt2", sequences=4, slices=2, steps=6),  # dropout is on
             "tied": Recipe(model="tied", **SLICED),
         },
-        PLACEMENTS,
+        UPDATE_SCHEDULES,
     ),
     *variants(
         {
@@ -62,7 +62,10 @@ TWO_RANKS = [
             "clip": Recipe(clip=0.5, **SLICED),
             "tied": Recipe(model="tied", **SLICED),
         },
-        {"least": Paging(arena="least"), **{name: PLACEMENTS[name] for name in ("in_forward", "after_backward")}},
+        {
+            "least": Paging(host_cache="least"),
+            **{name: UPDATE_SCHEDULES[name] for name in ("in_forward", "after_backward")},
+        },
     ),
     *variants({"gpt2": Recipe(model="gpt2", sequences=4, slices=2, steps=4)}, LEAST, wide=True),
 ]
@@ -273,7 +276,7 @@ def test_what_layers_cannot_be_given_by_rows_is_refused() -> None:
 def test_by_tokens_paging_changes_no_bit(name: str, policy: str, slices: int, tmp_path: Path) -> None:
     """Nor do gradients that are added up slice by slice."""
     recipe = Recipe(model=name, policy=policy, steps=4, slices=slices, loss_tokens=10)
-    assert compare(recipe, Paging(arena="least"), str(tmp_path)) == []
+    assert compare(recipe, Paging(host_cache="least"), str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("tokens", [1, 24, 50])
@@ -412,7 +415,7 @@ def largest(slices: int, *, gradients: bool = True) -> int:
 
 @pytest.mark.parametrize("gradients", [True, False])
 def test_logits_of_the_whole_batch_never_exist(gradients: bool) -> None:
-    """Forward and backward; the largest tensor is one slice's logits, or the gathered unit of the head."""
+    """Forward and backward; the largest tensor is one slice's logits, or the gathered FSDP module of the head."""
     tokens, vocabulary = 8 * 24, 1009
     root = 2 * 16 * vocabulary + 16
     assert largest(0, gradients=gradients) == tokens * vocabulary
@@ -442,18 +445,18 @@ def kept(slices: int, layers: int) -> int:
 
 
 @pytest.mark.parametrize("slices", [1, 2, 8])
-def test_only_inputs_of_units_are_kept(slices: int) -> None:
+def test_only_inputs_of_fsdp_modules_are_kept(slices: int) -> None:
     """A layer more is one tensor of the whole batch more, whatever the number of slices; without, more than ten."""
     inputs = 8 * 24 * 64 * 4
     assert kept(slices, layers=4) - kept(slices, layers=1) == 3 * inputs
     assert kept(0, layers=4) - kept(0, layers=1) > 30 * inputs
 
 
-def moved(recipe: Recipe, placement: str, folder: Path) -> tuple[list[int], int]:
+def moved(recipe: Recipe, update_schedule: str, folder: Path) -> tuple[list[int], int]:
     """Return the bytes that steady steps read and wrote, and how many were planned."""
-    with offloaded(recipe, Paging(arena="least", placement=placement), folder) as (model, optimizer):
+    with offloaded(recipe, Paging(host_cache="least", update_schedule=update_schedule), folder) as (model, optimizer):
         train(recipe, model, optimizer, Outcome())
-        assert optimizer.update_placement == placement
+        assert optimizer.update_schedule == update_schedule
         traffic = optimizer.run.plan.traffic
         steady = optimizer.records[4:]
         assert optimizer.run.layout.state_bytes == 14 * optimizer.run.layout.parameters
@@ -461,8 +464,8 @@ def moved(recipe: Recipe, placement: str, folder: Path) -> tuple[list[int], int]
         return total, traffic.read_bytes + traffic.written_bytes
 
 
-@pytest.mark.parametrize("placement", ["in_backward", pytest.param("in_forward", marks=pytest.mark.wide)])
-def test_bytes_per_step_do_not_depend_on_the_number_of_slices(placement: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["in_backward", pytest.param("in_forward", marks=pytest.mark.wide)])
+def test_bytes_per_step_do_not_depend_on_the_number_of_slices(update_schedule: str, tmp_path: Path) -> None:
     """1, 4 or 16 micro-batches: the plan is one and the same, and so are the bytes; a loop multiplies them.
 
     Only gradients that wait on NVMe are smaller where nothing is added up: they fit into bf16.
@@ -470,10 +473,10 @@ def test_bytes_per_step_do_not_depend_on_the_number_of_slices(placement: str, tm
     planned = {}
     for count in (1, 4, 16):
         recipe = Recipe(model="even", sequences=16, slices=count, steps=16)
-        found, planned[count] = moved(recipe, placement, tmp_path)
+        found, planned[count] = moved(recipe, update_schedule, tmp_path)
         assert 0.85 * planned[count] < sum(found) / len(found) < 1.03 * planned[count]  # as in test_traffic.py
     assert planned[4] == planned[16]
-    assert planned[1] == planned[4] or (placement == "in_forward" and 0.8 * planned[4] < planned[1] < planned[4])
+    assert planned[1] == planned[4] or (update_schedule == "in_forward" and 0.8 * planned[4] < planned[1] < planned[4])
     _, loop = moved(Recipe(model="even", sequences=4, micro=4, steps=6), "in_forward", tmp_path)
     assert loop > 1.8 * planned[4]
 
@@ -532,7 +535,7 @@ def test_it_may_be_called_after_offload(tmp_path: Path) -> None:
     """And changes what the next step does."""
     sliced, plain = Recipe(**SLICED), Recipe(sequences=4, steps=6)
     outcome = Outcome()
-    with offloaded(plain, Paging(arena="least"), tmp_path) as (model, optimizer):
+    with offloaded(plain, Paging(host_cache="least"), tmp_path) as (model, optimizer):
         infinity.micro_batches(model, 4)
         train(plain, model, optimizer, outcome)
     assert outcome.losses == in_memory(sliced).losses
@@ -989,5 +992,5 @@ def test_models_that_cannot_be_sliced_are_refused() -> None:
         infinity.micro_batches(sharded(nn.Sequential(fully_shard(Pair(), mesh=mesh))), 2)
     head = models.llama()
     fully_shard(head.lm_head, mesh=mesh)
-    with pytest.raises(UnsupportedError, match="lm_head is a unit"):
+    with pytest.raises(UnsupportedError, match="lm_head is an FSDP module"):
         infinity.micro_batches(models.shard(head), 2)

@@ -147,7 +147,7 @@ def both(folder: str) -> Iterator[list[tuple[nn.Module, Any]]]:
     model = models.build("toy")
     optimizer = make_optimizer(RECIPE, model)
     begun(model, optimizer)
-    with offloaded(RECIPE, Paging(placement="after_backward"), Path(folder)) as (paged, paged_optimizer):
+    with offloaded(RECIPE, Paging(update_schedule="after_backward"), Path(folder)) as (paged, paged_optimizer):
         begun(paged, paged_optimizer)
         yield [(model, optimizer), (paged, paged_optimizer)]
 

@@ -127,13 +127,13 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, sequence: list[tuple
 
 
 @settings(max_examples=25)
-@given(sequence=sequences, placement=st.sampled_from(["after_backward", "in_forward"]), least=st.booleans())
-def test_any_sequence_is_as_in_memory(sequence: list[tuple[str, int, str]], placement: str, least: bool) -> None:
+@given(sequence=sequences, update_schedule=st.sampled_from(["after_backward", "in_forward"]), least=st.booleans())
+def test_any_sequence_is_as_in_memory(sequence: list[tuple[str, int, str]], update_schedule: str, least: bool) -> None:
     """What was read on the way, and the state at the end."""
     model = build(RECIPE)
     optimizer = make_optimizer(RECIPE, model)
     expected = run(model, optimizer, sequence), state_in_memory(model, optimizer)
-    paging = Paging(arena="least" if least else "all", placement=placement)
+    paging = Paging(host_cache="least" if least else "all", update_schedule=update_schedule)
     with tempfile.TemporaryDirectory() as folder, offloaded(RECIPE, paging, Path(folder)) as (paged, paged_optimizer):
         found = run(paged, paged_optimizer, sequence), state_on_nvme(paged, paged_optimizer)
     assert equal(expected[0], found[0])

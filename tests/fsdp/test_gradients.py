@@ -13,13 +13,13 @@ from torch import nn
 from infinity.content.format import Role
 from infinity.content.halves import halves, joined
 from infinity.optim.kernel import UpdateKernel
-from infinity.optim.update import Opened, Update, snapshot
+from infinity.optim.update import RangePages, Update, snapshot
 from infinity.schedule.trace import EventKind, range_access, stored_components
 from support import models
 from support.layouts import transformer
 from support.train import Paging, Recipe, batch, build, make_optimizer, offloaded
 
-LEAST = Paging(arena="least", placement="in_forward")
+LEAST = Paging(host_cache="least", update_schedule="in_forward")
 
 
 def every_half(upper: bool) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_an_update_leaves_stored_gradients_as_they_are(key: str, scale: float | 
         stored = [bytes(content) for page, content in zip(pages, contents, strict=True) if page.role is Role.GRAD]
         edits = {} if scale is None else {0: [lambda gradient: gradient.mul_(scale)]}
         update = Update(layout, kernel, settings, {}, 0, edits=edits)
-        update.run([Opened(layout, segment, item, access, contents, None)])
+        update.run([RangePages(layout, segment, item, access, contents, None)])
         assert update.elements
         assert stored
         assert stored == [bytes(c) for page, c in zip(pages, contents, strict=True) if page.role is Role.GRAD]

@@ -141,7 +141,7 @@ def wrong(folder: str) -> list[str]:
     found = []
     model = models.build("toy")
     models.loss_of(model, batch(model, 0)).backward()
-    with offloaded(RECIPE, Paging(placement="after_backward"), Path(folder)) as (paged, optimizer):
+    with offloaded(RECIPE, Paging(update_schedule="after_backward"), Path(folder)) as (paged, optimizer):
         models.loss_of(paged, batch(paged, 0)).backward()
         for kind, of in KINDS.items():
             for name in TABLE:
@@ -189,7 +189,7 @@ def wrong_steps(folder: str) -> list[str]:
     """Return what differs from memory."""
     model = models.build("toy")
     expected = steps(model, make_optimizer(RECIPE, model))
-    with offloaded(RECIPE, Paging(placement="after_backward"), Path(folder)) as (paged, optimizer):
+    with offloaded(RECIPE, Paging(update_schedule="after_backward"), Path(folder)) as (paged, optimizer):
         found = steps(paged, optimizer)
     return [name for name, value in expected.items() if not same(value, found[name])]
 
@@ -232,7 +232,7 @@ def test_what_is_whole_on_one_rank_is_the_weight_itself(tmp_path: Path) -> None:
 
 def test_copies_are_in_memory_and_views_are_not(tmp_path: Path) -> None:
     """No copy is loaded again for each use of it; a view takes no memory."""
-    with offloaded(RECIPE, Paging(placement="after_backward"), tmp_path) as (paged, optimizer):
+    with offloaded(RECIPE, Paging(update_schedule="after_backward"), tmp_path) as (paged, optimizer):
         models.loss_of(paged, batch(paged, 0)).backward()
         with torch.inference_mode():
             for tensor, cls in ((weight(paged).to_local(), PagedTensor), (gradient(paged).to_local(), PagedGradient)):

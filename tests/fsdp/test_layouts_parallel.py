@@ -24,7 +24,7 @@ from support.train import MIB, Outcome, Paging, local, settings
 
 WIDTH = 16
 NORMS = (2.0, 1.0, 3.0, float("inf"))
-PLACEMENTS = ("in_forward", "after_backward")
+UPDATE_SCHEDULES = ("in_forward", "after_backward")
 
 
 class Residual(nn.Module):
@@ -81,12 +81,12 @@ def train(model: nn.Module, optimizer: Any, norm_type: float | None) -> Outcome:
     return outcome
 
 
-def compare(shape: tuple[int, int], norm_type: float | None, placement: str, folder: str) -> list[str]:
+def compare(shape: tuple[int, int], norm_type: float | None, update_schedule: str, folder: str) -> list[str]:
     """Return what differs from memory on this rank."""
     model = build(shape)
     expected = train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), norm_type)
     model = build(shape)
-    config = settings(Path(folder), Paging(placement=placement), 64 * MIB)
+    config = settings(Path(folder), Paging(update_schedule=update_schedule), 64 * MIB)
     with infinity.offload(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config) as optimizer:
         found = train(model, optimizer, norm_type)
     listed = [what for what in ("losses", "norms") if getattr(expected, what) != getattr(found, what)]
@@ -102,11 +102,11 @@ def compare(shape: tuple[int, int], norm_type: float | None, placement: str, fol
 def test_tensor_parallel_steps_that_clip_are_those_of_memory(
     shape: tuple[int, int], tmp_path: Path, pair: RankPool
 ) -> None:
-    """Norms of parameters with several placements, of every kind of norm; without clipping too."""
+    """Norms of parameters with several update schedules, of every kind of norm; without clipping too."""
     for index, norm_type in enumerate((*NORMS, None)):
         (folder := tmp_path / str(index)).mkdir()
-        placement = "auto" if norm_type is None else PLACEMENTS[index % 2]
-        assert pair.run(compare, shape, norm_type, placement, str(folder)) == [[], []], norm_type
+        update_schedule = "auto" if norm_type is None else UPDATE_SCHEDULES[index % 2]
+        assert pair.run(compare, shape, norm_type, update_schedule, str(folder)) == [[], []], norm_type
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def clip_with_norms(folder: str) -> list[str]:
         model = build((1, 2), norms=True)
         optimizer = torch.optim.AdamW(model.parameters())
         if paged:
-            config = settings(Path(folder), Paging(placement="after_backward"), 64 * MIB)
+            config = settings(Path(folder), Paging(update_schedule="after_backward"), 64 * MIB)
             optimizer = infinity.offload(model, optimizer, config)
         torch.manual_seed(0)
         model(torch.randn(4, WIDTH)).backward()

@@ -58,12 +58,17 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, use: Use, number: 
 Loop = Callable[[nn.Module, torch.optim.Optimizer], list[Any]]
 
 
-def compare(loop: Loop, placement: str, folder: str | Path, recipe: Recipe = RECIPE, arena: str = "all") -> list[str]:
+def compare(
+    loop: Loop, update_schedule: str, folder: str | Path, recipe: Recipe = RECIPE, host_cache: str = "all"
+) -> list[str]:
     """Run a loop in memory and paged; return what differs."""
     model = build(recipe)
     optimizer = make_optimizer(recipe, model)
     expected = loop(model, optimizer), state_in_memory(sharded(model), optimizer)
-    with offloaded(recipe, Paging(arena=arena, placement=placement), Path(folder)) as (paged, paged_optimizer):
+    with offloaded(recipe, Paging(host_cache=host_cache, update_schedule=update_schedule), Path(folder)) as (
+        paged,
+        paged_optimizer,
+    ):
         found = loop(paged, paged_optimizer), state_on_nvme(sharded(paged), paged_optimizer)
     listed = [] if same(expected[0], found[0]) else [f"seen: {expected[0]} != {found[0]}"]
     for name, states in expected[1].items():
@@ -217,12 +222,12 @@ def test_using_gradients_is_as_in_memory(use: str, tmp_path: Path) -> None:
 
 
 def test_all_uses_after_backward(tmp_path: Path) -> None:
-    """One step after the other, in an arena that is too small to keep anything."""
+    """One step after the other, in a host cache that is too small to keep anything."""
 
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         return [steps(model, optimizer, use, 1) for use in USES.values()]
 
-    assert compare(loop, "after_backward", tmp_path, arena="least") == []
+    assert compare(loop, "after_backward", tmp_path, host_cache="least") == []
 
 
 # Loops #
@@ -254,11 +259,11 @@ def clearing(how: str) -> Loop:
         elif how == "model_to_zeros":
             model.zero_grad(set_to_none=False)
         elif how == "given":
-            given_of(optimizer).zero_grad()
+            base_of(optimizer).zero_grad()
         elif how == "to_zeros":
             optimizer.zero_grad(set_to_none=False)
         elif how == "given_to_zeros":
-            given_of(optimizer).zero_grad(set_to_none=False)
+            base_of(optimizer).zero_grad(set_to_none=False)
         elif how == "by_hand":
             for param in model.parameters():
                 param.grad = None
@@ -285,7 +290,7 @@ def clearing(how: str) -> Loop:
     return loop
 
 
-def given_of(optimizer: Any) -> torch.optim.Optimizer:
+def base_of(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer that `infinity.offload` was given."""
     return getattr(optimizer, "_given", optimizer)
 
@@ -398,10 +403,10 @@ LOOPS: dict[str, Loop] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("loop", "placement"), one_of(2, in_turn(LOOPS, KEPT)))
-def test_loops_are_as_in_memory(loop: str, placement: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("loop", "schedule"), one_of(2, in_turn(LOOPS, KEPT)))
+def test_loops_are_as_in_memory(loop: str, update_schedule: str, tmp_path: Path) -> None:
     """What is seen, weights, moments and step counts."""
-    assert compare(LOOPS[loop], placement, tmp_path) == []
+    assert compare(LOOPS[loop], update_schedule, tmp_path) == []
 
 
 ON_TWO = ("norm_inf", "norm_1.0", "norm_3.0", "norm_-inf", "norm_0.0", "norm_not_foreach", "clipped_by_the_optimizer",
@@ -410,10 +415,10 @@ LOOPS_ON_TWO = ("cleared_model", "cleared_to_zeros", "scaler_and_clip", "crossin
                 "changed_between_two", "forward_before_step")  # fmt: skip
 
 
-def compare_named(name: str, placement: str, folder: str, recipe: Recipe = RECIPE) -> list[str]:
+def compare_named(name: str, update_schedule: str, folder: str, recipe: Recipe = RECIPE) -> list[str]:
     """Compare a use, or a loop, by its name. Runs on every rank."""
     loop = LOOPS[name] if name in LOOPS else lambda m, o: steps(m, o, USES[name])
-    return compare(loop, placement, folder, recipe)
+    return compare(loop, update_schedule, folder, recipe)
 
 
 WIDE_ON_TWO = ("norm_1.0", "norm_3.0", "norm_-inf", "norm_0.0", "norm_not_foreach", "value", "noise",
@@ -446,23 +451,23 @@ def test_other_models_and_dtypes_are_as_in_memory(recipe: str, tmp_path: Path) -
         seen = [steps(model, optimizer, use, 2) for use in (scaled_then_clipped, noise, logged)]
         return [*seen, hooked(halved, 2)(model, optimizer), between(added_noise, 2)(model, optimizer)]
 
-    assert compare(loop, "in_forward", tmp_path, OTHERS[recipe], arena="least") == []
+    assert compare(loop, "in_forward", tmp_path, OTHERS[recipe], host_cache="least") == []
 
 
 # What cannot be served #
 
 
-@pytest.mark.parametrize("placement", ["in_backward"])
+@pytest.mark.parametrize("schedule", ["in_backward"])
 @pytest.mark.parametrize(
     "use", ["norm_2.0", "norm_not_foreach", "clipped_by_the_optimizer", "value", "logged", "noise", "parts",
             "zeroed_here_and_there", "negated"],
 )  # fmt: skip
-def test_gradients_that_updates_have_used_up_are_refused(use: str, placement: str, tmp_path: Path) -> None:
+def test_gradients_that_updates_have_used_up_are_refused(use: str, update_schedule: str, tmp_path: Path) -> None:
     """The setting that keeps them is named."""
-    with offloaded(RECIPE, Paging(arena="all", placement=placement), tmp_path) as (model, optimizer):
+    with offloaded(RECIPE, Paging(host_cache="all", update_schedule=update_schedule), tmp_path) as (model, optimizer):
         steps(model, optimizer, lambda *_: None, 2)
         backward(model, 2)
-        with pytest.raises(InfinityError, match=r"used up.*update\.placement"), torch.no_grad():
+        with pytest.raises(InfinityError, match=r"used up.*update\.update schedule"), torch.no_grad():
             USES[use](model, optimizer)
 
 
@@ -476,26 +481,29 @@ def test_dropping_and_assigning_used_up_gradients_is_refused(tmp_path: Path) -> 
         for after in ("step", "forward"):
             folder = tmp_path / f"{number}{after}"
             folder.mkdir()
-            with offloaded(RECIPE, Paging(arena="all", placement="in_backward"), folder) as (model, optimizer):
+            with offloaded(RECIPE, Paging(host_cache="all", update_schedule="in_backward"), folder) as (
+                model,
+                optimizer,
+            ):
                 steps(model, optimizer, lambda *_: None, 2)
                 backward(model, 2)
                 change(model)
-                with pytest.raises(InfinityError, match=r"update\.placement"):
+                with pytest.raises(InfinityError, match=r"update\.update_schedule"):
                     optimizer.step() if after == "step" else backward(model, 3)
 
 
 @pytest.mark.parametrize("use", ["norm_2.0", "value", "logged", "noise", "zeroed_here_and_there", "assigned"])
 def test_auto_keeps_gradients_that_the_first_step_uses(use: str, tmp_path: Path) -> None:
     """As a step that clips always has."""
-    with offloaded(RECIPE, Paging(arena="all"), tmp_path) as (model, optimizer):
+    with offloaded(RECIPE, Paging(host_cache="all"), tmp_path) as (model, optimizer):
         steps(model, optimizer, USES[use])
-        assert optimizer.update_placement == "in_forward"
+        assert optimizer.update_schedule == "in_forward"
 
 
 @pytest.mark.parametrize("loop", ["cleared_model", "cleared_to_zeros", "hook", "hook_that_drops"])
 def test_updates_in_backward_know_these_loops(loop: str, tmp_path: Path) -> None:
     """Hooks come before the update; `zero_grad` behind the step drops nothing."""
-    placement = "in_backward"
+    update_schedule = "in_backward"
 
     def habit(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         if loop.startswith("hook"):
@@ -506,7 +514,7 @@ def test_updates_in_backward_know_these_loops(loop: str, tmp_path: Path) -> None
             model.zero_grad(set_to_none=loop == "cleared_model")
         return []
 
-    assert compare(habit, placement, tmp_path) == []
+    assert compare(habit, update_schedule, tmp_path) == []
 
 
 def written_before_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -523,16 +531,16 @@ def written_before_backward(model: nn.Module, optimizer: torch.optim.Optimizer) 
     return [local(param) for param in model.parameters()]
 
 
-@pytest.mark.parametrize("placement", [*KEPT, "in_backward"])
-def test_backward_adds_to_what_was_written_by_hand(placement: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", [*KEPT, "in_backward"])
+def test_backward_adds_to_what_was_written_by_hand(update_schedule: str, tmp_path: Path) -> None:
     """One update with the sum, wherever updates run."""
-    assert compare(written_before_backward, placement, tmp_path) == []
+    assert compare(written_before_backward, update_schedule, tmp_path) == []
 
 
-@pytest.mark.parametrize("placement", ["auto", *KEPT, "in_backward"])
-def test_gradients_are_gone_after_the_step(placement: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["auto", *KEPT, "in_backward"])
+def test_gradients_are_gone_after_the_step(update_schedule: str, tmp_path: Path) -> None:
     """Reading them, and adding others to them, says so; so does one that was kept over `zero_grad`."""
-    with offloaded(RECIPE, Paging(arena="all", placement=placement), tmp_path) as (model, optimizer):
+    with offloaded(RECIPE, Paging(host_cache="all", update_schedule=update_schedule), tmp_path) as (model, optimizer):
         for number in range(2):
             backward(model, number)
             kept = next(model.parameters()).grad
@@ -551,7 +559,7 @@ def test_gradients_are_gone_after_the_step(placement: str, tmp_path: Path) -> No
 
 def test_a_closed_gradient_says_so(tmp_path: Path) -> None:
     """Nothing is read from what is gone."""
-    with offloaded(RECIPE, Paging(arena="all", placement="after_backward"), tmp_path) as (model, _):
+    with offloaded(RECIPE, Paging(host_cache="all", update_schedule="after_backward"), tmp_path) as (model, _):
         backward(model)
         kept = next(model.parameters()).grad
     with pytest.raises(InfinityError, match="closed"):
@@ -560,7 +568,7 @@ def test_a_closed_gradient_says_so(tmp_path: Path) -> None:
 
 def test_reading_costs_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clipping and scaling touch no page; one gradient is read from the pages that it lies in."""
-    with offloaded(RECIPE, Paging(arena="all", placement="in_forward"), tmp_path) as (model, optimizer):
+    with offloaded(RECIPE, Paging(host_cache="all", update_schedule="in_forward"), tmp_path) as (model, optimizer):
         backward(model)
         pager, touched = optimizer.run.pager, list[int]()
         access = pager.access
@@ -586,7 +594,7 @@ def test_a_number_is_moved_once_and_when_it_is_needed(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The meta device stands in for one whose numbers have to be waited for: a call with them waits for none."""
-    with offloaded(RECIPE, Paging(arena="all", placement="after_backward"), tmp_path) as (model, _):
+    with offloaded(RECIPE, Paging(host_cache="all", update_schedule="after_backward"), tmp_path) as (model, _):
         backward(model)
         parts = [gradient.to_local().detach() for gradient in gradients(model)]
         wanted = [0.5 * part.clone() for part in parts]
@@ -611,7 +619,7 @@ def test_a_number_is_moved_once_and_when_it_is_needed(
 
 def test_a_gradient_that_is_no_dtensor_is_refused(tmp_path: Path) -> None:
     """The optimizer in memory cannot use it either."""
-    with offloaded(RECIPE, Paging(arena="all", placement="in_forward"), tmp_path) as (model, optimizer):
+    with offloaded(RECIPE, Paging(host_cache="all", update_schedule="in_forward"), tmp_path) as (model, optimizer):
         backward(model)
         param = model.blocks[0].norm.weight
         param.grad = torch.zeros(param.shape)
@@ -659,7 +667,7 @@ def saved(value: torch.Tensor) -> Any:
 @pytest.mark.parametrize("how", ["slice", "view"])
 def test_copies_are_as_in_memory_and_memory_is_refused(how: str, tmp_path: Path) -> None:
     """Nothing that is asked for is lost, none of it is an address of nothing, and the gradient stays as it is."""
-    with offloaded(RECIPE, Paging(arena="all", placement="after_backward"), tmp_path) as (model, _):
+    with offloaded(RECIPE, Paging(host_cache="all", update_schedule="after_backward"), tmp_path) as (model, _):
         backward(model)
         whole = model.blocks[0].up.weight.grad.to_local().detach()
         part, wanted = (whole, whole.clone()) if how == "slice" else (whole[1:4], whole.clone()[1:4])
@@ -682,7 +690,7 @@ def test_copies_are_as_in_memory_and_memory_is_refused(how: str, tmp_path: Path)
 @pytest.mark.parametrize("copied", ["deepcopy", "pickle", "save"])
 def test_copies_of_gradients_are_dtensors_in_memory(copied: str, tmp_path: Path) -> None:
     """They outlive the step."""
-    with offloaded(RECIPE, Paging(arena="all", placement="after_backward"), tmp_path) as (model, optimizer):
+    with offloaded(RECIPE, Paging(host_cache="all", update_schedule="after_backward"), tmp_path) as (model, optimizer):
         backward(model)
         wanted = model.head.weight.grad.full_tensor().clone()
         found = COPIES[copied](model.head.weight.grad)

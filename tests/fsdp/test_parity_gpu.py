@@ -35,10 +35,13 @@ GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is seen: `make gpu-test`"),
 ]
-PLACEMENTS = ("auto", "in_forward", "after_backward")  # auto: in backward, but with clipping
-ARENAS = ("least", "middle", "all")
+UPDATE_SCHEDULES = ("auto", "in_forward", "after_backward")  # auto: in backward, but with clipping
+HOST_CACHES = ("least", "middle", "all")
 DEVICE_BYTES = (0, 300 << 10, 1 << 20)
-"""Of the device, where updates run there: room for all units, for weights on their way alone, and for some units."""
+"""Of the device, where updates run there:
+
+room for all FSDP modules, for weights on their way alone, and for some FSDP modules.
+"""
 RECIPES = {
     "plain": {},
     "clip": {"clip": 0.5},
@@ -52,14 +55,14 @@ def cases() -> list[pytest.ParameterSet]:
     """Return (recipe, paging): all on a GPU; of those on the CPU, where other tests have more, each once by default."""
     found = []
     for device, updates in (("cuda", "cpu"), ("cuda", "cuda"), ("cpu", "cpu")):
-        for number, (name, placement, arena) in enumerate(product(RECIPES, PLACEMENTS, ARENAS)):
+        for number, (name, update_schedule, host_cache) in enumerate(product(RECIPES, UPDATE_SCHEDULES, HOST_CACHES)):
             once = number in (0, 13, 26, 30, 41)
-            room = DEVICE_BYTES[(number + number // len(ARENAS)) % len(DEVICE_BYTES)] if updates == "cuda" else 0
+            room = DEVICE_BYTES[(number + number // len(HOST_CACHES)) % len(DEVICE_BYTES)] if updates == "cuda" else 0
             found.append(
                 pytest.param(
                     Recipe(device=device, updates=updates, deterministic=True, **RECIPES[name]),
-                    Paging(arena=arena, placement=placement, device=room),
-                    id=f"{device}-{name}-{placement}-{arena}-{updates}",
+                    Paging(host_cache=host_cache, update_schedule=update_schedule, device=room),
+                    id=f"{device}-{name}-{update_schedule}-{host_cache}-{updates}",
                     marks=GPU if device == "cuda" else [] if once else WIDE,
                 )
             )

@@ -1,4 +1,4 @@
-"""Models on the meta device: initialised unit by unit, from the seed alone."""
+"""Models on the meta device: initialised FSDP module by FSDP module, from the seed alone."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_lists_of_parameters_from_before_are_what_is_trained(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_first_values_depend_on_the_seed_alone(name: str, tmp_path: Path, pair: RankPool) -> None:
-    """Neither world size, arena, page size nor paths change a bit; another seed does."""
+    """Neither world size, host cache, page size nor paths change a bit; another seed does."""
     base = first_values(name, str(tmp_path), 5, Paging())
     assert all(torch.isfinite(value).all() for value in base.values())
     other_page = first_values(name, str(tmp_path / "b"), 5, Paging(page=128 << 10, paths=2, engine="threads"))

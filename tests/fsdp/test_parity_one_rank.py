@@ -1,4 +1,4 @@
-"""Paging changes no bit: one rank, every kind of model, step, arena, placement and delay."""
+"""Paging changes no bit: one rank, every kind of model, step, host cache, update schedule and delay."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import pytest
 from support.tables import one_of, variants
 from support.train import Paging, Recipe, compare
 
-ARENAS = {arena: Paging(arena=arena) for arena in ("least", "middle", "all")}
-ARENAS_AND_PLACEMENTS = {
-    f"{arena}-{placement}": Paging(arena=arena, placement=placement)
-    for arena in ("least", "middle", "all")
-    for placement in ("auto", "in_forward", "after_backward")
+HOST_CACHES = {host_cache: Paging(host_cache=host_cache) for host_cache in ("least", "middle", "all")}
+HOST_CACHES_AND_UPDATE_SCHEDULES = {
+    f"{host_cache}-{update_schedule}": Paging(host_cache=host_cache, update_schedule=update_schedule)
+    for host_cache in ("least", "middle", "all")
+    for update_schedule in ("auto", "in_forward", "after_backward")
 }
 ENDS = {
-    "least-auto": Paging(arena="least"),
-    "least-forward": Paging(arena="least", placement="in_forward"),
-    "middle-after": Paging(placement="after_backward"),
+    "least-auto": Paging(host_cache="least"),
+    "least-forward": Paging(host_cache="least", update_schedule="in_forward"),
+    "middle-after": Paging(update_schedule="after_backward"),
 }
-DELAYS = {f"{arena}-delays": Paging(arena=arena, delays=True) for arena in ("least", "middle")}
+DELAYS = {f"{host_cache}-delays": Paging(host_cache=host_cache, delays=True) for host_cache in ("least", "middle")}
 
 CASES = [
-    *variants({"bf16": Recipe(), "fp32": Recipe(policy="fp32")}, ARENAS_AND_PLACEMENTS),
+    *variants({"bf16": Recipe(), "fp32": Recipe(policy="fp32")}, HOST_CACHES_AND_UPDATE_SCHEDULES),
     *variants(
         {
             "clip": Recipe(clip=0.5),
@@ -33,7 +33,7 @@ CASES = [
             "eval-between": Recipe(evaluate=True),
             "gpt2": Recipe(model="gpt2"),
         },
-        ARENAS,
+        HOST_CACHES,
     ),
     *variants(
         {
@@ -67,10 +67,10 @@ CASES = [
     *variants(
         {"plain": Recipe(), "clip": Recipe(clip=0.5)},
         {
-            "paths": Paging(arena="least", paths=3),
-            "threads": Paging(arena="least", engine="threads"),
-            "no-worker": Paging(arena="least", cores=0),
-            "large-pages": Paging(arena="least", page=192 << 10),
+            "paths": Paging(host_cache="least", paths=3),
+            "threads": Paging(host_cache="least", engine="threads"),
+            "no-worker": Paging(host_cache="least", cores=0),
+            "large-pages": Paging(host_cache="least", page=192 << 10),
         },
     ),
 ]

@@ -20,14 +20,14 @@ OTHERS = sorted(set(OPTIMIZERS) - {"adamw"})
 def test_an_element_wise_optimizer_keeps_its_bits(optimizer: str, tmp_path: Path) -> None:
     """State discovered by running the optimizer, and updated in slices by its own kernel."""
     recipe = Recipe(model="toy", optimizer=optimizer, clip=1.0 if optimizer == "sgd" else None)
-    assert compare(recipe, Paging(arena="least"), str(tmp_path)) == []
+    assert compare(recipe, Paging(host_cache="least"), str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd_nesterov", "nadam"])
 def test_an_optimizer_without_master_weights_keeps_its_bits(optimizer: str, tmp_path: Path) -> None:
     """Pure fp32: what is gathered is what is trained; plain SGD has no update pages at all."""
     recipe = Recipe(model="gpt2", optimizer=optimizer, policy="fp32")
-    assert compare(recipe, Paging(arena="least"), str(tmp_path)) == []
+    assert compare(recipe, Paging(host_cache="least"), str(tmp_path)) == []
 
 
 REFUSED = {

@@ -13,16 +13,16 @@ from support.ranks import RankPool
 from support.tables import one_of, variants
 from support.train import Paging, Recipe, batch, compare, offloaded
 
-LEAST = {"least": Paging(arena="least")}
+LEAST = {"least": Paging(host_cache="least")}
 ENDS = {
-    "least-auto": Paging(arena="least"),
-    "least-forward": Paging(arena="least", placement="in_forward"),
-    "middle-after": Paging(placement="after_backward"),
+    "least-auto": Paging(host_cache="least"),
+    "least-forward": Paging(host_cache="least", update_schedule="in_forward"),
+    "middle-after": Paging(update_schedule="after_backward"),
 }
-ARENAS = {arena: Paging(arena=arena) for arena in ("least", "middle", "all")}
+HOST_CACHES = {host_cache: Paging(host_cache=host_cache) for host_cache in ("least", "middle", "all")}
 
 CASES = [
-    *variants({"bf16": Recipe(), "clip": Recipe(clip=0.5), "fp32": Recipe(policy="fp32")}, ARENAS),
+    *variants({"bf16": Recipe(), "clip": Recipe(clip=0.5), "fp32": Recipe(policy="fp32")}, HOST_CACHES),
     *variants(
         {
             "fp32-clip": Recipe(policy="fp32", clip=0.5),
@@ -48,12 +48,12 @@ CASES = [
     ),
     *variants(
         {"plain": Recipe(seed=5), "gpt2": Recipe(model="gpt2", seed=6), "clip": Recipe(clip=0.5, micro=2, seed=7)},
-        {"delays": Paging(arena="least", delays=True)},
+        {"delays": Paging(host_cache="least", delays=True)},
     ),
     *variants({"toy": Recipe(model="toy", clip=0.5)}, {"paths": Paging(paths=2)}),
     *variants(
         {"even": Recipe(model="even"), "eval-between": Recipe(model="even", evaluate=True, seed=1)},
-        {"backward-delays": Paging(arena="least", placement="in_backward", delays=True)},
+        {"backward-delays": Paging(host_cache="least", update_schedule="in_backward", delays=True)},
     ),
 ]
 
@@ -76,7 +76,7 @@ def shards_assembled(folder: str) -> int:
 
     shard_module._dense = counting
     try:
-        with offloaded(Recipe(model="toy"), Paging(arena="least"), Path(folder)) as (model, optimizer):
+        with offloaded(Recipe(model="toy"), Paging(host_cache="least"), Path(folder)) as (model, optimizer):
             models.loss_of(model, batch(model, 0)).backward()
             optimizer.step()
     finally:

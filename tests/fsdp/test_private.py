@@ -156,7 +156,7 @@ def test_gradients_are_reduced_in_the_same_memory_again(monkeypatch: pytest.Monk
     assert places & {tensor.data_ptr() for tensor in again}
     assert len(comm._buffers) == 2
     large = comm.allocate((1 << 24,), dtype=torch.float32, device=cpu).fill_(1)
-    assert len(comm._buffers) == 2, f"{large.numel()} elements are more than most units have"
+    assert len(comm._buffers) == 2, f"{large.numel()} elements are more than most FSDP modules have"
     before = heap.resident_bytes()
     del large
     assert before - heap.resident_bytes() > 4 * ((1 << 24) - (1 << 20)), "the kernel has it back"
@@ -164,13 +164,13 @@ def test_gradients_are_reduced_in_the_same_memory_again(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("few", [True, False])
 def test_memory_is_not_given_back_in_every_layer(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where norms or experts are units of their own, all layers are larger than most units."""
+    """Where norms or experts are FSDP modules of their own, all layers are larger than most FSDP modules."""
     given: list[str] = []
     monkeypatch.setattr(heap, "give_back", lambda: given.append("given back"))
     groups = [group for _, group in private.parameter_groups(models.build("toy"))]
     assert len(groups) == 4
     if not few:
-        monkeypatch.setattr(private, "median_high", lambda _: 1)  # as of many units that are smaller than these
+        monkeypatch.setattr(private, "median_high", lambda _: 1)  # as of many FSDP modules that are smaller than these
     private.reuse_reduce_buffers(groups)
     reduced = groups[0]._reduce_scatter_comm.allocate((1 << 22,), dtype=torch.float32, device=torch.device("cpu"))
     assert len(reduced.fill_(1.0)) == 1 << 22
@@ -187,7 +187,7 @@ def test_what_is_free_makes_room_for_a_large_reduction() -> None:
     behind = torch.ones(1)  # so that they are no end of the heap, which would be cut off anyway
     before = heap.resident_bytes()
     del held
-    assert heap.resident_bytes() > before - (8 << 22), "they are kept for the next unit"
+    assert heap.resident_bytes() > before - (8 << 22), "they are kept for the next FSDP module"
     reduced = groups[0]._reduce_scatter_comm.allocate((1 << 24,), dtype=torch.float32, device=torch.device("cpu"))
     assert heap.resident_bytes() < before - (7 << 24)
     assert len(reduced.fill_(behind.item())) == 1 << 24

@@ -1,4 +1,4 @@
-"""What of a forward is paged: the inputs of units, by whatever checkpoints them, and nothing else."""
+"""What of a forward is paged: the inputs of FSDP modules, by whatever checkpoints them, and nothing else."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_several_forwards_and_backwards_in_other_orders(tmp_path: Path) -> None:
         folder.mkdir()
         model = sharded(WAYS["inside"])
         model.set_reshard_after_backward(True)
-        with offloaded(model, folder, activations, update={"placement": "after_backward"}) as optimizer:
+        with offloaded(model, folder, activations, update={"schedule": "after_backward"}) as optimizer:
             found = []
             for step in range(3):
                 first, second = model(tokens(step)), model(tokens(step + 10))

@@ -29,7 +29,7 @@ from support.tables import one_of
 from support.train import Outcome, Paging, Recipe, batch, local, make_optimizer, offloaded, train
 
 RECIPE = Recipe(model="toy", steps=2)
-LEAST = Paging(arena="least")
+LEAST = Paging(host_cache="least")
 
 
 def weight(model: nn.Module) -> nn.Parameter:
@@ -57,7 +57,7 @@ def other_state(model: nn.Module) -> dict[str, Any]:
     return models.build("toy", seed=5).state_dict()
 
 
-def whole_state() -> dict[str, torch.Tensor]:
+def full_state() -> dict[str, torch.Tensor]:
     """Return the same, whole."""
     return {name: value.full_tensor() for name, value in models.build("toy", seed=6).state_dict().items()}
 
@@ -121,7 +121,7 @@ EDITS: dict[str, Callable[[nn.Module], Any]] = {
     "load_state_dict of a layer": lambda m: m.blocks[0].load_state_dict(m.blocks[1].state_dict()),
     "set_model_state_dict": lambda m: set_model_state_dict(m, other_state(m)),
     "set_model_state_dict, whole": lambda m: set_model_state_dict(
-        m, whole_state(), options=StateDictOptions(full_state_dict=True)
+        m, full_state(), options=StateDictOptions(full_state_dict=True)
     ),
     "full_tensor().zero_()": lambda m: m.blocks[0].up.weight.full_tensor().zero_(),
     "data = does nothing to a DTensor": lambda m: setattr(weight(m), "data", weight(m).detach() * 2),
@@ -169,11 +169,14 @@ def test_edits_do_what_they_do_in_memory(name: str, tmp_path: Path) -> None:
     assert compare_edit(name, LEAST, str(tmp_path)) == []
 
 
-@pytest.mark.parametrize("placement", ["in_forward", "after_backward"])
+@pytest.mark.parametrize("schedule", ["in_forward", "after_backward"])
 @pytest.mark.parametrize("name", ["mul_", "row = 0", "copy_"])
-def test_edits_come_after_the_updates_before_them(name: str, placement: str, tmp_path: Path) -> None:
+def test_edits_come_after_the_updates_before_them(name: str, update_schedule: str, tmp_path: Path) -> None:
     """Also where these wait for the next forward."""
-    assert compare_edit(name, Paging(arena="least", placement=placement, format="split"), str(tmp_path)) == []
+    assert (
+        compare_edit(name, Paging(host_cache="least", update_schedule=update_schedule, format="split"), str(tmp_path))
+        == []
+    )
 
 
 def compare_edits(folder: str) -> dict[str, list[str]]:
@@ -450,13 +453,13 @@ def test_an_array_of_a_weight_cannot_be_written_to(tmp_path: Path) -> None:
 
 
 def test_weights_that_were_exchanged_behind_its_back_are_noticed(tmp_path: Path) -> None:
-    """At the next forward and at a commit, instead of training and saving something else."""
+    """At the next forward and at a checkpoint, instead of training and saving something else."""
     with both(tmp_path) as (_, paged, optimizer):
         paged.blocks[0].up.weight._local_tensor = torch.zeros_like(paged.blocks[0].up.weight.to_local().clone())
         with pytest.raises(UnsupportedError, match=r"blocks\.0\.up\.weight.*put in its place"):
             models.loss_of(paged, batch(paged, 0))
         with pytest.raises(UnsupportedError, match=r"blocks\.0\.up\.weight.*put in its place"):
-            optimizer.commit()
+            optimizer.save_checkpoint()
 
 
 def test_buffers_are_converted_where_weights_stay(tmp_path: Path) -> None:

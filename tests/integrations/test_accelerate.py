@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader
 
 import infinity
 from infinity.config import load_config
-from infinity.errors import CommitError, ConfigError, InfinityError, UnsupportedError
+from infinity.errors import CheckpointError, ConfigError, InfinityError, UnsupportedError
 from infinity.integrations import accelerate as served
-from infinity.integrations import checkpoints
+from infinity.integrations import checkpoint_folders
 from infinity.integrations.accelerate import prepare
-from infinity.integrations.checkpoints import Record
+from infinity.integrations.checkpoint_folders import Record
 from infinity.ranks import Ranks
 from support import by_hand, models
 from support.by_hand import BATCHES, CLIP, HALF, data, scheduler_of, whole
@@ -232,7 +232,7 @@ def memory_losses() -> list[float]:
 
 
 def test_save_state_and_load_state(tmp_path: Path) -> None:
-    """A commit and what Accelerate writes; the run goes on with the bits of one that was never stopped."""
+    """A checkpoint and what Accelerate writes; the run goes on with the bits of one that was never stopped."""
     assert first_half(str(tmp_path)) + second_half(str(tmp_path)) == memory_losses()
     sizes = [file.stat().st_size for file in (tmp_path / "half").iterdir()]
     assert sum(sizes) < 64 << 10, "no copy of the state"
@@ -246,7 +246,7 @@ def test_save_state_of_two_ranks(pair: RankPool, tmp_path: Path) -> None:
 
 
 def test_a_save_that_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the folder and its commit: the folder before and the commit before belong together still."""
+    """Between the folder and its checkpoint: the folder before and the checkpoint before belong together still."""
     with accelerator() as acc:
         parts = parts_of(acc, sharded(), tmp_path)
         with parts[1].optimizer as optimizer:
@@ -254,17 +254,19 @@ def test_a_save_that_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             acc.save_state(str(tmp_path / "first"))
             loop(acc, parts, last=1)
             with monkeypatch.context() as patch:
-                patch.setattr(optimizer, "commit", lambda extra: 1 / 0)
+                patch.setattr(optimizer, "save_checkpoint", lambda extra: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     acc.save_state(str(tmp_path / "second"))
     with accelerator() as acc:
         parts = parts_of(acc, sharded(), tmp_path, config=settings(tmp_path, resume="latest"))
         with parts[1].optimizer:
-            with pytest.raises(CommitError, match=r"second belongs to step 2 .* this one is at step 1 behind \S*first"):
+            with pytest.raises(
+                CheckpointError, match=r"second belongs to step 2 .* this one is at step 1 behind \S*first"
+            ):
                 acc.load_state(str(tmp_path / "second"))
             acc.load_state(str(tmp_path / "first"))
             loop(acc, parts, last=1)
-            with pytest.raises(CommitError, match=r"resume_from='\S*first'"):
+            with pytest.raises(CheckpointError, match=r"resume_from='\S*first'"):
                 acc.load_state(str(tmp_path / "first"))
 
 
@@ -353,34 +355,36 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         refused(acc, tmp_path)
 
 
-def test_a_folder_whose_commit_was_replaced_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
-    """Going on from an older commit removes later ones: so what is refused is refused before."""
-    config = settings(tmp_path, retained_commits=2)
+def test_a_folder_whose_checkpoint_was_replaced_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+    """Going on from an older checkpoint removes later ones: so what is refused is refused before."""
+    config = settings(tmp_path, retained_checkpoints=2)
     with accelerator() as acc:
         parts = parts_of(acc, sharded(), tmp_path, config=config)
         with parts[1].optimizer as optimizer:
             loop(acc, parts, last=1)
             acc.save_state(str(tmp_path / "first"))
-            optimizer.commit()
+            optimizer.save_checkpoint()
             loop(acc, parts, last=1)
             acc.save_state(str(tmp_path / "second"))
-            commits = sorted(os.listdir(optimizer.run.folder.commits))
-            folder = optimizer.run.folder.commits
+            checkpoints = sorted(os.listdir(optimizer.run.folder.checkpoints))
+            folder = optimizer.run.folder.checkpoints
     with accelerator() as acc:
-        with pytest.raises(CommitError, match=r"first belongs to a commit of step 1 .* was replaced: .* another one"):
+        with pytest.raises(
+            CheckpointError, match=r"first belongs to a checkpoint of step 1 .* was replaced: .* another one"
+        ):
             parts_of(acc, sharded(), tmp_path, config=config, resume_from=tmp_path / "first")
-        assert {name for name in commits if name.endswith(".json")} <= set(os.listdir(folder))
+        assert {name for name in checkpoints if name.endswith(".json")} <= set(os.listdir(folder))
         parts = parts_of(acc, sharded(), tmp_path, config=config, resume_from=tmp_path / "second")
         with parts[1].optimizer as optimizer:
             acc.load_state(str(tmp_path / "second"))
             assert optimizer.steps == 2
 
 
-@pytest.mark.parametrize("moment", ["written", "committed"])
+@pytest.mark.parametrize("moment", ["written", "checkpointed"])
 def test_one_folder_that_is_saved_again_and_cut_off(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before its commit the folder of before is taken; behind it the new one. Files of others stay in it."""
+    """Before its checkpoint the folder of before is taken; behind it the new one. Files of others stay in it."""
     last = tmp_path / "last"
     with accelerator() as acc:
         parts = parts_of(acc, sharded(), tmp_path)
@@ -391,9 +395,9 @@ def test_one_folder_that_is_saved_again_and_cut_off(
             loop(acc, parts, last=1)
             with monkeypatch.context() as patch:
                 if moment == "written":
-                    patch.setattr(optimizer, "commit", lambda extra: 1 / 0)
+                    patch.setattr(optimizer, "save_checkpoint", lambda extra: 1 / 0)
                 else:
-                    patch.setattr(checkpoints, "finish", lambda folder: 1 / 0)
+                    patch.setattr(checkpoint_folders, "finish", lambda folder: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     acc.save_state(str(last))
     steps = 1 if moment == "written" else 2
@@ -435,7 +439,7 @@ def read_where_rank_0_does(folder: str) -> int:
     if ranks.rank == 0:
         place.mkdir()
         (place / "infinity.json").write_text('{"run_id": "20260131-142530-1a2b3c", "step": 7, "token": "x"}')
-    return Record.of_commit(place, load_config(settings(Path(folder))), ranks)[1].step
+    return Record.of_checkpoint(place, load_config(settings(Path(folder))), ranks)[1].step
 
 
 def test_rank_0_reads_the_record(pair: RankPool, tmp_path: Path) -> None:
@@ -455,7 +459,7 @@ def write_fails_on_rank_1(folder: str) -> str:
                 return Path(folder)
 
             try:
-                checkpoints.Checkpoints(optimizer, "{}").save("save_state", None, write)
+                checkpoint_folders.Checkpoints(optimizer, "{}").save("save_state", None, write)
             except (InfinityError, OSError) as error:
                 return str(error)
     return "nothing"

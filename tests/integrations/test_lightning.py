@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
 import infinity
-from infinity.errors import CommitError, ConfigError, UnsupportedError
+from infinity.errors import CheckpointError, ConfigError, UnsupportedError
 from infinity.integrations.lightning import PagedStrategy
 from support import by_hand, models
 from support.by_hand import CLIP, HALF, data, scheduler_of, whole
@@ -191,7 +191,7 @@ def halves(folder: str) -> tuple[list[float], list[float]]:
     return first.losses + second.losses, in_memory()[0]
 
 
-def test_a_checkpoint_is_a_commit(tmp_path: Path) -> None:
+def test_a_checkpoint_is_a_checkpoint(tmp_path: Path) -> None:
     """The run goes on with the bits of one that was never stopped; nothing was copied."""
     losses, expected = halves(str(tmp_path))
     assert losses == expected
@@ -216,7 +216,7 @@ def test_model_checkpoint(tmp_path: Path) -> None:
         run.save_checkpoint(tmp_path / "weights", weights_only=True)
         loaded = type(make()).from_pretrained(tmp_path / "weights")
         assert all(torch.equal(loaded.get_parameter(name), value) for name, value in whole(module.net).items())
-        with pytest.raises(CommitError, match=r"step=6\.ckpt belongs to step 6 .* is at step 8"):
+        with pytest.raises(CheckpointError, match=r"step=6\.ckpt belongs to step 6 .* is at step 8"):
             run.validate(
                 module, loader(), ckpt_path=saves.best_model_path or tmp_path / "saves" / "epoch=0-step=6.ckpt"
             )
@@ -232,7 +232,7 @@ def test_two_folders_of_one_step(tmp_path: Path) -> None:
     names = sorted(path.name for path in (tmp_path / "saves").iterdir())
     assert names == ["epoch=0-step=4.ckpt", "last.ckpt"]
     expected, _, _ = in_memory()
-    for name in names:  # no commit is made meanwhile
+    for name in names:  # no checkpoint is made meanwhile
         module, run = Llama(), trainer(tmp_path)
         run.fit(module, loader(HALF), ckpt_path=tmp_path / "saves" / name)
         run.strategy.paged.close()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import infinity
-from infinity.checkpoint.reader import CommitReader
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.content.format import Role
 from infinity.content.layout import Page
 from infinity.errors import BudgetError, ConfigError, UnsupportedError
@@ -23,7 +23,7 @@ from infinity.estimate.estimate import Workload, estimate
 from infinity.estimate.machine import UPDATE_SECONDS, Accelerator, Drives, Machine
 from infinity.estimate.model import with_lora
 from infinity.formats.safetensors import export_safetensors
-from infinity.run.space import FileSpace
+from infinity.run.space_reservation import FileSpace
 from infinity_tools.plan.shapes import shape_of
 from infinity_tools.presets import find_model
 from support import adapted, models
@@ -95,11 +95,11 @@ class Transfers:
 
 
 def test_the_base_is_read_twice_per_step_and_never_written(tmp_path: Path) -> None:
-    """Four bytes for each of its parameters, with nothing cached; by the run's counters as planned; commits too."""
+    """Four bytes for each of its parameters, with nothing cached; by the run's counters as planned; checkpoints too."""
     model = sharded(layers=12)
     given = adamw(model)
     with infinity.offload(
-        model, given, config(tmp_path, host_bytes(Paging(arena="least"), model, given, tmp_path))
+        model, given, config(tmp_path, host_bytes(Paging(host_cache="least"), model, given, tmp_path))
     ) as o:
         recipe = Recipe(steps=WARM)
         train(recipe, model, o, Outcome())
@@ -108,15 +108,15 @@ def test_the_base_is_read_twice_per_step_and_never_written(tmp_path: Path) -> No
         for part in range(2):
             steps = Recipe(steps=WARM + (part + 1) * STEADY // 2)
             train(steps, model, o, Outcome(), first=WARM + part * STEADY // 2)
-            o.commit()
+            o.save_checkpoint()
         quiet(o)
         layout = o.run.layout
         fixed = [page for page in layout.pages if page.fixed]
         counted = {op: value - before[op] for op, value in o.run.ledger.total_bytes.items()}
         frozen = [shard for shard in layout.shards if not shard.spec.trainable]
         # The root's weights stay gathered from forward to backward, so they are read once.
-        twice = sum(shard.spec.numel for shard in frozen if shard.unit != 0)
-        once = sum(shard.spec.numel for shard in frozen if shard.unit == 0)
+        twice = sum(shard.spec.numel for shard in frozen if shard.fsdp_module != 0)
+        once = sum(shard.spec.numel for shard in frozen if shard.fsdp_module == 0)
         expected = FROZEN_BYTES * twice + FROZEN_BYTES // 2 * once
         found = seen.bytes_of(seen.read, fixed) / STEADY
         assert 0.9 * expected <= found <= 1.01 * expected, "what is about to be used again when forward turns is kept"
@@ -125,7 +125,8 @@ def test_the_base_is_read_twice_per_step_and_never_written(tmp_path: Path) -> No
         assert seen.bytes_of(seen.written, fixed) == 0
         assert counted["write"] == seen.bytes_of(seen.written, list(layout.pages)) > 0
         assert as_planned(counted["read"], STEADY * o.run.plan.traffic.read_bytes)
-        # Commits write what of the adapters is still in the arena, a second time if the next step changes it at once.
+        # Checkpoints write what of the adapters is still in the host cache, a second time if the next step changes it
+        # at once.
         assert counted["write"] <= 1.01 * STEADY * o.run.plan.traffic.written_bytes + 2 * layout.state_bytes
         assert {layout.segments[page.segment].format.param for page in fixed} == {"bfloat16"}
         assert all(page.role is Role.PARAM for page in fixed), "what is in bf16 has no master"
@@ -133,9 +134,9 @@ def test_the_base_is_read_twice_per_step_and_never_written(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("retained", [1, 3])
 def test_the_base_takes_its_space_once(retained: int, tmp_path: Path) -> None:
-    """Each further commit takes what the adapters do."""
+    """Each further checkpoint takes what the adapters do."""
     model = sharded()
-    with infinity.offload(model, adamw(model), config(tmp_path, retained_commits=retained)) as optimizer:
+    with infinity.offload(model, adamw(model), config(tmp_path, retained_checkpoints=retained)) as optimizer:
         layout, store = optimizer.run.layout, optimizer.run.store
         fixed = sum(page.nbytes for page in layout.pages if page.fixed)
         others = layout.state_bytes - fixed
@@ -143,11 +144,11 @@ def test_the_base_takes_its_space_once(retained: int, tmp_path: Path) -> None:
         files = list(tmp_path.glob("nvme0/**/*.pages"))
         assert sum(file.stat().st_size for file in files) == space
         pages = [page.index for page in layout.pages if page.fixed]
-        optimizer.commit()
+        optimizer.save_checkpoint()
         at_start = store.versions(pages)
         for step in range(retained + 1):
             train(Recipe(steps=step + 1), model, optimizer, Outcome(), first=step)
-            optimizer.commit()
+            optimizer.save_checkpoint()
         ended = sum(file.stat().st_size for file in files)
         assert store.versions(pages) == at_start
         assert fixed + (1 + retained) * others <= ended <= space  # what gradients took may have been given back
@@ -174,12 +175,12 @@ def test_an_adapter_is_merged_as_in_memory(tmp_path: Path) -> None:
 
 
 def test_a_frozen_weight_that_is_edited(tmp_path: Path) -> None:
-    """There is room for it then; the commit before has the old value, the one behind it the new one."""
+    """There is room for it then; the checkpoint before has the old value, the one behind it the new one."""
     model = sharded()
     name = "base_model.model.model.layers.1.mlp.up_proj.base_layer.weight"
-    with infinity.offload(model, adamw(model), config(tmp_path, retained_commits=2)) as optimizer:
+    with infinity.offload(model, adamw(model), config(tmp_path, retained_checkpoints=2)) as optimizer:
         train(Recipe(steps=1), model, optimizer, Outcome())
-        optimizer.commit()
+        optimizer.save_checkpoint()
         param = model.get_parameter(name)
         old = param.full_tensor().clone()
         for number in range(4):  # more often than there are slots
@@ -187,7 +188,7 @@ def test_a_frozen_weight_that_is_edited(tmp_path: Path) -> None:
                 param.mul_(2)
             assert torch.equal(param.full_tensor(), old * 2 ** (number + 1))
         train(Recipe(steps=2), model, optimizer, Outcome(), first=1)
-        optimizer.commit()
+        optimizer.save_checkpoint()
         folder, losses = optimizer.run.folder, Outcome()
         train(Recipe(steps=3), model, optimizer, losses, first=2)
         with pytest.MonkeyPatch.context() as patched:
@@ -198,11 +199,11 @@ def test_a_frozen_weight_that_is_edited(tmp_path: Path) -> None:
                 other.mul_(2)
             assert torch.equal(other.full_tensor(), before)
     for step, value in ((1, old), (2, old * 16)):
-        reader = CommitReader(folder, step)
+        reader = CheckpointReader(folder, step)
         index = next(i for i, spec in enumerate(reader.tensors) if name in spec.names)
         assert torch.equal(reader.read(index), value)
     again, resumed = sharded(meta=True), Outcome()
-    with infinity.offload(again, adamw(again), config(tmp_path, resume="latest", retained_commits=2)) as optimizer:
+    with infinity.offload(again, adamw(again), config(tmp_path, resume="latest", retained_checkpoints=2)) as optimizer:
         train(Recipe(steps=3), again, optimizer, resumed, first=2)
     assert resumed.losses == losses.losses
 
@@ -235,7 +236,7 @@ def life(folder: Path) -> None:
         train(Recipe(steps=3), model, optimizer, nvme)
         assert nvme.losses == memory.losses
         assert len(set(nvme.losses)) == 3
-        optimizer.commit()
+        optimizer.save_checkpoint()
     model = sharded(meta=True)
     with infinity.offload(model, adamw(model), config(folder, resume="latest")) as optimizer:
         train(Recipe(steps=5), in_memory, given, memory, first=3)
@@ -245,11 +246,11 @@ def life(folder: Path) -> None:
         model.eval()
         in_memory.eval()
         assert torch.equal(logits(model), logits(in_memory))
-        optimizer.commit()
+        optimizer.save_checkpoint()
         run = optimizer.run.folder
     assert torch.equal(logits(loaded(folder, "saved")), logits(in_memory))
     if rank == 0:
-        written = export_safetensors(CommitReader(run), folder / "exported", file_bytes=1 << 30)
+        written = export_safetensors(CheckpointReader(run), folder / "exported", file_bytes=1 << 30)
         assert {file.name for file in written} == {"adapter_model.safetensors", "adapter_config.json"}
         found, saved = (load_file(folder / name / "adapter_model.safetensors") for name in ("exported", "saved"))
         assert found.keys() == saved.keys()
@@ -286,7 +287,7 @@ KINDS = (
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_saved_is_what_peft_loads(kind: str, tmp_path: Path) -> None:
-    """Of a live model and of a commit: the files are equal, and give the logits of the model that was trained."""
+    """Of a live model and of a checkpoint: the files are equal, and give the logits of the model that was trained."""
     import peft
 
     torch.manual_seed(0)
@@ -294,9 +295,9 @@ def test_what_is_saved_is_what_peft_loads(kind: str, tmp_path: Path) -> None:
     with infinity.offload(model, adamw(model), config(tmp_path)) as optimizer:
         train(Recipe(steps=2), model, optimizer, Outcome())
         model.save_pretrained(tmp_path / "saved")
-        optimizer.commit()
+        optimizer.save_checkpoint()
         expected, run = logits(model), optimizer.run.folder
-    export_safetensors(CommitReader(run), tmp_path / "exported", file_bytes=1 << 30)
+    export_safetensors(CheckpointReader(run), tmp_path / "exported", file_bytes=1 << 30)
     names = sorted(str(file.relative_to(tmp_path / "exported")) for file in (tmp_path / "exported").rglob("*.*"))
     assert len(names) == 2 * len(model.peft_config)
     for name in names:
@@ -322,7 +323,7 @@ def test_the_plan_of_an_adapter_is_what_is_measured(tmp_path: Path) -> None:
     made.config.save_pretrained(tmp_path)
     source = find_model(str(source_file))
     model = models.shard(with_adapter(lambda: made))
-    dotted = {"memory.host_bytes": "1MiB", "memory.page_bytes": PAGE, "update.placement": "in_backward"}
+    dotted = {"memory.host_bytes": "1MiB", "memory.page_bytes": PAGE, "update.schedule": "in_backward"}
     chosen = infinity.Config().with_values(**{**dotted, "storage.paths": [str(tmp_path)], "run.keep": "never"})
     with infinity.offload(model, adamw(model), chosen) as optimizer:
         train(Recipe(steps=WARM), model, optimizer, Outcome())
@@ -444,18 +445,18 @@ def test_what_an_encoder_computes_is_saved_of_the_live_model(tmp_path: Path) -> 
     with infinity.offload(model, adamw(model), config(tmp_path)) as optimizer:
         train(Recipe(steps=1), model, optimizer, Outcome())
         model.save_pretrained(tmp_path / "saved")
-        optimizer.commit()
+        optimizer.save_checkpoint()
         run = optimizer.run.folder
     assert set(load_file(tmp_path / "saved" / "adapter_model.safetensors")) == {"prompt_embeddings"}
     with pytest.raises(ConfigError, match=r"call model.save_pretrained\(folder\)"):
-        export_safetensors(CommitReader(run), tmp_path / "exported", file_bytes=1 << 30)
+        export_safetensors(CheckpointReader(run), tmp_path / "exported", file_bytes=1 << 30)
 
 
 def test_the_command_exports_an_adapter(tmp_path: Path) -> None:
     """Without a config.json of the base, and as large as it says."""
     model = sharded()
     with infinity.offload(model, adamw(model), config(tmp_path)) as optimizer:
-        optimizer.commit()
+        optimizer.save_checkpoint()
     done = run_here("export", tmp_path / "nvme0", "--out", tmp_path / "out", "--json")
     adapter = sum(param.numel() * 4 for param in model.parameters() if param.requires_grad)
     assert done.summary["bytes"] == adapter

@@ -136,7 +136,7 @@ def test_adapters_that_come_too_late_are_told_the_way(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("**/*.pages"))
 
 
-def test_other_parameters_outside_of_all_units_are_named_by_a_few(tmp_path: Path) -> None:
+def test_other_parameters_outside_of_all_fsdp_modules_are_named_by_a_few(tmp_path: Path) -> None:
     """And how many more there are."""
     whole = adapted.llama()
     outer = torch.nn.ModuleDict(
@@ -144,6 +144,6 @@ def test_other_parameters_outside_of_all_units_are_named_by_a_few(tmp_path: Path
     )
     outer["more"] = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(4))
     with pytest.raises(
-        UnsupportedError, match=r"outside of all units: more.0.bias, more.0.weight, more.1.bias and 7 more; call"
+        UnsupportedError, match=r"outside of all FSDP modules: more.0.bias, more.0.weight, more.1.bias and 7 more; call"
     ):
         trained(outer, tmp_path)

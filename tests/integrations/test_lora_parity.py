@@ -31,7 +31,7 @@ WIDE = (
 @pytest.mark.parametrize("name", all_but(ADAPTED, *WIDE))
 def test_one_rank(name: str, tmp_path: Path) -> None:
     """Losses, norms, parameters and moments; of what is frozen, the values that it had."""
-    assert compare(Recipe(model=name, steps=STEPS, **SETTINGS[name]), Paging(arena="least"), str(tmp_path)) == []
+    assert compare(Recipe(model=name, steps=STEPS, **SETTINGS[name]), Paging(host_cache="least"), str(tmp_path)) == []
 
 
 @pytest.mark.parametrize(
@@ -39,15 +39,15 @@ def test_one_rank(name: str, tmp_path: Path) -> None:
     variants(
         {name: Recipe(model=name, steps=STEPS) for name in ("lora", "lora-bf16-base", "lora-saved-head", "biases")},
         {
-            "forward": Paging(arena="least", placement="in_forward"),
-            "after-middle": Paging(placement="after_backward"),
-            "all": Paging(arena="all"),
-            "paths-split": Paging(arena="least", paths=2, format="split"),
+            "forward": Paging(host_cache="least", update_schedule="in_forward"),
+            "after-middle": Paging(update_schedule="after_backward"),
+            "all": Paging(host_cache="all"),
+            "paths-split": Paging(host_cache="least", paths=2, format="split"),
         },
     ),
 )
 def test_other_ways_to_page(recipe: Recipe, paging: Paging, tmp_path: Path) -> None:
-    """Wherever updates run, in arenas of other sizes, with a split master."""
+    """Wherever updates run, in host caches of other sizes, with a split master."""
     assert compare(recipe, paging, str(tmp_path)) == []
 
 
@@ -75,4 +75,4 @@ ON_TWO = (
 def test_two_ranks(name: str, tmp_path: Path, pair: RankPool) -> None:
     """Rows of small adapters are uneven, and some ranks have none of them."""
     recipe = Recipe(model=name, steps=STEPS, clip=0.5 if name == "dora" else None)
-    assert pair.run(compare, recipe, Paging(arena="least"), str(tmp_path)) == [[], []]
+    assert pair.run(compare, recipe, Paging(host_cache="least"), str(tmp_path)) == [[], []]

@@ -114,7 +114,9 @@ def test_bytes_of_a_step(how: str, most: float, tmp_path: Path) -> None:
         elements = sum(layer.in_features * layer.out_features for layer in quantised)
         assert len(quantised) == 21
         layers = [
-            p for p in optimizer.run.layout.pages if p.fixed and optimizer.run.layout.units[p.unit].name != "root"
+            p
+            for p in optimizer.run.layout.pages
+            if p.fixed and optimizer.run.layout.fsdp_modules[p.fsdp_module].name != "root"
         ]
         assert 0 < 2 * sum(page.nbytes for page in layers) / elements <= most
 

@@ -93,20 +93,22 @@ def test_an_optimizer_that_is_passed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "placement", all_but(("auto", "in_backward", "in_forward", "after_backward"), "in_backward", "after_backward")
+    "schedule", all_but(("auto", "in_backward", "in_forward", "after_backward"), "in_backward", "after_backward")
 )
-def test_a_norm_that_nobody_clips(placement: str, tmp_path: Path) -> None:
+def test_a_norm_that_nobody_clips(update_schedule: str, tmp_path: Path) -> None:
     """Is logged where gradients wait for the step anyway, and else keeps no update from running in backward."""
     ordinary = make(tmp_path / "memory", build("plain"), max_grad_norm=0.0)
     ordinary.train()
-    config = {"update": {"placement": placement}}
+    config = {"update": {"schedule": update_schedule}}
     trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", config=config, max_grad_norm=0.0)
     trainer.train()
     outcome, expected = outcome_of(trainer), outcome_of(ordinary)
     assert outcome.losses == expected.losses
-    waits = placement in ("in_forward", "after_backward")
+    waits = update_schedule in ("in_forward", "after_backward")
     assert outcome.norms == (expected.norms if waits else [None] * len(expected.norms))
-    assert trainer.optimizer.optimizer.update_placement == ("in_backward" if placement == "auto" else placement)
+    assert trainer.optimizer.optimizer.update_schedule == (
+        "in_backward" if update_schedule == "auto" else update_schedule
+    )
     trainer.end()
 
 

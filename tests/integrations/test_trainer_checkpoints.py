@@ -1,4 +1,4 @@
-"""Checkpoints of a Trainer whose state is on NVMe: commits, named by folders that the Trainer writes."""
+"""Checkpoints of a Trainer whose state is on NVMe: checkpoints, named by folders that the Trainer writes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.checkpoint.manifest import complete_commits, published_in
-from infinity.checkpoint.reader import CommitReader
-from infinity.errors import CommitError, InfinityError
-from infinity.integrations import folders
-from infinity.integrations.transformers import checkpoints
+from infinity.checkpoint.manifest import complete_checkpoints, published_in
+from infinity.checkpoint.reader import CheckpointReader
+from infinity.errors import CheckpointError, InfinityError
+from infinity.integrations import run_folders
+from infinity.integrations.transformers import trainer_checkpoints
 from infinity.run.optimizer import PagedOptimizer
 from support.tables import WIDE, all_but
 from support.trainers import Outcome, build, dataset, make, outcome_of, with_adapters
@@ -31,10 +31,10 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("checkpoint-*"))
 
 
-def committed(nvme: Path) -> list[int]:
-    """Return the steps of the commits of the one run that there is."""
+def checkpointed(nvme: Path) -> list[int]:
+    """Return the steps of the checkpoints of the one run that there is."""
     (run,) = (path for path in nvme.iterdir() if path.is_dir())
-    return [commit.step for commit in complete_commits(published_in(run / "commits"))]
+    return [checkpoint.step for checkpoint in complete_checkpoints(published_in(run / "checkpoints"))]
 
 
 def close(trainer: Any) -> None:
@@ -67,7 +67,7 @@ def test_resumed_in_the_middle(named: bool | str, tmp_path: Path) -> None:
     assert resumed.losses == expected.losses  # those before come with trainer_state.json
     resumed.equals(expected)
     assert names(out) == ["checkpoint-6", "checkpoint-8"]
-    assert committed(nvme) == [6, 8]
+    assert checkpointed(nvme) == [6, 8]
     close(again)
 
 
@@ -82,13 +82,13 @@ def stop_at(step: int) -> Any:
     return Stop()
 
 
-def test_a_checkpoint_is_a_commit_and_no_copy(tmp_path: Path) -> None:
+def test_a_checkpoint_is_a_checkpoint_and_no_copy(tmp_path: Path) -> None:
     """What belongs to the Trainer is in the folder; weights and moments are not."""
     out, nvme = tmp_path / "out", tmp_path / "nvme"
     trainer = make(out, build(), nvme=nvme, **SAVED)
     trainer.train()
     assert names(out) == ["checkpoint-4", "checkpoint-6"]
-    assert committed(nvme) == [4, 6]
+    assert checkpointed(nvme) == [4, 6]
     for step in (4, 6):
         folder = out / f"checkpoint-{step}"
         found = {path.name for path in folder.iterdir()}
@@ -125,16 +125,16 @@ def test_the_best_model_at_the_end(limit: int, tmp_path: Path) -> None:
 
 
 def test_the_best_adapters_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read from the best commit; of the base, which is frozen, nothing is, and nothing is written."""
+    """They are read from the best checkpoint; of the base, which is frozen, nothing is, and nothing is written."""
     pytest.importorskip("peft")
     read: list[str] = []
-    own = CommitReader.read
+    own = CheckpointReader.read
 
-    def noted(self: CommitReader, index: int, *given: Any, **named: Any) -> torch.Tensor:
+    def noted(self: CheckpointReader, index: int, *given: Any, **named: Any) -> torch.Tensor:
         read.extend(self.tensors[index].names)
         return own(self, index, *given, **named)
 
-    monkeypatch.setattr(CommitReader, "read", noted)
+    monkeypatch.setattr(CheckpointReader, "read", noted)
     given = {
         **SAVED, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "quality",
         "greater_is_better": True, "load_best_model_at_end": True,
@@ -153,7 +153,7 @@ def test_the_best_adapters_at_the_end(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
-    """With a limit of 2, it stays while others come and go; so does its commit."""
+    """With a limit of 2, it stays while others come and go; so does its checkpoint."""
     given = {**SAVED, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "quality", "max_steps": 10}
     quality = iter([0.1, 0.9, 0.2, 0.3, 0.4])
     trainer = make(
@@ -162,7 +162,7 @@ def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
     )  # fmt: skip
     trainer.train()
     assert names(tmp_path / "out") == ["checkpoint-10", "checkpoint-4"]
-    assert committed(tmp_path / "nvme") == [4, 10]
+    assert checkpointed(tmp_path / "nvme") == [4, 10]
     close(trainer)
 
 
@@ -186,8 +186,8 @@ def test_early_stopping(tmp_path: Path) -> None:
 LIFE = """
 import os, sys
 from pathlib import Path
-from infinity.integrations import folders
-from infinity.integrations.transformers import checkpoints
+from infinity.integrations import run_folders
+from infinity.integrations.transformers import trainer_checkpoints
 from infinity.run.optimizer import PagedOptimizer
 from support.trainers import build, make
 from transformers import TrainerCallback
@@ -202,20 +202,23 @@ class Die(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         if state.global_step == 5 and moment == "step":
             die()
-        if state.global_step == 6 and moment == "before the commit":
-            PagedOptimizer.commit = die
-        if state.global_step == 6 and moment == "behind the commit":
-            checkpoints.remove_others = die
+        if state.global_step == 6 and moment == "before the checkpoint":
+            PagedOptimizer.checkpoint = die
+        if state.global_step == 6 and moment == "behind the checkpoint":
+            trainer_checkpoints.remove_others = die
 
 trainer = make(folder / "out", build(dropout=0.1), nvme=folder / "nvme", callbacks=[Die()], **eval(sys.argv[3]))
 trainer.train()
 """
-MOMENTS = ("step", "before the commit", "behind the commit")
+MOMENTS = ("step", "before the checkpoint", "behind the checkpoint")
 
 
-@pytest.mark.parametrize("moment", all_but(MOMENTS, "step", "behind the commit"))
+@pytest.mark.parametrize("moment", all_but(MOMENTS, "step", "behind the checkpoint"))
 def test_killed_and_resumed(moment: str, tmp_path: Path) -> None:
-    """At any moment, also between a folder and its commit, with a single checkpoint: the last commit has a folder."""
+    """At any moment, also between a folder and its checkpoint, with a single checkpoint:
+
+    the last checkpoint has a folder.
+    """
     given = {**SHUFFLED, **SAVED, "save_total_limit": 1}
     command = [sys.executable, "-c", LIFE, str(tmp_path), moment, repr(given)]
     environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))}
@@ -233,14 +236,14 @@ def test_killed_and_resumed(moment: str, tmp_path: Path) -> None:
 
 
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
-    """No checkpoint, one of an ordinary Trainer, one whose commit is gone: said before anything begins."""
+    """No checkpoint, one of an ordinary Trainer, one whose checkpoint is gone: said before anything begins."""
     out, nvme = tmp_path / "out", tmp_path / "nvme"
     trainer = make(out, build(), nvme=nvme, **SAVED)
-    with pytest.raises(CommitError, match="nothing to resume from"):
+    with pytest.raises(CheckpointError, match="nothing to resume from"):
         trainer.train(resume_from_checkpoint=True)
     ordinary = make(tmp_path / "memory", build("plain"), **SAVED)
     ordinary.train()
-    with pytest.raises(CommitError, match=r"was not written by a Trainer with infinity attached.*weights=folder"):
+    with pytest.raises(CheckpointError, match=r"was not written by a Trainer with infinity attached.*weights=folder"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "memory" / "checkpoint-6"))
     trainer.train()
     with pytest.raises(InfinityError, match="trained or evaluated already"):
@@ -248,7 +251,7 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
     close(trainer)
     torn = out / "checkpoint-6"
     (torn / "infinity.json").write_text('{"run_id": 1, "step": 2}')
-    with pytest.raises(CommitError, match="names no commit"):
+    with pytest.raises(CheckpointError, match="names no checkpoint"):
         make(out, build(), nvme=nvme, **SAVED).train(resume_from_checkpoint=str(torn))
 
 
@@ -265,26 +268,29 @@ def test_a_file_that_is_torn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     outcome_of(again).equals(expected)
     assert "checkpoint-6 is passed over, and stays" in caplog.text
     assert names(out) == ["checkpoint-4", "checkpoint-6"]
-    assert committed(nvme) == [4, 6]
+    assert checkpointed(nvme) == [4, 6]
     close(again)
 
 
-def test_durable_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All files of a checkpoint have been flushed when its commit is made; the one that names it was put as a whole."""
+def test_durable_before_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files of a checkpoint have been flushed when its checkpoint is made;
+
+    the one that names it was put as a whole.
+    """
     flushed: set[Path] = set()
     put: list[Path] = []
-    own = (folders.sync_file, checkpoints.write_durably, PagedOptimizer.commit)
-    monkeypatch.setattr(folders, "sync_file", lambda file: (own[0](file), flushed.add(file)))
-    monkeypatch.setattr(checkpoints, "write_durably", lambda file, data: (own[1](file, data), put.append(file)))
+    own = (run_folders.sync_file, trainer_checkpoints.write_durably, PagedOptimizer.save_checkpoint)
+    monkeypatch.setattr(run_folders, "sync_file", lambda file: (own[0](file), flushed.add(file)))
+    monkeypatch.setattr(trainer_checkpoints, "write_durably", lambda file, data: (own[1](file, data), put.append(file)))
     folder = tmp_path / "out" / "checkpoint-6"
 
-    def commit(self: PagedOptimizer, *given: Any, **named: Any) -> None:
+    def save_checkpoint(self: PagedOptimizer, *given: Any, **named: Any) -> None:
         assert flushed == set(folder.iterdir())
         assert put == [folder / "infinity.json"]
         own[2](self, *given, **named)
         put.clear()
 
-    monkeypatch.setattr(PagedOptimizer, "commit", commit)
+    monkeypatch.setattr(PagedOptimizer, "save_checkpoint", save_checkpoint)
     trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", **SAVED | {"save_steps": 6})
     trainer.train()
     assert not put
@@ -294,7 +300,7 @@ def test_durable_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @WIDE
 def test_train_again(tmp_path: Path) -> None:
-    """A second train() goes on with weights and moments, as in memory, and its checkpoints name later commits."""
+    """A second train() goes on with weights and moments, as in memory, and its checkpoints name later checkpoints."""
     given = {**SAVED, "max_steps": 4}
     ordinary = make(tmp_path / "memory", build("plain"), **given)
     trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", **given)
@@ -303,6 +309,6 @@ def test_train_again(tmp_path: Path) -> None:
         one.train_dataset = dataset()[64:]
         one.train()
     outcome_of(trainer).equals(outcome_of(ordinary))
-    assert committed(tmp_path / "nvme") == [6, 8]
+    assert checkpointed(tmp_path / "nvme") == [6, 8]
     assert names(tmp_path / "out") == ["checkpoint-2", "checkpoint-4"]
     close(trainer)

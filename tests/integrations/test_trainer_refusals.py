@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
-from infinity.integrations.transformers import attach, refusals
+from infinity.integrations.transformers import attach, unsupported_arguments
 from infinity.integrations.transformers import trainer as attached
 from support import models
 from support.trainers import build, make, settings
@@ -40,7 +40,7 @@ ALTERED: dict[str, dict[str, Any]] = {
 
 def test_everything_that_is_refused_is_tried() -> None:
     """Once, below."""
-    assert {name for name, _, _ in refusals.REFUSED} == {*ARGUMENTS, *ALTERED}
+    assert {name for name, _, _ in unsupported_arguments.REFUSED} == {*ARGUMENTS, *ALTERED}
 
 
 @pytest.mark.parametrize("name", [*ARGUMENTS, *ALTERED])
@@ -50,7 +50,7 @@ def test_refused(name: str, tmp_path: Path) -> None:
     for place, value in ALTERED.get(name, {}).items():
         of, _, key = place.rpartition(".")
         setattr(trainer.args if of else trainer, key, value)
-    (reason,) = (reason for refused, _, reason in refusals.REFUSED if refused == name)
+    (reason,) = (reason for refused, _, reason in unsupported_arguments.REFUSED if refused == name)
     kind = type(trainer)
     with pytest.raises(UnsupportedError) as caught:
         attach(trainer, settings(tmp_path / "nvme"))
@@ -71,7 +71,7 @@ def test_all_reasons_are_said_at_once(tmp_path: Path) -> None:
     [
         ({"save_strategy": "steps", "save_total_limit": None}, {}, "save_total_limit = None keeps every checkpoint"),
         ({}, {"run": {"resume": "latest"}}, "it is the Trainer that says what to resume from"),
-        ({"save_strategy": "steps"}, {"run": {"retained_commits": 5}}, "the Trainer keeps 2 checkpoints"),
+        ({"save_strategy": "steps"}, {"run": {"retained_checkpoints": 5}}, "the Trainer keeps 2 checkpoints"),
         ({}, {"run": {"sede": 1}}, "did you mean run.seed"),
     ],
     ids=["no limit", "resume", "retained", "unknown"],

@@ -96,7 +96,7 @@ def test_moving_that_is_cut_off(number: int, tmp_path: Path, monkeypatch: pytest
 
 
 def test_save_only_model(tmp_path: Path) -> None:
-    """Checkpoints are exports then, as many as are asked for, and no commit is made."""
+    """Checkpoints are exports then, as many as are asked for, and no checkpoint is made."""
     out, nvme = tmp_path / "out", tmp_path / "nvme"
     saved = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True, "save_total_limit": 2}
     trainer = make(out, build(), nvme=nvme, **saved)
@@ -106,11 +106,11 @@ def test_save_only_model(tmp_path: Path) -> None:
     assert {"model.safetensors", "config.json", "trainer_state.json"} <= found
     assert not found & {"infinity.json", "optimizer.pt"}
     trainer.end()
-    assert not nvme.exists()  # a run without a commit leaves nothing
+    assert not nvme.exists()  # a run without a checkpoint leaves nothing
 
 
 def test_adapters(tmp_path: Path) -> None:
-    """Of a model of peft, adapters are trained and saved, as by the ordinary Trainer; checkpoints are commits."""
+    """Of a model of peft, adapters are trained and saved, as by the ordinary Trainer; checkpoints are checkpoints."""
     pytest.importorskip("peft")
     saved = {"save_strategy": "steps", "save_steps": 3}
     ordinary = make(tmp_path / "memory", with_adapters("plain"), **saved)

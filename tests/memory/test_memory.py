@@ -49,7 +49,10 @@ def peak(mode: str, layers: int, folder: Path) -> int:
 
 @pytest.mark.wide
 def test_three_times_the_layers_need_no_more_memory(tmp_path: Path) -> None:
-    """At a fixed arena; 20 MiB are allowed for objects and what the heap creeps; the bf16 weights would be 32 more."""
+    """At a fixed host cache;
+
+    20 MiB are allowed for objects and what the heap creeps; the bf16 weights would be 32 more.
+    """
     layers = 8
     grown = 3 * layers * ELEMENTS - layers * ELEMENTS
     assert 2 * grown >= 32 * MIB
@@ -64,7 +67,7 @@ def test_formats_are_streamed(tmp_path: Path) -> None:
     So does a save from a run that trains.
     """
     layers = 16
-    of_training = peak("commit", layers, tmp_path)
+    of_training = peak("checkpoint", layers, tmp_path)
     of_saves = peak("save", layers, tmp_path / "apart")
     exported = peak("export", layers, tmp_path) - peak("nothing", 0, tmp_path)
     state = sum(file.stat().st_size for file in (tmp_path / "dcp").iterdir())
@@ -93,9 +96,10 @@ def memory_group(limit: int) -> Iterator[Path]:
 
 
 def test_training_works_under_a_memory_limit(tmp_path: Path) -> None:
-    """Imports + arena + some units, half of the state; the same model in memory is killed there.
+    """Imports + host cache + some FSDP modules, half of the state; the same model in memory is killed there.
 
-    So it would be with the arena that suits the whole machine: one whose size is not set is as small as it must be.
+    So it would be with the host cache that suits the whole machine: one whose size is not set is as small as it must
+    be.
     """
     layers = 12
     state = 14 * layers * ELEMENTS
@@ -128,7 +132,7 @@ def little_creep(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measured(blocks: int) -> heap.FreedMemory:
-    """Return what bounds freed memory, after a step of units that need no, and so many blocks."""
+    """Return what bounds freed memory, after a step of FSDP modules that need no, and so many blocks."""
     if platform.libc_ver()[0] != "glibc":
         pytest.skip("only glibc can be told what to keep")
     freed = heap.FreedMemory()
@@ -141,7 +145,7 @@ def measured(blocks: int) -> heap.FreedMemory:
 
 
 def kept(freed: heap.FreedMemory, blocks: int) -> int:
-    """Return by how many bytes the process has grown after a unit that needs so many blocks."""
+    """Return by how many bytes the process has grown after an FSDP module that needs so many blocks."""
     before = heap.resident_bytes()
     use(blocks)
     freed.bound()
@@ -149,14 +153,14 @@ def kept(freed: heap.FreedMemory, blocks: int) -> int:
 
 
 @pytest.mark.usefixtures("little_creep")
-def test_freed_memory_is_kept_as_far_as_a_unit_needs_it() -> None:
+def test_freed_memory_is_kept_as_far_as_a_fsdp_module_needs_it() -> None:
     """However large its blocks are."""
     assert kept(measured(4), 4) > 4 * 64 * MIB - 16 * MIB
 
 
 @pytest.mark.usefixtures("little_creep")
 def test_freed_memory_beyond_that_is_given_back() -> None:
-    """And what the next unit needs by itself is kept from then on."""
+    """And what the next FSDP module needs by itself is kept from then on."""
     freed = measured(1)
     assert kept(freed, 4) < 16 * MIB
     assert kept(freed, 4) > 4 * 64 * MIB - 16 * MIB
@@ -174,11 +178,11 @@ def test_memory_of_before_the_first_step_says_nothing() -> None:
 
 
 @pytest.mark.usefixtures("little_creep")
-def test_what_a_larger_unit_cannot_use_is_given_back_before_it() -> None:
-    """Units of one size go on with what the one before has freed."""
+def test_what_a_larger_fsdp_module_cannot_use_is_given_back_before_it() -> None:
+    """FSDP modules of one size go on with what the one before has freed."""
     freed = measured(0)
-    for unit, blocks in (("layer", 2), ("head", 6), ("layer", 2)):
-        freed.bound(unit, measure=True)
+    for fsdp_module, blocks in (("layer", 2), ("head", 6), ("layer", 2)):
+        freed.bound(fsdp_module, measure=True)
         use(blocks)
     freed.bound("end", measure=True)
     base = heap.resident_bytes()
@@ -196,10 +200,12 @@ def test_what_a_larger_unit_cannot_use_is_given_back_before_it() -> None:
 @pytest.mark.usefixtures("little_creep")
 @pytest.mark.parametrize("first", [False, True])
 def test_a_step_begins_with_little(first: bool) -> None:
-    """What the largest unit has freed behind the others is given back where the first may not find a use for it."""
+    """What the largest FSDP module has freed behind the others is given back where the first may not find a
+    use for it.
+    """
     freed = measured(0)
-    for unit, blocks in (("first", 2), ("head", 6)):
-        freed.bound(unit, measure=True)
+    for fsdp_module, blocks in (("first", 2), ("head", 6)):
+        freed.bound(fsdp_module, measure=True)
         use(blocks)
     freed.bound("first", measure=True)
     base = heap.resident_bytes()

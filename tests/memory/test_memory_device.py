@@ -17,9 +17,9 @@ from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import InfinityError, StallError
 from infinity.memory import device as room
-from infinity.memory.arena import Arena
 from infinity.memory.device import CpuDevice, CudaDevice, wait
-from infinity.optim.worker import UpdateWorker
+from infinity.memory.host_cache import HostCache
+from infinity.optim.update_thread import UpdateWorker
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Mode, Use
 from support.layouts import transformer
@@ -60,7 +60,10 @@ class Runtime:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Runtime], SimpleNamespace]:
-    """Return what makes a CUDA device over a runtime, with what was done besides; largest pieces are 3 frames long."""
+    """Return what makes a CUDA device over a runtime, with what was done besides;
+
+    largest pieces are 3 cache slots long.
+    """
 
     def make(runtime: Runtime) -> SimpleNamespace:
         made = SimpleNamespace(devices=[], cleared=0)
@@ -75,7 +78,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Runtime], SimpleNamespace
     return make
 
 
-def test_memory_is_registered_in_pieces_of_whole_frames(cuda: Callable[[Runtime], SimpleNamespace]) -> None:
+def test_memory_is_registered_in_pieces_of_whole_cache_slots(cuda: Callable[[Runtime], SimpleNamespace]) -> None:
     """For all devices of the process, with this rank's one current; and unregistered so."""
     runtime, memory = Runtime(), memoryview(bytearray(10 * PIECE))
     made = cuda(runtime)
@@ -192,9 +195,9 @@ class Bench:
         self.layout: Layout = transformer(2, 4096, 64 << 10)
         self.device, self.failures = Entered(), []
         self.store = Kept()
-        arena = Arena(4, self.layout.page_bytes, device=self.device)
+        host_cache = HostCache(4, self.layout.page_bytes, device=self.device)
         self.pager = Pager(
-            self.layout, arena, self.device, self.store, Silence(), timeout=timeout, failed=self.failures.append
+            self.layout, host_cache, self.device, self.store, Silence(), timeout=timeout, failed=self.failures.append
         )
         self.first, self.second = [page.index for page in self.layout.pages if page.role is Role.PARAM][:2]
         for page in (self.first, self.second):
@@ -311,11 +314,11 @@ def test_threads_enter_the_device(bench: Callable[[float], Bench]) -> None:
 
 
 def test_only_one_room_names_cuda() -> None:
-    """But for random states in commits, and the mesh."""
+    """But for random states in checkpoints, and the mesh."""
     named = {
         file.relative_to(PACKAGE).as_posix()
         for file in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda"
     }
-    assert named == {"memory/device.py", "checkpoint/state.py", "fsdp/mesh.py"}
+    assert named == {"memory/device.py", "checkpoint/model_state.py", "fsdp/mesh.py"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.io.drives import mount_of
+from infinity.io.block_devices import mount_of
 from infinity.memory.limits import available_memory
 
 GIB = 1 << 30

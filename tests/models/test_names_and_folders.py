@@ -22,7 +22,7 @@ from support.wide_models import GQA, VISION, build
 
 transformers = pytest.importorskip("transformers")
 LLAMA = fine_tune.row_of("Llama")
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CHECKPOINT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +58,9 @@ def same_weights(model: nn.Module, original: nn.Module, folder: Path) -> bool:
 def in_cache(hub: Path, source: Path, *, revision: str = "main") -> Path:
     """Lay a folder as transformers does what it has fetched for org/small; return the folder there."""
     model = hub / "models--org--small"
-    snapshot = model / "snapshots" / COMMIT
+    snapshot = model / "snapshots" / CHECKPOINT
     (model / "refs").mkdir(parents=True)
-    (model / "refs" / revision).write_text(COMMIT)
+    (model / "refs" / revision).write_text(CHECKPOINT)
     (model / "blobs").mkdir()
     snapshot.mkdir(parents=True)
     for number, file in enumerate(sorted(source.iterdir())):
@@ -141,17 +141,17 @@ def test_weights_that_are_named_win(tmp_path: Path) -> None:
 
 
 def test_a_run_that_resumes_reads_none(tmp_path: Path) -> None:
-    """What it has committed counts, though the folder has other values by then."""
+    """What it has checkpointed counts, though the folder has other values by then."""
     saved(tmp_path / "model")
     model = infinity.from_pretrained(tmp_path / "model")
     with fine_tune.offload(model, tmp_path / "run") as optimizer:
         fine_tune.train(LLAMA, model, optimizer, fine_tune.Outcome())
-        optimizer.commit()
-        committed = {name: param.full_tensor().clone() for name, param in model.named_parameters()}
+        optimizer.save_checkpoint()
+        checkpointed = {name: param.full_tensor().clone() for name, param in model.named_parameters()}
     saved(tmp_path / "model", seed=2)
     again = infinity.from_pretrained(tmp_path / "model")
     with fine_tune.offload(again, tmp_path / "run", resume="latest"):
-        assert all(torch.equal(param.full_tensor(), committed[name]) for name, param in again.named_parameters())
+        assert all(torch.equal(param.full_tensor(), checkpointed[name]) for name, param in again.named_parameters())
 
 
 def test_a_new_head(tmp_path: Path) -> None:

@@ -83,12 +83,12 @@ def test_there_and_back(tmp_path: Path) -> None:
     fine_tune.seed(5)
     with paged:
         found = take_steps(model, paged, scheduler, batches[:MIDDLE])
-        paged.commit({"scheduler": scheduler.state_dict()})
+        paged.save_checkpoint({"scheduler": scheduler.state_dict()})
     model, paged, scheduler = on_nvme(tmp_path / "nvme", folder, resume="latest")
     scheduler.load_state_dict(paged.resumed_extra["scheduler"])
     with paged:
         found += take_steps(model, paged, scheduler, batches[MIDDLE:])
-        paged.commit()
+        paged.save_checkpoint()
     assert found == losses
 
     out = tmp_path / "exported"

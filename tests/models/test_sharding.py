@@ -1,4 +1,4 @@
-"""Which modules of a model become units: those that a person would name, for every family that is tried here."""
+"""Which modules of a model become FSDP modules: those that a person would name, for every family that is tried here."""
 
 from __future__ import annotations
 
@@ -114,7 +114,10 @@ def test_lists_of_plain_modules_are_no_layers() -> None:
 
 
 def test_shared_parameters_stay_with_the_root(caplog: pytest.LogCaptureFixture) -> None:
-    """A unit owns its parameters: those of two layers, or of a layer and something outside, are nobody's own."""
+    """An FSDP module owns its parameters:
+
+    those of two layers, or of a layer and something outside, are nobody's own.
+    """
     common, tied = nn.Linear(2, 2), nn.Linear(2, 2)
     layers = nn.ModuleList([Block(common), Block(nn.Linear(2, 2)), Block(common), Block(tied)])
     model = model_of(layers, head=tied)
@@ -127,12 +130,12 @@ def test_shared_parameters_stay_with_the_root(caplog: pytest.LogCaptureFixture) 
     assert [name for name, _ in private.parameter_groups(model)] == ["root", "list0.1"]
 
 
-def test_a_model_without_layers_is_one_unit(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_without_layers_is_one_fsdp_module(caplog: pytest.LogCaptureFixture) -> None:
     """And that is said."""
     model = model_of(head=nn.Linear(2, 2))
     with caplog.at_level(logging.WARNING, "infinity"):
         shard(model, mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy())
-    assert "Module has no lists of layers, so all of it is one unit" in caplog.text
+    assert "Module has no lists of layers, so all of it is one FSDP module" in caplog.text
     assert [name for name, _ in private.parameter_groups(model)] == ["root"]
 
 

@@ -19,7 +19,7 @@ from support.train import Outcome, Paging, Recipe, batch, in_memory, local, make
 
 RECIPE = Recipe(model="toy", clip=0.5, groups=True, steps=6)
 PLAIN = Recipe(model="toy", clip=0.5, steps=6)
-FORWARD = Paging(arena="least", placement="in_forward")
+FORWARD = Paging(host_cache="least", update_schedule="in_forward")
 LATEST = {"resume": "latest"}
 
 
@@ -32,25 +32,31 @@ def final(recipe: Recipe, paging: Paging, folder: Path) -> tuple[list[float], di
 
 
 def test_step_leaves_the_update_to_the_next_forward(tmp_path: Path) -> None:
-    """`step()` knows the norm, and begins with the first unit; the others are updated once somebody wants to see."""
-    with offloaded(RECIPE, Paging(arena="all", placement="in_forward"), tmp_path) as (model, optimizer):
+    """`step()` knows the norm, and begins with the first FSDP module;
+
+    the others are updated once somebody wants to see.
+    """
+    with offloaded(RECIPE, Paging(host_cache="all", update_schedule="in_forward"), tmp_path) as (model, optimizer):
         train(RECIPE, model, optimizer, Outcome())
         models.loss_of(model, batch(model, 7)).backward()
         norm = optimizer.clip_grad_norm_(0.5)
         assert torch.isfinite(norm)
         updates = optimizer._runner.updates
-        optimizer._runner.settle()
+        optimizer._runner.flush_updates()
         before = updates.elements
         optimizer.step()
         assert updates.waiting
         updates.drain()
         assert 0 < updates.elements - before < optimizer.run.layout.parameters
-        optimizer._runner.settle()
+        optimizer._runner.flush_updates()
         assert updates.elements - before == optimizer.run.layout.parameters
 
 
 def test_the_plan_is_followed_whatever_happens_between_steps(tmp_path: Path) -> None:
-    """A commit after every step, an evaluation, a look at the weights: each reads ahead, and the rest is as planned."""
+    """A checkpoint after every step, an evaluation, a look at the weights:
+
+    each reads ahead, and the rest is as planned.
+    """
     with offloaded(RECIPE, FORWARD, tmp_path) as (model, optimizer):
         train(RECIPE, model, optimizer, Outcome())
         for number in range(6):
@@ -59,22 +65,22 @@ def test_the_plan_is_followed_whatever_happens_between_steps(tmp_path: Path) -> 
             optimizer.clip_grad_norm_(0.5)
             optimizer.step()
             if number in (1, 2, 4):
-                optimizer.commit()
+                optimizer.save_checkpoint()
             if number == 3:
                 local(next(model.parameters()))
         assert optimizer.run.stats.snapshot().value("plan_divergences_total") == 0
 
 
-@pytest.mark.parametrize("between", ["nothing", "commit", "look"])
+@pytest.mark.parametrize("between", ["nothing", "checkpoint", "look"])
 def test_the_first_step_leaves_its_updates_to_the_second(between: str, tmp_path: Path) -> None:
     """Also where they run in backward from there on; as planned, whatever comes in between."""
     recipe, outcome = Recipe(model="toy", steps=6), Outcome()
-    with offloaded(recipe, Paging(arena="least"), tmp_path) as (model, optimizer):
+    with offloaded(recipe, Paging(host_cache="least"), tmp_path) as (model, optimizer):
         train(Recipe(model="toy", steps=1), model, optimizer, outcome)
-        assert optimizer.update_placement == "in_backward"
+        assert optimizer.update_schedule == "in_backward"
         assert optimizer._runner.updates.waiting
-        if between == "commit":
-            optimizer.commit()
+        if between == "checkpoint":
+            optimizer.save_checkpoint()
         elif between == "look":
             local(next(model.parameters()))
         assert bool(optimizer._runner.updates.waiting) == (between == "nothing")
@@ -85,7 +91,7 @@ def test_the_first_step_leaves_its_updates_to_the_second(between: str, tmp_path:
 
 
 @pytest.mark.parametrize("look", [False, True])
-def test_a_unit_that_joins_later_turns_alone(look: bool, tmp_path: Path) -> None:
+def test_a_fsdp_module_that_joins_later_turns_alone(look: bool, tmp_path: Path) -> None:
     """Its first gradient is used in the next forward, beside updates in backward of the others; as planned."""
     recipe = Recipe(model="toy", steps=6)
 
@@ -104,13 +110,13 @@ def test_a_unit_that_joins_later_turns_alone(look: bool, tmp_path: Path) -> None
 
     model = models.build("toy")
     expected = run(model, make_optimizer(recipe, model))
-    with offloaded(recipe, Paging(arena="least"), tmp_path) as (model, optimizer):
+    with offloaded(recipe, Paging(host_cache="least"), tmp_path) as (model, optimizer):
         assert run(model, optimizer) == expected
         assert optimizer.run.stats.snapshot().value("plan_divergences_total") == 1, "the step that looks otherwise"
 
 
-def commit_every_step(folder: str) -> list[float]:
-    """Commit after each step, resume in the middle; return the losses. Runs on every rank."""
+def checkpoint_every_step(folder: str) -> list[float]:
+    """Checkpoint after each step, resume in the middle; return the losses. Runs on every rank."""
     outcome = Outcome()
     for first in (0, 3):
         with offloaded(PLAIN, FORWARD, Path(folder), run=LATEST if first else {}) as (model, optimizer):
@@ -118,16 +124,16 @@ def commit_every_step(folder: str) -> list[float]:
             for step in range(first, first + 3):
                 part = Recipe(**{**vars(PLAIN), "steps": step + 1})
                 train(part, model, optimizer, outcome, first=step)
-                optimizer.commit()
+                optimizer.save_checkpoint()
     return outcome.losses
 
 
-def test_a_commit_has_what_was_pending(tmp_path: Path, pair: RankPool) -> None:
+def test_a_checkpoint_has_what_was_pending(tmp_path: Path, pair: RankPool) -> None:
     """The resumed run has the losses of one that nobody disturbed; on one and two ranks."""
     (tmp_path / "whole").mkdir()
-    assert commit_every_step(str(tmp_path)) == final(PLAIN, FORWARD, tmp_path / "whole")[0]
+    assert checkpoint_every_step(str(tmp_path)) == final(PLAIN, FORWARD, tmp_path / "whole")[0]
     (tmp_path / "two").mkdir()
-    first, second = pair.run(commit_every_step, str(tmp_path / "two"))
+    first, second = pair.run(checkpoint_every_step, str(tmp_path / "two"))
     assert first != second
 
 
@@ -145,8 +151,8 @@ def poisoned(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, bad:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("placement", ["in_forward", "after_backward"])
-def test_a_norm_that_is_not_finite_skips_the_update(placement: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["in_forward", "after_backward"])
+def test_a_norm_that_is_not_finite_skips_the_update(update_schedule: str, tmp_path: Path) -> None:
     """As torch.amp.GradScaler does: weights, moments and step counts stay; the step is counted as skipped."""
     bad = (2, 3, 6)
     model = models.build("toy")
@@ -154,7 +160,7 @@ def test_a_norm_that_is_not_finite_skips_the_update(placement: str, tmp_path: Pa
     for step in range(8):
         poisoned(model, reference, step, step in bad)
     expected = {name: local(param) for name, param in model.named_parameters()}
-    with offloaded(RECIPE, Paging(arena="least", placement=placement), tmp_path) as (paged, optimizer):
+    with offloaded(RECIPE, Paging(host_cache="least", update_schedule=update_schedule), tmp_path) as (paged, optimizer):
         for step in range(8):
             poisoned(paged, optimizer, step, step in bad)
         found = {name: local(param) for name, param in paged.named_parameters()}
@@ -165,14 +171,17 @@ def test_a_norm_that_is_not_finite_skips_the_update(placement: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("cores", [0, 1])
-@pytest.mark.parametrize("placement", ["in_backward", "in_forward"])
-def test_a_unit_that_was_updated_in_part_is_not_committed(
-    placement: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("schedule", ["in_backward", "in_forward"])
+def test_a_fsdp_module_that_was_updated_in_part_is_not_checkpointed(
+    update_schedule: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The optimizer refuses in the middle of a step: from then on every call says so, and none waits."""
-    with offloaded(Recipe(model="toy"), Paging(placement=placement, cores=cores), tmp_path) as (model, optimizer):
+    with offloaded(Recipe(model="toy"), Paging(update_schedule=update_schedule, cores=cores), tmp_path) as (
+        model,
+        optimizer,
+    ):
         train(Recipe(model="toy", steps=2), model, optimizer, Outcome())
-        optimizer.commit()
+        optimizer.save_checkpoint()
         update, calls = UpdateKernel.update, itertools.count()
 
         def refuse(*given: Any) -> Any:
@@ -184,4 +193,4 @@ def test_a_unit_that_was_updated_in_part_is_not_committed(
         with pytest.raises(ValueError, match="refused"):
             train(Recipe(model="toy", steps=3), model, optimizer, Outcome())
         with pytest.raises((ValueError, InfinityError), match=r"refused|between backward and step"):
-            optimizer.commit()
+            optimizer.save_checkpoint()

@@ -29,13 +29,18 @@ def step(model: torch.nn.Module, optimizer: Any, number: int = 0) -> None:
 
 
 @pytest.mark.parametrize("cores", [0, 1])
-def test_an_update_that_is_interrupted_is_never_committed(
+def test_an_update_that_is_interrupted_is_never_checkpointed(
     cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop that commits when it is interrupted would make durable what is half of one step and half of another."""
-    with offloaded(RECIPE, Paging(arena="all", placement="after_backward", cores=cores), tmp_path) as (model, paged):
+    """A loop that checkpoints when it is interrupted would make durable what is half of one step and half of
+    another.
+    """
+    with offloaded(RECIPE, Paging(host_cache="all", update_schedule="after_backward", cores=cores), tmp_path) as (
+        model,
+        paged,
+    ):
         step(model, paged)
-        paged.commit()
+        paged.save_checkpoint()
         backward(model, 1)
         run = update_module.Update.run
 
@@ -46,23 +51,23 @@ def test_an_update_that_is_interrupted_is_never_committed(
         monkeypatch.setattr(update_module.Update, "run", interrupted)
         with pytest.raises((KeyboardInterrupt, InfinityError)):  # noqa: PT012
             paged.step()
-            paged.commit()
-        with pytest.raises(InfinityError, match="interrupted by KeyboardInterrupt; resume from the last commit"):
-            paged.commit()
-    assert sorted(tmp_path.glob("*/*/commits/*"))
-    assert not list(tmp_path.glob("*/*/commits/step000000000002*"))
+            paged.save_checkpoint()
+        with pytest.raises(InfinityError, match="interrupted by KeyboardInterrupt; resume from the last checkpoint"):
+            paged.save_checkpoint()
+    assert sorted(tmp_path.glob("*/*/checkpoints/*"))
+    assert not list(tmp_path.glob("*/*/checkpoints/step000000000002*"))
 
 
 def test_a_failed_update_is_known_before_its_pages_are_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The training thread that waits for them must not gather weights of which a part is of the next step."""
-    paging = Paging(arena="all", placement="after_backward", cores=1)
+    paging = Paging(host_cache="all", update_schedule="after_backward", cores=1)
     with pytest.raises(RuntimeError, match="no"), offloaded(RECIPE, paging, tmp_path) as (model, paged):  # noqa: PT012
         step(model, paged)
         paged.read_state(next(name for name, _ in model.named_parameters()))  # all updates of this step have run
         known: list[bool] = []
-        returned = type(paged.run.pager)._release_lease
+        returned = type(paged.run.pager)._release_reservation
 
         def noted(self: Any, *arguments: Any) -> None:
             known.append(self.failure is not None)
@@ -71,7 +76,7 @@ def test_a_failed_update_is_known_before_its_pages_are_given_back(
         def fail(self: Any, opened: Any) -> None:
             raise RuntimeError("no")
 
-        monkeypatch.setattr(type(paged.run.pager), "_release_lease", noted)
+        monkeypatch.setattr(type(paged.run.pager), "_release_reservation", noted)
         monkeypatch.setattr(update_module.Update, "run", fail)
         backward(model, 1)
         paged.step()
@@ -90,15 +95,15 @@ class Uncopyable:
         raise TypeError("not this one")
 
 
-@pytest.mark.parametrize("placement", ["after_backward", "in_forward"])
-def test_settings_that_cannot_be_copied_cost_no_gradient(placement: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["after_backward", "in_forward"])
+def test_settings_that_cannot_be_copied_cost_no_gradient(update_schedule: str, tmp_path: Path) -> None:
     """The step is refused; when the setting is gone, it is the one that it would have been."""
     model = build(RECIPE)
     optimizer = make_optimizer(RECIPE, model)
     for number in range(2):
         step(model, optimizer, number)
     expected = [param.to_local().clone() for param in model.parameters() if isinstance(param, DTensor)]
-    with offloaded(RECIPE, Paging(arena="all", placement=placement), tmp_path) as (paged, optimizer):
+    with offloaded(RECIPE, Paging(host_cache="all", update_schedule=update_schedule), tmp_path) as (paged, optimizer):
         step(paged, optimizer)
         backward(paged, 1)
         optimizer.param_groups[0]["extra"] = Uncopyable()
@@ -112,8 +117,8 @@ def test_settings_that_cannot_be_copied_cost_no_gradient(placement: str, tmp_pat
 
 
 def test_a_setting_that_is_added_between_backward_and_step_is_refused(tmp_path: Path) -> None:
-    """Units that were updated in backward have not seen it."""
-    with offloaded(RECIPE, Paging(arena="all", placement="in_backward"), tmp_path) as (model, optimizer):
+    """FSDP modules that were updated in backward have not seen it."""
+    with offloaded(RECIPE, Paging(host_cache="all", update_schedule="in_backward"), tmp_path) as (model, optimizer):
         step(model, optimizer)
         backward(model, 1)
         optimizer.param_groups[0]["more"] = 1.0
@@ -121,10 +126,13 @@ def test_a_setting_that_is_added_between_backward_and_step_is_refused(tmp_path: 
             optimizer.step()
 
 
-@pytest.mark.parametrize("placement", ["in_forward", "after_backward"])
-def test_looking_after_drain_is_refused_and_does_not_wait(placement: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["in_forward", "after_backward"])
+def test_looking_after_drain_is_refused_and_does_not_wait(update_schedule: str, tmp_path: Path) -> None:
     """Updates that were left will not run any more; what was begun has."""
-    with offloaded(RECIPE, Paging(arena="all", placement=placement, cores=1), tmp_path) as (model, optimizer):
+    with offloaded(RECIPE, Paging(host_cache="all", update_schedule=update_schedule, cores=1), tmp_path) as (
+        model,
+        optimizer,
+    ):
         step(model, optimizer)
         optimizer.drain()
         assert not any(optimizer.run.pager.in_flight().values())
@@ -132,9 +140,9 @@ def test_looking_after_drain_is_refused_and_does_not_wait(placement: str, tmp_pa
             next(model.parameters()).sum()
 
 
-def test_a_gradient_of_other_placements_is_refused(tmp_path: Path) -> None:
+def test_a_gradient_of_other_update_schedules_is_refused(tmp_path: Path) -> None:
     """What a rank has of it is not the gradient of its shard."""
-    with offloaded(RECIPE, Paging(arena="all", placement="after_backward"), tmp_path) as (model, optimizer):
+    with offloaded(RECIPE, Paging(host_cache="all", update_schedule="after_backward"), tmp_path) as (model, optimizer):
         backward(model)
         param = next(param for param in model.parameters() if isinstance(param, DTensor))
         param.grad = distribute_tensor(torch.ones(param.shape), param.device_mesh, [Replicate()])

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.checkpoint.reader import CommitReader
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
 from support import models
 from support.ranks import RankPool
@@ -47,7 +47,7 @@ def evaluate(model: nn.Module) -> None:
 # Weights between backward and step #
 
 
-@pytest.mark.parametrize("placement", ["in_backward"])
+@pytest.mark.parametrize("schedule", ["in_backward"])
 @pytest.mark.parametrize(
     "look",
     [
@@ -60,12 +60,14 @@ def evaluate(model: nn.Module) -> None:
     ],
     ids=["evaluation", "weights", "forward", "writing", "read_state", "state"],
 )
-def test_weights_that_are_a_step_ahead_are_refused(look: Any, placement: str, tmp_path: Path) -> None:
+def test_weights_that_are_a_step_ahead_are_refused(look: Any, update_schedule: str, tmp_path: Path) -> None:
     """After `step()` they are what they are in memory."""
-    with offloaded(RECIPE, Paging(arena="all", placement=placement), tmp_path) as (model, optimizer):
+    with offloaded(RECIPE, Paging(host_cache="all", update_schedule=update_schedule), tmp_path) as (model, optimizer):
         step(model, optimizer)
         backward(model, 1)
-        with pytest.raises(InfinityError, match=r"weights of unit root were updated in backward.*update\.placement"):
+        with pytest.raises(
+            InfinityError, match=r"weights of FSDP module root were updated in backward.*update\.update schedule"
+        ):
             look(model, optimizer)
 
 
@@ -98,7 +100,7 @@ def test_infinity_is_no_setting_but_where_it_is_the_default(
 
 def test_training_does_not_go_on_behind_drain(tmp_path: Path) -> None:
     """It says so, at once; closing works."""
-    with offloaded(RECIPE, Paging(arena="all", placement="in_forward"), tmp_path) as (model, optimizer):
+    with offloaded(RECIPE, Paging(host_cache="all", update_schedule="in_forward"), tmp_path) as (model, optimizer):
         step(model, optimizer)
         optimizer.drain()
         with pytest.raises(InfinityError, match=r"drain\(\) was called.*close\(\)"):
@@ -108,12 +110,14 @@ def test_training_does_not_go_on_behind_drain(tmp_path: Path) -> None:
 # The optimizer that was given #
 
 
-@pytest.mark.parametrize("placement", ["auto", *KEPT])
-def test_a_step_of_the_optimizer_that_was_given_is_refused(placement: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["auto", *KEPT])
+def test_a_step_of_the_optimizer_that_was_given_is_refused(update_schedule: str, tmp_path: Path) -> None:
     """Also through a scheduler's or scaler's call; the other one goes on as if nothing had been."""
     model = build(RECIPE)
     optimizer = make_optimizer(RECIPE, model)
-    with infinity.offload(model, optimizer, settings(tmp_path, Paging(placement=placement), 64 << 20)) as paged:
+    with infinity.offload(
+        model, optimizer, settings(tmp_path, Paging(update_schedule=update_schedule), 64 << 20)
+    ) as paged:
         backward(model)
         with pytest.raises(InfinityError, match=r"step\(\) of the optimizer that infinity\.offload has returned"):
             optimizer.step()
@@ -122,7 +126,7 @@ def test_a_step_of_the_optimizer_that_was_given_is_refused(placement: str, tmp_p
 
 def test_param_groups_cannot_be_added(tmp_path: Path) -> None:
     """To neither of the two optimizers, nor by hand."""
-    with offloaded(RECIPE, Paging(placement="after_backward"), tmp_path) as (model, optimizer):
+    with offloaded(RECIPE, Paging(update_schedule="after_backward"), tmp_path) as (model, optimizer):
         extra = nn.Parameter(torch.zeros(3))
         for each in (optimizer, optimizer._given):
             with pytest.raises(UnsupportedError, match=r"param group cannot be added.*before infinity\.offload"):
@@ -155,12 +159,12 @@ def freezing(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
     return [local(param) for param in model.parameters()]
 
 
-@pytest.mark.parametrize("placement", [*KEPT, "in_backward"])
-def test_parameters_that_are_frozen_later_are_as_in_memory(placement: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", [*KEPT, "in_backward"])
+def test_parameters_that_are_frozen_later_are_as_in_memory(update_schedule: str, tmp_path: Path) -> None:
     """They keep their values and states, and are trained again when they are unfrozen."""
     model = build(RECIPE)
     expected = freezing(model, make_optimizer(RECIPE, model))
-    with offloaded(RECIPE, Paging(arena="all", placement=placement), tmp_path) as (paged, optimizer):
+    with offloaded(RECIPE, Paging(host_cache="all", update_schedule=update_schedule), tmp_path) as (paged, optimizer):
         found = freezing(paged, optimizer)
     assert all(map(torch.equal, expected, found))
 
@@ -168,13 +172,16 @@ def test_parameters_that_are_frozen_later_are_as_in_memory(placement: str, tmp_p
 # States #
 
 
-def states_differ(folder: str, name: str, placement: str) -> list[str]:
+def states_differ(folder: str, name: str, update_schedule: str) -> list[str]:
     """Return where `optimizer.state` is not what it is in memory, step by step. Runs on every rank."""
     recipe = Recipe(model="toy" if name == "adagrad" else "spare", optimizer=name)
     reference = build(recipe)
     in_memory = make_optimizer(recipe, reference)
     listed: list[str] = []
-    with offloaded(recipe, Paging(arena="all", placement=placement), Path(folder)) as (model, optimizer):
+    with offloaded(recipe, Paging(host_cache="all", update_schedule=update_schedule), Path(folder)) as (
+        model,
+        optimizer,
+    ):
         for number in range(3):
             for each in (optimizer, optimizer._given):
                 if number or name != "adagrad":
@@ -208,11 +215,11 @@ def differing(reference: nn.Module, in_memory: Any, model: nn.Module, optimizer:
     return listed
 
 
-@pytest.mark.parametrize("placement", ["in_forward", "in_backward"])
+@pytest.mark.parametrize("schedule", ["in_forward", "in_backward"])
 @pytest.mark.parametrize("name", ["adamw", "sgd_nesterov", "adagrad", "sgd"])
-def test_states_are_those_of_memory(name: str, placement: str, tmp_path: Path) -> None:
+def test_states_are_those_of_memory(name: str, update_schedule: str, tmp_path: Path) -> None:
     """Sharded like the parameter; none where there was never a gradient."""
-    assert states_differ(str(tmp_path), name, placement) == []
+    assert states_differ(str(tmp_path), name, update_schedule) == []
 
 
 def test_states_on_two_ranks(tmp_path: Path, pair: RankPool) -> None:
@@ -304,28 +311,30 @@ def changing(model: nn.Module, optimizer: Any, change: Any, before_step: bool) -
 
 
 @pytest.mark.parametrize("before_step", [False, True], ids=["after", "before"])
-@pytest.mark.parametrize("placement", ["auto", *KEPT])
+@pytest.mark.parametrize("schedule", ["auto", *KEPT])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_set_counts_as_in_memory(change: Any, placement: str, before_step: bool, tmp_path: Path) -> None:
+def test_what_is_set_counts_as_in_memory(change: Any, update_schedule: str, before_step: bool, tmp_path: Path) -> None:
     """Also what is replaced, or changed in place while the updates of the last step have still to run."""
     model = build(RECIPE)
     expected = changing(model, Scaled(model.parameters()), change, before_step)
     paged = build(RECIPE)
     given = Scaled(paged.parameters())
-    with infinity.offload(paged, given, settings(tmp_path, Paging(placement=placement), 64 << 20)) as optimizer:
+    with infinity.offload(
+        paged, given, settings(tmp_path, Paging(update_schedule=update_schedule), 64 << 20)
+    ) as optimizer:
         found = changing(paged, optimizer, change, before_step)
         assert given.param_groups is optimizer.param_groups
-        optimizer.commit()
+        optimizer.save_checkpoint()
     assert all(map(torch.equal, expected, found))
 
 
-def test_a_commit_has_the_settings_that_hold(tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_settings_that_hold(tmp_path: Path) -> None:
     """Those of the groups that were put in the place of others."""
     with offloaded(RECIPE, Paging(), tmp_path) as (model, optimizer):
         step(model, optimizer)
         replace_groups(optimizer)
-        optimizer.commit()
-        groups = CommitReader(optimizer.run.folder).groups
+        optimizer.save_checkpoint()
+        groups = CheckpointReader(optimizer.run.folder).groups
         assert [group["lr"] for group in groups] == [0.03]
 
 
@@ -334,7 +343,9 @@ def test_settings_that_change_after_updates_in_backward_are_refused(change: Any,
     """Some weights were updated with those from before."""
     model = build(RECIPE)
     optimizer = Scaled(model.parameters())
-    with infinity.offload(model, optimizer, settings(tmp_path, Paging(placement="in_backward"), 64 << 20)) as paged:
+    with infinity.offload(
+        model, optimizer, settings(tmp_path, Paging(update_schedule="in_backward"), 64 << 20)
+    ) as paged:
         step(model, paged)
         backward(model, 1)
         change(paged)
@@ -344,7 +355,7 @@ def test_settings_that_change_after_updates_in_backward_are_refused(change: Any,
 
 def test_a_setting_that_cannot_be_copied_is_refused(tmp_path: Path) -> None:
     """By its name."""
-    with offloaded(RECIPE, Paging(placement="after_backward"), tmp_path) as (model, optimizer):
+    with offloaded(RECIPE, Paging(update_schedule="after_backward"), tmp_path) as (model, optimizer):
         step(model, optimizer)
         optimizer.param_groups[0]["lock"] = threading.Lock()
         backward(model, 1)
@@ -403,7 +414,7 @@ class Outer(torch.optim.Optimizer):
 
 def test_loading_and_replacing_states_is_refused(tmp_path: Path) -> None:
     """On both optimizers; what is there stays."""
-    with offloaded(RECIPE, Paging(placement="after_backward"), tmp_path) as (model, optimizer):
+    with offloaded(RECIPE, Paging(update_schedule="after_backward"), tmp_path) as (model, optimizer):
         given = optimizer._given
         other = make_optimizer(RECIPE, build(RECIPE))
         step(model, optimizer)
@@ -421,7 +432,7 @@ def test_loading_and_replacing_states_is_refused(tmp_path: Path) -> None:
 def test_gradients_that_the_given_optimizer_drops_are_dropped(tmp_path: Path) -> None:
     """Before a step with others."""
     model = build(RECIPE)
-    with offloaded(RECIPE, Paging(placement="in_forward"), tmp_path) as (paged, optimizer):
+    with offloaded(RECIPE, Paging(update_schedule="in_forward"), tmp_path) as (paged, optimizer):
         in_memory = make_optimizer(RECIPE, model)
         for each, outer, zeroing in ((model, in_memory, in_memory), (paged, optimizer, optimizer._given)):
             backward(each)
@@ -432,7 +443,7 @@ def test_gradients_that_the_given_optimizer_drops_are_dropped(tmp_path: Path) ->
 
 def test_states_that_would_be_lost_are_refused(tmp_path: Path) -> None:
     """What is there is returned, copies are plain."""
-    with offloaded(RECIPE, Paging(placement="in_forward"), tmp_path) as (model, optimizer):
+    with offloaded(RECIPE, Paging(update_schedule="in_forward"), tmp_path) as (model, optimizer):
         weight = model.head.weight
         for put in (
             lambda: optimizer.state.setdefault(weight, {}),
@@ -457,17 +468,17 @@ def test_optimizers_are_not_copied(copying: Any, tmp_path: Path) -> None:
         for each in (optimizer, optimizer.state, optimizer._given):
             if copying is copy.copy and each is optimizer._given:
                 continue  # shares all that it has, as in memory
-            with pytest.raises(UnsupportedError, match=r"optimizer\.commit\(\) saves it"):
+            with pytest.raises(UnsupportedError, match=r"optimizer\.checkpoint\(\) saves it"):
                 copying(each)
 
 
 def test_the_given_optimizer_does_not_keep_a_closed_run(tmp_path: Path) -> None:
-    """Its arena and pages are free; it is still not to be used."""
+    """Its host cache and pages are free; it is still not to be used."""
     model = build(RECIPE)
     given = make_optimizer(RECIPE, model)
     optimizer = infinity.offload(model, given, settings(tmp_path, Paging(), 64 << 20))
     step(model, optimizer)
-    left = [weakref.ref(each) for each in (optimizer, optimizer.run, optimizer.run.pager, optimizer.run.arena)]
+    left = [weakref.ref(each) for each in (optimizer, optimizer.run, optimizer.run.pager, optimizer.run.host_cache)]
     optimizer.close()
     del optimizer
     gc.collect()

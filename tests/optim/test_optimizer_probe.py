@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.content.layout import ShardSpec, UnitSpec, build_layout
+from infinity.content.layout import FSDPModuleSpec, ShardSpec, build_layout
 from infinity.errors import BudgetError, UnsupportedError
 from infinity.optim import probe
 from infinity.optim.probe import make_kernel
@@ -54,22 +54,22 @@ def test_what_can_be_served_keeps_its_bits(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "placement"),
+    ("name", "schedule"),
     [
         ("counter_in_group", "in_backward"),
         ("counter_on_self", "in_forward"),
         ("counter_in_group", "after_backward"),
     ],
 )
-def test_counters_advance_once_per_step(name: str, placement: str, tmp_path: Path) -> None:
+def test_counters_advance_once_per_step(name: str, update_schedule: str, tmp_path: Path) -> None:
     """Wherever updates run: also where they run after `step` has returned."""
-    assert compare(EQUAL[name], tmp_path, placement=placement) == []
+    assert compare(EQUAL[name], tmp_path, update_schedule=update_schedule) == []
 
 
 @pytest.mark.parametrize("name", COUNTING)
-def test_counters_are_resumed_from_a_commit(name: str, tmp_path: Path) -> None:
+def test_counters_are_resumed_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     """By another model and another optimizer; updates run after `step` has returned."""
-    assert compare(EQUAL[name], tmp_path, placement="in_forward", commit=4) == []
+    assert compare(EQUAL[name], tmp_path, update_schedule="in_forward", checkpoint=4) == []
 
 
 @pytest.mark.parametrize("name", ["counter_in_group", "centralised"])
@@ -83,8 +83,10 @@ def compare_by_name(name: str, folder: str) -> list[str]:
     return compare(EQUAL[name], Path(folder))
 
 
-@pytest.mark.parametrize("placement", ["in_forward", "after_backward"])
-def test_a_step_that_is_skipped_counts_nothing_and_one_without_gradients_does(placement: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["in_forward", "after_backward"])
+def test_a_step_that_is_skipped_counts_nothing_and_one_without_gradients_does(
+    update_schedule: str, tmp_path: Path
+) -> None:
     """A norm that is not finite is as no `step()`; a `step()` without gradients is as in memory."""
 
     def run(model: nn.Module, optimizer: Any, *, clips: bool) -> list[Any]:
@@ -107,7 +109,7 @@ def test_a_step_that_is_skipped_counts_nothing_and_one_without_gradients_does(pl
     steps, weights = run(plain, own.CounterInGroup(groups_of(plain)), clips=False)
     assert steps == [[1, 1], [1, 1], [2, 2], [3, 3], [4, 4], [5, 5]]
     model = build()
-    tree = settings(tmp_path, Paging(placement=placement), 64 << 20)
+    tree = settings(tmp_path, Paging(update_schedule=update_schedule), 64 << 20)
     with infinity.offload(model, own.CounterInGroup(groups_of(model)), tree) as optimizer:
         paged_steps, paged_weights = run(model, optimizer, clips=True)
         assert paged_steps == steps
@@ -181,7 +183,9 @@ def test_a_setting_on_the_optimizer_may_be_changed(tmp_path: Path) -> None:
     expected = run(plain, in_memory, in_memory)
     model = build()
     optimizer = own.SettingOnSelf(groups_of(model), lr=0.1)
-    with infinity.offload(model, optimizer, settings(tmp_path, Paging(placement="in_forward"), 64 << 20)) as paged:
+    with infinity.offload(
+        model, optimizer, settings(tmp_path, Paging(update_schedule="in_forward"), 64 << 20)
+    ) as paged:
         found = run(model, optimizer, paged)
     assert all(map(torch.equal, expected, found))
 
@@ -194,7 +198,7 @@ def test_rows_that_pages_cannot_hold_whole_are_refused(tmp_path: Path) -> None:
         infinity.offload(model, own.Centralised(groups_of(model), lr=0.1), tree)
     spec = ShardSpec(name="wide", numel=80_000, padded=80_000, segment_key="plain", trainable=True, row=20_000)
     with pytest.raises(BudgetError, match=r"whole rows of wide.*memory\.page_bytes"):
-        build_layout([UnitSpec(name="unit", shards=(spec,))], FORMATS, 64 << 10)
+        build_layout([FSDPModuleSpec(name="fsdp_module", shards=(spec,))], FORMATS, 64 << 10)
 
 
 class Holding(torch.optim.SGD):
@@ -310,8 +314,8 @@ class ByObject(own.Ruled):
         return float(self.rule.factors[0])
 
 
-@pytest.mark.parametrize("placement", ["auto", "in_forward"])
-def test_an_object_on_the_optimizer_may_be_changed(placement: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["auto", "in_forward"])
+def test_an_object_on_the_optimizer_may_be_changed(update_schedule: str, tmp_path: Path) -> None:
     """As a number may: it counts from the next step on, and not for updates that wait."""
 
     def run(model: nn.Module, given: Any, optimizer: Any) -> list[torch.Tensor]:
@@ -325,7 +329,9 @@ def test_an_object_on_the_optimizer_may_be_changed(placement: str, tmp_path: Pat
     expected = run(plain, in_memory, in_memory)
     model = build()
     optimizer = ByObject(groups_of(model), Factors(), lr=0.1)
-    with infinity.offload(model, optimizer, settings(tmp_path, Paging(placement=placement), 64 << 20)) as paged:
+    with infinity.offload(
+        model, optimizer, settings(tmp_path, Paging(update_schedule=update_schedule), 64 << 20)
+    ) as paged:
         found = run(model, optimizer, paged)
     assert all(map(torch.equal, expected, found))
 

@@ -59,24 +59,29 @@ def in_memory(name: str) -> Found:
 
 
 @pytest.mark.parametrize(
-    ("name", "placement", "format"),
+    ("name", "schedule", "format"),
     [
         ("adamw", "in_backward", "fp32"),
         ("adamw", "in_forward", "split"),
         ("sgd", "after_backward", "fp32"),
     ],
 )
-def test_what_is_evaluated_is_what_memory_evaluates(name: str, placement: str, format: str, tmp_path: Path) -> None:
-    """Weights, losses, and what is trained further: in every placement; the optimizer is passed in without a mode."""
+def test_what_is_evaluated_is_what_memory_evaluates(
+    name: str, update_schedule: str, format: str, tmp_path: Path
+) -> None:
+    """Weights, losses, and what is trained further:
+
+    in every update schedule; the optimizer is passed in without a mode.
+    """
     model = build()
-    tree = settings(tmp_path, Paging(placement=placement, format=format), 4 << 20)
+    tree = settings(tmp_path, Paging(update_schedule=update_schedule, format=format), 4 << 20)
     with infinity.offload(model, MAKES[name](groups_of(model)), tree) as optimizer:
         assert same(in_memory(name), train(model, optimizer, 0, 6))
-        assert optimizer.update_placement == placement
+        assert optimizer.update_schedule == update_schedule
 
 
-def test_a_run_goes_on_from_a_commit_of_evaluated_weights(tmp_path: Path) -> None:
-    """The mode is in the commit, so an export of it has the averaged weights, and `train()` finds what to undo."""
+def test_a_run_goes_on_from_a_checkpoint_of_evaluated_weights(tmp_path: Path) -> None:
+    """The mode is in the checkpoint, so an export of it has the averaged weights, and `train()` finds what to undo."""
     found: Found = []
     for first, last in ((0, 4), (4, 6)):
         model = build()
@@ -85,7 +90,7 @@ def test_a_run_goes_on_from_a_commit_of_evaluated_weights(tmp_path: Path) -> Non
         with infinity.offload(model, given, settings(tmp_path, Paging(), 4 << 20, run=run)) as optimizer:
             assert [group["train_mode"] for group in optimizer.param_groups] == [False, False]
             found += train(model, optimizer, first, last)
-            optimizer.commit()
+            optimizer.save_checkpoint()
     assert same(in_memory("adamw"), found)
 
 
@@ -93,7 +98,7 @@ def test_a_step_in_the_wrong_mode_is_refused_before_anything_is_updated(tmp_path
     """In the optimizer's own words; so is another mode between backward and step. Training goes on."""
     model = build()
     with infinity.offload(
-        model, MAKES["adamw"](groups_of(model)), settings(tmp_path, Paging(placement="after_backward"), 4 << 20)
+        model, MAKES["adamw"](groups_of(model)), settings(tmp_path, Paging(update_schedule="after_backward"), 4 << 20)
     ) as optimizer:
         train(model, optimizer, 0, 2)
         before = [local(param) for param in model.parameters()]
@@ -108,14 +113,14 @@ def test_a_step_in_the_wrong_mode_is_refused_before_anything_is_updated(tmp_path
 
 
 @pytest.mark.parametrize("where", ["behind some pages", "behind all"])
-def test_a_change_of_mode_that_is_interrupted_is_never_committed(
+def test_a_change_of_mode_that_is_interrupted_is_never_checkpointed(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some weights would be those that are evaluated, and the mode would say that all are those that are trained."""
     model = build()
     with infinity.offload(model, MAKES["adamw"](groups_of(model)), settings(tmp_path, Paging(), 4 << 20)) as optimizer:
         train(model, optimizer, 0, 1)
-        optimizer.commit()
+        optimizer.save_checkpoint()
         calls: list[int] = []
         run = Update.run
 
@@ -135,8 +140,10 @@ def test_a_change_of_mode_that_is_interrupted_is_never_committed(
         with pytest.raises(KeyboardInterrupt):
             optimizer.eval()
         monkeypatch.undo()
-        for look in (optimizer.commit, optimizer.eval, lambda: evaluate(model)):
-            with pytest.raises(InfinityError, match="interrupted by KeyboardInterrupt; resume from the last commit"):
+        for look in (optimizer.save_checkpoint, optimizer.eval, lambda: evaluate(model)):
+            with pytest.raises(
+                InfinityError, match="interrupted by KeyboardInterrupt; resume from the last checkpoint"
+            ):
                 look()
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.checkpoint.reader import CommitReader
-from infinity.errors import CommitError, InfinityError, UnsupportedError
+from infinity.checkpoint.reader import CheckpointReader
+from infinity.errors import CheckpointError, InfinityError, UnsupportedError
 from infinity.formats.dcp import DcpExport
 from infinity.store.folder import RunFolder
 from support import models
@@ -29,8 +29,8 @@ def divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 
 def config(folder: Path, **sections: Any) -> dict[str, Any]:
-    """Return settings with a small arena."""
-    return settings(folder, Paging(placement="in_forward"), 4 << 20, **sections)
+    """Return settings with a small host cache."""
+    return settings(folder, Paging(update_schedule="in_forward"), 4 << 20, **sections)
 
 
 def test_each_has_its_schedule_and_its_first_state(tmp_path: Path) -> None:
@@ -87,10 +87,10 @@ def test_a_run_goes_on_with_the_same_optimizers_only(tmp_path: Path) -> None:
     """In their order; the error names both."""
     model = build()
     with infinity.offload(model, muon_and_adamw(list(model.parameters())), config(tmp_path)) as optimizer:
-        optimizer.commit()
+        optimizer.save_checkpoint()
     again = build()
     matrices, rest = divided(again)
-    with pytest.raises(CommitError, match=r"was made with Muon\+AdamW, this run has AdamW\+AdamW"):
+    with pytest.raises(CheckpointError, match=r"was made with Muon\+AdamW, this run has AdamW\+AdamW"):
         infinity.offload(
             again,
             [torch.optim.AdamW(matrices), torch.optim.AdamW(rest)],
@@ -135,14 +135,14 @@ class Noting(torch.optim.SGD):
 
 
 def test_nothing_is_kept_of_an_update(tmp_path: Path) -> None:
-    """What optimizers are given are views of the arena, which is unmapped when the last of them is gone."""
+    """What optimizers are given are views of the host cache, which is unmapped when the last of them is gone."""
     model = build()
     given = [Noting(params, lr=0.1) for params in divided(model)]
     with infinity.offload(model, given, config(tmp_path)) as optimizer:
         models.loss_of(model, batch(model, 0)).backward()
         SEEN.clear()
         optimizer.step()
-        optimizer.commit()  # all updates have run
+        optimizer.save_checkpoint()  # all updates have run
         gc.collect()
         assert SEEN
         assert [seen for seen in SEEN if seen() is not None] == []
@@ -183,10 +183,10 @@ def test_a_checkpoint_of_both_is_begun_with(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
         optimizer.param_groups[0]["lr"] = 0.005
-        optimizer.commit()
+        optimizer.save_checkpoint()
         expected = everything(model, optimizer)
         folder = optimizer.run.folder
-    DcpExport(CommitReader(RunFolder(folder.run_id, folder.roots))).write(tmp_path / "dcp", file_bytes=64 << 10)
+    DcpExport(CheckpointReader(RunFolder(folder.run_id, folder.roots))).write(tmp_path / "dcp", file_bytes=64 << 10)
     (tmp_path / "again").mkdir()
     with torch.device("meta"):
         empty = Pictures()

@@ -1,4 +1,4 @@
-"""Muon, and others that need a whole parameter: pages of a matrix leased together, slices of ranks put together."""
+"""Muon, and others that need a whole parameter: pages of a matrix reserved together, slices of ranks put together."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from support.whole import MAKES, compare, compare_by_name, muon_and_adamw, paged
 
 SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
     "in backward, on a thread": ("muon and adamw", {}),
-    "in forward": ("muon and adamw", {"placement": "in_forward"}),
-    "after backward, at once": ("muon and adamw", {"placement": "after_backward", "cores": 0}),
-    "resumed": ("muon and adamw", {"placement": "in_forward", "commit": 3}),
+    "in forward": ("muon and adamw", {"schedule": "in_forward"}),
+    "after backward, at once": ("muon and adamw", {"schedule": "after_backward", "cores": 0}),
+    "resumed": ("muon and adamw", {"schedule": "in_forward", "checkpoint": 3}),
     "a matrix of four dimensions": ("muon by flag", {}),
     "a split master": ("muon and adamw", {"format": "split"}),
 }
 PAIR: dict[str, tuple[str, dict[str, Any]]] = {
     "in backward, on a thread": ("muon and adamw", {}),
-    "after backward": ("muon and adamw", {"placement": "after_backward"}),
-    "at once, resumed": ("muon by flag", {"cores": 0, "commit": 3}),
+    "after backward": ("muon and adamw", {"schedule": "after_backward"}),
+    "at once, resumed": ("muon by flag", {"cores": 0, "checkpoint": 3}),
 }
 
 
 @pytest.mark.parametrize("case", SINGLE)
 def test_bits_are_those_of_memory(case: str, tmp_path: Path) -> None:
-    """Matrices span pages; the arena is the smallest that is let through."""
+    """Matrices span pages; the host cache is the smallest that is let through."""
     name, given = SINGLE[case]
     assert compare(MAKES[name], tmp_path, **given) == []
 
@@ -51,33 +51,33 @@ def test_two_ranks_have_the_bits_of_unsharded_matrices(case: str, tmp_path: Path
 
 def test_updates_run_in_backward(tmp_path: Path) -> None:
     """Where nothing is clipped, as those of element-wise optimizers."""
-    assert paged(muon_and_adamw, tmp_path).placement == "in_backward"
+    assert paged(muon_and_adamw, tmp_path).update_schedule == "in_backward"
 
 
 def test_two_ranks_update_in_backward_or_in_step(tmp_path: Path, pair: RankPool) -> None:
     """In the next forward a rank could run ahead to an exchange; where one rank has looked at a gradient, all know."""
-    assert pair.run(placements, str(tmp_path)) == [["in_backward", "after_backward", "refused"]] * 2
+    assert pair.run(update_schedules, str(tmp_path)) == [["in_backward", "after_backward", "refused"]] * 2
 
 
-def placements(folder: str) -> list[str]:
+def update_schedules(folder: str) -> list[str]:
     """Runs on every rank."""
     rank = torch.distributed.get_rank()
     return [
-        _placement(Path(folder), looks=False),
-        _placement(Path(folder), looks=rank == 1),
+        _update_schedule(Path(folder), looks=False),
+        _update_schedule(Path(folder), looks=rank == 1),
         _refused(Path(folder)),
     ]
 
 
 def _refused(folder: Path) -> str:
     model = build()
-    tree = settings(folder, Paging(placement="in_forward"), 64 << 20)
-    with pytest.raises(ConfigError, match=r"update\.placement = .in_forward. .*run ahead"):
+    tree = settings(folder, Paging(update_schedule="in_forward"), 64 << 20)
+    with pytest.raises(ConfigError, match=r"update\.update schedule = .in_forward. .*run ahead"):
         infinity.offload(model, muon_and_adamw(list(model.parameters())), tree)
     return "refused"
 
 
-def _placement(folder: Path, *, looks: bool) -> str:
+def _update_schedule(folder: Path, *, looks: bool) -> str:
     model = build()
     tree = settings(folder, Paging(), 64 << 20)
     with infinity.offload(model, muon_and_adamw(list(model.parameters())), tree) as optimizer:
@@ -87,7 +87,7 @@ def _placement(folder: Path, *, looks: bool) -> str:
                 model.head.weight.grad.to_local().sum()
             optimizer.step()
             optimizer.zero_grad()
-        return optimizer.update_placement
+        return optimizer.update_schedule
 
 
 def test_ranks_that_update_other_parameters_are_told(tmp_path: Path, pair: RankPool) -> None:
@@ -99,7 +99,7 @@ def test_ranks_that_update_other_parameters_are_told(tmp_path: Path, pair: RankP
 def drop_on_one(folder: str) -> str:
     """Runs on every rank."""
     model = build()
-    tree = settings(Path(folder), Paging(placement="after_backward"), 64 << 20)
+    tree = settings(Path(folder), Paging(update_schedule="after_backward"), 64 << 20)
     optimizer = infinity.offload(model, muon_and_adamw(list(model.parameters())), tree)
     models.loss_of(model, batch(model, 0)).backward()
     if torch.distributed.get_rank():
@@ -108,14 +108,17 @@ def drop_on_one(folder: str) -> str:
         with optimizer:
             optimizer.step()
             optimizer._runner.updates.drain()
-            optimizer.run.pager.flush()  # not a commit, which would wait for a rank that knows already
+            optimizer.run.pager.flush()  # not a checkpoint, which would wait for a rank that knows already
     except InfinityError as error:
         return str(error)
     return ""
 
 
 def test_the_largest_matrix_counts_in_the_budget(tmp_path: Path) -> None:
-    """What is put together lies beside the arena; the error names the parameter, and what it asks for is enough."""
+    """What is put together lies beside the host cache;
+
+    the error names the parameter, and what it asks for is enough.
+    """
     model = build()
     given = muon_and_adamw(list(model.parameters()))
     with pytest.raises(BudgetError, match=r"to update \S+weight whole, as the optimizer needs it"):
@@ -127,29 +130,29 @@ def test_the_largest_matrix_counts_in_the_budget(tmp_path: Path) -> None:
 
 def test_a_run_of_two_ranks_goes_on_with_one(tmp_path: Path, pair: RankPool) -> None:
     """State is sharded as FSDP2 shards, so it is dealt out anew as that of any optimizer."""
-    expected, _ = pair.run(commit_whole, str(tmp_path))
+    expected, _ = pair.run(checkpoint_whole, str(tmp_path))
     model = build()
     tree = settings(tmp_path, Paging(), 64 << 20, run={"resume": "latest"})
     with infinity.offload(model, muon_and_adamw(list(model.parameters())), tree) as optimizer:
         assert optimizer.steps == 3
-        found = whole_state(model, optimizer)
+        found = full_state(model, optimizer)
         models.loss_of(model, batch(model, 3)).backward()
         optimizer.step()
     assert found.keys() == expected.keys()
     assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
 
 
-def commit_whole(folder: str) -> dict[str, torch.Tensor]:
+def checkpoint_whole(folder: str) -> dict[str, torch.Tensor]:
     """Runs on every rank."""
     model = build()
     given = muon_and_adamw(list(model.parameters()))
     with infinity.offload(model, given, settings(Path(folder), Paging(), 64 << 20)) as optimizer:
         train(model, optimizer, Outcome(), 0, 3)
-        optimizer.commit()
-        return whole_state(model, optimizer)
+        optimizer.save_checkpoint()
+        return full_state(model, optimizer)
 
 
-def whole_state(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+def full_state(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     """Return whole weights, and whole momenta and moments."""
     found = {}
     for name, param in model.named_parameters():
@@ -195,7 +198,7 @@ def close_at_once(folder: str) -> None:
     """Runs on every rank."""
     model = build()
     with infinity.offload(
-        model, muon_and_adamw(list(model.parameters())), settings(Path(folder), Paging(arena="all"), 64 << 20)
+        model, muon_and_adamw(list(model.parameters())), settings(Path(folder), Paging(host_cache="all"), 64 << 20)
     ) as optimizer:
         train(model, optimizer, Outcome(), 0, 2)
         if torch.distributed.get_rank():
@@ -230,7 +233,7 @@ def fail_at_once(folder: str) -> str:
     model = build()
     try:
         with infinity.offload(
-            model, muon_and_adamw(list(model.parameters())), settings(Path(folder), Paging(arena="all"), 64 << 20)
+            model, muon_and_adamw(list(model.parameters())), settings(Path(folder), Paging(host_cache="all"), 64 << 20)
         ) as optimizer:
             if torch.distributed.get_rank():
                 _NOT_COLLECTED.extend(torch.distributed.distributed_c10d._world.pg_map)
@@ -252,7 +255,7 @@ def test_a_rank_may_be_later_than_the_time_limit_of_a_transfer(tmp_path: Path, p
 def be_late(folder: str) -> str:
     """Runs on every rank."""
     model = build()
-    tree = settings(Path(folder), Paging(placement="after_backward"), 64 << 20, storage={"timeout_seconds": 2})
+    tree = settings(Path(folder), Paging(update_schedule="after_backward"), 64 << 20, storage={"timeout_seconds": 2})
     with infinity.offload(model, muon_and_adamw(list(model.parameters())), tree) as optimizer:
         train(model, optimizer, Outcome(), 0, 2)
         models.loss_of(model, batch(model, 2)).backward()
@@ -277,7 +280,7 @@ def test_an_exchange_without_the_other_rank_names_the_parameter(tmp_path: Path, 
 def end_alone(folder: str) -> str:
     """Runs on every rank."""
     model = build()
-    tree = settings(Path(folder), Paging(placement="after_backward"), 64 << 20, storage={"timeout_seconds": 1})
+    tree = settings(Path(folder), Paging(update_schedule="after_backward"), 64 << 20, storage={"timeout_seconds": 1})
     optimizer = infinity.offload(model, muon_and_adamw(list(model.parameters())), tree)
     train(model, optimizer, Outcome(), 0, 2)
     models.loss_of(model, batch(model, 2)).backward()

@@ -11,7 +11,7 @@ import pytest
 
 from infinity.errors import BudgetError, CorruptPageError, InfinityError, StorageError
 from infinity.io import Op
-from infinity.run import space
+from infinity.run import space_reservation
 from infinity.store import folder
 from support import models
 from support.fault_engine import Fault, FaultKind
@@ -44,7 +44,7 @@ class OnlyActivations:
     ],
     ids=["EIO-read", "EIO-write", "ENOSPC", "flipped", "short"],
 )
-def test_a_fault_ends_the_run_and_the_commit_is_good(
+def test_a_fault_ends_the_run_and_the_checkpoint_is_good(
     fault: Fault, error: type[InfinityError], says: str, tmp_path: Path
 ) -> None:
     """The error names the file, and another run goes on with the losses that this one would have had."""
@@ -55,7 +55,7 @@ def test_a_fault_ends_the_run_and_the_commit_is_good(
 
 
 def losses(folder: Path, steps: int, begin: Any = None, **sections: Any) -> list[float]:
-    """Train with a commit behind two steps; return the losses."""
+    """Train with a checkpoint behind two steps; return the losses."""
     folder.mkdir(exist_ok=True)
     found = []
     with offloaded(RECIPE, PAGING, folder, **sections) as (model, optimizer):
@@ -68,7 +68,7 @@ def losses(folder: Path, steps: int, begin: Any = None, **sections: Any) -> list
             optimizer.zero_grad()
             found.append(loss.item())
             if step == 1:
-                optimizer.commit()
+                optimizer.save_checkpoint()
     return found
 
 
@@ -86,7 +86,7 @@ def test_a_full_drive_is_told_in_the_first_forward(tmp_path: Path, monkeypatch: 
     def full(descriptor: int, file: Path, begin: int, end: int) -> None:
         raise folder._no_room(file, end - begin, 4096, os.strerror(28))
 
-    monkeypatch.setattr(space, "extend", full)
+    monkeypatch.setattr(space_reservation, "extend", full)
     with pytest.raises(BudgetError, match=r"nvme0/\S+ has 4 KiB free, but this run needs .* there \(No space left"):
         losses(tmp_path, steps=1)
 

@@ -16,9 +16,9 @@ from infinity.hugepages import transfer_memory
 from infinity.io import Op, open_engine
 from infinity.run import balance
 from infinity.run.balance import Finding, Load, PathLoads, Watch
-from infinity.run.space import FileSpace
+from infinity.run.space_reservation import FileSpace
 from infinity.store.extents import SlotClass
-from infinity.store.pages import PageStore
+from infinity.store.page_store import PageStore
 from infinity.units import MIB
 from support.command import run_here
 from support.session import STEPS, Session, reference
@@ -92,8 +92,11 @@ def test_a_drive_that_becomes_faster_gets_more() -> None:
         found = watch.look([Load(moved, moved / 100), Load(other, other / 1000)], 1.0)
         if found is not None:
             watch.restart()
-            share = moved * found[0].factor / (moved * found[0].factor + other * found[1].factor)
-            moved, other = 100.0, 100.0 * (1 - share) / share  # as long as the first path is the slower one
+            stripe_weight = moved * found[0].factor / (moved * found[0].factor + other * found[1].factor)
+            moved, other = (
+                100.0,
+                100.0 * (1 - stripe_weight) / stripe_weight,
+            )  # as long as the first path is the slower one
             if other > 1000:
                 moved, other = 100.0 * 1000 / other, 1000.0
     assert other > 900
@@ -117,19 +120,22 @@ def always(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(PageStore, "spread_anew", note)
     monkeypatch.setattr(balance, "_EVERY_SECONDS", 0.005)
-    monkeypatch.setattr(balance, "_SETTLED_STEPS", 0)
+    monkeypatch.setattr(balance, "_FLUSHED_STEPS", 0)
     monkeypatch.setattr(Watch, "look", lambda *_: [Finding(MIB, 0.1 + chance.random()) for _ in range(2)])
     return been
 
 
 def test_moving_pages_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All the time, while training, committing and resuming; also with more or fewer commits retained than before."""
+    """All the time, while training, checkpointing and resuming;
+
+    also with more or fewer checkpoints retained than before.
+    """
     expected = reference(made(tmp_path / "one"))
     been = always(monkeypatch)
     paths = [str(tmp_path / name) for name in ("a", "b")]
     found: list[float] = []
     for until, retained in ((3, 1), (4, 3), (6, 3), (7, 2), (STEPS, 5)):
-        run = {"resume": "latest" if found else "", "retained_commits": retained}
+        run = {"resume": "latest" if found else "", "retained_checkpoints": retained}
         with Session(tmp_path, storage={"paths": paths}, run=run) as session:
             del found[session.optimizer.steps :]
             found += session.run(until)

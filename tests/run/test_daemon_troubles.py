@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity import node
+from infinity import daemon_client
 from infinity.run import pacing
 from support.daemon_process import daemon, start, until
 from support.session import STEPS, Session, reference
@@ -91,7 +91,7 @@ def answering_garbage(runtime: Path) -> Iterator[Hook]:
     chance, ended = random.Random(5), threading.Event()
     answered = 0
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(runtime / node.SOCKET_NAME))
+        listener.bind(str(runtime / daemon_client.SOCKET_NAME))
         listener.listen(64)
         listener.settimeout(0.05)
 
@@ -129,7 +129,7 @@ def test_no_bit_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pacing, "_EVERY_SECONDS", 0.01)
-    monkeypatch.setattr(node, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(daemon_client, "_ANSWER_SECONDS", 0.2)
     runtime = tmp_path / "runtime"
     runtime.mkdir(mode=0o700)
     paths = [str(tmp_path / name) for name in ("a", "b")]
@@ -139,5 +139,5 @@ def test_no_bit_changes(
             before(step)
             losses.append(session.step())
             if step % 3 == 2:
-                session.commit()
+                session.save_checkpoint()
     assert losses == undisturbed

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import infinity
+from infinity.cleanup import end_all
 from infinity.config import Config, StorageConfig
-from infinity.ending import end_all
 from infinity.errors import ConfigError
 from infinity.run.run import Run
 from infinity.store.folder import holders
@@ -75,9 +75,9 @@ def test_a_program_may_change_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
     )
     monkeypatch.chdir(tmp_path / "elsewhere")
     step(model, optimizer)
-    optimizer.commit()
+    optimizer.save_checkpoint()
     optimizer.close()
-    assert len(list((tmp_path / "nvme").glob("*/commits/*.json"))) == 1
+    assert len(list((tmp_path / "nvme").glob("*/checkpoints/*.json"))) == 1
     assert sorted(file.name for file in tmp_path.iterdir()) == ["elsewhere", "nvme", "runtime", "trace.json"]
     assert not list((tmp_path / "elsewhere").iterdir())
 

@@ -1,4 +1,4 @@
-"""Every fault while a run goes on: what each rank says, how it ends, and that the last commit is good."""
+"""Every fault while a run goes on: what each rank says, how it ends, and that the last checkpoint is good."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_one_rank(name: str, undisturbed: list[float], tmp_path: Path) -> None:
         case.begin(session, engines[-1])
         with pytest.raises(Exception) as caught:  # noqa: PT011
             session.run()
-        if name not in ("own-mistake", "data-file-gone", "commits-folder-gone"):
+        if name not in ("own-mistake", "data-file-gone", "checkpoints-folder-gone"):
             with pytest.raises(InfinityError):
-                session.commit()
+                session.save_checkpoint()
     assert re.match(case.says, describe(caught.value)), describe(caught.value)
     if isinstance(caught.value, StorageError):
         assert caught.value.path.startswith(str(tmp_path))

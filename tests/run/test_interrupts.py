@@ -23,7 +23,7 @@ from support.train import MIB, Paging, Recipe, batch, build, make_optimizer, set
 
 RECIPE = Recipe(model="toy")
 STEPS = 5
-PLACEMENTS = ("in_backward", "in_forward", "after_backward")
+UPDATE_SCHEDULES = ("in_backward", "in_forward", "after_backward")
 
 
 def ctrl_c() -> None:
@@ -178,24 +178,28 @@ def train(model: torch.nn.Module, optimizer: Any, steps: int) -> list[float]:
     return [step(model, optimizer, number) for number in range(first, first + steps)]
 
 
-def paged(folder: Path, placement: str, cores: int = 0, **sections: Any) -> tuple[torch.nn.Module, Any]:
+def paged(folder: Path, update_schedule: str, cores: int = 0, **sections: Any) -> tuple[torch.nn.Module, Any]:
     model = build(RECIPE)
-    config = settings(folder, Paging(arena="all", placement=placement, cores=cores), 64 * MIB, **sections)
+    config = settings(
+        folder, Paging(host_cache="all", update_schedule=update_schedule, cores=cores), 64 * MIB, **sections
+    )
     return model, infinity.offload(model, make_optimizer(RECIPE, model), config)
 
 
 @pytest.mark.parametrize(("at", "cores"), [(1, 0), (3, 1)])
-@pytest.mark.parametrize("placement", ["in_forward", "after_backward"])
+@pytest.mark.parametrize("schedule", ["in_forward", "after_backward"])
 def test_a_step_is_taken_whole(
-    placement: str, at: int, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    update_schedule: str, at: int, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pressed between the units of an update, it is heard when all are updated, or none is of those that wait."""
-    model, optimizer = paged(tmp_path, placement, cores)
+    """Pressed between the FSDP modules of an update, it is heard when all are updated, or none is of those
+    that wait.
+    """
+    model, optimizer = paged(tmp_path, update_schedule, cores)
     with optimizer:
         losses = [step(model, optimizer, number) for number in range(2)]
         with monkeypatch.context() as patch:
             patch.setattr(updates, "record_function", once(updates.record_function, at))
-            if placement == "in_forward":
+            if update_schedule == "in_forward":
                 with pytest.raises(KeyboardInterrupt):
                     models.loss_of(model, batch(model, 2))
                 losses.append(step(model, optimizer, 2))
@@ -206,30 +210,33 @@ def test_a_step_is_taken_whole(
                     optimizer.step()
                 optimizer.zero_grad()
                 losses.append(loss.item())
-        optimizer.commit()
+        optimizer.save_checkpoint()
         losses += [step(model, optimizer, number) for number in range(3, STEPS)]
         assert optimizer.steps == STEPS
     assert losses == in_memory()
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("schedule", UPDATE_SCHEDULES)
 def test_what_is_raised_all_the_same_ends_the_run(
-    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    update_schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A handler of another signal, or a second Ctrl-C: some units would be a step ahead, so nothing is committed."""
+    """A handler of another signal, or a second Ctrl-C:
+
+    some FSDP modules would be a step ahead, so nothing is checkpointed.
+    """
 
     def fail(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    model, optimizer = paged(tmp_path, placement)
+    model, optimizer = paged(tmp_path, update_schedule)
     train(model, optimizer, 2)
     monkeypatch.setattr(updates, "record_function", fail)
     with pytest.raises(KeyboardInterrupt):
         train(model, optimizer, 2)
     monkeypatch.undo()
     with pytest.raises(InfinityError):
-        optimizer.commit()
-    with pytest.raises(InfinityError, match="interrupted by KeyboardInterrupt; resume from the last commit"):
+        optimizer.save_checkpoint()
+    with pytest.raises(InfinityError, match="interrupted by KeyboardInterrupt; resume from the last checkpoint"):
         train(model, optimizer, 1)
     optimizer.close()
 
@@ -245,10 +252,10 @@ def test_pages_are_released_and_the_lock_too(tmp_path: Path, monkeypatch: pytest
                 with pytest.raises(KeyboardInterrupt):
                     models.loss_of(model, batch(model, 2))
             pager = optimizer.run.pager
-            assert not any(state.pins for state in pager._frames.pages)
+            assert not any(state.pins for state in pager._cache_slots.pages)
             assert not pager.transfers.lock._is_owned()  # type: ignore[attr-defined]
         losses += [step(model, optimizer, number) for number in range(2, STEPS)]
-        optimizer.commit()
+        optimizer.save_checkpoint()
     assert losses == in_memory()
 
 

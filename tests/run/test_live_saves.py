@@ -1,4 +1,7 @@
-"""Saves of a run that trains: what a commit would be exported to, to the bit, and training goes on as if without."""
+"""Saves of a run that trains:
+
+what a checkpoint would be exported to, to the bit, and training goes on as if without.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 import infinity
-from infinity.checkpoint.reader import CommitReader
-from infinity.errors import CommitError, ConfigError, InfinityError, StorageError, UnsupportedError
+from infinity.checkpoint.reader import CheckpointReader
+from infinity.errors import CheckpointError, ConfigError, InfinityError, StorageError, UnsupportedError
 from infinity.formats.dcp import DcpExport
 from infinity.formats.safetensors import export_safetensors
 from infinity.fsdp.shard_io import ShardIO
@@ -44,12 +47,12 @@ HALF, WHOLE = 2, 4
 FILE = 64 * KIB
 NOTE = {"epoch": 1, "rates": (0.5, {"b": 2, "a": 1})}
 RECIPES = {
-    "in_forward": (Recipe(model="llama", clip=0.5, steps=WHOLE), Paging(arena="least")),
-    "in_backward": (Recipe(model="tied", policy="fp32", steps=WHOLE), Paging(arena="middle")),
-    "after_backward": (Recipe(model="gpt2", clip=0.5, steps=WHOLE), Paging(placement="after_backward")),
-    "frozen": (Recipe(model="frozen", clip=0.5, steps=WHOLE), Paging(arena="least")),
-    "split": (Recipe(model="toy", clip=0.5, groups=True, steps=WHOLE), Paging(arena="least", format="split")),
-    "nadam": (Recipe(model="buffered", optimizer="nadam", clip=0.5, steps=WHOLE), Paging(arena="least")),
+    "in_forward": (Recipe(model="llama", clip=0.5, steps=WHOLE), Paging(host_cache="least")),
+    "in_backward": (Recipe(model="tied", policy="fp32", steps=WHOLE), Paging(host_cache="middle")),
+    "after_backward": (Recipe(model="gpt2", clip=0.5, steps=WHOLE), Paging(update_schedule="after_backward")),
+    "frozen": (Recipe(model="frozen", clip=0.5, steps=WHOLE), Paging(host_cache="least")),
+    "split": (Recipe(model="toy", clip=0.5, groups=True, steps=WHOLE), Paging(host_cache="least", format="split")),
+    "nadam": (Recipe(model="buffered", optimizer="nadam", clip=0.5, steps=WHOLE), Paging(host_cache="least")),
 }
 
 
@@ -86,10 +89,10 @@ def compare(name: str, folder: str) -> list[str]:
         files += optimizer.save_dcp(place / "live-dcp", extra=NOTE, file_bytes=FILE)
         wrong += [f"{file} is not there" for file in files if not file.is_file()]
         wrong += [] if torch.equal(random, torch.get_rng_state()) else ["random numbers were drawn"]
-        optimizer.commit(NOTE)
+        optimizer.save_checkpoint(NOTE)
         if dist.get_rank() == 0:
-            export_safetensors(CommitReader(run.folder), place / "export", file_bytes=FILE)
-            DcpExport(CommitReader(run.folder)).write(place / "export-dcp", file_bytes=FILE)
+            export_safetensors(CheckpointReader(run.folder), place / "export", file_bytes=FILE)
+            DcpExport(CheckpointReader(run.folder)).write(place / "export-dcp", file_bytes=FILE)
             pairs = [(contents(place / f"live{kind}"), contents(place / f"export{kind}")) for kind in ("", "-dcp")]
             wrong += [f"{live.keys()} differ from {export.keys()}" for live, export in pairs if live != export]
             wrong += ["one file only"] if min(len(live) for live, _ in pairs) < 2 else []
@@ -101,7 +104,7 @@ def compare(name: str, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", all_but(RECIPES, "after_backward", "nadam"))
-def test_it_is_what_a_commit_is_exported_to(name: str, tmp_path: Path) -> None:
+def test_it_is_what_a_checkpoint_is_exported_to(name: str, tmp_path: Path) -> None:
     """Byte for byte, and no step after it is another one than in memory."""
     assert compare(name, str(tmp_path)) == []
 
@@ -133,7 +136,7 @@ def test_conversions_and_companions(tmp_path: Path) -> None:
 def test_bad_calls_are_refused(tmp_path: Path) -> None:
     """Before anything is written, with what to do; the run is as it was."""
     recipe = Recipe(model="llama", steps=2, clip=0.5)
-    with offloaded(recipe, Paging(arena="least"), tmp_path) as (model, optimizer):
+    with offloaded(recipe, Paging(host_cache="least"), tmp_path) as (model, optimizer):
         train(recipe, model, optimizer, Outcome())
         loss = models.loss_of(model, torch.zeros(1, 8, dtype=torch.long))
         loss.backward()
@@ -150,7 +153,7 @@ def test_bad_calls_are_refused(tmp_path: Path) -> None:
             optimizer.save_pretrained(tmp_path / "out", file_bytes=0)
         with pytest.raises(ConfigError, match=r"companions .*nowhere' is not a folder"):
             optimizer.save_pretrained(tmp_path / "out", companions=tmp_path / "nowhere")
-        with pytest.raises(CommitError, match="extra"):
+        with pytest.raises(CheckpointError, match="extra"):
             optimizer.save_dcp(tmp_path / "out", extra={"a": object()})
         assert not (tmp_path / "out").exists()
         optimizer.save_dcp(tmp_path / "out")
@@ -160,7 +163,7 @@ def full_drive(folder: str) -> list[Any]:
     """Save onto a drive that is full, then onto one that is not, and go on. Runs on every rank."""
     recipe, place, found = Recipe(model="toy", clip=0.5, steps=WHOLE), Path(folder), Outcome()
     said = []
-    with offloaded(recipe, Paging(arena="least"), place) as (model, optimizer):
+    with offloaded(recipe, Paging(host_cache="least"), place) as (model, optimizer):
         train(part(recipe, HALF), model, optimizer, found)
         original = os.fsync
 
@@ -203,7 +206,7 @@ def failing_read(folder: str) -> str:
     fault = Fault(kind=FaultKind.EIO, op=Op.READ)
     with faulty(fault, on=False) as engines:
         try:
-            with offloaded(recipe, Paging(arena="least"), place) as (model, optimizer):
+            with offloaded(recipe, Paging(host_cache="least"), place) as (model, optimizer):
                 train(recipe, model, optimizer, Outcome())
                 engines[-1].on = dist.get_rank() == 1
                 optimizer.save_pretrained(place / "out")
@@ -239,7 +242,7 @@ class Alive:
 def test_memory_is_that_of_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the size of the model, and beyond what may be loaded outside of the plan."""
     recipe = Recipe(model="llama", steps=1)
-    with offloaded(recipe, Paging(arena="least"), tmp_path) as (model, optimizer):
+    with offloaded(recipe, Paging(host_cache="least"), tmp_path) as (model, optimizer):
         train(recipe, model, optimizer, Outcome())
         largest = max(param.nbytes for param in model.parameters())
         whole = sum(param.nbytes for param in model.parameters())
@@ -255,7 +258,7 @@ def test_memory_is_that_of_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_habits_work_streamed_or_say_what_to_call(tmp_path: Path) -> None:
     """What a loop over a model in memory does to save it."""
     recipe = Recipe(model="llama", steps=1)
-    with offloaded(recipe, Paging(arena="least"), tmp_path) as (model, optimizer):
+    with offloaded(recipe, Paging(host_cache="least"), tmp_path) as (model, optimizer):
         train(recipe, model, optimizer, Outcome())
         expected = {name: param.full_tensor().clone() for name, param in model.state_dict().items()}
         torch.save(model.state_dict(), tmp_path / "small.pt")

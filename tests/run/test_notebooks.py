@@ -117,8 +117,8 @@ def test_an_exception_keeps_nothing_open(notebook: Notebook) -> None:
     notebook.cell("def train(net, optimizer):\n    loss_of(net, tokens()).backward()\n    raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
         notebook.cell("train(model, optimizer)")
-    frame = sys.last_traceback.tb_next.tb_next.tb_frame  # type: ignore[union-attr]
-    assert "net" in frame.f_locals
+    cache_slot = sys.last_traceback.tb_next.tb_next.tb_frame  # type: ignore[union-attr]
+    assert "net" in cache_slot.f_locals
     assert notebook.builds_again()
 
 
@@ -171,12 +171,12 @@ def test_a_variable_of_a_module_is_named(notebook: Notebook, monkeypatch: pytest
         notebook.cell(BUILD)
 
 
-def test_a_commit_stays_and_other_folders_are_left_alone(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_checkpoint_stays_and_other_folders_are_left_alone(notebook: Notebook, tmp_path: Path) -> None:
     """What is closed on the way is closed as ever."""
     (tmp_path / "other").mkdir()
     notebook.names["elsewhere"] = lambda model: paged(model, tmp_path / "other")
-    notebook.cell("kept = optimizer; kept.commit(); other = build(); optimizer = elsewhere(other)")
-    notebook.cell("loss_of(model, tokens()).backward(); kept.step(); kept.commit()")
+    notebook.cell("kept = optimizer; kept.save_checkpoint(); other = build(); optimizer = elsewhere(other)")
+    notebook.cell("loss_of(model, tokens()).backward(); kept.step(); kept.save_checkpoint()")
     notebook.cell("model = build(); paged(model)")
     assert len(runs_in(tmp_path)) == 2
     notebook.cell("loss_of(other, tokens()).backward(); optimizer.step()")

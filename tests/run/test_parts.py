@@ -86,18 +86,18 @@ def delay_copy(patch: pytest.MonkeyPatch, model: torch.nn.Module) -> float:
 
 
 @pytest.mark.parametrize(
-    ("slow", "placement"),
+    ("slow", "schedule"),
     in_turn(
         [("compute", delay_compute), ("update", delay_update), ("copy", delay_copy), ("python", None)],
         ["in_backward", "in_forward", "after_backward"],
     ),
 )
 def test_what_is_slow_shows_in_its_part(
-    slow: tuple[str, Any], placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slow: tuple[str, Any], update_schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sleeps in forward, in updates, beside copies and in the user's loop."""
     part, delay = slow
-    with offloaded(RECIPE, Paging(arena="all", placement=placement), tmp_path) as (model, optimizer):
+    with offloaded(RECIPE, Paging(host_cache="all", update_schedule=update_schedule), tmp_path) as (model, optimizer):
         train(RECIPE, model, optimizer, Outcome())
         added = STEPS * (delay(monkeypatch, model) if delay else 5 * SLOW)
         # Parts add up to the clock, so what is in this one is in no other.
@@ -105,13 +105,16 @@ def test_what_is_slow_shows_in_its_part(
 
 
 @pytest.mark.parametrize(
-    ("op", "parts"), [(Op.READ, {"read_stall"}), (Op.WRITE, {"read_stall", "write_stall", "arena_stall"})]
+    ("op", "parts"), [(Op.READ, {"read_stall"}), (Op.WRITE, {"read_stall", "write_stall", "host_cache_stall"})]
 )
 def test_a_slow_drive_shows_as_stalls_of_its_direction(op: Op, parts: set[str], tmp_path: Path) -> None:
-    """SLOW of the fault engine, in the smallest arena."""
+    """SLOW of the fault engine, in the smallest host cache."""
     with (
         faulty(Fault(kind=FaultKind.SLOW, op=op, seconds=0.06), on=False) as engines,
-        offloaded(RECIPE, Paging(arena="least", placement="in_backward", cores=0), tmp_path) as (model, optimizer),
+        offloaded(RECIPE, Paging(host_cache="least", update_schedule="in_backward", cores=0), tmp_path) as (
+            model,
+            optimizer,
+        ),
     ):
         train(RECIPE, model, optimizer, Outcome())
         before = spent(model, optimizer)
@@ -119,7 +122,8 @@ def test_a_slow_drive_shows_as_stalls_of_its_direction(op: Op, parts: set[str], 
         after = spent(model, optimizer)
         grown = {part: after[part] - before[part] for part in PARTS}
         # The part that grew most, as on a busy machine all grow. A page cannot be used before its read ends, whatever
-        # else it waits for; reads wait for frames too, and frames for writes: the thread then stands at the read.
+        # else it waits for; reads wait for cache slots too, and cache slots for writes: the thread then stands at the
+        # read.
         assert max(PARTS, key=grown.__getitem__) in parts
         assert sum(grown[part] for part in parts) > 0.1
 
@@ -127,7 +131,7 @@ def test_a_slow_drive_shows_as_stalls_of_its_direction(op: Op, parts: set[str], 
 def late(folder: str, clip: bool, slow: float) -> dict[str, float]:
     """Train on two ranks of which the second is late in every layer's forward; return seconds by part."""
     recipe = Recipe(model="even", steps=2, clip=0.5 if clip else None)
-    with offloaded(recipe, Paging(arena="all"), Path(folder)) as (model, optimizer):
+    with offloaded(recipe, Paging(host_cache="all"), Path(folder)) as (model, optimizer):
         train(recipe, model, optimizer, Outcome())
         if dist.get_rank() == 1:
             delay_compute(pytest.MonkeyPatch(), model, slow)
@@ -138,7 +142,7 @@ def late(folder: str, clip: bool, slow: float) -> dict[str, float]:
 def test_a_late_rank_shows_as_compute_there_and_as_collective_elsewhere(
     clip: bool, tmp_path: Path, pair: RankPool
 ) -> None:
-    """FSDP2 on CPU waits in the all-gather of the next unit."""
+    """FSDP2 on CPU waits in the all-gather of the next FSDP module."""
     for slow in (SLOW, 10 * SLOW, 100 * SLOW):  # the prompt rank is late as well where others have the processor
         prompt, tardy = pair.run(late, str(tmp_path), clip, slow)
         added = STEPS * slow * 6
@@ -152,7 +156,7 @@ def test_a_late_rank_shows_as_compute_there_and_as_collective_elsewhere(
 def norm_seconds(folder: str, slow: float) -> list[float]:
     """Let the second rank be late for the norm; return the seconds of collectives of the step, before and with it."""
     recipe = Recipe(model="even", steps=2, clip=0.5)
-    with offloaded(recipe, Paging(arena="all"), Path(folder)) as (model, optimizer):
+    with offloaded(recipe, Paging(host_cache="all"), Path(folder)) as (model, optimizer):
         train(recipe, model, optimizer, Outcome())
         models.loss_of(model, batch(model, 0)).backward()
         dist.barrier()
@@ -172,22 +176,25 @@ def test_the_norm_is_a_collective(tmp_path: Path, pair: RankPool) -> None:
     assert prompt > 0.8 > tardy
 
 
-@pytest.mark.parametrize("placement", one_of(2, ["in_backward", "in_forward", "after_backward"]))
-def test_the_timeline_has_every_byte_and_every_stall(placement: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", one_of(2, ["in_backward", "in_forward", "after_backward"]))
+def test_the_timeline_has_every_byte_and_every_stall(update_schedule: str, tmp_path: Path) -> None:
     """Bytes by path and direction as counted, stalls as booked; all within the run."""
     file = tmp_path / "timeline.json"
     began = time.perf_counter()
     with (
         faulty(Fault(kind=FaultKind.SLOW, probability=0.2, seconds=0.01)),
         offloaded(
-            RECIPE, Paging(arena="least", placement=placement, paths=2), tmp_path, telemetry={"timeline": str(file)}
+            RECIPE,
+            Paging(host_cache="least", update_schedule=update_schedule, paths=2),
+            tmp_path,
+            telemetry={"timeline": str(file)},
         ) as (model, optimizer),
     ):
         stats = optimizer.run.stats
         train(Recipe(model="even", steps=5), model, optimizer, Outcome())
-        optimizer.commit()
+        optimizer.save_checkpoint()
         optimizer.drain()
-        names = [unit.name for unit in optimizer.run.layout.units]
+        names = [fsdp_module.name for fsdp_module in optimizer.run.layout.fsdp_modules]
         steps = [f"step {record.step}" for record in optimizer.records]
     ended = time.perf_counter()
     tree = json.loads(file.read_text())
@@ -202,17 +209,17 @@ def test_the_timeline_has_every_byte_and_every_stall(placement: str, tmp_path: P
             )
             traced = sum(event["args"]["bytes"] for event in spans if event["cat"] == f"{device} {op}")
             assert traced == counted > 0
-    for cause in ("read", "write", "arena"):
+    for cause in ("read", "write", "host_cache"):
         booked = sum(
             stats.snapshot().value("stall_seconds_total", phase=phase, cause=cause)
-            for phase in ("forward", "backward", "update", "commit", "other")
+            for phase in ("forward", "backward", "update", "checkpoint", "other")
         )
         traced = sum(event["dur"] for event in spans if event["name"] == f"{cause} stall") / 1e6
         assert traced == pytest.approx(booked, abs=1e-4)
     assert [event["name"] for event in spans if event["name"].startswith("step ")] == steps
     assert {event["args"]["of"] for event in spans if event["name"] == "update" and event["args"]} == set(names)
     assert {event["args"].get("of") for event in spans if event["name"] == "compute"} >= set(names)
-    assert any(event["name"] == "commit" for event in spans)
+    assert any(event["name"] == "checkpoint" for event in spans)
     nested(spans)
 
 
@@ -230,6 +237,6 @@ def nested(spans: list[dict[str, Any]]) -> None:
 
 def test_without_a_timeline_nothing_is_kept(tmp_path: Path) -> None:
     """Off by default."""
-    with offloaded(RECIPE, Paging(arena="least"), tmp_path) as (model, optimizer):
+    with offloaded(RECIPE, Paging(host_cache="least"), tmp_path) as (model, optimizer):
         train(RECIPE, model, optimizer, Outcome())
         assert optimizer.run.timeline is None

@@ -21,7 +21,7 @@ from support import models
 from support.ranks import RankPool
 from support.train import KIB, MIB, Paging, Recipe, batch, make_optimizer, offloaded, settings
 
-IN_BACKWARD = Paging(arena="all", placement="in_backward")
+IN_BACKWARD = Paging(host_cache="all", update_schedule="in_backward")
 
 
 def backward(model: nn.Module, seed: int = 0) -> None:
@@ -44,7 +44,7 @@ def refuse(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, **s
         ({"memory": {"host_byte": 1}}, "memory.host_byte", "memory.host_bytes"),
         ({"storage": {"path": ["/x"]}}, "storage.path", "storage.paths"),
         ({"storege": {}}, "storege", "storage"),
-        ({"update": {"placment": "auto"}}, "update.placment", "update.placement"),
+        ({"update": {"placment": "auto"}}, "update.placment", "update.schedule"),
         ({"run": {"resum": "latest"}}, "run.resum", "run.resume"),
     ],
 )
@@ -131,10 +131,10 @@ def test_the_size_that_a_refusal_suggests_is_accepted(page: int, tmp_path: Path)
     infinity.offload(model, optimizer, tree).close()
 
 
-@pytest.mark.parametrize("frames", range(8, 40))
-def test_a_printed_size_can_be_typed_in(frames: int) -> None:
+@pytest.mark.parametrize("cache_slots", range(8, 40))
+def test_a_printed_size_can_be_typed_in(cache_slots: int) -> None:
     """Sizes in messages are sizes that the settings take, without exponents."""
-    size = frames * 64 * KIB
+    size = cache_slots * 64 * KIB
     text = format_size(size)
     assert "e" not in text.split()[0]
     assert abs(parse_size(text) - size) < 0.01 * size
@@ -258,7 +258,7 @@ def test_clipping_after_updates_in_backward_is_refused(tmp_path: Path) -> None:
     with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
         train_one(model, optimizer)
         backward(model)
-        with pytest.raises(InfinityError, match=r"clip_grad_norm_.*update\.placement"):
+        with pytest.raises(InfinityError, match=r"clip_grad_norm_.*update\.update_schedule"):
             optimizer.clip_grad_norm_(1.0)
 
 
@@ -276,7 +276,7 @@ def test_a_second_backward_after_updates_in_backward_is_refused(tmp_path: Path) 
     with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
         train_one(model, optimizer)
         backward(model)
-        with pytest.raises(InfinityError, match=r"several backward passes per step.*update\.placement"):
+        with pytest.raises(InfinityError, match=r"several backward passes per step.*update\.update schedule"):
             backward(model, 1)
 
 
@@ -295,7 +295,7 @@ def test_dropping_gradients_after_updates_in_backward_is_refused(tmp_path: Path)
     with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
         train_one(model, optimizer)
         backward(model)
-        with pytest.raises(InfinityError, match=r"zero_grad.*update\.placement"):
+        with pytest.raises(InfinityError, match=r"zero_grad.*update\.update_schedule"):
             optimizer.zero_grad()
 
 
@@ -305,7 +305,10 @@ def test_dropping_gradients_is_as_if_they_never_came(tmp_path: Path) -> None:
     reference = models.build("toy")
     in_memory = make_optimizer(recipe, reference)
     train_one(reference, in_memory)
-    with offloaded(recipe, Paging(arena="least", placement="after_backward"), tmp_path) as (model, optimizer):
+    with offloaded(recipe, Paging(host_cache="least", update_schedule="after_backward"), tmp_path) as (
+        model,
+        optimizer,
+    ):
         train_one(model, optimizer)
         backward(model, 5)
         optimizer.zero_grad()
@@ -317,36 +320,36 @@ def test_dropping_gradients_is_as_if_they_never_came(tmp_path: Path) -> None:
 
 def test_a_norm_that_is_not_finite_is_an_error_on_demand(tmp_path: Path) -> None:
     """The same error as torch's own."""
-    with offloaded(Recipe(model="toy"), Paging(placement="after_backward"), tmp_path) as (model, optimizer):
+    with offloaded(Recipe(model="toy"), Paging(update_schedule="after_backward"), tmp_path) as (model, optimizer):
         (models.loss_of(model, batch(model, 0)) * float("inf")).backward()
         with pytest.raises(RuntimeError, match="non-finite"):
             optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
-@pytest.mark.parametrize("placement", ["after_backward", "in_backward"])
-def test_a_commit_with_pending_gradients_is_refused(placement: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["after_backward", "in_backward"])
+def test_a_checkpoint_with_pending_gradients_is_refused(update_schedule: str, tmp_path: Path) -> None:
     """It would hold half a step."""
-    with offloaded(Recipe(model="toy"), Paging(placement=placement), tmp_path) as (model, optimizer):
+    with offloaded(Recipe(model="toy"), Paging(update_schedule=update_schedule), tmp_path) as (model, optimizer):
         train_one(model, optimizer)
         backward(model)
-        with pytest.raises(InfinityError, match=r"commit\(\) between backward and step"):
-            optimizer.commit()
+        with pytest.raises(InfinityError, match=r"checkpoint\(\) between backward and step"):
+            optimizer.save_checkpoint()
         optimizer.step()
-        optimizer.commit()
+        optimizer.save_checkpoint()
 
 
 def test_a_shard_above_the_limit_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that names the way out instead of exhausting memory."""
     with offloaded(Recipe(model="toy"), Paging(), tmp_path) as (model, optimizer):
         monkeypatch.setattr(optimizer._reader._shards, "_load_limit", 1000)
-        with pytest.raises(UnsupportedError, match=r"head\.weight.*commit"):
+        with pytest.raises(UnsupportedError, match=r"head\.weight.*checkpoint"):
             model.head.weight.full_tensor().clone()
 
 
 def test_the_state_dict_of_the_optimizer_is_refused(tmp_path: Path) -> None:
     """With the ways that exist; the model's own state dict works."""
     with offloaded(Recipe(model="toy"), Paging(), tmp_path) as (model, optimizer):
-        with pytest.raises(UnsupportedError, match=r"commit\(\).*read_state"):
+        with pytest.raises(UnsupportedError, match=r"checkpoint\(\).*read_state"):
             optimizer.state_dict()
         with pytest.raises(UnsupportedError, match=r"run\.resume"):
             optimizer.load_state_dict({})
@@ -362,7 +365,12 @@ def test_a_closed_optimizer_is_refused(tmp_path: Path) -> None:
     with offloaded(Recipe(model="toy"), Paging(), tmp_path) as (_, optimizer):
         pass
     optimizer.close()
-    for call in (optimizer.step, optimizer.zero_grad, optimizer.commit, lambda: optimizer.clip_grad_norm_(1.0)):
+    for call in (
+        optimizer.step,
+        optimizer.zero_grad,
+        optimizer.save_checkpoint,
+        lambda: optimizer.clip_grad_norm_(1.0),
+    ):
         with pytest.raises(InfinityError, match="closed"):
             call()
 

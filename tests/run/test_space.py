@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 import infinity
-from infinity import node
+from infinity import daemon_client
 from infinity.content.format import Role
+from infinity.daemon_client import NodeDaemon
 from infinity.errors import BudgetError, ConfigError
-from infinity.node import NodeDaemon
-from infinity.run import space
+from infinity.run import space_reservation
 from infinity.store.extents import SPARE_SLOTS, file_sizes
-from infinity.store.pages import lay_out
+from infinity.store.page_store import lay_out
 from support import models
 from support.daemon_process import daemon, talk
 from support.session import Session, draw
@@ -32,13 +32,13 @@ def test_space_is_reserved_while_it_is_allocated_and_no_longer(tmp_path: Path, m
     runtime.mkdir()
     (tmp_path / "nvme").mkdir()
     seen: list[list[str]] = []
-    reserve = space.reserve
+    reserve = space_reservation.reserve
 
     def looking(file: Path, size: int) -> None:
         seen.append(reserved(runtime))
         reserve(file, size)
 
-    monkeypatch.setattr(space, "reserve", looking)
+    monkeypatch.setattr(space_reservation, "reserve", looking)
     with daemon(runtime):
         config = settings(tmp_path / "nvme", Paging(paths=2), 64 << 20)
         config["telemetry"] = {"runtime_dir": str(runtime)}
@@ -54,8 +54,8 @@ def test_space_is_reserved_while_it_is_allocated_and_no_longer(tmp_path: Path, m
 
 def test_a_refusal_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked again for a while: who is allocating counts twice until that has ended."""
-    monkeypatch.setattr(node, "_PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(node, "_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(daemon_client, "_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(daemon_client, "_PAUSE_SECONDS", 0.02)
     asked: list[str] = []
 
     def refusing(_: NodeDaemon, op: str, values: object) -> dict[str, object]:
@@ -111,29 +111,29 @@ def test_gradients_take_space_where_steps_store_them(clips: bool, tmp_path: Path
                     if optimizer.steps == until:  # before, gradients that are dead by now may still be written
                         assert now == bare or clips
                         assert optimizer.run.stats.snapshot().value("tier_capacity_bytes", tier="nvme") == now
-                session.commit()
+                session.save_checkpoint()
     assert losses["once"] == losses["twice"]
 
 
-def test_a_run_without_room_for_commits(tmp_path: Path) -> None:
-    """It takes half of the space, and says so before a commit is begun; what it goes on from stays."""
+def test_a_run_without_room_for_checkpoints(tmp_path: Path) -> None:
+    """It takes half of the space, and says so before a checkpoint is begun; what it goes on from stays."""
     sizes = {}
     for retained in (0, 1):
         (folder := tmp_path / str(retained)).mkdir()
-        with Session(folder, run={"retained_commits": retained}) as session:
+        with Session(folder, run={"retained_checkpoints": retained}) as session:
             session.step()
             session.step()
             if retained:
-                session.commit()
+                session.save_checkpoint()
             else:
-                with pytest.raises(ConfigError, match="no room for a commit"):
-                    session.commit()
+                with pytest.raises(ConfigError, match="no room for a checkpoint"):
+                    session.save_checkpoint()
             sizes[retained] = sum(file.stat().st_size for file in folder.rglob("*.pages"))
             state = session.optimizer.run.layout.state_bytes
     assert sizes[1] - sizes[0] == state
-    with Session(folder, run={"retained_commits": 0, "resume": "latest"}) as session:
+    with Session(folder, run={"retained_checkpoints": 0, "resume": "latest"}) as session:
         session.step()
-        with pytest.raises(ConfigError, match="no room for a commit"):
-            session.commit()
+        with pytest.raises(ConfigError, match="no room for a checkpoint"):
+            session.save_checkpoint()
     with Session(folder, run={"resume": "latest"}) as session:
         assert session.optimizer.steps == 2

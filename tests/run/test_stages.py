@@ -16,7 +16,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import InfinityError
-from infinity.memory.arena import Arena
+from infinity.memory.host_cache import HostCache
 from infinity.store.folder import holders
 from support import models
 from support.ranks import RankPool
@@ -29,7 +29,7 @@ STAGES = (
     "place._agree_on_shares",
     "run.Peers",
     "space.reserve",
-    "run.Arena",
+    "run.HostCache",
     "run.open_engine",
     "run._stats_page",
     "run.Ledger",
@@ -38,11 +38,11 @@ STAGES = (
     "run.UpdateWorker",
     "run.StepPlanner",
     "fill.ModuleInitialiser",
-    "offload.GivenOptimizer",
+    "offload.BaseOptimizer",
     "offload.StepRunner",
     "offload.ShardIO",
-    "commits.CommitRoom",
-    "commits.Committer.reserve",
+    "checkpoints.CheckpointSpace",
+    "checkpoints.CheckpointWriter.reserve",
     "fill.OwnValues.check",
     "fill.OwnValues.values",
     "offload.ShardIO.initialise",
@@ -61,7 +61,7 @@ class PlantedError(InfinityError):
     """What a stage fails with."""
 
 
-def left_open(before: set[str], folder: Path, model: nn.Module, arenas: list[weakref.ref[Arena]]) -> list[str]:
+def left_open(before: set[str], folder: Path, model: nn.Module, host_caches: list[weakref.ref[HostCache]]) -> list[str]:
     """Return what a start has left open."""
     gc.collect()
     found = [f"thread {name}" for name in {thread.name for thread in threading.enumerate()} - before]
@@ -74,7 +74,7 @@ def left_open(before: set[str], folder: Path, model: nn.Module, arenas: list[wea
     found += [f"hook of {name}" for name, module in model.named_modules() if ours(module._forward_pre_hooks.values())]
     hooks = {name: param._post_accumulate_grad_hooks or {} for name, param in model.named_parameters()}
     found += [f"hook of {name}" for name, of_param in hooks.items() if ours(of_param.values())]
-    return found + ["arena" for arena in arenas if arena() is not None]
+    return found + ["host_cache" for host_cache in host_caches if host_cache() is not None]
 
 
 def ours(hooks: Any) -> bool:
@@ -96,19 +96,19 @@ def start(stage: str, folder: str) -> list[str]:
     optimizer = make_optimizer(RECIPE, model)
     config = settings(where, Paging(), 64 * MIB)
     before = {thread.name for thread in threading.enumerate()}
-    arenas: list[weakref.ref[Arena]] = []
-    made = Arena.__init__
+    host_caches: list[weakref.ref[HostCache]] = []
+    made = HostCache.__init__
 
-    def note(self: Arena, *args: Any, **kwargs: Any) -> None:
+    def note(self: HostCache, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
-        arenas.append(weakref.ref(self))
+        host_caches.append(weakref.ref(self))
 
     def fail(*_: Any, **__: Any) -> None:
         raise PlantedError(f"{stage} fails")
 
     wrong = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Arena, "__init__", note)
+        patch.setattr(HostCache, "__init__", note)
         if dist.get_rank() == dist.get_world_size() - 1:
             patch.setattr(f"infinity.run.{module}.{name}", fail)
         try:
@@ -117,7 +117,7 @@ def start(stage: str, folder: str) -> list[str]:
         except InfinityError as error:
             if f"{stage} fails" not in str(error):
                 wrong.append(f"it says {error}")
-    wrong += left_open(before, where, model, arenas)
+    wrong += left_open(before, where, model, host_caches)
     dist.barrier()
     model = build(RECIPE)
     with infinity.offload(model, make_optimizer(RECIPE, model), config) as paged:
@@ -133,7 +133,7 @@ def test_a_stage_that_fails_leaves_nothing(stage: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "stage", ["place.FolderLock.acquire", "run.Arena", "fill.OwnValues.values", "offload.Attachment"]
+    "stage", ["place.FolderLock.acquire", "run.HostCache", "fill.OwnValues.values", "offload.Attachment"]
 )
 def test_a_stage_that_fails_on_one_rank_leaves_nothing_on_any(stage: str, pair: RankPool, tmp_path: Path) -> None:
     """The other rank says why, and waits for nobody."""

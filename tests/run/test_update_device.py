@@ -1,4 +1,4 @@
-"""Where pages are updated: what is asked for, what a commit says, or what is faster."""
+"""Where pages are updated: what is asked for, what a checkpoint says, or what is faster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.memory import device as room
 from infinity.memory.device import AcceleratorDevice, CpuDevice, CudaDevice, Device
-from infinity.optim.worker import UpdateWorker
+from infinity.optim.update_thread import UpdateWorker
 from infinity.run import update_device
 from infinity.run.update_device import choose_update_device
 from support.layouts import transformer
@@ -59,9 +59,9 @@ def test_the_cpu_updates_what_it_computes(worker: UpdateWorker) -> None:
 
 
 @pytest.mark.parametrize("before", ["cpu", "cuda"])
-def test_a_commit_is_continued_where_it_was_updated(before: str, worker: UpdateWorker) -> None:
+def test_a_checkpoint_is_continued_where_it_was_updated(before: str, worker: UpdateWorker) -> None:
     """Another device has other bits."""
-    assert chosen(worker, GPU, before=before) == (before == "cuda", "as in the commit that is continued")
+    assert chosen(worker, GPU, before=before) == (before == "cuda", "as in the checkpoint that is continued")
 
 
 @pytest.mark.parametrize(("link", "host", "there"), [(0.1e-9, 0.5e-9, True), (2e-9, 0.5e-9, False)])

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from infinity.io.drives import locate
-from infinity.node import NodeDaemon
-from infinity.run import wear
-from infinity.run.wear import WearWarning
+from infinity.daemon_client import NodeDaemon
+from infinity.io.block_devices import locate
+from infinity.run import wear_warning
+from infinity.run.wear_warning import WearWarning
 from infinity.telemetry import Stats
 from support.daemon_process import daemon, until
 from support.session import Session
@@ -83,10 +83,10 @@ def test_steps_are_measured_from_the_second_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For all ranks of the node, until there are enough; the thread ends when it has asked."""
-    monkeypatch.setattr(wear, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(wear_warning, "_LOOK_SECONDS", 0.001)
     first, many = 500.0 * TB, 0.5 * TB  # what was filled and recorded, and what a step writes from then on
     moments = [
-        wear._Moment(time=seconds, steps=steps, written=[written, 0.0])
+        wear_warning._Moment(time=seconds, steps=steps, written=[written, 0.0])
         for seconds, steps, written in (
             (0, 0, 0.0), (3600, 1, first), (7200, 2, first), (7210, 9, first + 7 * many),
             (7200 + 86_400, 4, first + many), (7200 + 5 * 86_400, 12, first + 10 * many), (9e9, 99, 9e30),
@@ -107,7 +107,7 @@ def test_a_run_is_warned_by_the_daemon_of_its_node(
 ) -> None:
     """By what infinityd was told of the drive; the drive itself is named."""
     for name, value in {"_LOOK_SECONDS": 0.001, "_STEPS": 1, "_SECONDS": 0.0}.items():
-        monkeypatch.setattr(wear, name, value)
+        monkeypatch.setattr(wear_warning, name, value)
     runtime, nvme = tmp_path / "run", tmp_path / "nvme"
     for folder in (runtime, nvme):
         folder.mkdir(mode=0o700)
@@ -131,7 +131,7 @@ def test_without_a_daemon_a_run_trains_and_says_nothing(
 ) -> None:
     """It has asked once."""
     for name, value in {"_LOOK_SECONDS": 0.001, "_STEPS": 1, "_SECONDS": 0.0}.items():
-        monkeypatch.setattr(wear, name, value)
+        monkeypatch.setattr(wear_warning, name, value)
     asked = []
     original = NodeDaemon.ask
 

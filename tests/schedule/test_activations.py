@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.content.layout import Page
+from infinity.deadline import wait_a_while
 from infinity.errors import BudgetError, StallError, StorageError
-from infinity.memory.arena import Arena
 from infinity.memory.device import open_device
-from infinity.schedule.activations import ActivationPages, Kept
+from infinity.memory.host_cache import HostCache
+from infinity.schedule.activation_pages import ActivationPages, StoredActivation
 from infinity.schedule.stack import page_lengths
 from infinity.schedule.transfers import Transfers
-from infinity.waiting import wait_a_while
 from support.late_copies import late_copies
 
 PAGE = 8192
-FRAMES = 6
+CACHE_SLOTS = 6
 SPARE = 2
 
 
@@ -93,10 +93,10 @@ class Observer:
 @contextmanager
 def opened(store: Memory | None, timeout: float = 20) -> Iterator[tuple[ActivationPages, Observer]]:
     device, observer = open_device(torch.device("cpu")), Observer()
-    arena = Arena(FRAMES + 3, PAGE, device=device)
+    host_cache = HostCache(CACHE_SLOTS + 3, PAGE, device=device)
     transfers = Transfers(observer, timeout=timeout, failed=lambda _: None)  # type: ignore[arg-type]
     pages = ActivationPages(
-        arena.part(3, FRAMES),
+        host_cache.part(3, CACHE_SLOTS),
         PAGE,
         device,
         store,
@@ -109,7 +109,7 @@ def opened(store: Memory | None, timeout: float = 20) -> Iterator[tuple[Activati
         yield pages, observer
         assert pages.drain()
     finally:
-        arena.close()
+        host_cache.close()
 
 
 def content(nbytes: int, seed: int) -> torch.Tensor:
@@ -117,7 +117,7 @@ def content(nbytes: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
 
-def loaded(pages: ActivationPages, kept: Kept, nbytes: int) -> torch.Tensor:
+def loaded(pages: ActivationPages, kept: StoredActivation, nbytes: int) -> torch.Tensor:
     found = torch.empty(nbytes, dtype=torch.uint8)
     pages.load(kept, found)
     return found
@@ -138,7 +138,7 @@ def test_what_is_kept_is_what_is_loaded(actions: list[tuple[str, int]]) -> None:
     """In whatever order, as often as it is asked for; and what nobody has any more leaves nothing."""
     store = Memory()
     with opened(store) as (pages, _):
-        there: list[tuple[Kept, torch.Tensor]] = []
+        there: list[tuple[StoredActivation, torch.Tensor]] = []
         for number, (what, value) in enumerate(actions):
             if what == "keep":
                 tensor = content(value, number)
@@ -158,12 +158,12 @@ def test_what_is_kept_is_what_is_loaded(actions: list[tuple[str, int]]) -> None:
             pages._transfers.lock.wait_for(lambda: not (pages._transfers.writes or pages._transfers.reads), 20)
         pages.end_step()
         assert store.stored == {}
-        assert pages.census() == {"free": FRAMES, "resident": 0, "streaming": 0, "writing": 0}
+        assert pages.census() == {"free": CACHE_SLOTS, "resident": 0, "streaming": 0, "writing": 0}
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 10])
 @pytest.mark.parametrize("nbytes", [PAGE, 2 * PAGE + 100])
-def test_a_stack_moves_what_has_no_frame_once_each_way(layers: int, nbytes: int) -> None:
+def test_a_stack_moves_what_has_no_cache_slot_once_each_way(layers: int, nbytes: int) -> None:
     """Forward and backward: the last ones stay, and further steps take the slots of those before."""
     store = Memory()
     with opened(store) as (pages, observer):
@@ -175,36 +175,36 @@ def test_a_stack_moves_what_has_no_frame_once_each_way(layers: int, nbytes: int)
             used = pages.end_step()
             lengths = [PAGE, PAGE, 4096] if nbytes > PAGE else [PAGE]
             assert page_lengths(nbytes, PAGE) == lengths
-            beyond = sum((layers * lengths)[: max(0, layers * len(lengths) - (FRAMES - SPARE))])
+            beyond = sum((layers * lengths)[: max(0, layers * len(lengths) - (CACHE_SLOTS - SPARE))])
             assert pages.traffic.written == beyond
-            assert min(layers * len(lengths), FRAMES - SPARE) <= used // PAGE <= FRAMES
+            assert min(layers * len(lengths), CACHE_SLOTS - SPARE) <= used // PAGE <= CACHE_SLOTS
             assert pages.traffic.kept == layers * nbytes
             assert store.written_bytes - moved[0] == beyond
             assert store.read_bytes - moved[1] + observer.spared_bytes - moved[2] == beyond
             # Those beyond are of tensors that were given up while a page of theirs was being written.
-            assert len(store.pages) <= layers * len(lengths) + FRAMES
+            assert len(store.pages) <= layers * len(lengths) + CACHE_SLOTS
 
 
-def test_without_a_store_all_have_frames_or_it_is_said() -> None:
+def test_without_a_store_all_have_cache_slots_or_it_is_said() -> None:
     """With the value, and what to do."""
     with opened(None) as (pages, _):
-        kept = [pages.keep(content(PAGE, number))[0] for number in range(FRAMES)]
+        kept = [pages.keep(content(PAGE, number))[0] for number in range(CACHE_SLOTS)]
         with pytest.raises(
             BudgetError, match=r'more than the 48 KiB .* set activations.host_bytes higher, or .* "nvme"'
         ):
             pages.keep(content(10, 0))
-        for number in reversed(range(FRAMES)):
+        for number in reversed(range(CACHE_SLOTS)):
             assert torch.equal(loaded(pages, kept.pop(), PAGE), content(PAGE, number))
 
 
-def keep_many(pages: ActivationPages, kept: list[Kept]) -> None:
+def keep_many(pages: ActivationPages, kept: list[StoredActivation]) -> None:
     for number in range(20):
         kept.append(pages.keep(content(PAGE, number))[0])
 
 
 def test_what_a_drive_fails_is_raised_and_stays() -> None:
     """By whatever comes next."""
-    store, kept = Memory(), list[Kept]()
+    store, kept = Memory(), list[StoredActivation]()
     store.failing = StorageError("write", "somewhere", 0, PAGE, 5)
     with opened(store) as (pages, _):
         with pytest.raises(StorageError, match="EIO"):
@@ -216,7 +216,7 @@ def test_what_a_drive_fails_is_raised_and_stays() -> None:
 def test_a_process_that_was_stopped_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     """An hour of Ctrl-Z is not the drive's; what it has answered is heard first."""
     condition, clock = Condition(), [0.0]
-    monkeypatch.setattr("infinity.waiting.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("infinity.deadline.time.perf_counter", lambda: clock[0])
 
     def wait(seconds: float, stopped: float) -> None:
         clock[0] += seconds + stopped
@@ -231,10 +231,12 @@ def test_a_process_that_was_stopped_has_not_waited(monkeypatch: pytest.MonkeyPat
 
 def test_a_drive_that_does_not_answer_is_not_waited_for() -> None:
     """Longer than the time limit."""
-    store, kept = Memory(), list[Kept]()
+    store, kept = Memory(), list[StoredActivation]()
     store.silent = True
     with opened(store, timeout=0.2) as (pages, _):
-        with pytest.raises(StallError, match="waited 0 s for a free frame of the arena; the request of the test"):
+        with pytest.raises(
+            StallError, match="waited 0 s for a free cache slot of the host cache; the request of the test"
+        ):
             keep_many(pages, kept)
         pages._transfers.writes = 0
 
@@ -249,7 +251,7 @@ def test_what_is_given_up_while_it_is_copied_is_not_written() -> None:
             assert pages._transfers.lock.wait_for(lambda: not pages._cache.copies.pending, 20)
         assert pages._transfers.failure is None
         pages.end_step()
-        assert pages.census()["free"] == FRAMES
+        assert pages.census()["free"] == CACHE_SLOTS
 
 
 @given(st.integers(1, 200_000), st.sampled_from([4096, 65536, 1 << 20, 3 * 4096]))
@@ -304,7 +306,7 @@ def test_what_is_refused_leaves_numbers_and_shares() -> None:
         assert torch.equal(loaded(pages, kept[1], 2 * PAGE), content(2 * PAGE, 7))
 
 
-def test_what_is_kept_again_stays_in_its_frames() -> None:
+def test_what_is_kept_again_stays_in_its_cache_slots() -> None:
     """As an encoder's output, which each layer of a decoder needs: read once by none, written by none."""
     store = Memory()
     with opened(store) as (pages, observer):
@@ -320,18 +322,18 @@ def test_what_is_kept_again_stays_in_its_frames() -> None:
         for number in reversed(range(8)):
             assert torch.equal(loaded(pages, encoder.pop(), PAGE), content(PAGE, number))
         pages.end_step()
-        beyond = (17 - (FRAMES - SPARE)) * PAGE
+        beyond = (17 - (CACHE_SLOTS - SPARE)) * PAGE
         assert pages.traffic.written == store.written_bytes == beyond
         assert pages.traffic.read == store.read_bytes + observer.spared_bytes == beyond
         assert pages.traffic.kept == 17 * PAGE
         assert pages.traffic.loaded == 24 * PAGE
 
 
-def in_frames(pages: ActivationPages, kept: Kept) -> int:
+def in_cache_slots(pages: ActivationPages, kept: StoredActivation) -> int:
     """Return how many pages of a tensor are in memory, when all that is on its way has come."""
     with pages._transfers.lock:
         assert pages._transfers.lock.wait_for(lambda: not (pages._transfers.reads or pages._transfers.writes), 20)
-        return sum(pages._frames.pages[page].frame >= 0 for page in kept.pages)
+        return sum(pages._cache_slots.pages[page].cache_slot >= 0 for page in kept.pages)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -339,7 +341,7 @@ def test_a_graph_that_is_used_again_is_read_ahead_each_time(again: bool) -> None
     """In its order, also where it begins with what several layers need; and no page is read twice in a backward."""
     store, nbytes, layers = Memory(), 3 * PAGE, 6
     with opened(store) as (pages, observer):
-        memory, stack = pages.keep(content(PAGE, 100))[0], list[Kept]()
+        memory, stack = pages.keep(content(PAGE, 100))[0], list[StoredActivation]()
         for layer in range(layers):
             stack.append(pages.keep(content(nbytes, layer))[0])
             if again:
@@ -350,25 +352,25 @@ def test_a_graph_that_is_used_again_is_read_ahead_each_time(again: bool) -> None
             ahead.append(list[int]())
             for layer in reversed(range(layers)):
                 if again:
-                    ahead[-1].append(in_frames(pages, memory))
+                    ahead[-1].append(in_cache_slots(pages, memory))
                     assert torch.equal(loaded(pages, memory, PAGE), content(PAGE, 100))
-                ahead[-1].append(in_frames(pages, stack[layer]))
+                ahead[-1].append(in_cache_slots(pages, stack[layer]))
                 assert torch.equal(loaded(pages, stack[layer], nbytes), content(nbytes, layer))
             if not again:
-                ahead[-1].append(in_frames(pages, memory))
+                ahead[-1].append(in_cache_slots(pages, memory))
                 assert torch.equal(loaded(pages, memory, PAGE), content(PAGE, 100))
-            in_frames(pages, memory)
+            in_cache_slots(pages, memory)
             read.append((store.read_bytes + observer.spared_bytes - before) // PAGE)
         assert ahead[1:] == [ahead[0]] * 3
-        assert read == [3 * layers + 1 - (FRAMES - SPARE)] * 4
+        assert read == [3 * layers + 1 - (CACHE_SLOTS - SPARE)] * 4
 
 
-def test_what_waits_in_its_frames_stays_there_while_pages_are_read_in_vain() -> None:
+def test_what_waits_in_its_cache_slots_stays_there_while_pages_are_read_in_vain() -> None:
     """Where something is kept in the middle of a backward: what was read ahead makes room for it, when it has come."""
     store = Memory()
     with opened(store) as (pages, _):
         stack = [pages.keep(content(PAGE, number))[0] for number in range(10)]
-        in_frames(pages, stack[0])
+        in_cache_slots(pages, stack[0])
         store.may_read.clear()
         for number in (9, 8, 7, 6):
             assert torch.equal(loaded(pages, stack.pop(), PAGE), content(PAGE, number))
@@ -377,13 +379,13 @@ def test_what_waits_in_its_frames_stays_there_while_pages_are_read_in_vain() -> 
         for number in reversed(range(10)):
             assert torch.equal(loaded(pages, stack.pop(), PAGE), content(PAGE, number))
         pages.end_step()
-        assert store.written_bytes == pages.traffic.written == (10 - (FRAMES - SPARE)) * PAGE
+        assert store.written_bytes == pages.traffic.written == (10 - (CACHE_SLOTS - SPARE)) * PAGE
 
 
 def test_host_memory_that_comes_back_is_waited_for() -> None:
     """A device is behind: it still copies what nobody has any more."""
     with opened(None) as (pages, _), late_copies() as passed:
-        for number in range(FRAMES):
+        for number in range(CACHE_SLOTS):
             pages.keep(content(PAGE, number))  # and given up
         Timer(0.3, passed.set).start()
         kept, _ = pages.keep(content(PAGE, 50))

@@ -17,10 +17,10 @@ from support.ranks import RankPool
 from support.train import Paging, Recipe, batch, host_bytes, make_optimizer, settings
 
 OTHERS = ("repeated", "spare", "prompt", "prefix", "prompt-encoder")
-"""Models that use a unit twice or not at all, or whose inputs are computed by what they have last."""
+"""Models that use an FSDP module twice or not at all, or whose inputs are computed by what they have last."""
 ALIKE = tuple(name for name in models.MODELS if name not in OTHERS and not name.startswith("qlora"))
 FEW = 0.2
-"""Of pages that are read ahead, some are wanted before there was a frame for them."""
+"""Of pages that are read ahead, some are wanted before there was a cache slot for them."""
 
 
 @pytest.mark.parametrize("name", ALIKE)
@@ -33,7 +33,7 @@ def test_a_first_step_is_as_expected(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_a_first_step_of_two_ranks_is_as_expected(name: str, tmp_path: Path, pair: RankPool) -> None:
-    """They gather a unit ahead."""
+    """They gather an FSDP module ahead."""
     for expected, found, missed in pair.run(first_step, name, str(tmp_path)):
         assert found == expected
         assert missed < FEW
@@ -47,9 +47,9 @@ def test_another_first_step_is_served(name: str, tmp_path: Path) -> None:
 
 
 def test_a_departure_evicts_nothing(tmp_path: Path) -> None:
-    """Where all fits the arena, gradients of the first micro-batch stay there when the second one departs."""
+    """Where all fits the host cache, gradients of the first micro-batch stay there when the second one departs."""
     model = models.build("toy")
-    paging = Paging(arena="all")
+    paging = Paging(host_cache="all")
     passed_in = make_optimizer(Recipe(model="toy"), model)
     with infinity.offload(model, passed_in, settings(tmp_path, paging, 64 << 20)) as optimizer:
         for number in range(2):
@@ -65,7 +65,7 @@ def first_step(name: str, folder: str) -> tuple[tuple[Event, ...], tuple[Event, 
     model = models.build(name)
     expected = ShardedModel.inspect(model).expected_step(alone=torch.distributed.get_world_size() == 1)
     passed_in = make_optimizer(Recipe(model=name), model)
-    paging = Paging(arena="least")
+    paging = Paging(host_cache="least")
     host = host_bytes(paging, model, passed_in, Path(folder))
     with infinity.offload(model, passed_in, settings(Path(folder), paging, host)) as optimizer:
         models.loss_of(model, batch(model, 0)).backward()

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import InfinityError, StallError, StorageError
-from infinity.memory.arena import Arena
 from infinity.memory.device import open_device
-from infinity.schedule.pager import Lease, Pager
-from infinity.schedule.placement import Placement, expand
-from infinity.schedule.planner import Plan, least_frames, make_plan
+from infinity.memory.host_cache import HostCache
+from infinity.schedule.pager import Pager, Reservation
+from infinity.schedule.planner import Plan, least_cache_slots, make_plan
 from infinity.schedule.trace import Access, Mode, Use
-from support.layouts import layouts, placements, steps, transformer, transformer_step
+from infinity.schedule.update_schedule import UpdateSchedule, expand
+from support.layouts import layouts, steps, transformer, transformer_step, update_schedules
 
 GARBAGE = b"\xee" * 8
 NO_SHRINK = tuple(phase for phase in Phase if phase not in (Phase.shrink, Phase.explain))  # timing differs each time
@@ -129,24 +129,24 @@ class Silence:
 class Bench:
     """A pager, and what every page must hold."""
 
-    def __init__(self, layout: Layout, frames: int, seed: int = 0, timeout: float = 300) -> None:
+    def __init__(self, layout: Layout, cache_slots: int, seed: int = 0, timeout: float = 300) -> None:
         self.layout, self.store, self.observer = layout, SlowStore(seed), Silence()
-        arena = Arena(frames, layout.page_bytes, device=open_device(torch.device("cpu")))
+        host_cache = HostCache(cache_slots, layout.page_bytes, device=open_device(torch.device("cpu")))
         self.pager = Pager(
             layout,
-            arena,
+            host_cache,
             open_device(torch.device("cpu")),
             self.store,
             self.observer,
             timeout=timeout,
             failed=lambda _: None,
         )
-        self.frames = frames
+        self.cache_slots = cache_slots
         self.newest: dict[int, bytes] = {}
         self._number = 0
         self._worker = ThreadPoolExecutor(1)
         self._jobs: list[Future[None]] = []
-        self._leases: deque[tuple[Lease, Access]] = deque()
+        self._reservations: deque[tuple[Reservation, Access]] = deque()
         for page in layout.pages:
             if page.role is not Role.GRAD:
                 self.access((Use(page.index, Mode.WRITE),), planned=False)
@@ -155,21 +155,23 @@ class Bench:
         """Use pages as the training loop does: check what is read, replace what is modified."""
         self._use(self.pager.access(uses, planned=planned), uses)
 
-    def lease(self, uses: Access) -> None:
+    def reservation(self, uses: Access) -> None:
         """Do the same on another thread, which takes its time."""
-        self._leases.append((self.pager.lease(uses, threaded=True), uses))
-        self._jobs.append(self._worker.submit(self._use_leased))
+        self._reservations.append((self.pager.reservation(uses, threaded=True), uses))
+        self._jobs.append(self._worker.submit(self._use_reserved))
 
-    def _use_leased(self) -> None:
-        """Wait for the first lease that is left, and use with it those behind it for which nothing is waited for."""
-        if not self._leases:
+    def _use_reserved(self) -> None:
+        """Wait for the first reservation that is left, and use with it those behind it for which nothing is
+        waited for.
+        """
+        if not self._reservations:
             return
         with ExitStack() as held:
-            lease, uses = self._leases.popleft()
-            ready: list[tuple[list[memoryview], Access]] = [(held.enter_context(lease), uses)]
-            while self._leases and (contents := self._leases[0][0].hold_at_once()) is not None:
-                lease, uses = self._leases.popleft()
-                held.push(lease)
+            reservation, uses = self._reservations.popleft()
+            ready: list[tuple[list[memoryview], Access]] = [(held.enter_context(reservation), uses)]
+            while self._reservations and (contents := self._reservations[0][0].hold_at_once()) is not None:
+                reservation, uses = self._reservations.popleft()
+                held.push(reservation)
                 ready.append((contents, uses))
             for contents, uses in ready:
                 self._look(contents, uses, 0.001)
@@ -196,11 +198,11 @@ class Bench:
             job.result(20)
         self._jobs.clear()
 
-    def all_of(self, accesses: Iterable[Access], leased: float = 0) -> None:
+    def all_of(self, accesses: Iterable[Access], reserved: float = 0) -> None:
         """Make accesses one after the other, a share of those that modify on the other thread."""
         for access in accesses:
             modifies = any(use.mode.modifies for use in access)
-            (self.lease if modifies and random.random() < leased else self.access)(access)
+            (self.reservation if modifies and random.random() < reserved else self.access)(access)
 
     def drop_gradients(self) -> None:
         """What `zero_grad` does before a step."""
@@ -217,13 +219,13 @@ class Bench:
         assert self.store.wrong == []
         for page, content in self.newest.items():
             assert self.store.content[page] == content
-        assert sum(self.pager.census().values()) == self.frames
+        assert sum(self.pager.census().values()) == self.cache_slots
 
 
 @contextmanager
-def bench(layout: Layout, frames: int, seed: int = 0, timeout: float = 300) -> Iterator[Bench]:
+def bench(layout: Layout, cache_slots: int, seed: int = 0, timeout: float = 300) -> Iterator[Bench]:
     """Yield a bench; end its threads."""
-    made = Bench(layout, frames, seed, timeout)
+    made = Bench(layout, cache_slots, seed, timeout)
     try:
         yield made
     finally:
@@ -233,25 +235,25 @@ def bench(layout: Layout, frames: int, seed: int = 0, timeout: float = 300) -> I
 
 @st.composite
 def benches(draw: st.DrawFn) -> tuple[Layout, Plan]:
-    """Draw a layout and a plan of a step on it, with few or many frames."""
+    """Draw a layout and a plan of a step on it, with few or many cache slots."""
     layout = draw(layouts(most=80_000))
     events = draw(steps(layout))
-    drawn = draw(placements(layout, events))
-    placement = replace(drawn, in_forward=frozenset())  # no gradients of a step before
-    trace = expand(events, layout, placement)
+    drawn = draw(update_schedules(layout, events))
+    update_schedule = replace(drawn, in_forward=frozenset())  # no gradients of a step before
+    trace = expand(events, layout, update_schedule)
     assume(trace)
-    least = least_frames(max(len(access) for access in trace))
+    least = least_cache_slots(max(len(access) for access in trace))
     return layout, make_plan(trace, layout, draw(st.integers(least, least + len(layout.pages))))
 
 
 @settings(max_examples=60, deadline=None, phases=NO_SHRINK)
 @given(benches(), st.integers(0, 1000), st.sampled_from([0, 0.5, 1]))
-def test_every_use_sees_the_newest_content(drawn: tuple[Layout, Plan], seed: int, leased: float) -> None:
+def test_every_use_sees_the_newest_content(drawn: tuple[Layout, Plan], seed: int, reserved: float) -> None:
     """Recorded, then planned; no page changes under a write, and the store ends with the newest of all."""
     layout, plan = drawn
-    with bench(layout, plan.frames, seed) as it:
+    with bench(layout, plan.cache_slots, seed) as it:
         for cycle in range(5):
-            it.all_of(plan.trace, leased)
+            it.all_of(plan.trace, reserved)
             if cycle == 0:
                 it.pager.install(plan)
             it.pager.begin_step()
@@ -267,7 +269,7 @@ def test_departures_from_the_plan_are_served(drawn: tuple[Layout, Plan], data: s
     chance = random.Random(data.draw(st.integers(0, 10_000)))
     kept = [page.index for page in layout.pages if page.role is not Role.GRAD]
     guessed = data.draw(st.booleans())
-    with bench(layout, plan.frames, chance.randrange(1000)) as it:
+    with bench(layout, plan.cache_slots, chance.randrange(1000)) as it:
         it.pager.install(plan, guessed=guessed)
         for _ in range(6):
             stops = chance.randrange(len(plan.trace)) if chance.random() < 0.4 else len(plan.trace)
@@ -285,11 +287,11 @@ def test_departures_from_the_plan_are_served(drawn: tuple[Layout, Plan], data: s
 
 
 def small_bench(timeout: float = 300) -> tuple[Layout, Plan, Bench]:
-    """Return a bench with few frames, in the middle of nothing."""
+    """Return a bench with few cache slots, in the middle of nothing."""
     layout = transformer(4, 16 * 1024, 64 << 10)
     events = transformer_step(4)
-    plan = make_plan(expand(events, layout, Placement.of("in_backward", events)), layout, 10)
-    return layout, plan, Bench(layout, plan.frames, timeout=timeout)
+    plan = make_plan(expand(events, layout, UpdateSchedule.of("in_backward", events)), layout, 10)
+    return layout, plan, Bench(layout, plan.cache_slots, timeout=timeout)
 
 
 def test_a_page_is_not_modified_while_it_is_written() -> None:
@@ -312,27 +314,38 @@ def test_a_page_is_not_modified_while_it_is_written() -> None:
     it.store.close()
 
 
-def test_with_everything_in_the_arena_training_goes_on_beside_updates() -> None:
-    """Past open leases, to the next unit but one, but not to their own pages; no further: gradients wait in memory."""
+def test_with_everything_in_the_host_cache_training_goes_on_beside_updates() -> None:
+    """Past open reservations, to the next FSDP module but one, but not to their own pages;
+
+    no further: gradients wait in memory.
+    """
     layout, events = transformer(6, 16 * 1024, 64 << 10), transformer_step(6)
-    trace = expand(events, layout, Placement.of("in_backward", events))
+    trace = expand(events, layout, UpdateSchedule.of("in_backward", events))
     plan = make_plan(trace, layout, len(layout.pages))
-    runs = [(unit, list(run)) for unit, run in groupby(trace, lambda access: layout.pages[access[0].page].unit)]
+    runs = [
+        (fsdp_module, list(run))
+        for fsdp_module, run in groupby(trace, lambda access: layout.pages[access[0].page].fsdp_module)
+    ]
     begins = next(n for n, (_, run) in enumerate(runs) if run[0][0].mode is Mode.UPDATE)
-    assert [unit for unit, _ in runs[begins : begins + 4]] == [5, 3, 4, 2]  # updated, gathered, updated, gathered
+    assert [fsdp_module for fsdp_module, _ in runs[begins : begins + 4]] == [
+        5,
+        3,
+        4,
+        2,
+    ]  # updated, gathered, updated, gathered
     (_, update), (_, near), (_, behind), (_, far) = runs[begins : begins + 4]
-    with bench(layout, plan.frames, timeout=30) as it, ThreadPoolExecutor(2) as pool:
+    with bench(layout, plan.cache_slots, timeout=30) as it, ThreadPoolExecutor(2) as pool:
         it.pager.install(plan)
         it.all_of(access for _, run in runs[:begins] for access in run)
-        leases = [it.pager.lease(uses, threaded=True) for uses in update]
+        reservations = [it.pager.reservation(uses, threaded=True) for uses in update]
         it.all_of(near)
         waiting = [pool.submit(it.access, tuple(Use(page, Mode.READ) for page, _ in update[0]), planned=False)]
-        leases += [it.pager.lease(uses, threaded=True) for uses in behind]
+        reservations += [it.pager.reservation(uses, threaded=True) for uses in behind]
         waiting += [pool.submit(it.all_of, far)]
         _, unfinished = wait(waiting, 0.1)
         assert len(unfinished) == 2
-        for lease in leases[: len(update)]:
-            with lease:
+        for reservation in reservations[: len(update)]:
+            with reservation:
                 pass
         for future in waiting:
             future.result()
@@ -398,14 +411,17 @@ def test_a_stall_is_an_error_that_says_what_is_waited_for(what: str, mode: Mode)
 
 
 def test_other_ranks_may_be_later_than_a_transfer() -> None:
-    """While an update waits for them, what waits for it does not count: for one of its pages, or for a frame of it."""
+    """While an update waits for them, what waits for it does not count:
+
+    for one of its pages, or for a cache slot of it.
+    """
     layout, _, it = small_bench(timeout=1)
     it.check()
     with held_in_exchange(it, layout, seconds=2.5):
         it.access((Use(0, Mode.READ),))  # the page of the update
     with held_in_exchange(it, layout, seconds=2.5):
         others = [page.index for page in layout.pages if page.role is not Role.GRAD][10:20]
-        it.access(tuple(Use(page, Mode.READ) for page in others))  # as many as there are frames
+        it.access(tuple(Use(page, Mode.READ) for page in others))  # as many as there are cache slots
     it.check()
     it.store.close()
 
@@ -441,11 +457,11 @@ def test_a_drive_that_hangs_is_found_during_an_exchange() -> None:
 def held_in_exchange(it: Bench, layout: Layout, *, seconds: float, then: float = 0, pages: int = 10) -> Iterator[None]:
     """Have another thread hold page 0 and those behind it in the body, so long in an exchange, and so long after."""
     held = [page.index for page in layout.pages if page.role is not Role.GRAD][:pages]
-    lease = it.pager.lease(tuple(Use(page, Mode.UPDATE) for page in held), threaded=True)
+    reservation = it.pager.reservation(tuple(Use(page, Mode.UPDATE) for page in held), threaded=True)
     begun, over = Event(), Event()
 
     def update() -> None:
-        with lease:
+        with reservation:
             with it.pager.exchanging():
                 begun.set()
                 over.wait(seconds)
@@ -462,16 +478,16 @@ def held_in_exchange(it: Bench, layout: Layout, *, seconds: float, then: float =
 
 
 @pytest.mark.parametrize("end", ["filled", "released", "dropped"])
-def test_what_will_be_filled_anew_finds_a_frame(end: str) -> None:
+def test_what_will_be_filled_anew_finds_a_cache_slot(end: str) -> None:
     """No read for what comes later takes it, until it is filled, or nobody wants to fill it any more."""
     layout, _, it = small_bench()
-    cache, frames = it.pager._cache, it.frames
-    *before, filled, later = [page.index for page in layout.pages if page.role is not Role.GRAD][: frames + 1]
+    cache, cache_slots = it.pager._cache, it.cache_slots
+    *before, filled, later = [page.index for page in layout.pages if page.role is not Role.GRAD][: cache_slots + 1]
     it.check()
     with it.pager.transfers.lock:
-        for page in cache._frames.holders():
+        for page in cache._cache_slots.holders():
             cache.evict(page)
-        assert len(cache._frames.free) == frames
+        assert len(cache._cache_slots.free) == cache_slots
         it.store.read_pages.clear()
         for page in before:
             cache.claim(Use(page, Mode.READ), kept=False)
@@ -479,7 +495,7 @@ def test_what_will_be_filled_anew_finds_a_frame(end: str) -> None:
         cache.claim(Use(later, Mode.READ), kept=False)
         cache.prefetch()
         assert it.store.read_pages == before
-        assert len(cache._frames.free) == 1
+        assert len(cache._cache_slots.free) == 1
         if end == "filled":
             cache.acquire((Use(filled, Mode.WRITE),), threaded=False)
             cache.release((Use(filled, Mode.WRITE),))
@@ -501,8 +517,8 @@ def test_what_will_be_filled_anew_finds_a_frame(end: str) -> None:
     it.store.close()
 
 
-def test_nothing_is_reserved_for_who_waits_for_a_frame() -> None:
-    """It would count twice, and be left reserved when it has its frame."""
+def test_nothing_is_reserved_for_who_waits_for_a_cache_slot() -> None:
+    """It would count twice, and be left reserved when it has its cache slot."""
     layout, _, it = small_bench()
     cache = it.pager._cache
     page = layout.pages[0].index
@@ -510,15 +526,15 @@ def test_nothing_is_reserved_for_who_waits_for_a_frame() -> None:
     with it.pager.transfers.lock:
         cache.evict(page)
         cache.claim(Use(page, Mode.WRITE), kept=False)
-        cache._frames.pages[page].pins += 1  # as `acquire` does first
+        cache._cache_slots.pages[page].pins += 1  # as `acquire` does first
         cache.prefetch()
-        cache._frames.pages[page].pins -= 1
+        cache._cache_slots.pages[page].pins -= 1
         assert not cache._reserved
         cache.release_claim(page)
     it.store.close()
 
 
-def test_more_pages_at_once_than_frames_is_an_error() -> None:
+def test_more_pages_at_once_than_cache_slots_is_an_error() -> None:
     """It names the setting, and does not hang."""
     layout, _, it = small_bench()
     uses = tuple(Use(page.index, Mode.WRITE) for page in layout.pages[:11])
@@ -540,7 +556,7 @@ def test_the_plan_bounds_what_moves() -> None:
         it.pager.begin_step()
     read = sum(layout.pages[page].nbytes for page in it.store.read_pages)
     written = sum(layout.pages[page].nbytes for page in it.store.written_pages)
-    ends = plan.frames * layout.page_bytes
+    ends = plan.cache_slots * layout.page_bytes
     assert 0.9 * cycles * plan.traffic.read_bytes - ends <= read <= cycles * plan.traffic.read_bytes + ends
     assert 0.9 * cycles * plan.traffic.written_bytes - ends <= written <= cycles * plan.traffic.written_bytes + ends
     assert plan.traffic.read_bytes > 3 * ends / cycles

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import BudgetError
-from infinity.schedule.placement import Placement, eligible_for_backward, expand
-from infinity.schedule.planner import LEAST_WRITING, Plan, least_frames, make_plan, prepend
+from infinity.schedule.planner import LEAST_WRITING, Plan, least_cache_slots, make_plan, prepend
 from infinity.schedule.trace import Access, Event, Mode
-from support.layouts import placements, transformer, transformer_step
+from infinity.schedule.update_schedule import UpdateSchedule, eligible_for_backward, expand
+from support.layouts import transformer, transformer_step, update_schedules
 from support.plans import plans
 from support.tables import in_turn
 
@@ -29,19 +29,22 @@ STEADY = 3
 class Walk:
     """What happened when a plan was walked, access by access; bytes by cycle."""
 
-    most_frames: int = 0
+    most_cache_slots: int = 0
     read: list[int] = field(default_factory=lambda: [0] * CYCLES)
     written: list[int] = field(default_factory=lambda: [0] * CYCLES)
     unfetched: list[tuple[int, int]] = field(default_factory=list)
 
 
 def window(plan: Plan, position: int) -> list[int]:
-    """Return the positions (unwrapped) ahead whose distinct pages fit the streaming frames: the discipline in words."""
+    """Return the positions (unwrapped) ahead whose distinct pages fit the streaming cache slots:
+
+    the discipline in words.
+    """
     inside: set[int] = set()
     found = []
     for ahead in range(position, position + len(plan.trace)):
         inside |= {use.page for use in plan.access(ahead)} - plan.resident
-        if len(inside) > plan.streaming_frames:
+        if len(inside) > plan.streaming_cache_slots:
             break
         found.append(ahead)
     return found
@@ -68,18 +71,18 @@ def walk(plan: Plan, layout: Layout) -> Walk:
                 held[page] = False
                 if mode is not Mode.WRITE:
                     seen.read[cycle] += layout.pages[page].nbytes
-        seen.most_frames = max(seen.most_frames, len(held) + len(plan.resident))
+        seen.most_cache_slots = max(seen.most_cache_slots, len(held) + len(plan.resident))
         for page, mode in plan.access(position):
-            frames = kept if page in plan.resident else held
-            if frames is kept:
+            cache_slots = kept if page in plan.resident else held
+            if cache_slots is kept:
                 kept.setdefault(page, False)
-            if page not in frames:
+            if page not in cache_slots:
                 seen.unfetched.append((position, page))
                 continue
             if mode in (Mode.WRITE, Mode.UPDATE):
-                frames[page] = True
+                cache_slots[page] = True
             elif mode is Mode.CONSUME:
-                frames[page] = False
+                cache_slots[page] = False
             waiting.discard(page)
             if plan.keeps(position, page):
                 waiting.add(page)
@@ -87,15 +90,15 @@ def walk(plan: Plan, layout: Layout) -> Walk:
 
 
 @given(plans())
-def test_a_plan_stays_within_its_frames(drawn: tuple[Plan, Layout]) -> None:
-    """Resident pages, the window and the frames for writing fit the arena; no use finds its page missing."""
+def test_a_plan_stays_within_its_cache_slots(drawn: tuple[Plan, Layout]) -> None:
+    """Resident pages, the window and the cache slots for writing fit the host cache; no use finds its page missing."""
     plan, layout = drawn
-    seen = walk(plan, layout) if plan.streaming_frames else None
-    staying = len(plan.resident) + plan.streaming_frames + plan.kept.frames
-    assert staying <= plan.frames
+    seen = walk(plan, layout) if plan.streaming_cache_slots else None
+    staying = len(plan.resident) + plan.streaming_cache_slots + plan.kept.cache_slots
+    assert staying <= plan.cache_slots
     assert len(plan.kept.since) == len(plan.kept.until)
     if seen is not None:
-        assert seen.most_frames <= staying <= plan.frames - LEAST_WRITING
+        assert seen.most_cache_slots <= staying <= plan.cache_slots - LEAST_WRITING
         assert seen.unfetched == []
 
 
@@ -103,7 +106,7 @@ def test_a_plan_stays_within_its_frames(drawn: tuple[Plan, Layout]) -> None:
 def test_predicted_bytes_are_those_of_the_walk(drawn: tuple[Plan, Layout]) -> None:
     """In a steady step, byte for byte."""
     plan, layout = drawn
-    if not plan.streaming_frames:
+    if not plan.streaming_cache_slots:
         assert plan.traffic.read_bytes == plan.traffic.written_bytes == 0
         return
     seen = walk(plan, layout)
@@ -115,14 +118,14 @@ def test_predicted_bytes_are_those_of_the_walk(drawn: tuple[Plan, Layout]) -> No
 def test_the_reach_is_the_window(drawn: tuple[Plan, Layout]) -> None:
     """c(i) of the plan is the last position of the window, in the prefix and in the step, again and again."""
     plan, _ = drawn
-    if plan.streaming_frames:
+    if plan.streaming_cache_slots:
         turns = range(len(plan.prefix) + 2 * len(plan.trace))
         assert [plan.reach_at(position) for position in turns] == [window(plan, position)[-1] for position in turns]
 
 
 @given(plans())
 def test_where_nothing_streams_only_updates_in_backward_bound_the_window(drawn: tuple[Plan, Layout]) -> None:
-    """It ends with the second unit behind the first of them; else it is a turn."""
+    """It ends with the second FSDP module behind the first of them; else it is a turn."""
     plan, layout = drawn
     used = {use.page for access in plan.trace for use in access}
     plan = prepend(plan.prefix, make_plan(plan.trace, layout, len(used)), layout)
@@ -135,13 +138,13 @@ def test_where_nothing_streams_only_updates_in_backward_bound_the_window(drawn: 
             pages = [layout.pages[use.page] for use in plan.access(last)]
             modifies = any(use.mode.modifies for use in plan.access(last))
             bounded |= modifies and all(page.role is not Role.GRAD for page in pages)
-            changes += bounded and layout.pages[plan.access(last + 1)[0].page].unit != pages[0].unit
+            changes += bounded and layout.pages[plan.access(last + 1)[0].page].fsdp_module != pages[0].fsdp_module
         assert plan.reach_at(position) == last
 
 
 @given(plans())
-def test_with_everything_in_the_arena_nothing_moves(drawn: tuple[Plan, Layout]) -> None:
-    """As many frames as pages: no bytes at all."""
+def test_with_everything_in_the_host_cache_nothing_moves(drawn: tuple[Plan, Layout]) -> None:
+    """As many cache slots as pages: no bytes at all."""
     plan, layout = drawn
     used = {use.page for access in plan.trace for use in access}
     whole = make_plan(plan.trace, layout, len(used))
@@ -150,20 +153,20 @@ def test_with_everything_in_the_arena_nothing_moves(drawn: tuple[Plan, Layout]) 
 
 
 @given(plans())
-def test_more_frames_never_cost_bytes(drawn: tuple[Plan, Layout]) -> None:
-    """Twice the arena moves no more than the arena."""
+def test_more_cache_slots_never_cost_bytes(drawn: tuple[Plan, Layout]) -> None:
+    """Twice the host cache moves no more than the host cache."""
     plan, layout = drawn
-    twice = make_plan(plan.trace, layout, 2 * plan.frames)
+    twice = make_plan(plan.trace, layout, 2 * plan.cache_slots)
     assert twice.traffic.read_bytes <= plan.traffic.read_bytes
     assert twice.traffic.written_bytes <= plan.traffic.written_bytes
 
 
 @given(plans())
-def test_too_few_frames_are_refused(drawn: tuple[Plan, Layout]) -> None:
-    """One frame less than the least is an error that names the setting."""
+def test_too_few_cache_slots_are_refused(drawn: tuple[Plan, Layout]) -> None:
+    """One cache slot less than the least is an error that names the setting."""
     plan, layout = drawn
     used = {use.page for access in plan.trace for use in access}
-    least = least_frames(max(len(access) for access in plan.trace))
+    least = least_cache_slots(max(len(access) for access in plan.trace))
     assume(len(used) >= least)
     with pytest.raises(BudgetError, match=r"memory\.host_bytes"):
         make_plan(plan.trace, layout, least - 1)
@@ -179,14 +182,15 @@ LAWS = {
 """How often a byte that is not resident is read and written in a step, by role."""
 
 
-def waiting(plan: Plan, layout: Layout, events: Sequence[Event], placement: Placement, role: Role) -> int:
+def waiting(plan: Plan, layout: Layout, events: Sequence[Event], update_schedule: UpdateSchedule, role: Role) -> int:
     """Return the bytes of a role that wait for their next use within the window, at the turns of a step.
 
     At the end of forward and at its begin, the weights of the last and of the first layers are used again soon; so are
     the latest gradients when the update begins. That is so where no more other pages are used in between than stream.
-    Where a unit does not fit the window, what it reads again between its own update and gather counts against it.
+    Where an FSDP module does not fit the window, what it reads again between its own update and gather counts against
+    it.
     """
-    ends = [len(expand(events[: number + 1], layout, placement)) for number in range(len(events))]
+    ends = [len(expand(events[: number + 1], layout, update_schedule)) for number in range(len(events))]
     event_of = [number for number, end in enumerate(ends) for _ in range(end - (ends[number - 1] if number else 0))]
     streams = [frozenset(use.page for use in access) - plan.resident for access in plan.trace] * 2
     last: dict[int, int] = {}
@@ -199,24 +203,26 @@ def waiting(plan: Plan, layout: Layout, events: Sequence[Event], placement: Plac
             if page in plan.resident or layout.pages[page].role is not role or mode is Mode.WRITE:
                 continue
             if position >= len(plan.trace):
-                here = len(frozenset().union(*streams[before + 1 : position + 1])) <= plan.streaming_frames
+                here = len(frozenset().union(*streams[before + 1 : position + 1])) <= plan.streaming_cache_slots
                 again = before >= len(plan.trace) and event_of[before - len(plan.trace)] == event
                 found += (here - again) * layout.pages[page].nbytes
     return found
 
 
-@pytest.mark.parametrize(("share", "placement"), in_turn([0.1, 0.25, 0.5, 0.75, 0.9], LAWS))
-def test_a_transformer_reaches_the_closed_form(share: float, placement: str) -> None:
+@pytest.mark.parametrize(("share", "schedule"), in_turn([0.1, 0.25, 0.5, 0.75, 0.9], LAWS))
+def test_a_transformer_reaches_the_closed_form(share: float, update_schedule: str) -> None:
     """To within one page per role: bytes that stay save all of their transfers, bytes that wait at a turn one."""
     layout = transformer(LAYERS, ELEMENTS, PAGE)
     events = transformer_step(LAYERS)
-    placed = replace(Placement.of(placement, events), overlapped=False)  # overlapping costs bytes where frames are few
+    placed = replace(
+        UpdateSchedule.of(update_schedule, events), overlapped=False
+    )  # overlapping costs bytes where cache slots are few
     plan = make_plan(expand(events, layout, placed), layout, int(share * layout.state_bytes) // PAGE)
-    for role in LAWS[placement][0]:
+    for role in LAWS[update_schedule][0]:
         moving = sum(page.nbytes for page in layout.pages if page.role is role and page.index not in plan.resident)
-        read, written = (law[role] * moving for law in LAWS[placement])
+        read, written = (law[role] * moving for law in LAWS[update_schedule])
         saved = waiting(plan, layout, events, placed, role)
-        assert saved <= 2 * plan.streaming_frames * PAGE
+        assert saved <= 2 * plan.streaming_cache_slots * PAGE
         assert abs(plan.traffic.read[role] - (read - saved)) <= PAGE, role
         if role is Role.GRAD:  # consumed before they are ever written
             written -= saved
@@ -231,11 +237,14 @@ def small_steps(draw: st.DrawFn) -> tuple[Layout, tuple[Access, ...]]:
         layers, 1024 * draw(st.sampled_from([1, 4, 5])), PAGE, draw(st.sampled_from(["mixed", "plain"]))
     )
     events = transformer_step(layers)
-    return layout, expand(events, layout, draw(placements(layout, events)))
+    return layout, expand(events, layout, draw(update_schedules(layout, events)))
 
 
 def residences(trace: Sequence[Access], page: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Return every way to keep or give up a page after each of its uses: (transfers, occupied frames by position)."""
+    """Return every way to keep or give up a page after each of its uses:
+
+    (transfers, occupied cache slots by position).
+    """
     uses = [(position, mode) for position, access in enumerate(trace) for p, mode in access if p == page]
     found = []
     for kept in product((False, True), repeat=len(uses)):
@@ -255,18 +264,19 @@ def residences(trace: Sequence[Access], page: int) -> list[tuple[int, tuple[int,
     return found
 
 
-def optimum(trace: Sequence[Access], layout: Layout, frames: int) -> int:
-    """Return the fewest bytes that any replacement can move per step, in so many frames: exact, by dynamic programming.
+def optimum(trace: Sequence[Access], layout: Layout, cache_slots: int) -> int:
+    """Return the fewest bytes that any replacement can move per step, in so many cache slots: exact, by dynamic
+    programming.
 
     It knows the whole step, may keep any page from any use to the next, writes what is dirty when it gives it up, and
-    needs no frame for reading ahead or for writing behind. Schedules that repeat every step.
+    needs no cache slot for reading ahead or for writing behind. Schedules that repeat every step.
     """
     pages = sorted({use.page for access in trace for use in access})
     ways = {page: residences(trace, page) for page in pages}
     needed = {page: tuple(map(min, zip(*(row for _, row in ways[page]), strict=True))) for page in pages}
     costs = {tuple([0] * len(trace)): 0}
     for done, page in enumerate(pages, start=1):
-        room = [frames - sum(needed[later][place] for later in pages[done:]) for place in range(len(trace))]
+        room = [cache_slots - sum(needed[later][place] for later in pages[done:]) for place in range(len(trace))]
         extended: dict[tuple[int, ...], int] = {}
         for taken, cost in costs.items():
             for transfers, row in ways[page]:
@@ -280,21 +290,22 @@ def optimum(trace: Sequence[Access], layout: Layout, frames: int) -> int:
 
 @settings(max_examples=10, deadline=None)
 @given(small_steps(), st.integers(0, 3))
-def test_no_replacement_does_better_in_the_frames_that_are_not_reserve(
+def test_no_replacement_does_better_in_the_cache_slots_that_are_not_reserve(
     drawn: tuple[Layout, tuple[Access, ...]], more: int
 ) -> None:
-    """A plan moves no more than the optimum of its resident frames and those that the widest access needs beside one.
+    """A plan moves no more than the optimum of its resident cache slots and those that the widest access needs beside
+    one.
 
-    The other frames of the plan are its reserve: they read ahead and write behind, which the optimum need not do.
+    The other cache slots of the plan are its reserve: they read ahead and write behind, which the optimum need not do.
     """
     layout, trace = drawn
     widest = max(len(access) for access in trace)
-    plan = make_plan(trace, layout, least_frames(widest) + more)
-    assume(plan.streaming_frames)
-    frames = len(plan.resident) + widest - 1
-    assume(frames >= widest)
+    plan = make_plan(trace, layout, least_cache_slots(widest) + more)
+    assume(plan.streaming_cache_slots)
+    cache_slots = len(plan.resident) + widest - 1
+    assume(cache_slots >= widest)
     moved = plan.traffic.read_bytes + plan.traffic.written_bytes
-    assert moved <= optimum(trace, layout, frames)
+    assert moved <= optimum(trace, layout, cache_slots)
 
 
 @pytest.mark.parametrize("key", ["mixed", "split", "8bit"])
@@ -302,17 +313,17 @@ def test_no_replacement_does_better_in_the_frames_that_are_not_reserve(
 def test_state_formats_reach_the_closed_form(share: float, key: str) -> None:
     """Reads (2N - C)+ + (SN - C)+ and writes (SN - C)+, or one page more.
 
-    Less by what the frames save that stream or keep one unit's weights.
+    Less by what the cache slots save that stream or keep one FSDP module's weights.
     """
     layers = 12
     layout = transformer(layers, 16 * 5 * 1024, PAGE, key)
     events = transformer_step(layers)
-    trace = expand(events, layout, replace(Placement.of("in_backward", events), overlapped=False))
+    trace = expand(events, layout, replace(UpdateSchedule.of("in_backward", events), overlapped=False))
     plan = make_plan(trace, layout, 24 + int(share * len(layout.pages)))
     weights, state = layout.bytes_of(Role.PARAM), layout.state_bytes
     cached = sum(layout.pages[page].nbytes for page in plan.resident)
-    reserve = (plan.frames - len(plan.resident) + 2) * PAGE
-    assert plan.kept.frames <= len(layout.segments[0].param_pages)
+    reserve = (plan.cache_slots - len(plan.resident) + 2) * PAGE
+    assert plan.kept.cache_slots <= len(layout.segments[0].param_pages)
 
     def law(cache: int) -> tuple[int, int]:
         return max(0, weights - cache) + max(0, state - cache), max(0, state - cache)
@@ -328,13 +339,13 @@ def test_weights_are_kept_first() -> None:
     """A resident weight byte saves three transfers, any other byte two."""
     layout = transformer(LAYERS, ELEMENTS, PAGE)
     events = transformer_step(LAYERS)
-    trace = expand(events, layout, Placement.of("in_backward", events))
+    trace = expand(events, layout, UpdateSchedule.of("in_backward", events))
     plan = make_plan(trace, layout, 120)
     assert plan.resident
     assert {layout.pages[page].role for page in plan.resident} == {Role.PARAM}
 
 
-def test_a_unit_that_is_used_again_is_not_updated_in_backward() -> None:
+def test_a_fsdp_module_that_is_used_again_is_not_updated_in_backward() -> None:
     """Its weights would change while they are still needed, or its gradient be incomplete."""
     events = transformer_step(3)
     gather_again = (*events[:-1], events[0], events[-1])

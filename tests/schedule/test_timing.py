@@ -11,25 +11,25 @@ from hypothesis import strategies as st
 
 from infinity.content.format import Role
 from infinity.content.layout import Layout
-from infinity.schedule.choice import choose_plan
-from infinity.schedule.placement import Placement, expand
 from infinity.schedule.planner import Plan, lengths, make_plan, predict_seconds, preferred
-from infinity.schedule.tier import SLOTS, unit_bytes
+from infinity.schedule.schedule_choice import choose_plan
+from infinity.schedule.tier import SLOTS, fsdp_module_bytes
 from infinity.schedule.timing import BACKWARD, Beside, Clockwork, computation, staged_computation, updating
 from infinity.schedule.trace import Access
+from infinity.schedule.update_schedule import UpdateSchedule, expand
 from support.layouts import transformer, transformer_step
 from support.plans import plans
 
 PAGE = 64 << 10
 LAYERS, ELEMENTS = 12, 10 * 32 * 1024
-"""A unit has ten pages of weights and sixty of master and moments."""
+"""An FSDP module has ten pages of weights and sixty of master and moments."""
 
 
 def step(*, threaded: bool = False) -> tuple[tuple[Access, ...], Layout]:
     """Return the accesses of a transformer's step that updates in backward."""
     layout, events = transformer(LAYERS, ELEMENTS, PAGE), transformer_step(LAYERS)
-    placement = replace(Placement.of("in_backward", events), overlapped=threaded)
-    return expand(events, layout, placement), layout
+    update_schedule = replace(UpdateSchedule.of("in_backward", events), overlapped=threaded)
+    return expand(events, layout, update_schedule), layout
 
 
 @given(plans(), st.sampled_from([0.0, 0.5, 1.0, 3.0]), st.booleans())
@@ -43,12 +43,12 @@ def test_a_step_takes_no_less_than_either_and_no_more_than_both(
     moved = plan.traffic.total_bytes
     work = share * (moved or layout.state_bytes)
     (found,) = lengths(plan, layout, [work], threaded=threaded)
-    left_over = plan.frames * layout.page_bytes
+    left_over = plan.cache_slots * layout.page_bytes
     assert work * (1 - 1e-9) <= found <= (work + moved + left_over) * (1 + 1e-9)
 
 
 def test_computation_comes_behind_gathers() -> None:
-    """In forward before the next gather, in backward before the update of the unit, which takes longer."""
+    """In forward before the next gather, in backward before the update of the FSDP module, which takes longer."""
     trace, layout = step()
     shares = computation(trace, layout)
     assert sum(shares) == pytest.approx(1.0)
@@ -60,7 +60,7 @@ def test_computation_comes_behind_gathers() -> None:
 
 
 def test_nothing_is_waited_for_where_nothing_moves() -> None:
-    """With everything in the arena, a step takes as long as its computation."""
+    """With everything in the host cache, a step takes as long as its computation."""
     trace, layout = step()
     plan = make_plan(trace, layout, len(layout.pages))
     assert lengths(plan, layout, [1e9], threaded=False) == pytest.approx([1e9])
@@ -91,24 +91,26 @@ def test_updates_on_another_thread_are_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-@pytest.mark.parametrize("frames", [14, 40, 160, 300])
-def test_training_goes_no_further_ahead_of_updates_than_the_window_reaches(frames: int, threaded: bool) -> None:
-    """So the computation of forward hides nothing of what updates in backward move but what the frames hold.
+@pytest.mark.parametrize("cache_slots", [14, 40, 160, 300])
+def test_training_goes_no_further_ahead_of_updates_than_the_window_reaches(cache_slots: int, threaded: bool) -> None:
+    """So the computation of forward hides nothing of what updates in backward move but what the cache slots hold.
 
     Those of the window and those that are being written, once before backward and once behind it.
     """
     trace, layout = step(threaded=threaded)
-    plan = make_plan(trace, layout, frames, threaded=threaded)
+    plan = make_plan(trace, layout, cache_slots, threaded=threaded)
     work, traffic = plan.traffic.total_bytes, plan.traffic
     updates = traffic.read[Role.UPDATE] + traffic.written[Role.UPDATE]
-    hidden = (plan.frames - len(plan.resident)) * PAGE
+    hidden = (plan.cache_slots - len(plan.resident)) * PAGE
     (found,) = lengths(plan, layout, [work], threaded=threaded)
     assert found >= work / (1 + BACKWARD) + updates - 2 * hidden
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-def test_an_arena_with_room_for_a_unit_keeps_the_drive_busy(threaded: bool) -> None:
-    """Where computation takes as long as the transfers, most of them hide behind it if the arena holds a unit."""
+def test_an_host_cache_with_room_for_a_fsdp_module_keeps_the_drive_busy(threaded: bool) -> None:
+    """Where computation takes as long as the transfers, most of them hide behind it if the host cache holds an FSDP
+    module.
+    """
     trace, layout = step()
     narrow, wide = make_plan(trace, layout, 24, threaded=threaded), make_plan(trace, layout, 96, threaded=threaded)
     (of_narrow,), (of_wide,) = (
@@ -120,7 +122,7 @@ def test_an_arena_with_room_for_a_unit_keeps_the_drive_busy(threaded: bool) -> N
 
 
 def test_the_drive_moves_one_page_after_the_other() -> None:
-    """And a read that has no frame waits for one that is written."""
+    """And a read that has no cache slot waits for one that is written."""
     clockwork = Clockwork([PAGE], 1)
     clockwork.wanted = 2
     clockwork.go_on(0.0)
@@ -133,22 +135,28 @@ def test_the_drive_moves_one_page_after_the_other() -> None:
 
 
 def test_of_plans_that_are_about_as_quick_the_one_that_moves_least_is_taken() -> None:
-    """Where nearly all pages fit, few frames stream: resident pages save bytes, a wide window little time."""
+    """Where nearly all pages fit, few cache slots stream: resident pages save bytes, a wide window little time."""
     trace, layout = step()
     used = {use.page for access in trace for use in access}
     missing = 40
     plan = make_plan(trace, layout, len(used) - missing)
-    assert plan.streaming_frames < 30
-    assert plan.traffic.total_bytes <= 2 * (missing + plan.frames - len(plan.resident)) * PAGE
+    assert plan.streaming_cache_slots < 30
+    assert plan.traffic.total_bytes <= 2 * (missing + plan.cache_slots - len(plan.resident)) * PAGE
 
 
 def test_what_moves_is_spread_over_the_step() -> None:
-    """Residents are weights, and of master and moments as much of each unit: no unit has to wait for more than most."""
+    """Residents are weights, and of master and moments as much of each FSDP module:
+
+    no FSDP module has to wait for more than most.
+    """
     trace, layout = step()
     plan = make_plan(trace, layout, 450)
     resident = [layout.pages[page] for page in plan.resident]
     assert sum(page.role is Role.PARAM for page in resident) == layout.bytes_of(Role.PARAM) // PAGE
-    updates = [sum(page.role is Role.UPDATE and page.unit == unit for page in resident) for unit in range(LAYERS)]
+    updates = [
+        sum(page.role is Role.UPDATE and page.fsdp_module == fsdp_module for page in resident)
+        for fsdp_module in range(LAYERS)
+    ]
     assert max(updates) - min(updates) <= 2
 
 
@@ -170,12 +178,12 @@ ALONE = 1e9
 """How long the computation of a step takes in the tests of what works beside it."""
 
 
-def in_memory(name: str = "in_backward", *, units_ahead: int = 3) -> tuple[Plan, Layout]:
-    """Return a plan that keeps everything, whose window reaches some units ahead, with a thread for updates."""
+def in_memory(name: str = "in_backward", *, fsdp_modules_ahead: int = 3) -> tuple[Plan, Layout]:
+    """Return a plan that keeps everything, whose window reaches some FSDP modules ahead, with a thread for updates."""
     layout, events = transformer(LAYERS, ELEMENTS, PAGE), transformer_step(LAYERS)
-    trace = expand(events, layout, Placement.of(name, events))
+    trace = expand(events, layout, UpdateSchedule.of(name, events))
     plan = make_plan(trace, layout, len(layout.pages), threaded=True)
-    return replace(plan, reach=tuple(at + units_ahead * 80 for at in range(len(trace)))), layout
+    return replace(plan, reach=tuple(at + fsdp_modules_ahead * 80 for at in range(len(trace)))), layout
 
 
 def length(drawn: tuple[Plan, Layout], work: float = ALONE, **beside: float) -> float:
@@ -208,7 +216,7 @@ def test_nothing_makes_a_step_shorter_or_longer_than_all_of_it_one_after_the_oth
     times = {name: share * work for name, share in shares.items()}
     beside = Beside(**times, behind=behind)
     (found,) = lengths(plan, layout, [work], beside=beside, threaded=threaded)
-    left_over = plan.frames * layout.page_bytes
+    left_over = plan.cache_slots * layout.page_bytes
     most = work + plan.traffic.total_bytes + left_over + 2 * sum(times.values())
     assert work * (1 - 1e-9) <= found <= most * (1 + 1e-9)
     seconds = predict_seconds(plan, layout, bandwidth=1.0, computation=work, beside=beside, threaded=threaded)
@@ -226,99 +234,109 @@ def test_room_on_a_device_is_nothing_without_copies(drawn: tuple[Plan, Layout], 
     assert with_room == lengths(plan, layout, works, threaded=threaded)
 
 
-def staged(name: str = "in_backward", *, kept: int = 0, frames: int = 0, units_ahead: int = 3) -> tuple[Plan, Layout]:
-    """Return a plan with weights that are staged, and of so many units stay; by default all pages have frames."""
+def prefetched(
+    name: str = "in_backward", *, kept: int = 0, cache_slots: int = 0, fsdp_modules_ahead: int = 3
+) -> tuple[Plan, Layout]:
+    """Return a plan with weights that are staged, and of so many FSDP modules stay;
+
+    by default all pages have cache slots.
+    """
     layout, events = transformer(LAYERS, ELEMENTS, PAGE), transformer_step(LAYERS)
-    room = (SLOTS + kept) * unit_bytes(layout, 0)
-    _, plan = choose_plan(name, events, layout, frames or len(layout.pages), threaded=True, device_bytes=room)
-    assert plan.staged is not None
-    if frames:
+    room = (SLOTS + kept) * fsdp_module_bytes(layout, 0)
+    _, plan = choose_plan(name, events, layout, cache_slots or len(layout.pages), threaded=True, device_bytes=room)
+    assert plan.prefetched is not None
+    if cache_slots:
         return plan, layout
-    return replace(plan, reach=tuple(at + units_ahead * 80 for at in range(len(plan.trace)))), layout
+    return replace(plan, reach=tuple(at + fsdp_modules_ahead * 80 for at in range(len(plan.trace)))), layout
 
 
 @pytest.mark.parametrize("name", ["in_backward", "in_forward", "after_backward"])
 @pytest.mark.parametrize("kept", [0, 4, LAYERS])
 def test_a_staged_step_computes_as_much_as_any(name: str, kept: int) -> None:
-    """All of it, each unit twice, and waits for weights wherever they are copied; nothing where nothing takes time."""
-    plan, layout = staged(name, kept=kept)
-    assert plan.staged is not None
-    assert sum(plan.staged.shares) + sum(share for *_, share in plan.staged.awaited) == pytest.approx(1.0)
-    awaited = [unit for _, unit, _ in plan.staged.awaited]
-    assert sorted(set(awaited)) == sorted({layout.pages[plan.trace[at][0].page].unit for at in plan.staged.staged})
+    """All of it, each FSDP module twice, and waits for weights wherever they are copied;
+
+    nothing where nothing takes time.
+    """
+    plan, layout = prefetched(name, kept=kept)
+    assert plan.prefetched is not None
+    assert sum(plan.prefetched.shares) + sum(share for *_, share in plan.prefetched.awaited) == pytest.approx(1.0)
+    awaited = [fsdp_module for _, fsdp_module, _ in plan.prefetched.awaited]
+    assert sorted(set(awaited)) == sorted(
+        {layout.pages[plan.trace[at][0].page].fsdp_module for at in plan.prefetched.prefetched}
+    )
     assert length((plan, layout)) == pytest.approx(ALONE)
 
 
-def test_a_unit_is_computed_with_behind_the_reads_of_the_next_one() -> None:
+def test_a_fsdp_module_is_computed_with_behind_the_reads_of_the_next_one() -> None:
     """And before those of the one after that; it is waited for first."""
-    plan, layout = staged()
-    assert plan.staged is not None
-    reads = [min(at for at in plan.staged.staged if layout.pages[plan.trace[at][0].page].unit == unit)
-             for unit in range(1, LAYERS)]  # fmt: skip
-    forward = plan.staged.awaited[: LAYERS - 2]
-    assert [unit for _, unit, _ in forward] == list(range(1, LAYERS - 1))
+    plan, layout = prefetched()
+    assert plan.prefetched is not None
+    reads = [min(at for at in plan.prefetched.prefetched if layout.pages[plan.trace[at][0].page].fsdp_module == fsdp_module)
+             for fsdp_module in range(1, LAYERS)]  # fmt: skip
+    forward = plan.prefetched.awaited[: LAYERS - 2]
+    assert [fsdp_module for _, fsdp_module, _ in forward] == list(range(1, LAYERS - 1))
     assert [position for position, *_ in forward] == reads[1:]
-    assert plan.staged.shares[reads[1]] == pytest.approx(1 / (1 + BACKWARD) / LAYERS, rel=0.1)
+    assert plan.prefetched.shares[reads[1]] == pytest.approx(1 / (1 + BACKWARD) / LAYERS, rel=0.1)
 
 
 def test_nothing_is_staged_on_the_cpu() -> None:
     """A trace without staged accesses tells when a step computes."""
     layout, events = transformer(LAYERS, ELEMENTS, PAGE), transformer_step(LAYERS)
-    assert staged_computation(events, layout, Placement.of("in_backward", events)) is None
+    assert staged_computation(events, layout, UpdateSchedule.of("in_backward", events)) is None
 
 
 def test_weights_are_copied_ahead_of_computation() -> None:
     """Not staged: all are waited for. Staged: only the first ones, which a step begins with."""
     weights = 0.5 * ALONE
     assert length(in_memory(), weights=weights) == pytest.approx(ALONE + weights)
-    assert ALONE < length(staged(), weights=weights) < ALONE + 2 * weights / (2 * LAYERS)
-    assert length(staged(), weights=3 * ALONE) >= 3 * ALONE
+    assert ALONE < length(prefetched(), weights=weights) < ALONE + 2 * weights / (2 * LAYERS)
+    assert length(prefetched(), weights=3 * ALONE) >= 3 * ALONE
 
 
 def test_weights_that_stay_are_copied_once() -> None:
     """Copies that take longer than forward delay forward; in backward, nothing comes."""
     forward = ALONE / (1 + BACKWARD)
-    found = length(staged(kept=LAYERS), weights=2 * forward)
+    found = length(prefetched(kept=LAYERS), weights=2 * forward)
     assert found == pytest.approx(ALONE + forward, rel=0.1)
-    assert length(staged(), weights=2 * forward) < found  # the same time, of which half is for backward
+    assert length(prefetched(), weights=2 * forward) < found  # the same time, of which half is for backward
 
 
 def test_copies_are_hidden_beside_transfers_too() -> None:
     """Pages stream in both plans; where weights are staged, copying them adds next to nothing."""
-    plan, layout = staged(frames=96)
-    _, unstaged = choose_plan("in_backward", transformer_step(LAYERS), layout, 96, threaded=True)
+    plan, layout = prefetched(cache_slots=96)
+    _, not_prefetched = choose_plan("in_backward", transformer_step(LAYERS), layout, 96, threaded=True)
     moved = plan.traffic.total_bytes
     works, copies = [float(moved)], Beside(weights=0.3 * moved)
     (alone,), (copied,) = (lengths(plan, layout, works, beside=beside, threaded=True) for beside in (Beside(), copies))
-    (waiting,) = lengths(unstaged, layout, works, beside=copies, threaded=True)
+    (waiting,) = lengths(not_prefetched, layout, works, beside=copies, threaded=True)
     assert copied < 1.05 * alone < 0.95 * waiting
 
 
 def test_weights_are_copied_after_their_update() -> None:
-    """In forward a page is updated while the unit before computes, and copied only then."""
+    """In forward a page is updated while the FSDP module before computes, and copied only then."""
     updates, weights = 2 * ALONE, 0.5 * ALONE
     backward = ALONE * BACKWARD / (1 + BACKWARD)
-    found = length(staged("in_forward"), updates=updates, weights=weights)
+    found = length(prefetched("in_forward"), updates=updates, weights=weights)
     assert found >= updates + backward
-    assert length(staged(), updates=updates, weights=weights) < found
+    assert length(prefetched(), updates=updates, weights=weights) < found
 
 
 def test_pages_that_are_updated_on_the_device_take_the_link() -> None:
     """Both ways at once; weights wait behind them, and gradients that are used there do not cross."""
-    alone = length(staged(), read=1e-6)
+    alone = length(prefetched(), read=1e-6)
     assert alone == pytest.approx(ALONE)
-    there, back, both = (length(staged(), **times) for times in (
+    there, back, both = (length(prefetched(), **times) for times in (
         {"read": 2 * ALONE}, {"read": 1e-6, "changed": 2 * ALONE}, {"read": 2 * ALONE, "changed": 2 * ALONE}
     ))  # fmt: skip
     assert max(there, back) >= 2 * ALONE
     assert both < 1.2 * max(there, back)
-    assert length(staged(), read=2 * ALONE, weights=ALONE) >= 3 * ALONE
-    assert length(staged(), read=1e-6, gradients=2 * ALONE) == pytest.approx(alone)
+    assert length(prefetched(), read=2 * ALONE, weights=ALONE) >= 3 * ALONE
+    assert length(prefetched(), read=1e-6, gradients=2 * ALONE) == pytest.approx(alone)
 
 
 @pytest.mark.parametrize("name", ["in_backward", "in_forward", "after_backward"])
 def test_gradients_leave_beside_computation(name: str) -> None:
-    """Whether they are stored or used up at once; those of the last unit are waited for at most."""
+    """Whether they are stored or used up at once; those of the last FSDP module are waited for at most."""
     found, without = (length(in_memory(name), gradients=gradients, behind=2) for gradients in (0.3 * ALONE, 0.0))
     assert without == pytest.approx(ALONE)
     assert found <= ALONE + 2 * 0.3 * ALONE / LAYERS
@@ -326,7 +344,7 @@ def test_gradients_leave_beside_computation(name: str) -> None:
 
 
 def test_updates_wait_for_gradients() -> None:
-    """The update of a unit is as late as its gradients."""
+    """The update of an FSDP module is as late as its gradients."""
     drawn = in_memory()
     gradients, updates = 2 * ALONE, 0.5 * ALONE
     forward = ALONE / (1 + BACKWARD)
@@ -335,9 +353,9 @@ def test_updates_wait_for_gradients() -> None:
     assert found < forward + gradients + updates
 
 
-def test_only_so_many_units_are_between_computation_and_update() -> None:
+def test_only_so_many_fsdp_modules_are_between_computation_and_update() -> None:
     """The training thread waits for the update of the one before them; without a bound the window decides."""
-    drawn = in_memory(units_ahead=2 * LAYERS)
+    drawn = in_memory(fsdp_modules_ahead=2 * LAYERS)
     found = [length(drawn, gradients=0.1 * ALONE, updates=1.5 * ALONE, behind=behind) for behind in (1, 2, 6, 0)]
     assert all(fewer >= more - 1 for fewer, more in itertools.pairwise(found))
     assert found[0] > 1.05 * found[-1]

@@ -33,7 +33,7 @@ def begin(weights: Path, place: Path) -> None:
     place.mkdir()
     model = models.build("toy", meta=True)
     infinity.offload(
-        model, make_optimizer(RECIPE, model), settings(place, Paging(arena="all"), 64 << 20), weights=weights
+        model, make_optimizer(RECIPE, model), settings(place, Paging(host_cache="all"), 64 << 20), weights=weights
     ).close()
 
 
@@ -79,5 +79,5 @@ def test_parameters_that_were_tied_too_late_are_named(tmp_path: Path) -> None:
     fully_shard(model.head, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.head.weight = model.embed.weight
-    with pytest.raises(UnsupportedError, match=r"weight of a Linear in unit head is not the parameter.*before"):
+    with pytest.raises(UnsupportedError, match=r"weight of a Linear in FSDP module head is not the parameter.*before"):
         infinity.offload(model, torch.optim.AdamW(model.parameters()), {"storage": {"paths": [str(tmp_path)]}})

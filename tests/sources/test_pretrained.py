@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from infinity.checkpoint.reader import CommitReader
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import ConfigError
 from infinity.formats.companions import companion_files
 from infinity.formats.safetensors import export_safetensors
@@ -62,7 +62,7 @@ def filled(model: nn.Module) -> nn.Module:
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
-    """Return a model on the meta device, sharded as one unit."""
+    """Return a model on the meta device, sharded as one FSDP module."""
     with torch.device("meta"):
         model = make()
     return families.shard(model) if not isinstance(model, Toy) else shard(model, "fp32")
@@ -324,15 +324,15 @@ def test_what_transformers_passes_over_is_passed_over(tmp_path: Path, caplog: py
 
 
 def buffers_of(weights: Path | None, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
-    """Return the buffers of a run that begins or goes on; it commits."""
+    """Return the buffers of a run that begins or goes on; it checkpoints."""
     model = on_meta(Normed)
     with offload(model, folder, weights=weights, **options) as optimizer:
-        optimizer.commit()
+        optimizer.save_checkpoint()
         return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
 def on_two_ranks(folder: str) -> dict[str, torch.Tensor]:
-    """Go on from a commit of one rank. Runs on every rank."""
+    """Go on from a checkpoint of one rank. Runs on every rank."""
     return buffers_of(None, Path(folder), run=LATEST)
 
 
@@ -386,30 +386,30 @@ def test_companions_go_along(folder: Path, tmp_path: Path) -> None:
     wanted = {"tokenizer.json", "spiece.model", "chat_template.jinja", "generation_config.json", "vocab.txt"}
     assert {file.name for file in companion_files(folder)} == wanted
     with offload(on_meta(Toy), tmp_path, weights=folder) as optimizer:
-        optimizer.commit()
+        optimizer.save_checkpoint()
         run = optimizer.run.folder
         for file in folder.iterdir():
             file.unlink()
-    with offload(on_meta(Toy), tmp_path, run={**LATEST, "retained_commits": 2}) as optimizer:
-        optimizer.commit()
-        written = export_safetensors(CommitReader(run), tmp_path / "out", file_bytes=1 << 20)
+    with offload(on_meta(Toy), tmp_path, run={**LATEST, "retained_checkpoints": 2}) as optimizer:
+        optimizer.save_checkpoint()
+        written = export_safetensors(CheckpointReader(run), tmp_path / "out", file_bytes=1 << 20)
         assert {file.name for file in written} == {"model.safetensors", *wanted}
         assert (tmp_path / "out" / "spiece.model").read_text() == '{"of": "spiece.model"}'
         (folder / "merges.txt").write_text("a b")
-        written = export_safetensors(CommitReader(run), tmp_path / "b", companions=folder, file_bytes=1 << 20)
+        written = export_safetensors(CheckpointReader(run), tmp_path / "b", companions=folder, file_bytes=1 << 20)
         assert {file.name for file in written} == {"model.safetensors", "merges.txt"}
 
 
 def carried(folder: str) -> list[str]:
-    """Go on from a commit of one rank and export. Runs on every rank."""
+    """Go on from a checkpoint of one rank and export. Runs on every rank."""
     with offload(on_meta(Toy), Path(folder), run=LATEST) as optimizer:
         run = optimizer.run.folder
-        return sorted(file.name for file in (run.commits / "model").iterdir())
+        return sorted(file.name for file in (run.checkpoints / "model").iterdir())
 
 
 def test_companions_are_carried_to_a_resharded_run(folder: Path, tmp_path: Path, pair: RankPool) -> None:
     """The new run has its own copies."""
     (folder / "tokenizer.json").write_text("{}")
     with offload(on_meta(Toy), tmp_path, weights=folder) as optimizer:
-        optimizer.commit()
+        optimizer.save_checkpoint()
     assert pair.run(carried, str(tmp_path))[0] == ["names.json", "tokenizer.json"]

@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 
 import infinity
-from infinity.access import open_own, own_folder, read_own, replacing, write_own
-from infinity.checkpoint.manifest import complete_commits, published_in
-from infinity.errors import BudgetError, CommitError, ConfigError, FolderBusyError, InfinityError, StorageError
+from infinity.checkpoint.manifest import complete_checkpoints, published_in
+from infinity.errors import BudgetError, CheckpointError, ConfigError, FolderBusyError, InfinityError, StorageError
 from infinity.sources.reshard import folders_of
 from infinity.store import folder as folders
 from infinity.store.folder import (
@@ -36,6 +35,7 @@ from infinity.store.folder import (
     stale_locks,
 )
 from infinity.store.marker import MARKER_NAME, look_for_runs, new_run_id, read_marker
+from infinity.untrusted_files import open_own, own_folder, read_own, replacing, write_own
 from support import models
 from support.session import EVERY, RECIPE, STEPS, Session, reference
 from support.train import MIB, Paging, make_optimizer, settings
@@ -60,7 +60,7 @@ def read_only(folder: Path) -> Iterator[Path]:
 
 
 def make_run(*paths: Path) -> RunFolder:
-    """Make the folders of a run without a commit."""
+    """Make the folders of a run without a checkpoint."""
     for path in paths:
         path.mkdir(exist_ok=True)
     run = RunFolder.of(paths, new_run_id())
@@ -82,12 +82,12 @@ def test_a_run_is_a_name_and_a_marker(tmp_path: Path) -> None:
     """Everything else is passed over: with a reason where it is named as a run."""
     run = make_run(tmp_path)
     (root,) = run.roots
-    (tmp_path / ".git" / "commits").mkdir(parents=True)
-    (tmp_path / "photos" / "commits").mkdir(parents=True)
+    (tmp_path / ".git" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "photos" / "checkpoints").mkdir(parents=True)
     (tmp_path / "photos" / "rank00000.pages").touch()
     subprocess.run(["cp", "-r", root, f"{root}.bak"], check=True)
     odd = tmp_path / "20260101-000000-aaaaaa"
-    (odd / "commits").mkdir(parents=True)
+    (odd / "checkpoints").mkdir(parents=True)
     renamed = tmp_path / "20260102-000000-aaaaaa"
     subprocess.run(["cp", "-r", root, renamed], check=True)
     link = tmp_path / "20260103-000000-aaaaaa"
@@ -178,7 +178,7 @@ def test_removal_leaves_a_run_until_the_last_moment(tmp_path: Path, monkeypatch:
     steps = 0
     while True:
         run = make_run(tmp_path / "a", tmp_path / "b")
-        (run.commits / "step").touch()
+        (run.checkpoints / "step").touch()
         for root in run.roots:
             (root / "rank00000.pages").touch()
         count = 0
@@ -213,30 +213,30 @@ def test_removal_leaves_a_run_until_the_last_moment(tmp_path: Path, monkeypatch:
 
 
 def test_nothing_is_removed_through_a_link(tmp_path: Path) -> None:
-    """Not where the folder of the commits is one, nor where the run's own is: also if it was put there just now."""
+    """Not where the folder of the checkpoints is one, nor where the run's own is: also if it was put there just now."""
     victim = tmp_path / "victim"
-    (victim / "commits").mkdir(parents=True)
-    for name in ("precious", "rank00000.pages", "commits/precious"):
+    (victim / "checkpoints").mkdir(parents=True)
+    for name in ("precious", "rank00000.pages", "checkpoints/precious"):
         (victim / name).touch()
     before = tree(victim)
     path = tmp_path / "nvme"
     linked, swapped = make_run(path), make_run(path)
-    linked.commits.rmdir()
-    linked.commits.symlink_to(victim)
+    linked.checkpoints.rmdir()
+    linked.checkpoints.symlink_to(victim)
     swapped.roots[0].rename(tmp_path / "aside")
     swapped.roots[0].symlink_to(victim)
     for run in (linked, swapped):
         with pytest.raises(NotADirectoryError, match="it is a link") as caught:
             run.remove()
-        assert caught.value.filename in (str(run.commits), str(run.roots[0]))
+        assert caught.value.filename in (str(run.checkpoints), str(run.roots[0]))
         with suppress(OSError):
-            run.remove_rank(0, commits=True)
+            run.remove_rank(0, checkpoints=True)
         with suppress(OSError):
-            run.remove_file(run.commits / "precious")
+            run.remove_file(run.checkpoints / "precious")
         assert tree(victim) == before
     assert look_for_runs([path]) == (
         [],
-        {linked.roots[0]: "its commits is a link", swapped.roots[0]: "it is a link"},
+        {linked.roots[0]: "its checkpoints is a link", swapped.roots[0]: "it is a link"},
     )
 
 
@@ -246,8 +246,8 @@ def test_links_in_a_run_are_removed_and_not_followed(tmp_path: Path) -> None:
     victim.mkdir()
     (victim / "precious").touch()
     run = make_run(tmp_path / "nvme")
-    (run.commits / "deep" / "er").mkdir(parents=True)
-    for place in (run.roots[0], run.commits, run.commits / "deep" / "er"):
+    (run.checkpoints / "deep" / "er").mkdir(parents=True)
+    for place in (run.roots[0], run.checkpoints, run.checkpoints / "deep" / "er"):
         (place / "link").symlink_to(victim)
     run.remove()
     assert list((tmp_path / "nvme").iterdir()) == []
@@ -255,7 +255,7 @@ def test_links_in_a_run_are_removed_and_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("function", ["scandir", "listdir"])
-def test_commits_that_another_rank_removes_meanwhile_are_none(
+def test_checkpoints_that_another_rank_removes_meanwhile_are_none(
     function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank of a node removes them for all, the others look whether theirs are there."""
@@ -263,29 +263,29 @@ def test_commits_that_another_rank_removes_meanwhile_are_none(
     original = getattr(os, function)
 
     def late(path: Any) -> Any:
-        if Path(path) == run.commits:
-            shutil.rmtree(run.commits)
+        if Path(path) == run.checkpoints:
+            shutil.rmtree(run.checkpoints)
         return original(path)
 
     monkeypatch.setattr(os, function, late)
-    assert published_in(run.commits) == []
+    assert published_in(run.checkpoints) == []
 
 
 def test_a_rank_removes_its_manifests_before_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever comes of the others: there is no commit of all of which pages are missing."""
+    """Whatever comes of the others: there is no checkpoint of all of which pages are missing."""
     run = make_run(tmp_path)
-    manifests = [run.commits / f"step000000000001.rank{rank:05d}-of-00002.{'a' * 24}.json" for rank in range(2)]
+    manifests = [run.checkpoints / f"step000000000001.rank{rank:05d}-of-00002.{'a' * 24}.json" for rank in range(2)]
     for file in (*manifests, run.data_file(0, 0), run.data_file(0, 1)):
         file.touch()
 
     def refuse(file: Path, **_: Any) -> None:
-        assert file.name != "rank00001.pages" or [name.rank for name in published_in(run.commits)] == [0]
+        assert file.name != "rank00001.pages" or [name.rank for name in published_in(run.checkpoints)] == [0]
         os.unlink(file)
 
     monkeypatch.setattr(Path, "unlink", refuse)
-    run.remove_rank(1, commits=False)
+    run.remove_rank(1, checkpoints=False)
     assert not run.data_file(0, 1).exists()
-    assert [name.rank for name in published_in(run.commits)] == [0]
+    assert [name.rank for name in published_in(run.checkpoints)] == [0]
     assert run.data_file(0, 0).exists()
 
 
@@ -434,7 +434,7 @@ def test_a_missing_path_is_made_in_a_folder_that_is_there(tmp_path: Path) -> Non
     with Session(tmp_path, "all", storage=storage) as session:
         assert stat.S_IMODE(missing.stat().st_mode) == 0o700
         session.step()
-    assert not missing.exists(), "nothing is left of a run without a commit"
+    assert not missing.exists(), "nothing is left of a run without a checkpoint"
     with Session(tmp_path, "all", storage=storage) as session:
         session.run(1, every=1)
     assert len(look_for_runs([missing])[0]) == 1
@@ -442,7 +442,7 @@ def test_a_missing_path_is_made_in_a_folder_that_is_there(tmp_path: Path) -> Non
         assert session.optimizer.steps == 1
 
 
-@pytest.mark.parametrize("wrong", ["arena", "resume", "second path", "attach"])
+@pytest.mark.parametrize("wrong", ["host_cache", "resume", "second path", "attach"])
 def test_a_start_that_fails_removes_the_path_that_it_has_made(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -457,8 +457,8 @@ def test_a_start_that_fails_removes_the_path_that_it_has_made(
     def fails(*_: Any, **__: Any) -> None:
         raise ConfigError("it fails")
 
-    if wrong == "arena":
-        monkeypatch.setattr("infinity.run.run.Arena", fails)
+    if wrong == "host_cache":
+        monkeypatch.setattr("infinity.run.run.HostCache", fails)
     elif wrong == "attach":
         monkeypatch.setattr("infinity.run.run.UpdateWorker", fails)
     with pytest.raises(InfinityError):
@@ -531,7 +531,7 @@ loss = loss_of(model, tokens())
 optimizer.run.pager.flush()
 before = content()
 refused = {
-    "step": optimizer.step, "commit": optimizer.commit, "zero_grad": optimizer.zero_grad, "drain": optimizer.drain,
+    "step": optimizer.step, "checkpoint": optimizer.save_checkpoint, "zero_grad": optimizer.zero_grad, "drain": optimizer.drain,
     "forward": lambda: loss_of(model, tokens()), "backward": loss.backward, "read": lambda: param.full_tensor().sum(),
     "write": lambda: param.data.zero_(), "state": lambda: optimizer.state[param], "save": lambda: torch.save(
         model.state_dict(), os.devnull), "read_state": lambda: optimizer.read_state(name),
@@ -597,7 +597,7 @@ for has in loader:
 assert holders(nvme)
 optimizer.close()
 assert not holders(nvme), "though the worker lives"
-assert list(nvme.iterdir()) == [], "a run without a commit goes when it ends"
+assert list(nvme.iterdir()) == [], "a run without a checkpoint goes when it ends"
 print("ended in order")
 """
 
@@ -835,9 +835,9 @@ def test_a_folder_of_ones_own(tmp_path: Path) -> None:
 
 
 def steps_of(folder: Path) -> list[int]:
-    """Return the steps that the run in a session's folder has committed."""
+    """Return the steps that the run in a session's folder has checkpointed."""
     (found,) = look_for_runs([folder / "nvme0"])[0]
-    return [commit.step for commit in complete_commits(published_in(found.in_order[0] / "commits"))]
+    return [checkpoint.step for checkpoint in complete_checkpoints(published_in(found.in_order[0] / "checkpoints"))]
 
 
 @pytest.fixture(scope="module")
@@ -847,13 +847,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "where", ["space.reserve", "fill.restore", "run.open_engine", "commits.commit_bytes", "run.Peers"]
+    "where", ["space.reserve", "fill.restore", "run.open_engine", "checkpoints.checkpoint_bytes", "run.Peers"]
 )
 def test_a_start_that_fails_removes_nothing_that_was_there(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: list[float]
 ) -> None:
-    """Neither the run, with `keep = "never"`, nor commits later than the one that was to be resumed from."""
-    kept = {"retained_commits": 3}
+    """Neither the run, with `keep = "never"`, nor checkpoints later than the one that was to be resumed from."""
+    kept = {"retained_checkpoints": 3}
     with Session(tmp_path, run=kept) as session:
         session.run(STEPS)
     before, files = steps_of(tmp_path), tree(tmp_path / "nvme0")
@@ -870,7 +870,7 @@ def test_a_start_that_fails_removes_nothing_that_was_there(
 
 
 @pytest.mark.parametrize(
-    "where", ["space.reserve", "run.PageStore", "run.open_engine", "commits.commit_bytes", "run.Peers"]
+    "where", ["space.reserve", "run.PageStore", "run.open_engine", "checkpoints.checkpoint_bytes", "run.Peers"]
 )
 def test_a_new_run_that_does_not_start_leaves_nothing(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -879,13 +879,13 @@ def test_a_new_run_that_does_not_start_leaves_nothing(
     (tmp_path / "nvme0" / "precious").write_text("not ours")
     monkeypatch.setattr(f"infinity.run.{where}", _fails)
     with pytest.raises(OSError, match="Input/output error"):
-        Session(tmp_path, arena="all", run={"keep": "always"})
+        Session(tmp_path, host_cache="all", run={"keep": "always"})
     assert tree(tmp_path / "nvme0") == {"precious": b"not ours"}
 
 
 def test_a_process_of_few_files_leaves_nothing(tmp_path: Path) -> None:
     """Wherever the limit strikes, the start is refused with the limit's name or goes through, and cleans up."""
-    with Session(tmp_path, arena="all") as session:  # everything that is loaded on demand is loaded now
+    with Session(tmp_path, host_cache="all") as session:  # everything that is loaded on demand is loaded now
         session.step()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     refused: list[str] = []
@@ -952,7 +952,7 @@ def test_a_marker_that_is_gone_is_said(tmp_path: Path) -> None:
         session.run(EVERY)
     (root,) = look_for_runs([tmp_path / "nvme0"])[0][0].in_order
     (root / MARKER_NAME).unlink()
-    with pytest.raises(CommitError, match=rf"{root} is passed over: it has no infinity\.run"):
+    with pytest.raises(CheckpointError, match=rf"{root} is passed over: it has no infinity\.run"):
         Session(tmp_path, run={"resume": "latest"})
 
 
@@ -965,7 +965,7 @@ def test_a_run_on_a_read_only_mount_goes_on_elsewhere(tmp_path: Path, undisturbe
     (tmp_path / "elsewhere").mkdir()
     with read_only(tmp_path / "nvme0") as place:
         with pytest.raises(ConfigError, match="not writable"):
-            Session(tmp_path, arena="all", storage={"paths": [str(place)]}, run={"resume": "latest"})
+            Session(tmp_path, host_cache="all", storage={"paths": [str(place)]}, run={"resume": "latest"})
         run = {"resume": "latest", "resume_paths": [str(place)]}
         with Session(tmp_path, storage={"paths": [str(tmp_path / "elsewhere")]}, run=run) as session:
             assert session.optimizer.steps == EVERY

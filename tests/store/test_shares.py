@@ -1,4 +1,7 @@
-"""Bandwidths that nobody can have are not taken for shares: a commit that names them would be refused by its reader."""
+"""Bandwidths that nobody can have are not taken for shares:
+
+a checkpoint that names them would be refused by its reader.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from infinity.node import NodeDaemon
-from infinity.store import bandwidth
+from infinity.daemon_client import NodeDaemon
+from infinity.store import path_bandwidth
 from support.daemon_process import daemon
 
 
@@ -21,11 +24,11 @@ def test_what_is_remembered_is_checked(value: str, tmp_path: Path, monkeypatch: 
     paths = [str(tmp_path / "a"), str(tmp_path / "b")]
     runtime = tmp_path / "runtime"
     runtime.mkdir(mode=0o700)
-    file = runtime / bandwidth.CACHE_NAME
+    file = runtime / path_bandwidth.CACHE_NAME
     file.write_text(f'{{"{"|".join(paths)}": [1.0, {value}]}}')
     file.chmod(0o600)
-    monkeypatch.setattr(bandwidth, "quick_mixed", lambda names, engine: dict(zip(names, [3.0, 4.0], strict=True)))
-    assert bandwidth.path_shares(paths, "threads", runtime) == [3.0, 4.0]
+    monkeypatch.setattr(path_bandwidth, "quick_mixed", lambda names, engine: dict(zip(names, [3.0, 4.0], strict=True)))
+    assert path_bandwidth.path_stripe_weights(paths, "threads", runtime) == [3.0, 4.0]
     assert json.loads(file.read_text())["|".join(paths)] == [3.0, 4.0]
 
 
@@ -56,7 +59,7 @@ def profile(device: str, read: float | None, write: float | None, mixed: float |
     ],
 )
 def test_the_profile_of_a_daemon_is_used(
-    alone: Any, together: Any, shares: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: Any, together: Any, stripe_weights: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of all together counts more than that of each; paths on a drive share it; nothing is measured."""
     paths = [str(tmp_path / f"{number}") for number in range(len(alone))]
@@ -65,7 +68,7 @@ def test_the_profile_of_a_daemon_is_used(
         return found and {path: profile(*one) for path, one in zip(paths, found, strict=True)}
 
     asked = answering({"bandwidth": by_path(alone), "together": by_path(together)}, monkeypatch)
-    assert bandwidth.path_shares(paths, "threads", tmp_path / "runtime") == pytest.approx(shares)
+    assert path_bandwidth.path_stripe_weights(paths, "threads", tmp_path / "runtime") == pytest.approx(stripe_weights)
     assert asked == [("bandwidth", {"paths": paths})]
 
 
@@ -78,8 +81,8 @@ def test_whatever_a_daemon_says_a_start_goes_on(answer: Any, tmp_path: Path, mon
     """It measures, and tells what it found."""
     paths = [str(tmp_path / "a"), str(tmp_path / "b")]
     asked = answering(answer, monkeypatch)
-    monkeypatch.setattr(bandwidth, "quick_mixed", lambda names, engine: dict(zip(names, [3.0, 4.0], strict=True)))
-    assert bandwidth.path_shares(paths, "threads", tmp_path / "runtime") == [3.0, 4.0]
+    monkeypatch.setattr(path_bandwidth, "quick_mixed", lambda names, engine: dict(zip(names, [3.0, 4.0], strict=True)))
+    assert path_bandwidth.path_stripe_weights(paths, "threads", tmp_path / "runtime") == [3.0, 4.0]
     rates = {paths[0]: {"mixed": 3.0}, paths[1]: {"mixed": 4.0}}
     assert asked[1] == ("record_bandwidth", {"rates": rates, "source": "run"})
 
@@ -90,12 +93,12 @@ def test_a_profile_that_says_nothing_of_a_path_is_not_used(
 ) -> None:
     """Neither is one of zeros and strings."""
     paths = [str(tmp_path / "a"), str(tmp_path / "b")]
-    monkeypatch.setattr(bandwidth, "quick_mixed", lambda names, engine: dict(zip(names, [3.0, 4.0], strict=True)))
+    monkeypatch.setattr(path_bandwidth, "quick_mixed", lambda names, engine: dict(zip(names, [3.0, 4.0], strict=True)))
     for value in (None, 0, -1.0, "x", [], float("nan"), 10**400):
         values = {"read": None, "write": 1.0, "mixed": None, known: value}
         found = {path: {"device": "d", **values} for path in paths}
         answering({"bandwidth": found, "together": None}, monkeypatch)
-        assert bandwidth.path_shares(paths, "threads", tmp_path / f"{value!r:.5}") == [3.0, 4.0]
+        assert path_bandwidth.path_stripe_weights(paths, "threads", tmp_path / f"{value!r:.5}") == [3.0, 4.0]
 
 
 def test_a_daemon_that_knows_nothing_knows_what_a_run_has_measured(tmp_path: Path) -> None:
@@ -105,9 +108,9 @@ def test_a_daemon_that_knows_nothing_knows_what_a_run_has_measured(tmp_path: Pat
     for folder in (*paths, runtime):
         Path(folder).mkdir(mode=0o700)
     with daemon(runtime):
-        measured = bandwidth.path_shares(paths, "threads", runtime)
-        (runtime / bandwidth.CACHE_NAME).unlink()
-        told = bandwidth.path_shares(paths, "threads", runtime)
-        assert not (runtime / bandwidth.CACHE_NAME).exists()
+        measured = path_bandwidth.path_stripe_weights(paths, "threads", runtime)
+        (runtime / path_bandwidth.CACHE_NAME).unlink()
+        told = path_bandwidth.path_stripe_weights(paths, "threads", runtime)
+        assert not (runtime / path_bandwidth.CACHE_NAME).exists()
     assert sum(told) == pytest.approx(sum(measured))
     assert told[0] == told[1]  # both are on the same drive

@@ -28,7 +28,7 @@ from infinity.content.layout import Layout, Page
 from infinity.errors import BudgetError, ConfigError, CorruptPageError, FolderBusyError, StallError, StorageError
 from infinity.io import ThreadEngine
 from infinity.store import folder as folders
-from infinity.store import pages as pages_of_store
+from infinity.store import page_store as pages_of_store
 from infinity.store.extents import (
     Extent,
     ExtentAllocator,
@@ -41,7 +41,7 @@ from infinity.store.extents import (
 )
 from infinity.store.folder import FolderLock, allocated_bytes, describe_holder, holders, reserve
 from infinity.store.marker import new_run_id
-from infinity.store.pages import PageStore, checksum, lay_out, state_pages
+from infinity.store.page_store import PageStore, checksum, lay_out, state_pages
 from support.fault_engine import Fault, FaultEngine, FaultKind
 from support.layouts import layouts
 
@@ -52,7 +52,7 @@ RETAINED = 2
 
 def page(index: int, role: Role, nbytes: int) -> Page:
     """Return a page of its own segment."""
-    return Page(index=index, role=role, unit=0, segment=index, start=0, count=1024, nbytes=nbytes)
+    return Page(index=index, role=role, fsdp_module=0, segment=index, start=0, count=1024, nbytes=nbytes)
 
 
 ROLES = (Role.PARAM, Role.UPDATE, Role.GRAD)
@@ -68,10 +68,10 @@ class Rig:
         self,
         place: Path,
         faults: tuple[Fault, ...] = (),
-        committed: dict[int, Any] | None = None,
+        checkpointed: dict[int, Any] | None = None,
         hashers: int = 0,
     ) -> None:
-        homes, slots = lay_out(PAGES, SHARES, committed or {}, SPARE, RETAINED)
+        gpu_resident_pages, slots = lay_out(PAGES, SHARES, checkpointed or {}, SPARE, RETAINED)
         self.files = [place / f"{index}.pages" for index in range(2)]
         self.sizes = [0, 0]
         self.full = False
@@ -79,8 +79,8 @@ class Rig:
         self.cut(slots)
         self.engine = FaultEngine(ThreadEngine(4, 1 << 20), 0, faults)
         self.store = PageStore(
-            PAGES, homes, self.files, slots, self.engine, self, spare=SPARE,
-            name_of=lambda index: f"unit/page[{index}]", moved=lambda *_: None, timeout=60, committed=committed,
+            PAGES, gpu_resident_pages, self.files, slots, self.engine, self, spare=SPARE,
+            name_of=lambda index: f"fsdp_module/page[{index}]", moved=lambda *_: None, timeout=60, checkpointed=checkpointed,
             retained=RETAINED, hashers=hashers,
         )  # fmt: skip
         self._area = mmap.mmap(-1, 64 * KIB)
@@ -150,8 +150,8 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 def content_of(index: int, number: int) -> bytes:
     """Return a page's content, another for every version."""
-    unit = f"page {index} version {number:08d} ".encode()
-    return (unit * (PAGES[index].nbytes // len(unit) + 1))[: PAGES[index].nbytes]
+    fsdp_module = f"page {index} version {number:08d} ".encode()
+    return (fsdp_module * (PAGES[index].nbytes // len(fsdp_module) + 1))[: PAGES[index].nbytes]
 
 
 def test_pages_are_hashed_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_pages_are_hashed_side_by_side(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Writes, failing writes, commits and crashes in any order: what is named is never touched."""
+    """Writes, failing writes, checkpoints and crashes in any order: what is named is never touched."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.number = 0
         self.current: dict[int, bytes] = {}
         self.step = 0
-        self.commits: dict[int, dict[int, tuple[Any, bytes]]] = {}
+        self.checkpoints: dict[int, dict[int, tuple[Any, bytes]]] = {}
 
     @rule(index=st.integers(0, len(PAGES) - 1))
     def write(self, index: int) -> None:
@@ -226,18 +226,18 @@ class StoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: all(index in self.current for index in KEPT))
     @rule(again=st.booleans())
-    def commit(self, again: bool) -> None:
-        self.step += not (again and self.step in self.commits)
+    def save_checkpoint(self, again: bool) -> None:
+        self.step += not (again and self.step in self.checkpoints)
         versions = self.rig.store.versions(KEPT)
         self.rig.store.adopt(self.step, versions)
-        self.commits[self.step] = {index: (version, self.current[index]) for index, version in versions.items()}
-        for old in sorted(self.commits)[:-RETAINED]:
-            del self.commits[old]
-        assert self.rig.store.commits == tuple(sorted(self.commits))
+        self.checkpoints[self.step] = {index: (version, self.current[index]) for index, version in versions.items()}
+        for old in sorted(self.checkpoints)[:-RETAINED]:
+            del self.checkpoints[old]
+        assert self.rig.store.checkpoints == tuple(sorted(self.checkpoints))
 
-    @rule(homes=st.tuples(*[st.integers(0, 1)] * len(PAGES)))
-    def spread_anew(self, homes: tuple[int, ...]) -> None:
-        self.rig.store.spread_anew(homes)
+    @rule(gpu_resident_pages=st.tuples(*[st.integers(0, 1)] * len(PAGES)))
+    def spread_anew(self, gpu_resident_pages: tuple[int, ...]) -> None:
+        self.rig.store.spread_anew(gpu_resident_pages)
 
     @rule(stored=st.booleans())
     def expect_gradients(self, stored: bool) -> None:
@@ -248,21 +248,21 @@ class StoreMachine(RuleBasedStateMachine):
         self.write(index)
         assert self.rig.version(index).extent.path == self.rig.store.paths[index]
 
-    @precondition(lambda self: self.commits)
+    @precondition(lambda self: self.checkpoints)
     @rule(data=st.data())
     def crash(self, data: st.DataObject) -> None:
         self.rig.close()
-        self.step = data.draw(st.sampled_from(sorted(self.commits)), "resumed from")
-        self.commits = {step: pages for step, pages in self.commits.items() if step <= self.step}
+        self.step = data.draw(st.sampled_from(sorted(self.checkpoints)), "resumed from")
+        self.checkpoints = {step: pages for step, pages in self.checkpoints.items() if step <= self.step}
         versions = {
-            step: {index: version for index, (version, _) in pages.items()} for step, pages in self.commits.items()
+            step: {index: version for index, (version, _) in pages.items()} for step, pages in self.checkpoints.items()
         }
-        self.rig = Rig(Path(self.place.name), committed=versions)
-        self.current = {index: content for index, (_, content) in self.commits[self.step].items()}
+        self.rig = Rig(Path(self.place.name), checkpointed=versions)
+        self.current = {index: content for index, (_, content) in self.checkpoints[self.step].items()}
 
     @invariant()
     def nothing_that_is_named_was_overwritten(self) -> None:
-        for pages in self.commits.values():
+        for pages in self.checkpoints.values():
             for version, content in pages.values():
                 assert self.rig.on_disk(version.extent) == content
 
@@ -270,7 +270,7 @@ class StoreMachine(RuleBasedStateMachine):
     def no_two_versions_share_a_byte(self) -> None:
         named = {index: self.rig.version(index).extent for index in self.current}
         extents = set(named.values())
-        extents |= {version.extent for pages in self.commits.values() for version, _ in pages.values()}
+        extents |= {version.extent for pages in self.checkpoints.values() for version, _ in pages.values()}
         owners: dict[tuple[int, int], Extent] = {}
         for extent in extents:
             assert extent.offset + extent.length <= self.rig.sizes[extent.path]
@@ -334,23 +334,24 @@ TestAllocatorMachine.settings = settings(max_examples=100, deadline=None)
 @given(layouts(), st.lists(st.integers(1, 20), min_size=1, max_size=4))
 def test_pages_are_spread_in_proportion(layout: Layout, weights: list[int]) -> None:
     """Each path's bytes of a role are within a page of its share, however far one has come."""
-    homes = spread(layout.pages, [float(weight) for weight in weights])
+    gpu_resident_pages = spread(layout.pages, [float(weight) for weight in weights])
     for role in Role:
         got = [0] * len(weights)
         for item in layout.pages:
             if item.role is role:
-                got[homes[item.index]] += item.nbytes
-                shares = [sum(got) * weight / sum(weights) for weight in weights]
+                got[gpu_resident_pages[item.index]] += item.nbytes
+                stripe_weights = [sum(got) * weight / sum(weights) for weight in weights]
                 assert all(
-                    abs(mine - share) <= 1.01 * layout.page_bytes for mine, share in zip(got, shares, strict=True)
+                    abs(mine - stripe_weight) <= 1.01 * layout.page_bytes
+                    for mine, stripe_weight in zip(got, stripe_weights, strict=True)
                 )
 
 
 @given(layouts(), st.integers(1, 3), st.integers(0, 20), st.integers(1, 3))
 def test_slots_do_not_overlap_and_suffice(layout: Layout, paths: int, spare: int, retained: int) -> None:
-    """A version of every page and one more per commit, writes in flight; files are no longer than that."""
-    state, homes = state_pages(layout.pages), spread(layout.pages, [1.0] * paths)
-    on = [homes[item.index] for item in state]
+    """A version of every page and one more per checkpoint, writes in flight; files are no longer than that."""
+    state, gpu_resident_pages = state_pages(layout.pages), spread(layout.pages, [1.0] * paths)
+    on = [gpu_resident_pages[item.index] for item in state]
     classes = plan_slots(state, on, spare, retained)
     sizes = file_sizes(classes, paths)
     assert sum(sizes) == sum(item.count * item.length for item in classes)
@@ -358,7 +359,7 @@ def test_slots_do_not_overlap_and_suffice(layout: Layout, paths: int, spare: int
         spans = sorted((item.offset, item.offset + item.count * item.length) for item in classes if item.path == path)
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
     for path, length in {(item.path, item.length) for item in classes}:
-        members = [p for p in state if (homes[p.index], p.nbytes) == (path, length)]
+        members = [p for p in state if (gpu_resident_pages[p.index], p.nbytes) == (path, length)]
         changing = sum(not p.fixed for p in members)
         slots = sum(item.count for item in classes if (item.path, item.length) == (path, length))
         in_flight = slots - len(members) - retained * changing
@@ -378,7 +379,7 @@ def test_slots_that_come_one_by_one_are_those_of_all_at_once(added: list[dict[tu
         slots = (*slots, *further_slots(file_sizes(slots, 3), members, members + Counter(more), 16))
         members += Counter(more)
     pages = [
-        Page(index=number, role=Role.ACTIVATION, unit=0, segment=0, start=0, count=0, nbytes=length)
+        Page(index=number, role=Role.ACTIVATION, fsdp_module=0, segment=0, start=0, count=0, nbytes=length)
         for number, (_, length) in enumerate(members.elements())
     ]
     at_once = plan_slots(pages, [path for path, _ in members.elements()], 16, 0)
@@ -422,18 +423,18 @@ def test_pages_that_come_one_by_one_take_no_longer_the_more_there_are(tmp_path: 
 def test_as_few_pages_move_as_balance_needs(layout: Layout, before: list[int], data: st.DataObject) -> None:
     """Each path comes within two pages of its new share of every role, and none both gets and loses."""
     after = data.draw(st.lists(st.integers(1, 20), min_size=len(before), max_size=len(before)))
-    homes = spread(layout.pages, [float(share) for share in before])
-    moved = respread(layout.pages, homes, [float(share) for share in after])
+    gpu_resident_pages = spread(layout.pages, [float(stripe_weight) for stripe_weight in before])
+    moved = respread(layout.pages, gpu_resident_pages, [float(stripe_weight) for stripe_weight in after])
     for role in Role:
         mine = [item for item in layout.pages if item.role is role and not item.fixed]
         total = sum(item.nbytes for item in mine)
-        for path, share in enumerate(after):
-            loads = [sum(item.nbytes for item in mine if on[item.index] == path) for on in (homes, moved)]
-            wanted = total * share / sum(after)
+        for path, stripe_weight in enumerate(after):
+            loads = [sum(item.nbytes for item in mine if on[item.index] == path) for on in (gpu_resident_pages, moved)]
+            wanted = total * stripe_weight / sum(after)
             assert abs(loads[1] - wanted) <= abs(loads[0] - wanted) + layout.page_bytes
             assert abs(loads[1] - wanted) <= 2 * len(after) * layout.page_bytes
-            gone = any(homes[item.index] == path != moved[item.index] for item in mine)
-            come = any(homes[item.index] != path == moved[item.index] for item in mine)
+            gone = any(gpu_resident_pages[item.index] == path != moved[item.index] for item in mine)
+            come = any(gpu_resident_pages[item.index] != path == moved[item.index] for item in mine)
             assert not (gone and come)
 
 
@@ -441,8 +442,8 @@ def test_files_grow_no_more_however_often_pages_move(rig: Rig) -> None:
     """Each way round needs its slots once."""
     ways = [(0,) * len(PAGES), (1,) * len(PAGES)]
     rig.store.adopt(1, rig.store.versions(KEPT))
-    for homes in ways:
-        rig.store.spread_anew(homes)
+    for gpu_resident_pages in ways:
+        rig.store.spread_anew(gpu_resident_pages)
         for item in PAGES:
             rig.write(item.index, content_of(item.index, 1))
     sizes = list(rig.sizes)
@@ -454,14 +455,14 @@ def test_files_grow_no_more_however_often_pages_move(rig: Rig) -> None:
     assert rig.sizes == sizes
 
 
-def test_a_preferred_commit_outlives_newer_ones(rig: Rig) -> None:
+def test_a_preferred_checkpoint_outlives_newer_ones(rig: Rig) -> None:
     """Of two that are kept one is the newest, the other the preferred one; without it, the one before."""
     kept = []
     for step, prefer in enumerate(([], [], [1], [1], [7], []), 1):
         rig.write(0, content_of(0, step))
         assert rig.store.retained_with(step, prefer)[-1] == step
         rig.store.adopt(step, rig.store.versions(KEPT), prefer)
-        kept.append(rig.store.commits)
+        kept.append(rig.store.checkpoints)
     assert kept == [(1,), (1, 2), (1, 3), (1, 4), (4, 5), (5, 6)]
 
 
@@ -551,7 +552,7 @@ def test_gradients_without_room_are_refused_and_nothing_is_lost(tmp_path: Path) 
     rig.close()
 
 
-def test_a_committed_version_outlives_newer_ones(rig: Rig) -> None:
+def test_a_checkpointed_version_outlives_newer_ones(rig: Rig) -> None:
     """Until it is no longer retained; then its slot is used again."""
     first = rig.version(0)
     rig.store.adopt(1, rig.store.versions(KEPT))
@@ -593,9 +594,9 @@ def test_a_flipped_bit_is_named(rig: Rig, where: int) -> None:
         file.seek(extent.offset + where)
         file.write(bytes([byte ^ 0x10]))
         os.fsync(file.fileno())
-    with pytest.raises(CorruptPageError, match=r"unit/page\[3\]") as caught:
+    with pytest.raises(CorruptPageError, match=r"fsdp_module/page\[3\]") as caught:
         rig.read(3)
-    assert caught.value.page == "unit/page[3]"
+    assert caught.value.page == "fsdp_module/page[3]"
     assert caught.value.path == str(rig.files[extent.path])
     assert caught.value.offset == extent.offset
     assert str(extent.offset) in str(caught.value)
@@ -609,7 +610,7 @@ def test_a_write_that_lied_is_found(tmp_path: Path, kind: FaultKind) -> None:
     rig = Rig(tmp_path, (Fault(kind=kind, at=(1,)),))
     rig.write(0, content_of(0, 0))
     rig.write(0, content_of(0, 1))
-    with pytest.raises(CorruptPageError, match=r"unit/page\[0\]"):
+    with pytest.raises(CorruptPageError, match=r"fsdp_module/page\[0\]"):
         rig.read(0)
     rig.close()
 

@@ -13,7 +13,7 @@ from infinity_tools.cli import COMMANDS
 from support.modules import MODULES, ROOT, imported, modules
 
 LEVELS = {
-    "config": 0, "settings": 0, "schema": 0, "errors": 0, "units": 0, "hugepages": 0, "access": 0, "ending": 0,
+    "config": 0, "settings": 0, "schema": 0, "errors": 0, "fsdp_modules": 0, "hugepages": 0, "access": 0, "ending": 0,
     "variables": 0, "extras": 0, "torchrun": 0, "command": 0, "processor": 0, "waiting": 0, "interrupts": 0,
     "io": 1, "memory": 1, "telemetry": 1, "content": 1, "node": 1, "ranks": 1, "peers": 1,
     "store": 2, "schedule": 2, "budget": 2, "checkpoint": 2,
@@ -27,7 +27,7 @@ NO_TORCH = (
     "settings",
     "schema",
     "errors",
-    "units",
+    "fsdp_modules",
     "hugepages",
     "access",
     "ending",
@@ -43,7 +43,7 @@ NO_TORCH = (
     "telemetry",
     "store",
     "schedule.trace",
-    "schedule.placement",
+    "schedule.update_schedule",
     "schedule.tier",
     "schedule.turn",
     "schedule.timing",
@@ -54,7 +54,7 @@ NO_TORCH = (
     "estimate",
 )
 DAEMON_MAY = {
-    "command", "config", "settings", "schema", "errors", "units", "hugepages", "access", "extras", "io", "node",
+    "command", "config", "settings", "schema", "errors", "fsdp_modules", "hugepages", "access", "extras", "io", "node",
     "telemetry",
 }  # fmt: skip
 DAEMON_MAY_ALSO = ("infinity.store.folder.", "infinity.store.marker.")  # what is a run, and who holds it
@@ -157,12 +157,12 @@ def test_the_package_has_nothing_for_tests_alone() -> None:
         for package in packages - {"infinity"}
         for target in imported(files[package])
     }
-    homes = {getattr(infinity, name).__module__ for name in infinity.__all__}
+    gpu_resident_pages = {getattr(infinity, name).__module__ for name in infinity.__all__}
     started = {"infinity_tools.__main__", "infinity_tools.cli", "infinity_daemon.__main__", "infinity_daemon.main"}
     started |= {place.partition(":")[0] for place in COMMANDS.values()}
-    started |= {"infinity_tools.migrate.page"}  # by `make docs`
+    started |= {"infinity_tools.migrate.reference_page"}  # by `make docs`
     started |= {name for name in files if name.startswith("infinity.integrations.")}  # users name them
-    reached, left = set(packages), [*homes, *started]
+    reached, left = set(packages), [*gpu_resident_pages, *started]
     while left:
         target = exported.get(left[-1], left[-1])
         left.pop()

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from infinity.extras import EXTRAS, NEWEST_TORCH, OLDEST
+from infinity.optional_dependencies import EXTRAS, NEWEST_TORCH, OLDEST
 from support import bare
 from support.modules import MODULES, ROOT, imported, modules
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = {package for packages in EXTRAS.values() for package in packages}
-WITH_EXTRA = {"infinity.command", "infinity.content.kernels", "infinity.telemetry.exporter"}
+WITH_EXTRA = {"infinity.cli_errors", "infinity.content.kernels", "infinity.telemetry.exporter"}
 """Modules that only the daemon, the command line, who compiles encodings and who serves metrics import."""
 FRAMEWORKS = {name for name in MODULES if name.startswith("infinity.integrations.")}
 """Modules that only who uses that framework imports."""
@@ -56,7 +56,9 @@ def distributions(extra: str) -> set[str]:
 
 
 def test_supported_releases_are_said_alike() -> None:
-    """By `infinity.extras`, which `infinity doctor` and refusals go by, by pyproject and by the documents."""
+    """By `infinity.optional_dependencies`, which `infinity doctor` and refusals go by, by pyproject and by the
+    documents.
+    """
     python, torch, transformers = OLDEST["python"], OLDEST["torch"], OLDEST["transformers"]
     assert PROJECT["requires-python"] == f">={python}"
     assert f"torch>={torch}" in PROJECT["dependencies"]
@@ -96,7 +98,10 @@ def test_every_import_is_declared() -> None:
 
 
 def test_the_library_needs_no_extra(tmp_path: Path) -> None:
-    """It trains, commits, goes on and exports; all of its modules can be imported but those that are for an extra."""
+    """It trains, checkpoints, goes on and exports;
+
+    all of its modules can be imported but those that are for an extra.
+    """
     program = f"runpy.run_path({bare.__file__!r}, run_name='__main__')\n"
     rest = "".join(f"import {name}\n" for name in sorted(MODULES.keys() - WITH_EXTRA - FRAMEWORKS))
     done = hidden(program + rest, str(tmp_path))

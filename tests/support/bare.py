@@ -1,4 +1,4 @@
-"""A program that trains, commits, goes on and exports with the library alone: `bare.py FOLDER`."""
+"""A program that trains, checkpoints, goes on and exports with the library alone: `bare.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 import infinity
-from infinity.checkpoint.reader import CommitReader
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.formats.dcp import DcpExport
 from infinity.formats.safetensors import export_safetensors
 from infinity.store.folder import RunFolder
@@ -40,7 +40,7 @@ def train(folder: Path, resume: str) -> int:
         model(torch.ones(4, 8)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    optimizer.commit()
+    optimizer.save_checkpoint()
     optimizer.close()
     return optimizer.steps
 
@@ -50,6 +50,6 @@ if __name__ == "__main__":
     (nvme := place / "nvme").mkdir()
     print(train(nvme, ""), train(nvme, "latest"))
     (run,) = (found.run_id for found in look_for_runs([nvme])[0])
-    reader = CommitReader(RunFolder(run, (nvme / run,)))
+    reader = CheckpointReader(RunFolder(run, (nvme / run,)))
     export_safetensors(reader, place / "weights", file_bytes=1 << 20)
     DcpExport(reader).write(place / "dcp", file_bytes=1 << 20, advance=lambda _: None)

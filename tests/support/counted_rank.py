@@ -43,7 +43,7 @@ class CountedRank:
         stats.gauge("step_last_completed_timestamp_seconds").set(time.time() if when is None else when)
         stats.counter("steps_total").add()
 
-    def commit(self, seconds: float = 2.0, when: float | None = None) -> None:
-        """Count a commit."""
-        self.stats.histogram("commit_duration_seconds").observe(seconds)
-        self.stats.gauge("commit_last_success_timestamp_seconds").set(time.time() if when is None else when)
+    def save_checkpoint(self, seconds: float = 2.0, when: float | None = None) -> None:
+        """Count a checkpoint."""
+        self.stats.histogram("checkpoint_duration_seconds").observe(seconds)
+        self.stats.gauge("checkpoint_last_success_timestamp_seconds").set(time.time() if when is None else when)

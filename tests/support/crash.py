@@ -3,7 +3,8 @@
     PYTHONPATH=tests python -m support.crash --trials 1000 --power 200
 
 A *life* is one process per rank: it resumes, checks every bit of the state it finds against a run that nobody
-disturbs, trains and commits every step, some steps twice, until one of its ranks is killed, or loses power as a node of
+disturbs, trains and checkpoints every step, some steps twice, until one of its ranks is killed, or loses power as a
+node of
 its own does; the others are killed a moment later, as torchrun does. Now and then a life has pages of another size than
 the one before it, and goes on as another run. Lives are forked from a process that has loaded torch, so one takes a
 fraction of a second.
@@ -33,7 +34,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from infinity.checkpoint.manifest import complete_commits, published_in
+from infinity.checkpoint.manifest import complete_checkpoints, published_in
 from support.crash_commands import COMMANDS, Commands
 from support.ends import End, ended
 from support.session import Session
@@ -71,35 +72,35 @@ def live(folder: Path, log: int, end: End, seed: int, *, reference: bool = False
 
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     with ended(end, seed, folder, "" if alone else f"rank{dist.get_rank():05d}") as calls:
-        exists = _has_commit(folder / "nvme0")
+        exists = _has_checkpoint(folder / "nvme0")
         if dist.is_initialized():
             dist.barrier()  # all have looked before one begins
-        run = {"resume": "latest" if exists else "", "retained_commits": RETAINED}
+        run = {"resume": "latest" if exists else "", "retained_checkpoints": RETAINED}
         memory = {"memory": {"page_bytes": 128 * KIB, "host_bytes": 64 * MIB}} if other_pages else {}
-        with Session(folder, arena="small", run=run, **memory) as session:
+        with Session(folder, host_cache="small", run=run, **memory) as session:
             note = session.optimizer.resumed_extra.get("note", 0)
             say("resumed" if exists else "started", session.optimizer.steps, digest(session), note)
             say("begun", calls())
             if not exists:
-                commit(session, say)
+                save_checkpoint(session, say)
             while session.optimizer.steps < STEPS:
                 session.step()
                 if reference or session.optimizer.steps == STEPS:
                     say("trained", session.optimizer.steps, digest(session), 0)
-                commit(session, say)
+                save_checkpoint(session, say)
         say("calls", calls())
 
 
-def commit(session: Session, say: Callable[..., None]) -> None:
-    """Commit a step, every other one twice; what is told apart is only `extra`."""
+def save_checkpoint(session: Session, say: Callable[..., None]) -> None:
+    """Checkpoint a step, every other one twice; what is told apart is only `extra`."""
     steps = session.optimizer.steps
     for note in range(1, 2 + steps % 2):
-        session.optimizer.commit({"scheduler": session.scheduler.state_dict(), "note": note})
-        say("committed", steps, note)
+        session.optimizer.save_checkpoint({"scheduler": session.scheduler.state_dict(), "note": note})
+        say("checkpointed", steps, note)
 
 
-def _has_commit(path: Path) -> bool:
-    return any(complete_commits(published_in(run / "commits")) for run in path.glob("*") if run.is_dir())
+def _has_checkpoint(path: Path) -> bool:
+    return any(complete_checkpoints(published_in(run / "checkpoints")) for run in path.glob("*") if run.is_dir())
 
 
 class Life:
@@ -187,7 +188,7 @@ class Harness:
         self.expected: list[dict[int, str]] = []
         self.calls = self.start = 0  # of a whole life, and of its start
         self.seconds = 1.0
-        self._committed = (-1, 0)
+        self._checkpointed = (-1, 0)
         self._other_pages = False
         self.commands: Commands
 
@@ -259,7 +260,7 @@ class Harness:
         after, kind = self.rng.random() < 0.5, self.rng.random()
         if calls is not None:
             return End(call=int(calls * kind), after=after, power=power)
-        left = 1 - max(0, self._committed[0]) / STEPS  # a life that resumes is shorter
+        left = 1 - max(0, self._checkpointed[0]) / STEPS  # a life that resumes is shorter
         if kind < 0.15:  # in its start
             return End(call=self.rng.randrange(self.start), after=after, power=power)
         if power or kind < 0.6:
@@ -272,25 +273,25 @@ class Harness:
             yield f"ended with {status}{self._traces()}"
         begun = {(int(said[0][1]), int(said[0][3])) for said in words if said}
         if len(begun) > 1:
-            yield f"the ranks went on from different commits (step, which of the step): {sorted(begun)}"
+            yield f"the ranks went on from different checkpoints (step, which of the step): {sorted(begun)}"
         for rank, said in enumerate(words):
             for word in said:
                 where = (int(word[1]), int(word[3])) if len(word) == 4 else (0, 0)
-                if word[0] in ("started", "resumed") and where < self._committed:
-                    yield f"{self._committed} was committed, but rank {rank} {word[0]} at {where}"
-                if word[0] != "committed" and len(word) == 4 and self.expected[rank][int(word[1])] != word[2]:
+                if word[0] in ("started", "resumed") and where < self._checkpointed:
+                    yield f"{self._checkpointed} was checkpointed, but rank {rank} {word[0]} at {where}"
+                if word[0] != "checkpointed" and len(word) == 4 and self.expected[rank][int(word[1])] != word[2]:
                     yield f"rank {rank} {word[0]} step {word[1]} with other bits than the undisturbed run"
         self.report.resumes += any(said and said[0][0] == "resumed" for said in words)
-        self._committed = max(
-            ((int(word[1]), int(word[2])) for said in words for word in said if word[0] == "committed"),
-            default=self._committed,
+        self._checkpointed = max(
+            ((int(word[1]), int(word[2])) for said in words for word in said if word[0] == "checkpointed"),
+            default=self._checkpointed,
         )
 
     def _traces(self) -> str:
         return "".join(f"\n{file.name}: {file.read_text()}" for file in sorted(self.folder.glob("trace*")))
 
     def _reset(self) -> None:
-        self._committed = (-1, 0)
+        self._checkpointed = (-1, 0)
         for entry in self.folder.iterdir():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 

@@ -14,14 +14,14 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from typer.testing import CliRunner
 
-from infinity.checkpoint.manifest import complete_commits, published_in
-from infinity.checkpoint.reader import CommitReader
+from infinity.checkpoint.manifest import complete_checkpoints, published_in
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.formats.dcp import DcpExport, ReadOne, open_checkpoint
 from infinity.formats.safetensors import export_safetensors
 from infinity.store.folder import RunFolder
 from infinity.store.marker import Marker, write_marker
 from infinity_tools.cli import app
-from infinity_tools.runs import waste
+from infinity_tools.stored_runs import waste
 from support.ends import End, ended
 
 _FILE_BYTES = 128 << 10
@@ -58,8 +58,8 @@ def _run(place: Path) -> RunFolder:
     return RunFolder(root.name, (root,))
 
 
-def _reader(place: Path) -> CommitReader:
-    return CommitReader(_run(place))
+def _reader(place: Path) -> CheckpointReader:
+    return CheckpointReader(_run(place))
 
 
 def _content(out: Path) -> str:
@@ -91,10 +91,10 @@ class Commands:
         Raises:
             RuntimeError: a command fails by itself.
         """
-        self._good, self.place = place / "good" / "nvme0", place / "now" / "nvme0"
+        self._good, self.directory = place / "good" / "nvme0", place / "now" / "nvme0"
         shutil.copytree(run, self._good)
         self._add_others()
-        self._names = sorted(name.file_name for name in published_in(_run(self._good).commits))
+        self._names = sorted(name.file_name for name in published_in(_run(self._good).checkpoints))
         self._expected: dict[str, str] = {}
         self.calls: dict[str, int] = {}
         for name in COMMANDS:
@@ -102,20 +102,20 @@ class Commands:
             if status:
                 raise RuntimeError(f"{name} ended with {status}: {said}")
             self.calls[name] = int(said)
-            if (self.place.parent / "out").exists():
-                self._expected[name] = _content(self.place.parent / "out")
+            if (self.directory.parent / "out").exists():
+                self._expected[name] = _content(self.directory.parent / "out")
 
     def _add_others(self) -> None:
         root = _run(self._good).roots[0]
-        for name, commits in ((_OTHER, True), (_DEAD, False)):
+        for name, checkpoints in ((_OTHER, True), (_DEAD, False)):
             other = root.with_name(name)
             shutil.copytree(root, other)
             write_marker(other, Marker(run_id=name, path=0, paths=1))
-            if not commits:
-                shutil.rmtree(other / "commits")
-                (other / "commits").mkdir()
-        (root / "commits" / "step000000000009.json.tmp").write_bytes(b"x")
-        (root / "commits" / f"step000000000009.rank00000.{0:024x}.safetensors").write_bytes(b"x")
+            if not checkpoints:
+                shutil.rmtree(other / "checkpoints")
+                (other / "checkpoints").mkdir()
+        (root / "checkpoints" / "step000000000009.json.tmp").write_bytes(b"x")
+        (root / "checkpoints" / f"step000000000009.rank00000.{0:024x}.safetensors").write_bytes(b"x")
 
     def trial(self, name: str, end: End, seed: int) -> tuple[int, list[str]]:
         """End a command; return its status and what is wrong with what it left."""
@@ -125,20 +125,20 @@ class Commands:
             problems += self._export_problems(name) if name in self._expected else self._store_problems(name)
         except Exception:
             problems.append(f"what it left cannot be used: {traceback.format_exc()}")
-        kept = sorted(file.name for file in _run(self.place).commits.glob("step*.json"))
+        kept = sorted(file.name for file in _run(self.directory).checkpoints.glob("step*.json"))
         return status, problems + ([f"of {self._names} are left {kept}"] if kept != self._names else [])
 
     def _attempt(self, name: str, end: End, seed: int) -> tuple[int, str]:
         """Run a command in a process of its own, on a new copy; return its status, and its calls or its error."""
-        top = self.place.parent
+        top = self.directory.parent
         shutil.rmtree(top, ignore_errors=True)
-        shutil.copytree(self._good, self.place)
+        shutil.copytree(self._good, self.directory)
         child = os.fork()
         if not child:
             status = 1
             try:
                 with ended(end, seed, top) as calls:
-                    COMMANDS[name](self.place)
+                    COMMANDS[name](self.directory)
                     (top / "log").write_text(str(calls()))
                 status = 0
             except BaseException:
@@ -151,23 +151,23 @@ class Commands:
 
     def _export_problems(self, name: str) -> list[str]:
         """It is not there, or all of it is; and the next one does not mind what is left."""
-        out = self.place.parent / "out"
+        out = self.directory.parent / "out"
         if out.exists() and _content(out) != self._expected[name]:
             return ["half an export looks like one"]
         if not out.exists():
-            COMMANDS[name](self.place)
+            COMMANDS[name](self.directory)
         return [] if _content(out) == self._expected[name] else ["the next export is another one"]
 
     def _store_problems(self, name: str) -> list[str]:
         """The next one ends what this one began; of the run that was not meant nothing is gone."""
         if name == "gc":
-            _gc(self.place)
-            left = [item.name for item in waste([self.place])]
-            roots = (self.place / _OTHER, *_run(self.place).roots)
-            whole = [len(complete_commits(published_in(root / "commits"))) for root in roots]
-            lost = ["the other run lost a commit"] if whole[0] != whole[1] else []
+            _gc(self.directory)
+            left = [item.name for item in waste([self.directory])]
+            roots = (self.directory / _OTHER, *_run(self.directory).roots)
+            whole = [len(complete_checkpoints(published_in(root / "checkpoints"))) for root in roots]
+            lost = ["the other run lost a checkpoint"] if whole[0] != whole[1] else []
             return lost + ([f"gc leaves {left}"] if left else [])
-        if (self.place / _OTHER / "infinity.run").exists():
-            _rm(self.place)
-        _gc(self.place)
-        return ["rm leaves files that nothing removes"] if any((self.place / _OTHER).glob("*")) else []
+        if (self.directory / _OTHER / "infinity.run").exists():
+            _rm(self.directory)
+        _gc(self.directory)
+        return ["rm leaves files that nothing removes"] if any((self.directory / _OTHER).glob("*")) else []

@@ -135,7 +135,7 @@ def ended(end: End, seed: int, folder: Path, mine: str = "") -> Iterator[Callabl
                 die()
             if end.power and name == "rename":
                 drive.renaming(*map(Path, arguments[:2]))
-            elif end.power and name == "unlink" and Path(arguments[0]).parent.name == "commits":
+            elif end.power and name == "unlink" and Path(arguments[0]).parent.name == "checkpoints":
                 with contextlib.suppress(FileNotFoundError):
                     drive.removing(Path(arguments[0]))
             try:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infinity import peers
+from infinity import peer_failures
 from infinity.checkpoint.manifest import published_in, read_manifest
 from infinity.errors import CorruptPageError
 from infinity.io import Op
-from infinity.store.pages import read_version
+from infinity.store.page_store import read_version
 from support.fault_engine import Fault, FaultKind
 from support.processes import ready_made
 from support.session import EVERY, Session
@@ -34,7 +34,7 @@ CORRUPT = rf"CorruptPageError: {PLACE} failed: .*page \S+ is corrupt: checksum"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Something that happens on one rank after the first commit."""
+    """Something that happens on one rank after the first checkpoint."""
 
     says: str
     """What the rank that it happens to raises, as a pattern over ``Type: message``."""
@@ -44,7 +44,7 @@ class Case:
     act: Callable[[Session], None] | None = None
     storage: dict[str, Any] = field(default_factory=dict)
     damages: bool = False
-    """The last commit may be hit."""
+    """The last checkpoint may be hit."""
     prepare: Callable[[], None] | None = None
     """Called on every rank before it begins."""
 
@@ -91,9 +91,9 @@ def _move_data(session: Session) -> None:
     aside(folder.data_file(0, rank))
 
 
-def _move_commits(session: Session) -> None:
-    session.step()  # the other rank has ended its commit then
-    aside(session.optimizer.run.folder.commits)
+def _move_checkpoints(session: Session) -> None:
+    session.step()  # the other rank has ended its checkpoint then
+    aside(session.optimizer.run.folder.checkpoints)
 
 
 def aside(place: Path) -> None:
@@ -141,12 +141,12 @@ CASES = {
     "data-file-gone": Case(
         act=_move_data,
         says=r"StorageError: sync .*\.pages failed: ENOENT .*: the data file was removed or replaced while",
-        peer=r"InfinityError: commit of step 6 failed on rank {rank}: StorageError: sync .* was removed or replaced",
+        peer=r"InfinityError: checkpoint of step 6 failed on rank {rank}: StorageError: sync .* was removed or replaced",
     ),
-    "commits-folder-gone": Case(
-        act=_move_commits,
-        says=r"StorageError: commit .*commits\S* failed: ENOENT \(No such file or directory\)",
-        peer=r"StorageError: commit .*commits\S* failed: ENOENT \(No such file or directory\)",
+    "checkpoints-folder-gone": Case(
+        act=_move_checkpoints,
+        says=r"StorageError: checkpoint .*checkpoints\S* failed: ENOENT \(No such file or directory\)",
+        peer=r"StorageError: checkpoint .*checkpoints\S* failed: ENOENT \(No such file or directory\)",
     ),
     "own-mistake": Case(act=_mistake, says="ValueError: a mistake of one's own"),
 }
@@ -220,7 +220,7 @@ def _text(file: Path) -> str:
 def _live(case: Case, struck: bool, rank: int, folder: str, swallowed: bool) -> None:
     torch.set_num_threads(1)
     logging.basicConfig(filename=f"{folder}/log{rank}", format="%(message)s")
-    peers.GRACE_SECONDS = 2.0 if swallowed else PATIENCE  # a rank that fails takes its time to close
+    peer_failures.GRACE_SECONDS = 2.0 if swallowed else PATIENCE  # a rank that fails takes its time to close
     if case.prepare is not None:
         case.prepare()
     store = dist.FileStore(f"{folder}/group", 2)
@@ -248,9 +248,9 @@ def _disturbed(case: Case | None, folder: Path, storage: dict[str, Any], swallow
 
 
 def damaged_pages(folder: Path) -> int:
-    """Return how many committed pages are not what they were: a misdirected write lies in the place of something."""
+    """Return how many checkpointed pages are not what they were: a misdirected write lies in the place of something."""
     found = 0
-    for run in (folder / "nvme0").glob("*/commits"):
+    for run in (folder / "nvme0").glob("*/checkpoints"):
         for name in published_in(run):
             for page, version in read_manifest(run / name.file_name).pages.items():
                 try:

@@ -14,14 +14,14 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import infinity
-from infinity.checkpoint.reader import CommitReader
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.formats.safetensors import export_safetensors
 from support.train import Outcome, Paging, differences, host_bytes, settings, state_in_memory, state_on_nvme, whole
 from support.wide_models import LLAVA, ROWS, ModelRow, build
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 STEPS = 3
-_PAGING = Paging(arena="least")
+_PAGING = Paging(host_cache="least")
 
 
 def row_of(name: str) -> ModelRow:
@@ -112,7 +112,7 @@ def train(row: ModelRow, model: nn.Module, optimizer: torch.optim.Optimizer, out
 
 
 def offload(model: nn.Module, folder: Path, **run: Any) -> infinity.PagedOptimizer:
-    """Offload a model with the least arena; where its weights lie is not said."""
+    """Offload a model with the least host cache; where its weights lie is not said."""
     optimizer = adamw(model)
     folder.mkdir(exist_ok=True)
     config = settings(folder, _PAGING, host_bytes(_PAGING, model, optimizer, folder), run=run)
@@ -140,9 +140,9 @@ def compare(name: str, folder: Path) -> list[str]:
         train(row, model, paged, found)
         found.state = state_on_nvme(model, paged)
         wrong += [] if torch.equal(logits_of(row, model), logits[1]) else ["logits after"]
-        paged.commit()
+        paged.save_checkpoint()
         if not dist.get_rank():
-            export_safetensors(CommitReader(paged.run.folder), folder / "exported", file_bytes=1 << 30)
+            export_safetensors(CheckpointReader(paged.run.folder), folder / "exported", file_bytes=1 << 30)
         dist.barrier()
     assert len(set(found.losses)) > 1
     wrong += differences(expected, found)

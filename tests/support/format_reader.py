@@ -1,11 +1,11 @@
-"""A reader of commits, written from docs/on-disk-format.md alone: nothing of infinity is imported.
+"""A reader of checkpoints, written from docs/on-disk-format.md alone: nothing of infinity is imported.
 
 To be read beside the document, whose sections it follows. Values are NumPy arrays; dtypes that NumPy lacks (bfloat16,
 float8) are unsigned integers with the same bits.
 
     for run in find_runs(["/nvme0", "/nvme1"]):
-        for commit in find_commits(run):
-            content = read(commit)
+        for checkpoint in find_checkpoints(run):
+            content = read(checkpoint)
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Run:
     folders: list[Path]
 
     @property
-    def commits(self) -> Path:
-        """The folder of the commits."""
-        return self.folders[0] / "commits"
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.folders[0] / "checkpoints"
 
 
 @dataclass
-class Commit:
+class Checkpoint:
     """`manifests` has the file of each rank."""
 
     run: Run
@@ -82,11 +82,15 @@ def find_runs(paths: list[Any]) -> list[Run]:
     found: dict[tuple[str, int], dict[int, Path]] = {}
     for path in map(Path, paths):
         for folder in path.iterdir():
-            commits = folder / "commits"
-            odd = folder.is_symlink() or commits.is_symlink() or (commits.exists() and not commits.is_dir())
-            mark = marker(folder) if RUN_ID.fullmatch(folder.name) and not odd else None
-            if mark is not None and mark["run_id"] == folder.name and mark["path"] < mark["paths"]:
-                found.setdefault((folder.name, mark["paths"]), {})[mark["path"]] = folder
+            checkpoints = folder / "checkpoints"
+            odd = folder.is_symlink() or checkpoints.is_symlink() or (checkpoints.exists() and not checkpoints.is_dir())
+            device_event = marker(folder) if RUN_ID.fullmatch(folder.name) and not odd else None
+            if (
+                device_event is not None
+                and device_event["run_id"] == folder.name
+                and device_event["path"] < device_event["paths"]
+            ):
+                found.setdefault((folder.name, device_event["paths"]), {})[device_event["path"]] = folder
     complete = ((run_id, by_path) for (run_id, paths), by_path in sorted(found.items()) if len(by_path) == paths)
     return [Run(run_id, [by_path[path] for path in sorted(by_path)]) for run_id, by_path in complete]
 
@@ -105,16 +109,16 @@ def marker(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def find_commits(run: Run) -> list[Commit]:
-    """The commits of a run that are there of all ranks, oldest first."""
+def find_checkpoints(run: Run) -> list[Checkpoint]:
+    """The checkpoints of a run that are there of all ranks, oldest first."""
     found: dict[tuple[int, str, int], dict[int, Path]] = {}
-    for file in run.commits.iterdir() if run.commits.exists() else ():
+    for file in run.checkpoints.iterdir() if run.checkpoints.exists() else ():
         if name := MANIFEST.fullmatch(file.name):
             step, rank, size = map(int, name.groups()[:3])
             if rank < size:
                 found.setdefault((step, name[4], size), {})[rank] = file
     return [
-        Commit(run, step, identity, [by_rank[rank] for rank in range(size)])
+        Checkpoint(run, step, identity, [by_rank[rank] for rank in range(size)])
         for (step, identity, size), by_rank in sorted(found.items())
         if len(by_rank) == size
     ]
@@ -272,14 +276,14 @@ def page_sets(fmt: dict[str, Any]) -> list[tuple[str, float]]:
     return [("PARAM", SIZES[fmt["param"]]), *([("UPDATE", update)] if update else []), *gradients]
 
 
-def build(units: list[Any], formats: dict[str, Any], page_bytes: int) -> list[Segment]:
+def build(fsdp_modules: list[Any], formats: dict[str, Any], page_bytes: int) -> list[Segment]:
     """The segments of a rank and their pages."""
     segments: list[Segment] = []
-    shards = [shard for unit in units for shard in unit["shards"]]
+    shards = [shard for fsdp_module in fsdp_modules for shard in fsdp_module["shards"]]
     index = number = 0
-    for unit in units:
+    for fsdp_module in fsdp_modules:
         by_key: dict[str, Segment] = {}
-        for shard in unit["shards"]:
+        for shard in fsdp_module["shards"]:
             segment = by_key.setdefault(shard["segment_key"], Segment(formats[shard["segment_key"]]))
             start = ceil(segment.end, 64) * 64
             segment.shards.append((index, start))
@@ -337,16 +341,19 @@ def join(pieces: list[int], most: int, *, even: bool) -> list[int]:
     return [*pages, pieces[-1]]
 
 
-def digest(units: list[Any], segments: list[Segment], page_bytes: int) -> str:
+def digest(fsdp_modules: list[Any], segments: list[Segment], page_bytes: int) -> str:
     """The digest of a layout."""
-    return hashlib.sha256(digested(units, segments, page_bytes).encode()).hexdigest()[:16]
+    return hashlib.sha256(digested(fsdp_modules, segments, page_bytes).encode()).hexdigest()[:16]
 
 
-def digested(units: list[Any], segments: list[Segment], page_bytes: int) -> str:
+def digested(fsdp_modules: list[Any], segments: list[Segment], page_bytes: int) -> str:
     """What the digest is of."""
     without_ones = [
-        {**unit, "shards": [{k: v for k, v in shard.items() if (k, v) != ("row", 1)} for shard in unit["shards"]]}
-        for unit in units
+        {
+            **fsdp_module,
+            "shards": [{k: v for k, v in shard.items() if (k, v) != ("row", 1)} for shard in fsdp_module["shards"]],
+        }
+        for fsdp_module in fsdp_modules
     ]
     formats = [segment.format for segment in segments]
     return json.dumps([without_ones, page_bytes, BLOCK, formats], sort_keys=True)
@@ -513,7 +520,7 @@ TENSOR = record(
     tensor_parallel=flag,
 )
 DESCRIPTION = record(
-    units=items(record(name=text(), shards=items(lambda value: SHARD(add_row(value))))),
+    fsdp_modules=items(record(name=text(), shards=items(lambda value: SHARD(add_row(value))))),
     formats=table(text(), FORMAT),
     tensors=items(TENSOR),
     buffers=items(text()),
@@ -554,7 +561,7 @@ def add_row(shard: Any) -> Any:
 
 @dataclass
 class Manifest:
-    """What one rank has of a commit: checked, but for the bytes of its pages."""
+    """What one rank has of a checkpoint: checked, but for the bytes of its pages."""
 
     run: Run
     file: Path
@@ -574,7 +581,9 @@ class Manifest:
             file.seek(offset)
             content = file.read(length)
         if checksum(content, seed=number) != expected:
-            raise Refused(f"page {number} is bad" if self.file.exists() else "the commit has been removed meanwhile")
+            raise Refused(
+                f"page {number} is bad" if self.file.exists() else "the checkpoint has been removed meanwhile"
+            )
         return content
 
 
@@ -583,20 +592,27 @@ def data_file(run: Run, path: int, rank: int) -> Path:
     return run.folders[path] / f"rank{rank:05d}.pages"
 
 
-def read_manifest(commit: Commit, rank: int) -> Manifest:
+def read_manifest(checkpoint: Checkpoint, rank: int) -> Manifest:
     """Read and check the part of one rank."""
-    run, file = commit.run, commit.manifests[rank]
+    run, file = checkpoint.run, checkpoint.manifests[rank]
     body = BODY(body_of(regular_file(file)))
     said = [body[name] for name in ("run_id", "step", "identity", "rank", "world_size")]
-    need(said == [run.run_id, commit.step, commit.identity, rank, len(commit.manifests)], f"{file} is of {said}")
+    need(
+        said == [run.run_id, checkpoint.step, checkpoint.identity, rank, len(checkpoint.manifests)],
+        f"{file} is of {said}",
+    )
     segments = checked_layout(body["description"], body["page_bytes"])
-    need(digest(body["description"]["units"], segments, body["page_bytes"]) == body["layout"], "of another layout")
+    need(
+        digest(body["description"]["fsdp_modules"], segments, body["page_bytes"]) == body["layout"], "of another layout"
+    )
     check_tensors(body["description"])
     check_pages(run, body, segments)
     shards = len(body["description"]["tensors"])
     named = [*body["scalars"], *(index for group in body["groups"] for index in group["params"])]
     need(all(index < shards for index in named), "scalars or groups are of other shards")
-    state = regular_file(run.commits / f"step{commit.step:012d}.rank{rank:05d}.{commit.identity}.safetensors")
+    state = regular_file(
+        run.checkpoints / f"step{checkpoint.step:012d}.rank{rank:05d}.{checkpoint.identity}.safetensors"
+    )
     need(checksum(state) == body["state_checksum"], "the state file does not match its checksum")
     return Manifest(run, file, body, segments, state)
 
@@ -621,7 +637,7 @@ def check_pages(run: Run, body: dict[str, Any], segments: list[Segment]) -> None
 
 def checked_layout(description: dict[str, Any], page_bytes: int) -> list[Segment]:
     """The layout that a description is of, built when it is known to be possible and of a bearable size."""
-    units, formats = description["units"], description["formats"]
+    fsdp_modules, formats = description["fsdp_modules"], description["formats"]
     for fmt in formats.values():
         dtypes = {"master": fmt["master"], **dict(fmt["kinds"])}
         need(len(dtypes) == 1 + len(fmt["kinds"]), "a state is there twice")
@@ -634,19 +650,19 @@ def checked_layout(description: dict[str, Any], page_bytes: int) -> list[Segment
         need(len(fmt["grads"]) < 2 or halves, "no such gradient")
         need(BLOCK * max(size for _, size in page_sets(fmt)) <= page_bytes, "a page has no room for 2048 elements")
     pages = 0.0
-    for shard in (shard for unit in units for shard in unit["shards"]):
+    for shard in (shard for fsdp_module in fsdp_modules for shard in fsdp_module["shards"]):
         need(shard["segment_key"] in formats and shard["numel"] <= shard["padded"], "no such shard")
         fmt = formats[shard["segment_key"]]
         need(shard["trainable"] == bool(fmt["grads"]), "trained without a gradient, or the other way round")
         # A page is at least an eighth full, but for the last ones of a set.
         pages += sum(1 + 8 * (shard["padded"] + BLOCK) * size / page_bytes for _, size in page_sets(fmt))
     need(pages <= 2**22, "too many pages")
-    return build(units, formats, page_bytes)
+    return build(fsdp_modules, formats, page_bytes)
 
 
 def check_tensors(description: dict[str, Any]) -> None:
     """Check that every tensor is that of its shard."""
-    shards = [shard for unit in description["units"] for shard in unit["shards"]]
+    shards = [shard for fsdp_module in description["fsdp_modules"] for shard in fsdp_module["shards"]]
     tensors = description["tensors"]
     names = [name for tensor in tensors for name in tensor["names"]]
     need(len(set(names)) == len(names), "a name is there twice")
@@ -671,7 +687,7 @@ def slice_of(tensor: dict[str, Any]) -> list[int]:
 def same_on_all_ranks(manifest: Manifest) -> Any:
     """What all ranks must say the same of."""
     description = manifest.body["description"]
-    keys = [shard["segment_key"] for unit in description["units"] for shard in unit["shards"]]
+    keys = [shard["segment_key"] for fsdp_module in description["fsdp_modules"] for shard in fsdp_module["shards"]]
     formats = [description["formats"][key] for key in keys]
     same = [{**tensor, "shard_rank": 0, "shape": not tensor["tensor_parallel"] and tensor["shape"]}
             for tensor in manifest.tensors]  # fmt: skip
@@ -683,7 +699,7 @@ def same_on_all_ranks(manifest: Manifest) -> Any:
 
 @dataclass
 class Content:
-    """A commit: `parameters` are whole, by first names: `weights`, `master` and the optimizer's states."""
+    """A checkpoint: `parameters` are whole, by first names: `weights`, `master` and the optimizer's states."""
 
     step: int
     names: list[list[str]]
@@ -695,13 +711,13 @@ class Content:
     extra: dict[str, Any]
 
 
-def read(commit: Commit) -> Content:
-    """Read a commit whole.
+def read(checkpoint: Checkpoint) -> Content:
+    """Read a checkpoint whole.
 
     Raises:
         Refused: something in it is not as it MUST be.
     """
-    ranks = [read_manifest(commit, rank) for rank in range(len(commit.manifests))]
+    ranks = [read_manifest(checkpoint, rank) for rank in range(len(checkpoint.manifests))]
     need(all(same_on_all_ranks(one) == same_on_all_ranks(ranks[0]) for one in ranks), "ranks have other parameters")
     first, names = ranks[0].body, [tensor["names"] for tensor in ranks[0].tensors]
     slices = [dict(slices_of(manifest)) for manifest in ranks]
@@ -719,7 +735,7 @@ def read(commit: Commit) -> Content:
     groups = [group | {"params": [names[shard][0] for shard in group["params"]]} for group in first["groups"]]
     state = dict(safetensors.deserialize(ranks[0].state))
     buffers = {name: buffer(state, name) for name in first["description"]["buffers"]}
-    return Content(commit.step, names, parameters, scalars, groups, first["own"], buffers, first["extra"])
+    return Content(checkpoint.step, names, parameters, scalars, groups, first["own"], buffers, first["extra"])
 
 
 def joined(slices: list[np.ndarray], dim: int) -> np.ndarray:

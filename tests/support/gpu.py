@@ -14,7 +14,8 @@ from torch.cuda import _sanitizer as sanitizer
 class WholeBlocks(sanitizer._TensorsAccessed):
     """What the sanitizer knows of memory by its address: it forgets all of a block that is freed.
 
-    Torch's forgets the first address alone. What was done to a view further inside, such as one gradient of a unit, is
+    Torch's forgets the first address alone. What was done to a view further inside, such as one gradient of an FSDP
+    module, is
     then held against the next tensor that begins there.
     """
 

@@ -25,7 +25,7 @@ STEPS = 5
 EARLY = ("in_backward",)
 LATE = ("auto", "in_forward", "after_backward")
 EVERYWHERE = ("auto", *EARLY, "in_forward", "after_backward")
-PLACEMENT = r"update\.placement"
+UPDATE_SCHEDULE = r"update\.update_schedule"
 """What a refusal says where updates in backward are in the way."""
 
 
@@ -57,10 +57,10 @@ class Loop:
         self.trained.append((model, optimizer))
         return optimizer
 
-    def commit(self, optimizer: torch.optim.Optimizer) -> None:
+    def save_checkpoint(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the state durable where it is paged."""
         if isinstance(optimizer, infinity.PagedOptimizer):
-            optimizer.commit()
+            optimizer.save_checkpoint()
 
     def see(self, what: str, value: Any) -> None:
         """Write down a tensor, a number or text that the loop has looked at."""
@@ -106,7 +106,7 @@ class Habit:
 
     row: Row
     function: Callable[[Loop], None]
-    placements: tuple[str, ...]
+    update_schedules: tuple[str, ...]
     ranks: tuple[int, ...]
 
 
@@ -130,7 +130,7 @@ def habit(
     *,
     early: str = "",
     note: str = "",
-    placements: tuple[str, ...] = EVERYWHERE,
+    update_schedules: tuple[str, ...] = EVERYWHERE,
     ranks: tuple[int, ...] = (1, 2),
     slow: bool = False,
 ) -> Callable[[Callable[[Loop], None]], Callable[[Loop], None]]:
@@ -140,15 +140,15 @@ def habit(
         name: of the row.
         outcome: `EQUAL` or `REFUSED`, the latter with an error that `words` matches.
         early: expression that the error matches with which the loop is refused where updates run in backward by
-            `update.placement`; empty where it ends there as elsewhere. It makes a second row.
+            `update.schedule`; empty where it ends there as elsewhere. It makes a second row.
         note: for the reader of the table.
-        placements: settings of `update.placement` with which it is tried.
+        update schedules: settings of `update.schedule` with which it is tried.
         ranks: numbers of ranks.
         slow: left out of ``make test``.
     """
 
     def add(function: Callable[[Loop], None]) -> Callable[[Loop], None]:
-        where = tuple(p for p in placements if not (early and p in EARLY))
+        where = tuple(p for p in update_schedules if not (early and p in EARLY))
         HABITS[name] = Habit(Row(name=name, outcome=outcome, words=words, note=note, slow=slow), function, where, ranks)
         if early:
             row = Row(
@@ -197,11 +197,11 @@ def in_memory(name: str) -> Outcome:
     return outcome
 
 
-def problems(name: str, placement: str) -> list[str]:
+def problems(name: str, update_schedule: str) -> list[str]:
     """Run a habit both ways on this rank; return in which points it is not as its row says."""
     row = HABITS[name].row
     expected = in_memory(name)
-    found = run(HABITS[name].function, Paging(arena="least", placement=placement))
+    found = run(HABITS[name].function, Paging(host_cache="least", update_schedule=update_schedule))
     listed = unequal(expected.seen, found.seen, whole=row.outcome == EQUAL)
     if row.outcome == EQUAL:
         if found.error is not None:

@@ -10,6 +10,6 @@ MODULES = (habits_gradients, habits_steps, habits_forwards, habits_weights)
 ROWS: tuple[Row, ...] = tuple(habit.row for habit in HABITS.values())
 
 
-def problems_of(name: str, placement: str) -> list[str]:
+def problems_of(name: str, update_schedule: str) -> list[str]:
     """Return what `problems` does; from here, so that a process that is only told this function's name has all rows."""
-    return problems(name, placement)
+    return problems(name, update_schedule)

@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from support import models
-from support.habit import EARLY, LATE, PLACEMENT, REFUSED, STEPS, Loop, habit
+from support.habit import EARLY, LATE, REFUSED, STEPS, UPDATE_SCHEDULE, Loop, habit
 from support.train import OPTIMIZERS, batch, evaluate
 
-BETWEEN = r"between backward and step|" + PLACEMENT
+BETWEEN = r"between backward and step|" + UPDATE_SCHEDULE
 """What a refusal says where weights are wanted that updates in backward have changed already."""
 
 
@@ -80,7 +80,7 @@ def evaluation_in_between(loop: Loop) -> None:
         loop.see("evaluation", evaluate(model))
 
 
-@habit("evaluation between backward and step()", placements=LATE)
+@habit("evaluation between backward and step()", update_schedules=LATE)
 def before_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -90,12 +90,17 @@ def before_step(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-habit("evaluation between backward and step(); in_backward is asked for", REFUSED, BETWEEN, placements=EARLY)(
+habit("evaluation between backward and step(); in_backward is asked for", REFUSED, BETWEEN, update_schedules=EARLY)(
     before_step
 )
 
 
-@habit("evaluation between backward and step() now and then; placement auto", REFUSED, BETWEEN, placements=("auto",))
+@habit(
+    "evaluation between backward and step() now and then; update schedule auto",
+    REFUSED,
+    BETWEEN,
+    update_schedules=("auto",),
+)
 def before_step_seldom(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -106,7 +111,7 @@ def before_step_seldom(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("evaluation between clipping and step()", early=PLACEMENT, slow=True)
+@habit("evaluation between clipping and step()", early=UPDATE_SCHEDULE, slow=True)
 def clip_evaluate_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -117,7 +122,7 @@ def clip_evaluate_step(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a forward with gradients between clipping and step()", early=PLACEMENT)
+@habit("a forward with gradients between clipping and step()", early=UPDATE_SCHEDULE)
 def clip_forward_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -128,7 +133,7 @@ def clip_forward_step(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a forward with gradients between the optimizer's clipping and step()", placements=LATE)
+@habit("a forward with gradients between the optimizer's clipping and step()", update_schedules=LATE)
 def clip_paged_forward_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -143,7 +148,7 @@ def clip_paged_forward_step(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a forward with gradients between backward and step()", placements=LATE)
+@habit("a forward with gradients between backward and step()", update_schedules=LATE)
 def forward_before_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -157,11 +162,11 @@ habit(
     "a forward with gradients between backward and step(); in_backward is asked for",
     REFUSED,
     BETWEEN,
-    placements=EARLY,
+    update_schedules=EARLY,
 )(forward_before_step)
 
 
-@habit("the next batch's forward runs before step()", placements=LATE)
+@habit("the next batch's forward runs before step()", update_schedules=LATE)
 def forward_ahead(loop: Loop) -> None:
     """Its loss is that of the old weights, its backward comes after the update."""
     model, optimizer = loop.begin()
@@ -173,9 +178,9 @@ def forward_ahead(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-habit("the next batch's forward runs before step(); in_backward is asked for", REFUSED, BETWEEN, placements=EARLY)(
-    forward_ahead
-)
+habit(
+    "the next batch's forward runs before step(); in_backward is asked for", REFUSED, BETWEEN, update_schedules=EARLY
+)(forward_ahead)
 
 
 @habit("evaluation in the middle of accumulation", early="second gradient|" + BETWEEN, slow=True)
@@ -262,7 +267,7 @@ def stochastic_depth(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("blocks skipped at random, gradients clipped by torch", early=PLACEMENT, slow=True)
+@habit("blocks skipped at random, gradients clipped by torch", early=UPDATE_SCHEDULE, slow=True)
 def stochastic_depth_clipped(loop: Loop) -> None:
     model, optimizer = loop.begin()
     generator = random.Random(0)
@@ -326,7 +331,7 @@ def experts(loop: Loop) -> None:
 
 
 class TwoHeads(models.Toy):
-    """A second head, in a unit of its own."""
+    """A second head, in an FSDP module of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -635,7 +640,7 @@ def adapters(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("adapters on a frozen base, gradients clipped by torch", early=PLACEMENT, slow=True)
+@habit("adapters on a frozen base, gradients clipped by torch", early=UPDATE_SCHEDULE, slow=True)
 def adapters_clipped(loop: Loop) -> None:
     model, optimizer = loop.begin(adapted())
     for step in range(STEPS):
@@ -686,7 +691,9 @@ def reshard_switched(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("gradients kept gathered: set_reshard_after_backward(False)", early="second gradient|" + PLACEMENT, slow=True)
+@habit(
+    "gradients kept gathered: set_reshard_after_backward(False)", early="second gradient|" + UPDATE_SCHEDULE, slow=True
+)
 def reshard_after_backward(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):

@@ -10,7 +10,7 @@ from torch import nn
 
 from infinity.errors import InfinityError
 from support import models
-from support.habit import EARLY, LATE, PLACEMENT, REFUSED, STEPS, Loop, habit
+from support.habit import EARLY, LATE, REFUSED, STEPS, UPDATE_SCHEDULE, Loop, habit
 from support.train import OPTIMIZERS, batch
 
 USED = r"used up by (the )?step.*zero_grad"
@@ -94,7 +94,7 @@ def model_to_zero_and_skipped(loop: Loop) -> None:
 
 @habit(
     "zero_grad(set_to_none=False) between backward and step() drops a bad batch",
-    placements=("in_forward", "after_backward"),
+    update_schedules=("in_forward", "after_backward"),
 )
 def dropped_to_zero(loop: Loop) -> None:
     model, optimizer = loop.begin()
@@ -109,8 +109,8 @@ def dropped_to_zero(loop: Loop) -> None:
 habit(
     "zero_grad(set_to_none=False) between backward and step() drops a bad batch; updates run in backward",
     REFUSED,
-    PLACEMENT,
-    placements=("auto", *EARLY),
+    UPDATE_SCHEDULE,
+    update_schedules=("auto", *EARLY),
 )(dropped_to_zero)
 
 
@@ -158,7 +158,7 @@ def none_or_not(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch", early=PLACEMENT)
+@habit("clip_grad_norm_ of torch", early=UPDATE_SCHEDULE)
 def clip(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -168,7 +168,7 @@ def clip(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch, weights frozen in part", early=PLACEMENT, slow=True)
+@habit("clip_grad_norm_ of torch, weights frozen in part", early=UPDATE_SCHEDULE, slow=True)
 def clip_frozen(loop: Loop) -> None:
     model, optimizer = loop.begin("frozen")
     for step in range(STEPS):
@@ -178,7 +178,7 @@ def clip_frozen(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch, pure bf16", early=PLACEMENT, slow=True)
+@habit("clip_grad_norm_ of torch, pure bf16", early=UPDATE_SCHEDULE, slow=True)
 def clip_bf16(loop: Loop) -> None:
     model, optimizer = loop.begin(policy="pure_bf16")
     for step in range(STEPS):
@@ -188,7 +188,7 @@ def clip_bf16(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch over those with a gradient", early=PLACEMENT)
+@habit("clip_grad_norm_ of torch over those with a gradient", early=UPDATE_SCHEDULE)
 def clip_filtered(loop: Loop) -> None:
     model, optimizer = loop.begin("spare")
     for step in range(STEPS):
@@ -199,7 +199,7 @@ def clip_filtered(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch over the optimizer's groups, one by one", early=PLACEMENT)
+@habit("clip_grad_norm_ of torch over the optimizer's groups, one by one", early=UPDATE_SCHEDULE)
 def clip_groups(loop: Loop) -> None:
     model = models.build("toy")
     matrices = [param for param in model.parameters() if param.ndim > 1]
@@ -214,7 +214,7 @@ def clip_groups(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch layer by layer", early=PLACEMENT, slow=True)
+@habit("clip_grad_norm_ of torch layer by layer", early=UPDATE_SCHEDULE, slow=True)
 def clip_layers(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -225,7 +225,7 @@ def clip_layers(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch for each parameter", early=PLACEMENT, slow=True)
+@habit("clip_grad_norm_ of torch for each parameter", early=UPDATE_SCHEDULE, slow=True)
 def clip_each(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -236,7 +236,7 @@ def clip_each(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch twice in a step", early=PLACEMENT)
+@habit("clip_grad_norm_ of torch twice in a step", early=UPDATE_SCHEDULE)
 def clip_twice(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -247,7 +247,7 @@ def clip_twice(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ with foreach=False", early=PLACEMENT, slow=True)
+@habit("clip_grad_norm_ with foreach=False", early=UPDATE_SCHEDULE, slow=True)
 def clip_one_by_one(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -267,22 +267,22 @@ def clipped_with(loop: Loop, order: float) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ with the norm of order infinity", early=PLACEMENT)
+@habit("clip_grad_norm_ with the norm of order infinity", early=UPDATE_SCHEDULE)
 def clip_infinity(loop: Loop) -> None:
     clipped_with(loop, float("inf"))
 
 
-@habit("clip_grad_norm_ with the norm of order 1", early=PLACEMENT, slow=True)
+@habit("clip_grad_norm_ with the norm of order 1", early=UPDATE_SCHEDULE, slow=True)
 def clip_one(loop: Loop) -> None:
     clipped_with(loop, 1.0)
 
 
-@habit("clip_grad_norm_ with the norm of order 3", early=PLACEMENT, slow=True)
+@habit("clip_grad_norm_ with the norm of order 3", early=UPDATE_SCHEDULE, slow=True)
 def clip_three(loop: Loop) -> None:
     clipped_with(loop, 3.0)
 
 
-@habit("clip_grad_norm_ of the optimizer, order infinity", placements=LATE)
+@habit("clip_grad_norm_ of the optimizer, order infinity", update_schedules=LATE)
 def clip_paged_infinity(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -296,7 +296,7 @@ def clip_paged_infinity(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("norms logged by clipping at infinity", early=PLACEMENT, slow=True)
+@habit("norms logged by clipping at infinity", early=UPDATE_SCHEDULE, slow=True)
 def clip_at_infinity(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -306,7 +306,11 @@ def clip_at_infinity(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clipping begins in the middle of training", early=PLACEMENT, placements=("in_forward", "after_backward"))
+@habit(
+    "clipping begins in the middle of training",
+    early=UPDATE_SCHEDULE,
+    update_schedules=("in_forward", "after_backward"),
+)
 def clip_late(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -317,10 +321,15 @@ def clip_late(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-habit("clipping begins in the middle of training; placement auto", REFUSED, PLACEMENT, placements=("auto",))(clip_late)
+habit(
+    "clipping begins in the middle of training; update schedule auto",
+    REFUSED,
+    UPDATE_SCHEDULE,
+    update_schedules=("auto",),
+)(clip_late)
 
 
-@habit("clip_grad_norm_ with error_if_nonfinite, the error caught and the batch dropped", early=PLACEMENT)
+@habit("clip_grad_norm_ with error_if_nonfinite, the error caught and the batch dropped", early=UPDATE_SCHEDULE)
 def clip_not_finite(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -336,7 +345,7 @@ def clip_not_finite(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of a norm that is not finite, and the step taken", early=PLACEMENT)
+@habit("clip_grad_norm_ of a norm that is not finite, and the step taken", early=UPDATE_SCHEDULE)
 def clip_nan_and_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -347,7 +356,7 @@ def clip_nan_and_step(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("get_total_norm and clip_grads_with_norm_", early=PLACEMENT, slow=True)
+@habit("get_total_norm and clip_grads_with_norm_", early=UPDATE_SCHEDULE, slow=True)
 def clip_in_two_calls(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -359,7 +368,7 @@ def clip_in_two_calls(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_value_", early=PLACEMENT)
+@habit("clip_grad_value_", early=UPDATE_SCHEDULE)
 def clip_value(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -369,7 +378,7 @@ def clip_value(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_value_ with foreach=False", early=PLACEMENT, slow=True)
+@habit("clip_grad_value_ with foreach=False", early=UPDATE_SCHEDULE, slow=True)
 def clip_value_one_by_one(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -379,7 +388,7 @@ def clip_value_one_by_one(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a step is skipped where the norm leaps", early=PLACEMENT)
+@habit("a step is skipped where the norm leaps", early=UPDATE_SCHEDULE)
 def skip_leaps(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -392,7 +401,7 @@ def skip_leaps(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("p.grad.norm() logged for every parameter", early=PLACEMENT)
+@habit("p.grad.norm() logged for every parameter", early=UPDATE_SCHEDULE)
 def log_norms(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -403,7 +412,7 @@ def log_norms(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("p.grad.norm() logged every second step", early=PLACEMENT, slow=True)
+@habit("p.grad.norm() logged every second step", early=UPDATE_SCHEDULE, slow=True)
 def log_norms_seldom(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -414,7 +423,7 @@ def log_norms_seldom(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("largest, mean and NaN of p.grad logged", early=PLACEMENT, slow=True)
+@habit("largest, mean and NaN of p.grad logged", early=UPDATE_SCHEDULE, slow=True)
 def log_extremes(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -440,7 +449,7 @@ def log_after_step(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clipped gradients looked at after clip_grad_norm_", early=PLACEMENT, slow=True)
+@habit("clipped gradients looked at after clip_grad_norm_", early=UPDATE_SCHEDULE, slow=True)
 def look_at_clipped(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -451,7 +460,7 @@ def look_at_clipped(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("shape, dtype, device, full_tensor() and to_local() of p.grad", early=PLACEMENT)
+@habit("shape, dtype, device, full_tensor() and to_local() of p.grad", early=UPDATE_SCHEDULE)
 def whole_and_local(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -465,7 +474,7 @@ def whole_and_local(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients kept for a comparison with the next step's", early=PLACEMENT, slow=True)
+@habit("gradients kept for a comparison with the next step's", early=UPDATE_SCHEDULE, slow=True)
 def keep_clones(loop: Loop) -> None:
     model, optimizer = loop.begin()
     before: list[torch.Tensor] = []
@@ -493,7 +502,7 @@ def keep_references(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("noise added to gradients", early=PLACEMENT, slow=True)
+@habit("noise added to gradients", early=UPDATE_SCHEDULE, slow=True)
 def noise(loop: Loop) -> None:
     model, optimizer = loop.begin()
     generator = torch.Generator().manual_seed(3)
@@ -506,7 +515,7 @@ def noise(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("torch.randn_like(p.grad) added to gradients", early=PLACEMENT, ranks=(1,))
+@habit("torch.randn_like(p.grad) added to gradients", early=UPDATE_SCHEDULE, ranks=(1,))
 def noise_like(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -518,7 +527,7 @@ def noise_like(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients divided by the number of tokens", early=PLACEMENT, slow=True)
+@habit("gradients divided by the number of tokens", early=UPDATE_SCHEDULE, slow=True)
 def divide(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -530,7 +539,7 @@ def divide(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("p.grad = p.grad * factor", early=PLACEMENT)
+@habit("p.grad = p.grad * factor", early=UPDATE_SCHEDULE)
 def assign(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -541,7 +550,7 @@ def assign(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("p.grad.data changed: mul_, clamp_", early=PLACEMENT, slow=True)
+@habit("p.grad.data changed: mul_, clamp_", early=UPDATE_SCHEDULE, slow=True)
 def data(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -553,7 +562,7 @@ def data(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients of a layer set to zero or None before step()", early=PLACEMENT)
+@habit("gradients of a layer set to zero or None before step()", early=UPDATE_SCHEDULE)
 def cancel(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -566,7 +575,7 @@ def cancel(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("torch._foreach_mul_ of all gradients", early=PLACEMENT, slow=True)
+@habit("torch._foreach_mul_ of all gradients", early=UPDATE_SCHEDULE, slow=True)
 def foreach(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -576,7 +585,7 @@ def foreach(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients of matrices centralised, signs taken", early=PLACEMENT, slow=True)
+@habit("gradients of matrices centralised, signs taken", early=UPDATE_SCHEDULE, slow=True)
 def centralise(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -590,7 +599,7 @@ def centralise(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("an element, a row or a local view of p.grad written", early=PLACEMENT)
+@habit("an element, a row or a local view of p.grad written", early=UPDATE_SCHEDULE)
 def views(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -602,7 +611,7 @@ def views(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients of two tasks taken apart and combined", early=PLACEMENT)
+@habit("gradients of two tasks taken apart and combined", early=UPDATE_SCHEDULE)
 def surgery(loop: Loop) -> None:
     model, optimizer = loop.begin()
     params = list(model.parameters())
@@ -637,7 +646,7 @@ def added_by_hand(loop: Loop, *, clone: bool) -> None:
         optimizer.zero_grad()
 
 
-@habit("clones of gradients added up by hand, and given back before step()", early=PLACEMENT, slow=True)
+@habit("clones of gradients added up by hand, and given back before step()", early=UPDATE_SCHEDULE, slow=True)
 def by_hand(loop: Loop) -> None:
     added_by_hand(loop, clone=True)
 
@@ -647,7 +656,7 @@ def by_hand_referenced(loop: Loop) -> None:
     added_by_hand(loop, clone=False)
 
 
-@habit("gradients given without any backward", early=PLACEMENT)
+@habit("gradients given without any backward", early=UPDATE_SCHEDULE)
 def given(loop: Loop) -> None:
     """As where another process has computed them, or an evolution strategy."""
     model, optimizer = loop.begin()
@@ -683,7 +692,9 @@ def sgd_copied(loop: Loop) -> None:
         model.zero_grad()
 
 
-@habit("sharpness-aware: weights moved along the gradient, a second backward, weights moved back", early=PLACEMENT)
+@habit(
+    "sharpness-aware: weights moved along the gradient, a second backward, weights moved back", early=UPDATE_SCHEDULE
+)
 def sharpness(loop: Loop) -> None:
     model, optimizer = loop.begin()
     params = list(model.parameters())
@@ -704,7 +715,7 @@ def sharpness(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("GradScaler on the CPU", early=PLACEMENT, slow=True)
+@habit("GradScaler on the CPU", early=UPDATE_SCHEDULE, slow=True)
 def scaler(loop: Loop) -> None:
     model, optimizer = loop.begin()
     scaling = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -717,7 +728,7 @@ def scaler(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("GradScaler on the CPU, an optimizer that is not fused", early=PLACEMENT)
+@habit("GradScaler on the CPU, an optimizer that is not fused", early=UPDATE_SCHEDULE)
 def scaler_not_fused(loop: Loop) -> None:
     model, optimizer = loop.begin(optimizer="adamw_foreach")
     scaling = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -730,7 +741,7 @@ def scaler_not_fused(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("GradScaler on the CPU, unscale_ and clip", early=PLACEMENT)
+@habit("GradScaler on the CPU, unscale_ and clip", early=UPDATE_SCHEDULE)
 def scaler_and_clip(loop: Loop) -> None:
     model, optimizer = loop.begin(optimizer="adamw_foreach")
     scaling = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -745,7 +756,7 @@ def scaler_and_clip(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients of batches added up", early="second gradient|" + PLACEMENT)
+@habit("gradients of batches added up", early="second gradient|" + UPDATE_SCHEDULE)
 def accumulate(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -755,7 +766,7 @@ def accumulate(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients of batches added up, clipped by torch", early=PLACEMENT)
+@habit("gradients of batches added up, clipped by torch", early=UPDATE_SCHEDULE)
 def accumulate_and_clip(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -766,7 +777,7 @@ def accumulate_and_clip(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients looked at in the middle of accumulation", early=PLACEMENT)
+@habit("gradients looked at in the middle of accumulation", early=UPDATE_SCHEDULE)
 def accumulate_and_look(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -777,7 +788,7 @@ def accumulate_and_look(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients scaled in the middle of accumulation", early=PLACEMENT, slow=True)
+@habit("gradients scaled in the middle of accumulation", early=UPDATE_SCHEDULE, slow=True)
 def accumulate_and_scale(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -800,7 +811,9 @@ def without_sync(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("set_is_last_backward(False) for all batches but the last", early="second gradient|" + PLACEMENT, slow=True)
+@habit(
+    "set_is_last_backward(False) for all batches but the last", early="second gradient|" + UPDATE_SCHEDULE, slow=True
+)
 def last_backward(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -811,7 +824,7 @@ def last_backward(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("as many batches per step as come: 2, 3, 1, 1, 2", early="second gradient|" + PLACEMENT)
+@habit("as many batches per step as come: 2, 3, 1, 1, 2", early="second gradient|" + UPDATE_SCHEDULE)
 def uneven(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step, parts in enumerate((2, 3, 1, 1, 2)):
@@ -821,7 +834,7 @@ def uneven(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("one batch per step, then several", placements=("in_forward", "after_backward"), slow=True)
+@habit("one batch per step, then several", update_schedules=("in_forward", "after_backward"), slow=True)
 def more_batches(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step, parts in enumerate((1, 1, 1, 2, 2)):
@@ -834,12 +847,12 @@ def more_batches(loop: Loop) -> None:
 habit(
     "one batch per step, then several; updates run in backward",
     REFUSED,
-    PLACEMENT,
-    placements=("auto", *EARLY),
+    UPDATE_SCHEDULE,
+    update_schedules=("auto", *EARLY),
 )(more_batches)
 
 
-@habit("two losses of one forward, two backwards with retain_graph", early="second gradient|" + PLACEMENT)
+@habit("two losses of one forward, two backwards with retain_graph", early="second gradient|" + UPDATE_SCHEDULE)
 def retain(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -893,7 +906,7 @@ def adversarial(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a backward that nobody uses before the one that counts, dropped by zero_grad", early=PLACEMENT, slow=True)
+@habit("a backward that nobody uses before the one that counts, dropped by zero_grad", early=UPDATE_SCHEDULE, slow=True)
 def dropped(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -905,7 +918,9 @@ def dropped(loop: Loop) -> None:
 
 
 @habit(
-    "model.zero_grad() drops a bad batch after backward", early=PLACEMENT, placements=("in_forward", "after_backward")
+    "model.zero_grad() drops a bad batch after backward",
+    early=UPDATE_SCHEDULE,
+    update_schedules=("in_forward", "after_backward"),
 )
 def drop_bad(loop: Loop) -> None:
     model, optimizer = loop.begin()
@@ -918,9 +933,12 @@ def drop_bad(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-habit("model.zero_grad() drops a bad batch after backward; placement auto", REFUSED, PLACEMENT, placements=("auto",))(
-    drop_bad
-)
+habit(
+    "model.zero_grad() drops a bad batch after backward; update schedule auto",
+    REFUSED,
+    UPDATE_SCHEDULE,
+    update_schedules=("auto",),
+)(drop_bad)
 
 
 @habit("post-accumulate hooks that look at the gradient")
@@ -993,7 +1011,7 @@ def zeroed_by_hand(loop: Loop) -> None:
                 param.grad.zero_()
 
 
-@habit("weights added to gradients: p.grad.add_(p, alpha=...), torch._foreach_add_", early=PLACEMENT)
+@habit("weights added to gradients: p.grad.add_(p, alpha=...), torch._foreach_add_", early=UPDATE_SCHEDULE)
 def decay_by_hand(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -1008,7 +1026,7 @@ def decay_by_hand(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients scaled by the ratio of norms of weight and gradient", early=PLACEMENT, slow=True)
+@habit("gradients scaled by the ratio of norms of weight and gradient", early=UPDATE_SCHEDULE, slow=True)
 def trust_ratio(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -1021,7 +1039,7 @@ def trust_ratio(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("slow part of gradients amplified with a moving average of them", early=PLACEMENT)
+@habit("slow part of gradients amplified with a moving average of them", early=UPDATE_SCHEDULE)
 def amplified(loop: Loop) -> None:
     model, optimizer = loop.begin()
     means: dict[str, torch.Tensor] = {}
@@ -1035,7 +1053,7 @@ def amplified(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("moving average of gradients with torch._foreach_lerp_", early=PLACEMENT, slow=True)
+@habit("moving average of gradients with torch._foreach_lerp_", early=UPDATE_SCHEDULE, slow=True)
 def averaged(loop: Loop) -> None:
     model, optimizer = loop.begin()
     params = list(model.parameters())
@@ -1049,7 +1067,7 @@ def averaged(loop: Loop) -> None:
         loop.see("mean", mean)
 
 
-@habit("all gradients as one vector: torch.cat of full_tensor()", early=PLACEMENT)
+@habit("all gradients as one vector: torch.cat of full_tensor()", early=UPDATE_SCHEDULE)
 def one_vector(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -1061,7 +1079,7 @@ def one_vector(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("the gradient of one parameter assigned to another", early=PLACEMENT, slow=True)
+@habit("the gradient of one parameter assigned to another", early=UPDATE_SCHEDULE, slow=True)
 def exchanged(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -1072,7 +1090,7 @@ def exchanged(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("torch.mul(p.grad, factor, out=p.grad)", early=PLACEMENT)
+@habit("torch.mul(p.grad, factor, out=p.grad)", early=UPDATE_SCHEDULE)
 def out(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -1084,7 +1102,7 @@ def out(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a factor changed after gradients were multiplied by it", early=PLACEMENT, slow=True)
+@habit("a factor changed after gradients were multiplied by it", early=UPDATE_SCHEDULE, slow=True)
 def factor(loop: Loop) -> None:
     model, optimizer = loop.begin()
     scale = torch.tensor(0.5)
@@ -1127,7 +1145,7 @@ class Tempered(models.Toy):
         return nn.functional.cross_entropy(y.flatten(0, 1), tokens.flatten())
 
 
-@habit("parameters of one element, looked at and clipped", early=PLACEMENT)
+@habit("parameters of one element, looked at and clipped", early=UPDATE_SCHEDULE)
 def one_element(loop: Loop) -> None:
     model, optimizer = loop.begin(Tempered())
     for step in range(STEPS):
@@ -1140,7 +1158,7 @@ def one_element(loop: Loop) -> None:
         loop.see("temperature", model.temperature)
 
 
-@habit("one rank alone looks at its part of gradients and weights", placements=LATE, ranks=(2,), slow=True)
+@habit("one rank alone looks at its part of gradients and weights", update_schedules=LATE, ranks=(2,), slow=True)
 def one_rank_looks(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):

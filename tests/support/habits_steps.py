@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 from support import models
-from support.habit import EARLY, LATE, PLACEMENT, REFUSED, STEPS, Loop, habit
+from support.habit import EARLY, LATE, REFUSED, STEPS, UPDATE_SCHEDULE, Loop, habit
 from support.train import OPTIMIZERS, batch
 
 
@@ -132,7 +132,7 @@ def lr_before_backward(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("lr set by hand between backward and step()", placements=LATE)
+@habit("lr set by hand between backward and step()", update_schedules=LATE)
 def lr_after_backward(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -146,15 +146,15 @@ habit(
     "lr set by hand between backward and step(); in_backward is asked for",
     REFUSED,
     "lr was changed.*before backward",
-    placements=EARLY,
+    update_schedules=EARLY,
 )(lr_after_backward)
 
 
 @habit(
-    "lr set by hand between backward and step() now and then; placement auto",
+    "lr set by hand between backward and step() now and then; update schedule auto",
     REFUSED,
     "lr was changed",
-    placements=("auto",),
+    update_schedules=("auto",),
 )
 def lr_now_and_then(loop: Loop) -> None:
     model, optimizer = loop.begin()
@@ -167,7 +167,7 @@ def lr_now_and_then(loop: Loop) -> None:
 
 
 @habit("lr set through the optimizer that was passed in", slow=True)
-def lr_of_given(loop: Loop) -> None:
+def lr_of_base(loop: Loop) -> None:
     model = models.build("toy")
     given = OPTIMIZERS["adamw"](model.parameters())
     optimizer = loop.offload(model, given)
@@ -248,7 +248,7 @@ def add_group(loop: Loop) -> None:
 
 
 @habit("add_param_group on the optimizer that was passed in", REFUSED, "before offload|offload", slow=True)
-def add_group_to_given(loop: Loop) -> None:
+def add_group_to_base(loop: Loop) -> None:
     model = models.build("toy")
     model.head.requires_grad_(False)
     given = OPTIMIZERS["adamw"]([p for p in model.parameters() if p.requires_grad])
@@ -349,7 +349,7 @@ def unfreeze_all(loop: Loop) -> None:
 
 
 @habit("frozen at offload, never trained, all given to the optimizer", slow=True)
-def frozen_given(loop: Loop) -> None:
+def frozen_base(loop: Loop) -> None:
     model = models.build("toy")
     model.blocks[0].requires_grad_(False)
     optimizer = loop.offload(model, OPTIMIZERS["adamw"](model.parameters()))
@@ -371,7 +371,7 @@ def closure(loop: Loop) -> None:
         loop.see("returned", optimizer.step(evaluate))
 
 
-@habit("step() with a closure, gradients clipped in it", early=PLACEMENT)
+@habit("step() with a closure, gradients clipped in it", early=UPDATE_SCHEDULE)
 def closure_clipped(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -434,7 +434,7 @@ def step_early(loop: Loop) -> None:
 
 
 @habit("step() of the optimizer that was passed in", REFUSED, "offload")
-def step_of_given(loop: Loop) -> None:
+def step_of_base(loop: Loop) -> None:
     model = models.build("toy")
     given = OPTIMIZERS["adamw"](model.parameters())
     loop.offload(model, given)
@@ -445,7 +445,7 @@ def step_of_given(loop: Loop) -> None:
 
 
 @habit("zero_grad() of the optimizer that was passed in", slow=True)
-def zero_of_given(loop: Loop) -> None:
+def zero_of_base(loop: Loop) -> None:
     model = models.build("toy")
     given = OPTIMIZERS["adamw"](model.parameters())
     optimizer = loop.offload(model, given)
@@ -542,7 +542,7 @@ def clear_state(loop: Loop) -> None:
 
 @habit(
     "a new optimizer of torch made over the model in the middle of training",
-    placements=("in_forward", "after_backward"),
+    update_schedules=("in_forward", "after_backward"),
     note="it updates weights one by one, in memory",
 )
 def new_optimizer(loop: Loop) -> None:
@@ -557,11 +557,11 @@ habit(
     "a new optimizer of torch made over the model in the middle of training; updates run in backward",
     REFUSED,
     r"step\(\) has not been|used up",
-    placements=("auto", *EARLY),
+    update_schedules=("auto", *EARLY),
 )(new_optimizer)
 
 
-@habit("optimizer.state_dict()", REFUSED, "commit")
+@habit("optimizer.state_dict()", REFUSED, "checkpoint")
 def state_dict(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -581,7 +581,7 @@ def load_state_dict(loop: Loop) -> None:
             optimizer.load_state_dict({"state": {}, "param_groups": [{**group, "params": numbers}]})
 
 
-@habit("get_state_dict of torch.distributed.checkpoint", REFUSED, "commit")
+@habit("get_state_dict of torch.distributed.checkpoint", REFUSED, "checkpoint")
 def distributed_state(loop: Loop) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -642,7 +642,7 @@ def _fail(*_: Any) -> Any:
     raise ValueError("a bad batch")
 
 
-@habit("an error in forward before any unit is gathered is caught", slow=True)
+@habit("an error in forward before any FSDP module is gathered is caught", slow=True)
 def error_at_once(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -702,22 +702,25 @@ def retried(loop: Loop, *, sequences: int) -> None:
         optimizer.zero_grad()
 
 
-@habit("a backward that fails is tried again", placements=("in_forward", "after_backward"))
+@habit("a backward that fails is tried again", update_schedules=("in_forward", "after_backward"))
 def retry(loop: Loop) -> None:
     retried(loop, sequences=4)
 
 
-habit("a backward that fails is tried again; updates run in backward", REFUSED, PLACEMENT, placements=("auto", *EARLY))(
-    retry
-)
+habit(
+    "a backward that fails is tried again; updates run in backward",
+    REFUSED,
+    UPDATE_SCHEDULE,
+    update_schedules=("auto", *EARLY),
+)(retry)
 
 
-@habit("out of memory in backward: again with half a batch, twice", placements=("in_forward", "after_backward"))
+@habit("out of memory in backward: again with half a batch, twice", update_schedules=("in_forward", "after_backward"))
 def retry_halved(loop: Loop) -> None:
     retried(loop, sequences=2)
 
 
-@habit("KeyboardInterrupt in forward is caught, the state committed, training goes on")
+@habit("KeyboardInterrupt in forward is caught, the state checkpointed, training goes on")
 def interrupt(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -729,7 +732,7 @@ def interrupt(loop: Loop) -> None:
             optimizer.zero_grad()
         except KeyboardInterrupt:
             loop.see("interrupted", step)
-            loop.commit(optimizer)
+            loop.save_checkpoint(optimizer)
         finally:
             model.blocks[2].__dict__.pop("forward", None)
 
@@ -875,7 +878,8 @@ def gan_frozen(loop: Loop) -> None:
 
 
 @habit(
-    "GAN, the discriminator's gradients of the generator's loss dropped", placements=("in_forward", "after_backward")
+    "GAN, the discriminator's gradients of the generator's loss dropped",
+    update_schedules=("in_forward", "after_backward"),
 )
 def gan_dropped(loop: Loop) -> None:
     gan(loop, frozen=False, drop="optimizer")
@@ -883,7 +887,7 @@ def gan_dropped(loop: Loop) -> None:
 
 @habit(
     "GAN, the discriminator's gradients of the generator's loss dropped by its zero_grad()",
-    placements=("in_forward", "after_backward"),
+    update_schedules=("in_forward", "after_backward"),
     slow=True,
 )
 def gan_dropped_by_model(loop: Loop) -> None:
@@ -893,8 +897,8 @@ def gan_dropped_by_model(loop: Loop) -> None:
 habit(
     "GAN, the discriminator's gradients of the generator's loss dropped; updates run in backward",
     REFUSED,
-    PLACEMENT,
-    placements=("auto", *EARLY),
+    UPDATE_SCHEDULE,
+    update_schedules=("auto", *EARLY),
 )(gan_dropped)
 
 
@@ -919,7 +923,7 @@ def resume(loop: Loop) -> None:
     for step in range(STEPS):
         loop.step(model, optimizer, step)
         if step == 2 and loop.paging is not None:
-            optimizer.commit()
+            optimizer.save_checkpoint()
             optimizer.close()
             paths = [str(Path(loop._folder) / "0" / "nvme0")]
             loop.trained.clear()
@@ -928,12 +932,12 @@ def resume(loop: Loop) -> None:
             optimizer = loop.offload(model, given, storage={"paths": paths}, run={"resume": "latest"})
 
 
-@habit("a commit after every step", slow=True)
-def commits(loop: Loop) -> None:
+@habit("a checkpoint after every step", slow=True)
+def checkpoints(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
-        loop.commit(optimizer)
+        loop.save_checkpoint(optimizer)
 
 
 @habit("other things drawn from the global generator: offload and training leave it as memory does", slow=True)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from support import models
-from support.habit import EARLY, LATE, PLACEMENT, REFUSED, STEPS, Loop, habit
+from support.habit import EARLY, LATE, REFUSED, STEPS, UPDATE_SCHEDULE, Loop, habit
 from support.habits_forwards import BETWEEN
 from support.train import OPTIMIZERS
 
@@ -27,7 +27,7 @@ def read(loop: Loop) -> None:
         loop.see("norm", model.head.weight.norm())
 
 
-@habit("weights read between backward and step()", placements=LATE)
+@habit("weights read between backward and step()", update_schedules=LATE)
 def read_before_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -37,12 +37,12 @@ def read_before_step(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-habit("weights read between backward and step(); in_backward is asked for", REFUSED, BETWEEN, placements=EARLY)(
+habit("weights read between backward and step(); in_backward is asked for", REFUSED, BETWEEN, update_schedules=EARLY)(
     read_before_step
 )
 
 
-@habit("ratio of update to weight logged", placements=LATE)
+@habit("ratio of update to weight logged", update_schedules=LATE)
 def update_ratio(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -75,7 +75,7 @@ def weight_penalty(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a penalty on weights alone: a backward without any forward", early=PLACEMENT)
+@habit("a penalty on weights alone: a backward without any forward", early=UPDATE_SCHEDULE)
 def penalty_alone(loop: Loop) -> None:
     model, optimizer = loop.begin(policy="fp32")
     for _ in range(STEPS):
@@ -433,7 +433,7 @@ def between_copied(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("weights changed by p.copy_ between backward and step()", placements=("in_forward", "after_backward"))
+@habit("weights changed by p.copy_ between backward and step()", update_schedules=("in_forward", "after_backward"))
 def copied_before_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -450,7 +450,7 @@ habit(
     "weights changed by p.copy_ between backward and step(); updates run in backward",
     REFUSED,
     BETWEEN,
-    placements=("auto", *EARLY),
+    update_schedules=("auto", *EARLY),
 )(copied_before_step)
 
 

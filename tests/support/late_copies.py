@@ -16,12 +16,12 @@ def late_copies() -> Iterator[Event]:
     """Let marks of the CPU that are made inside of the block be passed when the event that it gets is set."""
     passed = Event()
 
-    class Mark:
+    class DeviceEvent:
         def passed(self) -> bool:
             return passed.is_set()
 
         def before(self, stream: Any) -> None:
             """Nothing waits."""
 
-    with patch.object(CpuDevice, "mark", lambda *_: Mark()):
+    with patch.object(CpuDevice, "record_event", lambda *_: DeviceEvent()):
         yield passed

@@ -59,7 +59,7 @@ class Toy(nn.Module):
 
 
 class Even(Toy):
-    """Every unit fills its 64 KiB pages to the last byte: 65536 elements each."""
+    """Every FSDP module fills its 64 KiB pages to the last byte: 65536 elements each."""
 
     vocabulary = 128
 
@@ -92,7 +92,7 @@ class Buffered(Toy):
 
 
 class Spare(Toy):
-    """A parameter, and a whole unit, that no forward uses."""
+    """A parameter, and a whole FSDP module, that no forward uses."""
 
     def __init__(self) -> None:
         super().__init__(blocks=3, order=(0, 2))
@@ -100,7 +100,7 @@ class Spare(Toy):
 
 
 class Loose(Toy):
-    """A parameter of the root that no forward uses: its unit is not complete when backward ends."""
+    """A parameter of the root that no forward uses: its FSDP module is not complete when backward ends."""
 
     def __init__(self) -> None:
         super().__init__(blocks=2)

@@ -129,19 +129,22 @@ def _in_memory(make: Callable[[nn.Module], Any]) -> Outcome:
     return outcome
 
 
-def paged(make: Make, folder: Path, *, placement: str = "auto", commit: int = 0, page: int = PAGE) -> Outcome:
-    """Train with everything on NVMe; commit after so many steps, if not 0, and resume from that in another model."""
-    paging, outcome = Paging(arena="least", placement=placement, page=page), Outcome()
+def paged(make: Make, folder: Path, *, update_schedule: str = "auto", checkpoint: int = 0, page: int = PAGE) -> Outcome:
+    """Train with everything on NVMe;
+
+    checkpoint after so many steps, if not 0, and resume from that in another model.
+    """
+    paging, outcome = Paging(host_cache="least", update_schedule=update_schedule, page=page), Outcome()
     first = 0
-    for last in (commit, STEPS) if commit else (STEPS,):
+    for last in (checkpoint, STEPS) if checkpoint else (STEPS,):
         model = build()
         optimizer = make(groups_of(model))
         host = host_bytes(paging, model, optimizer, folder)
         run = {"resume": "latest"} if first else {}
         with infinity.offload(model, optimizer, settings(folder, paging, host, run=run)) as offloaded:
             train(model, offloaded, outcome, first, last)
-            if last == commit:
-                offloaded.commit()
+            if last == checkpoint:
+                offloaded.save_checkpoint()
             else:
                 outcome.state = state_on_nvme(model, offloaded) | values_of(offloaded)
         first = last

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 import infinity.memory.heap
-from infinity.checkpoint.reader import CommitReader
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.formats.dcp import DcpExport
 from infinity.store.folder import RunFolder
 from infinity.store.marker import look_for_runs
@@ -38,8 +38,9 @@ class Layer(nn.Module):
 def main(mode: str, layers: int, host_bytes: int, folder: str) -> None:
     """Do what `mode` says.
 
-    ``nothing`` (only the imports), ``memory`` or ``paged`` (train two steps), ``commit`` (that, and commit), ``save``
-    (the same, and save to both formats), ``export`` (that commit, to DCP) or ``load`` (begin a run with what was
+    ``nothing`` (only the imports), ``memory`` or ``paged`` (train two steps), ``checkpoint`` (that, and checkpoint),
+    ``save``
+    (the same, and save to both formats), ``export`` (that checkpoint, to DCP) or ``load`` (begin a run with what was
     exported).
     """
     torch.set_num_threads(1)
@@ -55,9 +56,9 @@ def main(mode: str, layers: int, host_bytes: int, folder: str) -> None:
 
 
 def export(folder: Path) -> None:
-    """Write the newest commit in files of a parameter each."""
+    """Write the newest checkpoint in files of a parameter each."""
     run_id = look_for_runs([folder])[0][-1].run_id
-    reader = CommitReader(RunFolder(run_id, (folder / run_id,)))
+    reader = CheckpointReader(RunFolder(run_id, (folder / run_id,)))
     DcpExport(reader).write(folder / "dcp", file_bytes=4 * WIDTH * 2 * WIDTH)
 
 
@@ -87,8 +88,8 @@ def train(mode: str, layers: int, host_bytes: int, folder: Path) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    if mode == "commit":
-        optimizer.commit()
+    if mode == "checkpoint":
+        optimizer.save_checkpoint()
     if mode == "save":
         optimizer.save_pretrained(folder / "saved", file_bytes=4 * WIDTH * 2 * WIDTH)
         optimizer.save_dcp(folder / "saved-dcp", file_bytes=4 * WIDTH * 2 * WIDTH)

@@ -1,4 +1,4 @@
-"""Runs that go on from a commit where pages lie otherwise, and what is compared."""
+"""Runs that go on from a checkpoint where pages lie otherwise, and what is compared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.reader import CommitReader
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.store.folder import RunFolder
 from infinity.store.marker import look_for_runs
 from support.train import Outcome, Paging, Recipe, offloaded, train
@@ -16,31 +16,31 @@ LATEST = {"resume": "latest"}
 
 
 def begin(recipe: Recipe, folder: str) -> None:
-    """Train a recipe and commit. Runs on every rank."""
-    with offloaded(recipe, Paging(arena="least"), Path(folder)) as (model, optimizer):
+    """Train a recipe and checkpoint. Runs on every rank."""
+    with offloaded(recipe, Paging(host_cache="least"), Path(folder)) as (model, optimizer):
         train(recipe, model, optimizer, Outcome())
-        optimizer.commit({"note": "mine"})
+        optimizer.save_checkpoint({"note": "mine"})
 
 
 def go_on(recipe: Recipe, folder: str, steps: int, state_format: str = "fp32") -> tuple[int, Any]:
-    """Resume, train some steps more, commit; return the step gone on from and `extra`. Runs on every rank."""
-    paging = Paging(arena="least", format=state_format)
+    """Resume, train some steps more, checkpoint; return the step gone on from and `extra`. Runs on every rank."""
+    paging = Paging(host_cache="least", format=state_format)
     with offloaded(recipe, paging, Path(folder), run=LATEST) as (model, optimizer):
         first, extra = optimizer.steps, optimizer.resumed_extra
         if steps:
             train(Recipe(**{**recipe.__dict__, "steps": first + steps}), model, optimizer, Outcome(), first=first)
-            optimizer.commit()
+            optimizer.save_checkpoint()
         return first, extra
 
 
-def newest(folder: Path) -> CommitReader:
-    """Return the newest commit of the newest run."""
+def newest(folder: Path) -> CheckpointReader:
+    """Return the newest checkpoint of the newest run."""
     path = folder / "nvme0"
     run_id = look_for_runs([path])[0][-1].run_id
-    return CommitReader(RunFolder(run_id, (path / run_id,)))
+    return CheckpointReader(RunFolder(run_id, (path / run_id,)))
 
 
-def everything(reader: CommitReader) -> dict[str, torch.Tensor]:
+def everything(reader: CheckpointReader) -> dict[str, torch.Tensor]:
     """Return all whole parameters and states, and the scalars."""
     found: dict[str, torch.Tensor] = {}
     for index, spec in enumerate(reader.tensors):

@@ -15,15 +15,22 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.checkpoint import commit as commits
 from infinity.checkpoint import manifest as manifests
+from infinity.checkpoint import publish as checkpoints
 from support import models
 from support.processes import ready_made
 from support.train import MIB, Paging, Recipe, host_bytes, make_optimizer, settings
 
 RECIPE = Recipe(model="toy", groups=True)
 STEPS, EVERY = 9, 3
-KILLS = ("forward", "backward", "before step", "commit: pages flushed", "commit: state written", "commit: published")
+KILLS = (
+    "forward",
+    "backward",
+    "before step",
+    "checkpoint: pages flushed",
+    "checkpoint: state written",
+    "checkpoint: published",
+)
 
 
 def seed() -> None:
@@ -43,13 +50,13 @@ def draw() -> torch.Tensor:
 class Session:
     """Model, optimizer and scheduler of one start of the program."""
 
-    def __init__(self, folder: Path, arena: str = "least", **sections: dict[str, Any]) -> None:
-        paging = Paging(arena=arena)
+    def __init__(self, folder: Path, host_cache: str = "least", **sections: dict[str, Any]) -> None:
+        paging = Paging(host_cache=host_cache)
         self.model = models.build(RECIPE.model)
         passed_in = make_optimizer(RECIPE, self.model)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(passed_in, lambda step: 1 / (1 + 0.2 * step))
-        host = host_bytes(paging, self.model, passed_in, folder) if paging.arena != "all" else 64 * MIB
-        seed()  # a resumed run overwrites this with what the commit has
+        host = host_bytes(paging, self.model, passed_in, folder) if paging.host_cache != "all" else 64 * MIB
+        seed()  # a resumed run overwrites this with what the checkpoint has
         self.optimizer = infinity.offload(self.model, passed_in, settings(folder, paging, host, **sections))
         if self.optimizer.resumed_extra:
             self.scheduler.load_state_dict(self.optimizer.resumed_extra["scheduler"])
@@ -63,17 +70,17 @@ class Session:
         self.optimizer.zero_grad()
         return loss.item()
 
-    def commit(self) -> None:
-        """Commit with the scheduler in `extra`."""
-        self.optimizer.commit({"scheduler": self.scheduler.state_dict()})
+    def save_checkpoint(self) -> None:
+        """Checkpoint with the scheduler in `extra`."""
+        self.optimizer.save_checkpoint({"scheduler": self.scheduler.state_dict()})
 
     def run(self, until: int = STEPS, every: int = EVERY) -> list[float]:
-        """Train to a step, committing now and then; return the losses."""
+        """Train to a step, checkpointing now and then; return the losses."""
         losses = []
         while self.optimizer.steps < until:
             losses.append(self.step())
             if every and self.optimizer.steps % every == 0:
-                self.commit()
+                self.save_checkpoint()
         return losses
 
     def __enter__(self) -> Session:
@@ -108,7 +115,7 @@ def _run_and_die(folder: str, where: str, step: int) -> None:
                 _arm(where, session)
             losses.append(session.step())
             if session.optimizer.steps % EVERY == 0:
-                session.commit()
+                session.save_checkpoint()
 
 
 def _die(*_: Any) -> None:
@@ -124,12 +131,12 @@ def _arm(where: str, session: Session) -> None:
         middle.register_full_backward_hook(_die)
     elif where == "before step":
         session.optimizer.step = _die
-    elif where == "commit: pages flushed":
-        _before(commits.state, "save_tensors", _die)
-    elif where == "commit: state written":
+    elif where == "checkpoint: pages flushed":
+        _before(checkpoints.state, "save_tensors", _die)
+    elif where == "checkpoint: state written":
         _before(manifests, "write_manifest", _die)
     else:
-        _before(commits, "remove_commits", _die)
+        _before(checkpoints, "remove_checkpoints", _die)
 
 
 def _before(module: Any, name: str, action: Callable[..., None]) -> None:

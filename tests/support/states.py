@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m support.states        writes the table into docs/failures.md
 
-One run of one rank and one of two, with commits of steps 3 and 6. A state is made on a copy.
+One run of one rank and one of two, with checkpoints of steps 3 and 6. A state is made on a copy.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class State:
 
 def manifest(root: Path, step: int, rank: int = 0) -> Path:
     """Return a manifest."""
-    (found,) = (root / "commits").glob(f"step{step:012d}.rank{rank:05d}-of-*.json")
+    (found,) = (root / "checkpoints").glob(f"step{step:012d}.rank{rank:05d}-of-*.json")
     return found
 
 
 def state_file(root: Path, step: int) -> Path:
     """Return the state file of rank 0."""
-    (found,) = (root / "commits").glob(f"step{step:012d}.rank00000.*.safetensors")
+    (found,) = (root / "checkpoints").glob(f"step{step:012d}.rank00000.*.safetensors")
     return found
 
 
@@ -67,7 +67,7 @@ def spoil(file: Path) -> None:
 
 
 def flip_page(root: Path) -> None:
-    """Invert one bit of a page that only the newest commit has."""
+    """Invert one bit of a page that only the newest checkpoint has."""
     newest, older = (read_manifest(manifest(root, step)).pages for step in (6, 3))
     page = next(page for page in newest if newest[page] != older[page])
     flip(root / "rank00000.pages", newest[page].extent.offset)
@@ -88,11 +88,11 @@ def format_1(root: Path) -> None:
 
 
 def swap(root: Path, other: Path, step: int, rank: int) -> None:
-    """Have the files of one rank's commit from another branch."""
-    for file in (root / "commits").glob(f"step{step:012d}.rank{rank:05d}*"):
+    """Have the files of one rank's checkpoint from another branch."""
+    for file in (root / "checkpoints").glob(f"step{step:012d}.rank{rank:05d}*"):
         file.unlink()
-    for file in (other / "commits").glob(f"step{step:012d}.rank{rank:05d}*"):
-        shutil.copy2(file, root / "commits")
+    for file in (other / "checkpoints").glob(f"step{step:012d}.rank{rank:05d}*"):
+        shutil.copy2(file, root / "checkpoints")
 
 
 def foreign(root: Path) -> None:
@@ -109,50 +109,54 @@ def halve(file: Path) -> None:
 
 
 def half_written(root: Path) -> None:
-    """Leave what a commit of step 9 has before its rename."""
+    """Leave what a checkpoint of step 9 has before its rename."""
     name = manifest(root, 6).name.replace("6", "9", 1)
-    (root / "commits" / f"{name}.tmp").write_bytes(manifest(root, 6).read_bytes()[:1000])
+    (root / "checkpoints" / f"{name}.tmp").write_bytes(manifest(root, 6).read_bytes()[:1000])
     name = state_file(root, 6).name.replace("6", "9", 1)
-    (root / "commits" / name).write_bytes(state_file(root, 6).read_bytes())
+    (root / "checkpoints" / name).write_bytes(state_file(root, 6).read_bytes())
 
 
 STATES = (
     State("nothing is wrong", lambda root, other: None),
-    State("pages: a bit of the newest commit is flipped", lambda root, other: flip_page(root)),
+    State("pages: a bit of the newest checkpoint is flipped", lambda root, other: flip_page(root)),
     State("pages: the file is missing", lambda root, other: (root / "rank00000.pages").unlink()),
     State("pages: the file ends early", lambda root, other: halve(root / "rank00000.pages")),
     State("pages: the file is of another branch", older_data),
-    State("manifest of the newest commit: damaged", lambda root, other: spoil(manifest(root, 6))),
-    State("manifest of the newest commit: missing", lambda root, other: manifest(root, 6).unlink()),
-    State("manifest of the newest commit: ends early", lambda root, other: halve(manifest(root, 6))),
-    State("manifest of the newest commit: of another run", lambda root, other: foreign(root)),
-    State("manifest of the newest commit: of format 1", lambda root, other: format_1(root)),
-    State("manifest of the older commit: damaged", lambda root, other: spoil(manifest(root, 3))),
-    State("state file of the newest commit: damaged", lambda root, other: flip(state_file(root, 6))),
-    State("state file of the newest commit: missing", lambda root, other: state_file(root, 6).unlink()),
-    State("state file of the newest commit: ends early", lambda root, other: halve(state_file(root, 6))),
+    State("manifest of the newest checkpoint: damaged", lambda root, other: spoil(manifest(root, 6))),
+    State("manifest of the newest checkpoint: missing", lambda root, other: manifest(root, 6).unlink()),
+    State("manifest of the newest checkpoint: ends early", lambda root, other: halve(manifest(root, 6))),
+    State("manifest of the newest checkpoint: of another run", lambda root, other: foreign(root)),
+    State("manifest of the newest checkpoint: of format 1", lambda root, other: format_1(root)),
+    State("manifest of the older checkpoint: damaged", lambda root, other: spoil(manifest(root, 3))),
+    State("state file of the newest checkpoint: damaged", lambda root, other: flip(state_file(root, 6))),
+    State("state file of the newest checkpoint: missing", lambda root, other: state_file(root, 6).unlink()),
+    State("state file of the newest checkpoint: ends early", lambda root, other: halve(state_file(root, 6))),
     State(
-        "state file of the newest commit: that of the older one",
+        "state file of the newest checkpoint: that of the older one",
         lambda root, other: shutil.copy2(state_file(root, 3), state_file(root, 6)) and None,
     ),
-    State("a commit that was being written", lambda root, other: half_written(root)),
+    State("a checkpoint that was being written", lambda root, other: half_written(root)),
     State("both manifests: missing", lambda root, other: (manifest(root, 6).unlink(), manifest(root, 3).unlink())[0]),
-    State("the folder `commits`: missing", lambda root, other: shutil.rmtree(root / "commits")),
+    State("the folder `checkpoints`: missing", lambda root, other: shutil.rmtree(root / "checkpoints")),
     State("the marker `infinity.run`: a bit is flipped", lambda root, other: flip(root / "infinity.run")),
     State("the marker `infinity.run`: missing", lambda root, other: (root / "infinity.run").unlink()),
-    State("one of two ranks: no manifest of the newest commit", lambda root, other: manifest(root, 6, 1).unlink(), 2),
-    State("one of two ranks: the newest commit is of another branch", lambda root, other: swap(root, other, 6, 1), 2),
+    State(
+        "one of two ranks: no manifest of the newest checkpoint", lambda root, other: manifest(root, 6, 1).unlink(), 2
+    ),
+    State(
+        "one of two ranks: the newest checkpoint is of another branch", lambda root, other: swap(root, other, 6, 1), 2
+    ),
     State("one of two ranks: damaged manifest of the newest", lambda root, other: spoil(manifest(root, 6, 1)), 2),
     State("one of two ranks: the data file is missing", lambda root, other: (root / "rank00001.pages").unlink(), 2),
 )
 
 
 def train(folder: str, branch: int) -> None:
-    """Commit steps 3 and 6, as often as there are branches; on every rank."""
-    with Session(Path(folder), run={"retained_commits": 2}) as session:
+    """Checkpoint steps 3 and 6, as often as there are branches; on every rank."""
+    with Session(Path(folder), run={"retained_checkpoints": 2}) as session:
         session.run(6, every=3)
     for _ in range(branch):
-        run = {"retained_commits": 2, "resume": "latest", "resume_step": 3}
+        run = {"retained_checkpoints": 2, "resume": "latest", "resume_step": 3}
         with Session(Path(folder), run=run) as session:
             torch.rand(3)
             session.run(6, every=3)
@@ -167,7 +171,7 @@ def resume(folder: str) -> tuple[str, float]:
     logger.addHandler(handler)
     state = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
-        with Session(Path(folder), run={"retained_commits": 2, "resume": "latest"}) as session:
+        with Session(Path(folder), run={"retained_checkpoints": 2, "resume": "latest"}) as session:
             step = session.optimizer.steps
             passing = ("earlier run", "computes in bf16")  # of what ran before, of the machine
             said[:] = [text for text in said if not any(words in text for words in passing)]
@@ -280,8 +284,8 @@ def _same_run(run: Path, other: Path) -> None:
     """Give the files of another run the name and the id of this one."""
     root, foreign_root = _root(run), _root(other)
     renamed = foreign_root.rename(foreign_root.with_name(root.name))
-    for name in published_in(renamed / "commits"):
-        file = renamed / "commits" / name.file_name
+    for name in published_in(renamed / "checkpoints"):
+        file = renamed / "checkpoints" / name.file_name
         body = json.loads(json.loads(file.read_text())["body"]) | {"run_id": root.name}
         text = json.dumps(body)
         file.write_text(json.dumps({"checksum": checksum_of(text.encode()), "body": text}))

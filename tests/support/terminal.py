@@ -43,11 +43,11 @@ class OnTerminal:
         return termios.tcgetattr(self._other)
 
     @property
-    def frame(self) -> list[str]:
+    def cache_slot(self) -> list[str]:
         """The lines that were drawn last, as one whole screen."""
         self.read()
-        frames = self.text.split("\x1b[H")
-        return [line.rstrip() for line in _CODES.sub("", frames[-1]).replace("\r", "").split("\n")]
+        cache_slots = self.text.split("\x1b[H")
+        return [line.rstrip() for line in _CODES.sub("", cache_slots[-1]).replace("\r", "").split("\n")]
 
     def read(self) -> str:
         """Take in what was written until now, and return all of it."""
@@ -58,8 +58,8 @@ class OnTerminal:
 
     def shows(self, *texts: str) -> None:
         """Wait until all of these are on the screen."""
-        until(lambda: all(text in "\n".join(self.frame) for text in texts) or self._ended())
-        assert all(text in "\n".join(self.frame) for text in texts), (texts, self.frame)
+        until(lambda: all(text in "\n".join(self.cache_slot) for text in texts) or self._ended())
+        assert all(text in "\n".join(self.cache_slot) for text in texts), (texts, self.cache_slot)
 
     def wait(self) -> int:
         """Wait for the end, and return the exit status."""

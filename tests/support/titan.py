@@ -142,7 +142,7 @@ def paged() -> Any:
     settings = {
         "storage": {"paths": [os.path.join(os.environ["TITAN"], "nvme")]},
         "memory": {"host_bytes": "24MiB"},
-        "run": {"retained_commits": 2},
+        "run": {"retained_checkpoints": 2},
         "telemetry": {"runtime_dir": os.path.join(os.environ["TITAN"], "runtime")},
     }
     return on_nvme(config, settings)

@@ -9,15 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from infinity_tools.top.reading import Drive, Rank, Run, Snapshot
-from infinity_tools.top.state import State
 from infinity_tools.top.view import view
+from infinity_tools.top.view_state import State
 
 VIEWS = Path(__file__).parents[1] / "tools" / "top_views"
 SIZES = [(width, height) for width in (60, 80, 120) for height in (12, 40)]
 NOW = 1.8e9
 PARTS = {
     "compute": 0.52, "collective": 0.06, "copy": 0.04, "update": 0.13, "read_stall": 0.17, "write_stall": 0.02,
-    "arena_stall": 0.01, "python": 0.05,
+    "host_cache_stall": 0.01, "python": 0.05,
 }  # fmt: skip
 
 
@@ -26,7 +26,7 @@ def rank(number: int, **values) -> Rank:
     given = {
         "rank": number, "pid": 4000 + number, "status": "live", "step": 1234.0, "step_seconds": 0.5 + number / 10,
         "tokens_per_second": 4096.0, "parts": PARTS, "stalled": 0.2, "read_bytes_per_second": 0.6e9,
-        "written_bytes_per_second": 0.4e9, "arena_used": 48 << 20, "arena_bytes": 64 << 20, "errors": 0.0,
+        "written_bytes_per_second": 0.4e9, "host_cache_used": 48 << 20, "host_cache_bytes": 64 << 20, "errors": 0.0,
     }  # fmt: skip
     return Rank(**{**given, **values})
 
@@ -36,8 +36,8 @@ def run(name: str, **values) -> Run:
     given = {
         "id": name, "status": "live", "world_size": 4, "step": 1234.0, "step_seconds": 0.55,
         "tokens_per_second": 8192.0, "loss": 2.34567, "parts": PARTS, "stalled": 0.2, "read_bytes_per_second": 1.2e9,
-        "written_bytes_per_second": 0.8e9, "arena_used": 96 << 20, "arena_bytes": 128 << 20, "committed": NOW - 90,
-        "commit_seconds": 0.021, "commits": 12.0, "prefetch_hit": 0.93, "prefetch_late": 0.07, "errors": 0.0,
+        "written_bytes_per_second": 0.8e9, "host_cache_used": 96 << 20, "host_cache_bytes": 128 << 20, "checkpointed": NOW - 90,
+        "checkpoint_seconds": 0.021, "checkpoints": 12.0, "prefetch_hit": 0.93, "prefetch_late": 0.07, "errors": 0.0,
         "retries": 3.0, "ranks": (rank(0), rank(1)),
     }  # fmt: skip
     return Run(**{**given, **values})
@@ -45,8 +45,8 @@ def run(name: str, **values) -> Run:
 
 STARTING = run(
     "20270115-080001-3d4e5f", world_size=1, step=0.0, step_seconds=None, tokens_per_second=None, loss=None, parts={},
-    stalled=None, read_bytes_per_second=None, written_bytes_per_second=None, arena_used=None, arena_bytes=None,
-    committed=None, commit_seconds=None, commits=0.0, prefetch_hit=None, prefetch_late=None, retries=0.0,
+    stalled=None, read_bytes_per_second=None, written_bytes_per_second=None, host_cache_used=None, host_cache_bytes=None,
+    checkpointed=None, checkpoint_seconds=None, checkpoints=0.0, prefetch_hit=None, prefetch_late=None, retries=0.0,
     ranks=(rank(0, step=0.0),),
 )  # fmt: skip
 DEAD = run(

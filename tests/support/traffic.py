@@ -25,7 +25,7 @@ def traffic(recipe: Recipe, paging: Paging, folder: str) -> dict[str, int | floa
         quiet(optimizer)
         counted = {op: value - counted[op] for op, value in optimizer.run.ledger.total_bytes.items()}
         kernel = {name: value - before[name] for name, value in kernel_bytes().items()}
-        assert optimizer.update_placement == paging.placement
+        assert optimizer.update_schedule == paging.update_schedule
         return {
             "read": counted["read"],
             "written": counted["write"],
@@ -44,7 +44,7 @@ def traffic(recipe: Recipe, paging: Paging, folder: str) -> dict[str, int | floa
 def quiet(optimizer: infinity.PagedOptimizer) -> None:
     """Wait until no update runs and nothing is in flight, so that all bytes are counted that a step asked for."""
     until = time.monotonic() + 300
-    while optimizer.run.pager.leases or any(optimizer.run.pager.in_flight().values()):
+    while optimizer.run.pager.reservations or any(optimizer.run.pager.in_flight().values()):
         assert time.monotonic() < until
         time.sleep(0.005)
 

@@ -51,7 +51,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
 }
 _OF_ACTIVATIONS = {"device": 0, "host": 128, "nvme": 4}
-"""Pages of the arena for activations, by tier: room for all of a small model, or the least."""
+"""Pages of the host cache for activations, by tier: room for all of a small model, or the least."""
 NO_DTENSOR = {"rprop"}
 """Optimizers that torch cannot run on DTensors: in memory they run on the local tensors."""
 
@@ -115,17 +115,17 @@ class Paging:
     """How it is paged: must change nothing, but for formats with smaller moments."""
 
     format: str = "fp32"
-    arena: str = "middle"
-    placement: str = "auto"
+    host_cache: str = "middle"
+    update_schedule: str = "auto"
     engine: str = "auto"
     delays: bool = False
     paths: int = 1
     page: int = PAGE
     cores: int = 1
     device: int = 0
-    """Bytes of the device for weights and whole units; 0: what it has free."""
-    homes: str = ""
-    """How many units are to live there: ``all``, ``some`` or ``none``; empty where that is left open."""
+    """Bytes of the device for weights and whole FSDP modules; 0: what it has free."""
+    gpu_resident_pages: str = ""
+    """How many FSDP modules are to live there: ``all``, ``some`` or ``none``; empty where that is left open."""
     activations: str = "device"
     """Where they wait for backward."""
 
@@ -138,11 +138,11 @@ class Outcome:
     norms: list[float] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
     state: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    placement: str = ""
+    update_schedule: str = ""
     moved: int = 0
-    at_home: int = 0
-    """Units that live on the device, of `units`."""
-    units: int = 0
+    gpu_resident: int = 0
+    """FSDP modules that live on the device, of `fsdp_modules`."""
+    fsdp_modules: int = 0
 
 
 def build(recipe: Recipe) -> nn.Module:
@@ -323,10 +323,12 @@ def paged(recipe: Recipe, paging: Paging, folder: Path) -> Outcome:
     with offloaded(recipe, paging, folder) as (model, optimizer):
         train(recipe, model, optimizer, outcome)
         outcome.state = state_on_nvme(model, optimizer)
-        outcome.placement = optimizer.update_placement
+        outcome.update_schedule = optimizer.update_schedule
         outcome.moved = optimizer.records[-1].read_bytes
-        outcome.at_home = len(optimizer.run.planner.placement.at_home)
-        outcome.units = len({event.unit for event in optimizer.run.planner.events if event.unit >= 0})
+        outcome.gpu_resident = len(optimizer.run.planner.update_schedule.gpu_resident)
+        outcome.fsdp_modules = len(
+            {event.fsdp_module for event in optimizer.run.planner.events if event.fsdp_module >= 0}
+        )
     return outcome
 
 
@@ -356,7 +358,7 @@ def settings(folder: Path, paging: Paging, host: int, **sections: dict[str, Any]
         "storage": {"paths": [str(path) for path in paths], "engine": paging.engine},
         "memory": {"host_bytes": host, "page_bytes": paging.page, "device_bytes": paging.device},
         "state": {"format": paging.format},
-        "update": {"placement": paging.placement, "cores": paging.cores},
+        "update": {"schedule": paging.update_schedule, "cores": paging.cores},
         "activations": {"tier": paging.activations, "host_bytes": _OF_ACTIVATIONS[paging.activations] * paging.page},
         "telemetry": {"runtime_dir": str(folder / "runtime")},
     }
@@ -366,7 +368,7 @@ def settings(folder: Path, paging: Paging, host: int, **sections: dict[str, Any]
 
 
 def least_host_bytes(paging: Paging, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
-    """Return the smallest arena, from the error of an arena that is too small."""
+    """Return the smallest host cache, from the error of a host cache that is too small."""
     page = paging.page
     with tempfile.TemporaryDirectory(dir=folder) as apart:
         try:
@@ -378,19 +380,19 @@ def least_host_bytes(paging: Paging, model: nn.Module, optimizer: torch.optim.Op
 
 
 def host_bytes(paging: Paging, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
-    """Return the size of the arena that a paging names; activations have theirs beside it."""
+    """Return the size of the host cache that a paging names; activations have theirs beside it."""
     return _host_bytes(paging, model, optimizer, folder) + _OF_ACTIVATIONS[paging.activations] * paging.page
 
 
 def _host_bytes(paging: Paging, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
-    if paging.arena == "all":
+    if paging.host_cache == "all":
         return 256 * MIB
     least = least_host_bytes(paging, model, optimizer, folder)
-    if paging.arena == "least":
+    if paging.host_cache == "least":
         return least
     elements = sum(local(param).numel() for param in model.parameters())
-    if paging.arena.endswith("%"):  # of the state, of 14 bytes per element
-        return max(least, elements * 14 * int(paging.arena[:-1]) // 100 // paging.page * paging.page)
+    if paging.host_cache.endswith("%"):  # of the state, of 14 bytes per element
+        return max(least, elements * 14 * int(paging.host_cache[:-1]) // 100 // paging.page * paging.page)
     return max(least, elements * 6 // paging.page * paging.page)
 
 
@@ -469,20 +471,22 @@ def compare(recipe: Recipe, paging: Paging, folder: str) -> list[str]:
 
 def _pretences(recipe: Recipe, paging: Paging, found: Outcome) -> list[str]:
     """Return why the comparison compares nothing, if it does not."""
-    wanted = paging.placement
+    wanted = paging.update_schedule
     if wanted == "auto":
         wanted = "in_backward" if recipe.clip is None and recipe.micro == 1 else "in_forward"
     listed = []
     if len(set(found.losses)) == 1:
         listed.append("the loss never changes")
-    if found.placement != wanted:
-        listed.append(f"updates ran {found.placement}, not {wanted}")
-    homes = "all" if found.at_home == found.units else "some" if found.at_home else "none"
-    if paging.homes not in ("", homes):
-        listed.append(f"{found.at_home} of {found.units} units lived on the device")
-    # Where some units live on the device, the arena may have room for all others.
-    if homes != "some" and (found.moved > 0) is not (paging.arena != "all" and homes == "none"):
-        listed.append(f"the last step read {found.moved} bytes with arena {paging.arena}")
+    if found.update_schedule != wanted:
+        listed.append(f"updates ran {found.update_schedule}, not {wanted}")
+    gpu_resident_pages = "all" if found.gpu_resident == found.fsdp_modules else "some" if found.gpu_resident else "none"
+    if paging.gpu_resident_pages not in ("", gpu_resident_pages):
+        listed.append(f"{found.gpu_resident} of {found.fsdp_modules} FSDP modules lived on the device")
+    # Where some FSDP modules live on the device, the host cache may have room for all others.
+    if gpu_resident_pages != "some" and (found.moved > 0) is not (
+        paging.host_cache != "all" and gpu_resident_pages == "none"
+    ):
+        listed.append(f"the last step read {found.moved} bytes with host cache {paging.host_cache}")
     return listed
 
 

@@ -17,7 +17,7 @@ from support.optimizers import build, train
 from support.train import Outcome, Paging, differences, host_bytes, local, settings, state_on_nvme, whole
 
 STEPS = 6
-Several = Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]]
+MultiOptimizer = Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]]
 """Makes optimizers of parameters, each over a part of them."""
 
 
@@ -78,7 +78,7 @@ def muon_by_flag(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
 class Unsharded:
     """Optimizers over whole parameters, which every rank has; each keeps its slice of what comes out."""
 
-    def __init__(self, model: nn.Module, make: Several) -> None:
+    def __init__(self, model: nn.Module, make: MultiOptimizer) -> None:
         self._params = list(model.parameters())
         self._whole = [nn.Parameter(whole(param)) for param in self._params]
         self._inner = make(self._whole)
@@ -116,7 +116,7 @@ def _sliced(full: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
 
 
 @functools.cache
-def in_memory(make: Several, build: Callable[[], nn.Module]) -> Outcome:
+def in_memory(make: MultiOptimizer, build: Callable[[], nn.Module]) -> Outcome:
     """Train with unsharded parameters in the optimizer."""
     model, outcome = build(), Outcome()
     optimizer = Unsharded(model, make)
@@ -126,33 +126,33 @@ def in_memory(make: Several, build: Callable[[], nn.Module]) -> Outcome:
 
 
 def paged(
-    make: Several, folder: Path, *, build: Callable[[], nn.Module] = build, commit: int = 0, **given: Any
+    make: MultiOptimizer, folder: Path, *, build: Callable[[], nn.Module] = build, checkpoint: int = 0, **given: Any
 ) -> Outcome:
-    """Train with everything on NVMe, with the smallest arena; `commit` as in `support.optimizers.paged`."""
-    paging, outcome = Paging(arena="least", **given), Outcome()
+    """Train with everything on NVMe, with the smallest host cache; `checkpoint` as in `support.optimizers.paged`."""
+    paging, outcome = Paging(host_cache="least", **given), Outcome()
     first = 0
-    for last in (commit, STEPS) if commit else (STEPS,):
+    for last in (checkpoint, STEPS) if checkpoint else (STEPS,):
         model = build()
         optimizers = make(list(model.parameters()))
         host = host_bytes(paging, model, optimizers, folder)
         run = {"resume": "latest"} if first else {}
         with infinity.offload(model, optimizers, settings(folder, paging, host, run=run)) as optimizer:
             train(model, optimizer, outcome, first, last)
-            if last == commit:
-                optimizer.commit()
+            if last == checkpoint:
+                optimizer.save_checkpoint()
             else:
-                outcome.state, outcome.placement = state_on_nvme(model, optimizer), optimizer.update_placement
+                outcome.state, outcome.update_schedule = state_on_nvme(model, optimizer), optimizer.update_schedule
         first = last
     return outcome
 
 
-def compare(make: Several, folder: Path, *, build: Callable[[], nn.Module] = build, **given: Any) -> list[str]:
+def compare(make: MultiOptimizer, folder: Path, *, build: Callable[[], nn.Module] = build, **given: Any) -> list[str]:
     """Train both ways; return what differs."""
     with tempfile.TemporaryDirectory(dir=folder) as apart:
         return differences(in_memory(make, build), paged(make, Path(apart), build=build, **given))
 
 
-MAKES: dict[str, Several] = {"muon and adamw": muon_and_adamw, "muon by flag": muon_by_flag}
+MAKES: dict[str, MultiOptimizer] = {"muon and adamw": muon_and_adamw, "muon by flag": muon_by_flag}
 
 
 def compare_by_name(name: str, folder: str, given: dict[str, Any]) -> list[str]:

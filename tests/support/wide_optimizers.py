@@ -27,7 +27,8 @@ class OptimizerRow(Row):
     """A class of a package under its name there, and what its constructor is given.
 
     Rows that are `counting` keep a step count, or other values that change, in the param groups or on the optimizer:
-    they are trained with updates in both passes too, and resumed from a commit. With `groups` false there is one group,
+    they are trained with updates in both passes too, and resumed from a checkpoint. With `groups` false there is one
+    group,
     of parameters alone.
     """
 

@@ -33,7 +33,7 @@ def snapshot(rank=0, run_id="run-1", *, world_size=2, devices=("nvme0", "nvme1")
         info={"version": "0.1.0", "torch_version": '2.13.0+cpu "x"', "io_engine": "threads", "paths": "[]"},
     )
     stats.counter("io_bytes_total", op="read", state="update", device="nvme1").add(1 << 40)
-    stats.counter("stall_seconds_total", phase="backward", cause="arena").add(0.25)
+    stats.counter("stall_seconds_total", phase="backward", cause="host_cache").add(0.25)
     stats.gauge("tier_capacity_bytes", tier="host").set(2**31)
     for seconds in (0.3, 7.0, 1e6):
         stats.histogram("step_duration_seconds").observe(seconds)

@@ -52,7 +52,7 @@ def test_each_second_lands_in_its_part(clock):
     ledger, stats = make()
     clock.now += 1  # the user's loop
     with ledger.part("python", name="gather"):
-        ledger.enter("forward", "unit")
+        ledger.enter("forward", "fsdp_module")
         with ledger.phase("update"):
             clock.now += 2
             ledger.stalled("write", 0, 0.5)
@@ -67,11 +67,11 @@ def test_each_second_lands_in_its_part(clock):
     clock.now += 64
     ledger.enter("other")
     clock.now += 128
-    ledger.stalled("arena", -1, 2.0)
+    ledger.stalled("host_cache", -1, 2.0)
     record = end(ledger)
     assert parts_of(record) == {
         "compute": 80, "collective": 32, "copy": 4, "update": 1.5, "read_stall": 1, "write_stall": 0.5,
-        "arena_stall": 2, "python": 1 + 7 + 126,
+        "host_cache_stall": 2, "python": 1 + 7 + 126,
     }  # fmt: skip
     assert record.seconds == 255
     assert record.stall_seconds == 3.5
@@ -102,14 +102,14 @@ def test_a_transfer_that_was_given_up_is_an_error():
     assert found == {"read": 0, "write": 1}
 
 
-def test_what_a_commit_takes_belongs_to_no_step(clock):
+def test_what_a_checkpoint_takes_belongs_to_no_step(clock):
     ledger, stats = make()
-    with ledger.phase("commit"):
+    with ledger.phase("checkpoint"):
         clock.now += 5
     ledger.restart_step()
     clock.now += 1
     assert end(ledger).seconds == 1
-    assert stats.snapshot().value("step_phase_seconds_total", phase="commit") == 5
+    assert stats.snapshot().value("step_phase_seconds_total", phase="checkpoint") == 5
     assert sum(stats.snapshot().value("step_part_seconds_total", part=part) for part in PARTS) == 1
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from infinity.telemetry import server as module
-from infinity.telemetry.server import Route, Stream, serve_routes
+from infinity.telemetry import http_server as module
+from infinity.telemetry.http_server import Route, Stream, serve_routes
 
 PART = b"x" * 10_000
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from infinity.errors import ConfigError, CorruptPageError, StallError, StorageError
 from infinity.telemetry import BY_NAME, Stats, StatsPageError, error_reason, read_stats_page, stats_page_files
-from infinity.telemetry.cells import CLOSED_CELL
 from infinity.telemetry.stats import KEEP_CLOSED_SECONDS
+from infinity.telemetry.stats_cells import CLOSED_CELL
 
 LABELS = {"op": "read", "state": "param", "device": "nvme0"}
 
@@ -86,7 +86,7 @@ def test_pages_that_were_closed_long_ago_go_when_a_rank_of_another_run_makes_its
     old.close()
     mine.close()
     with monkeypatch.context() as patch:
-        patch.setattr("infinity.telemetry.page._status", lambda *_: "dead")
+        patch.setattr("infinity.telemetry.stats_file._status", lambda *_: "dead")
         make(tmp_path, run_id="run-b")
     assert len(stats_page_files(tmp_path)) == 4
     later = time.time() + KEEP_CLOSED_SECONDS - 60
@@ -220,7 +220,7 @@ def test_a_recycled_process_number_is_not_taken_for_the_rank(tmp_path):
 
 def test_a_rank_of_another_pid_namespace_is_told_by_its_lock(tmp_path, monkeypatch):
     stats = make(tmp_path)
-    monkeypatch.setattr("infinity.telemetry.page.pid_namespace", lambda: 1)
+    monkeypatch.setattr("infinity.telemetry.stats_file.pid_namespace", lambda: 1)
     assert read_stats_page(stats.path).status == "live"
     copy = tmp_path / "copy" / stats.path.name
     copy.parent.mkdir()

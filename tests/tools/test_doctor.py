@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 import infinity
-from infinity.io.drives import locate
-from infinity.node import NodeDaemon
-from infinity_tools.doctor import command, finding, groups, report
+from infinity.daemon_client import NodeDaemon
+from infinity.io.block_devices import locate
+from infinity_tools.doctor import control_groups, doctor_command, doctor_report, finding
+from infinity_tools.doctor.control_groups import GROUPS
 from infinity_tools.doctor.finding import Finding, Group, Status, Verdict, check, ok, problem
-from infinity_tools.doctor.groups import GROUPS
 from infinity_tools.doctor.world import World
 from support.command import Finished, run_here
 from support.daemon_process import daemon
@@ -36,7 +36,7 @@ def found(done: Finished) -> dict[tuple[str, str | None], dict[str, str]]:
 
 def finds(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
     """Let nothing be looked at, and this be found."""
-    monkeypatch.setattr(command, "look", lambda world: iter([("Part", list(findings))]))
+    monkeypatch.setattr(doctor_command, "look", lambda world: iter([("Part", list(findings))]))
 
 
 def of(status: Status) -> Finding:
@@ -111,7 +111,7 @@ def test_lines_fit_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_folders_it_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is said; not where one is named."""
-    monkeypatch.setattr(command, "look", lambda world: iter([(world.folders[0].path, [])]))
+    monkeypatch.setattr(doctor_command, "look", lambda world: iter([(world.folders[0].path, [])]))
     assert "Folders: the current one" in run_here("doctor").output
     assert "Folders: the current one" not in run_here("doctor", ".").output
 
@@ -136,7 +136,7 @@ def test_a_check_that_fails_or_hangs_ends_no_other(monkeypatch: pytest.MonkeyPat
         """Is asked all the same."""
         return problem("bad", "do it")
 
-    monkeypatch.setattr(groups, "GROUPS", (Group("Part", (fails, hangs, works)),))
+    monkeypatch.setattr(control_groups, "GROUPS", (Group("Part", (fails, hangs, works)),))
     done = run_here("doctor", ".", "--json")
     ended.set()
     first, second, third = json.loads(done.output)
@@ -150,7 +150,7 @@ def test_where_the_kernel_tells_nothing(tmp_path: Path) -> None:
     """Without /proc and /sys every check answers something."""
     (tmp_path / "root").mkdir()
     here = World.of([str(tmp_path)], tmp_path / "runtime", tmp_path / "root")
-    for _, findings in groups.look(here):
+    for _, findings in control_groups.look(here):
         assert findings
         assert all(one.value and bool(one.fix) == (one.status is not Status.OK) for one in findings), findings
 
@@ -252,8 +252,8 @@ def test_names_are_replaced_as_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "db")
     monkeypatch.setattr(getpass, "getuser", lambda: "root")
     monkeypatch.setenv("HOME", "/home/al")
-    assert report.without_names("/home/al /home/al/x /home/alice") == "~ ~/x /home/alice"
-    assert report.without_names("db:/x dbus a-db root") == "<host>:/x dbus a-db root"
+    assert doctor_report.without_names("/home/al /home/al/x /home/alice") == "~ ~/x /home/alice"
+    assert doctor_report.without_names("db:/x dbus a-db root") == "<host>:/x dbus a-db root"
 
 
 def test_the_worst_of_nothing_is_ok() -> None:

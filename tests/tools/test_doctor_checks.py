@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from infinity.io.ring import RingRefusedError
-from infinity.memory.groups import cores_of_groups
-from infinity_tools.doctor import engine, memory, processor, software
+from infinity.memory.cgroups import cores_of_groups
+from infinity_tools.doctor import io_engine, memory, processor_check, software
 from infinity_tools.doctor.finding import Check
 from infinity_tools.doctor.world import World
 from support.doctor import GIB, Machine, is_
@@ -103,10 +103,10 @@ def test_memory_of_the_machine_and_of_a_group(machine: Machine) -> None:
     ("available", "status", "says"),
     [(60 * GIB, "ok", "15 GiB"), (GIB // 2, "warning", "128 MiB"), (0, "problem", "0 B")],
 )
-def test_arena(available: int, status: str, says: str, machine: Machine) -> None:
+def test_host_cache(available: int, status: str, says: str, machine: Machine) -> None:
     """A quarter, as a run takes it."""
     machine.memory(available=available)
-    assert is_(machine.look(memory.arena), status, says)
+    assert is_(machine.look(memory.host_cache), status, says)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_huge_pages(
     [
         (UNLIMITED, 0, "0 0 4294967295", "ok", "no limit"),
         (32 * GIB, 0, "0 0 4294967295", "ok", "32 GiB"),
-        (8 << 20, 0, "0 0 4294967295", "note", "8 MiB, less than 2 times the arena (30 GiB)"),
+        (8 << 20, 0, "0 0 4294967295", "note", "8 MiB, less than 2 times the host cache (30 GiB)"),
         (8 << 20, 1 << 14, "0 0 4294967295", "ok", "CAP_IPC_LOCK"),
         (8 << 20, 1 << 14, "0 1000 1", "note", "8 MiB"),
     ],
@@ -239,7 +239,7 @@ def test_cores(
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     machine.group(cpu_max=quota)
-    assert is_(machine.look(processor.cores), status, says, fix)
+    assert is_(machine.look(processor_check.cores), status, says, fix)
 
 
 def test_quota_of_version_1_and_of_groups_around(machine: Machine) -> None:
@@ -269,14 +269,14 @@ def test_bf16(text: str | None, status: str, machine: Machine) -> None:
     machine.write("proc/cpuinfo", text or "")
     if text is None:
         (machine.root / "proc/cpuinfo").unlink()
-    assert is_(machine.look(processor.bf16), status)
+    assert is_(machine.look(processor_check.bf16), status)
 
 
 def test_numa(machine: Machine) -> None:
     """One node, or more."""
-    assert is_(machine.look(processor.numa), "ok", "one node")
+    assert is_(machine.look(processor_check.numa), "ok", "one node")
     (machine.root / "sys/devices/system/node/node1").mkdir()
-    assert is_(machine.look(processor.numa), "note", "2 nodes", "--numa-binding")
+    assert is_(machine.look(processor_check.numa), "note", "2 nodes", "--numa-binding")
 
 
 @pytest.mark.parametrize(
@@ -306,17 +306,17 @@ def test_io_uring_is_refused(
     def refuse(entries: int) -> None:
         raise RingRefusedError(code)
 
-    monkeypatch.setattr(engine, "Ring", refuse)
+    monkeypatch.setattr(io_engine, "Ring", refuse)
     monkeypatch.setattr(platform, "release", lambda: kernel)
     machine.write("proc/self/status", f"Seccomp:\t{seccomp}\nSeccomp_filters:\t1\n")
     if disabled is not None:
         machine.write("proc/sys/kernel/io_uring_disabled", disabled)
-    assert is_(machine.look(engine.io_uring), "warning", f"{errno.errorcode[code]} (", fix)
+    assert is_(machine.look(io_engine.io_uring), "warning", f"{errno.errorcode[code]} (", fix)
 
 
 def test_io_uring_is_allowed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ring was made, and is closed."""
     closed = []
-    monkeypatch.setattr(engine, "Ring", lambda entries: SimpleNamespace(close=lambda: closed.append(entries)))
-    assert is_(machine.look(engine.io_uring), "ok", "takes it")
+    monkeypatch.setattr(io_engine, "Ring", lambda entries: SimpleNamespace(close=lambda: closed.append(entries)))
+    assert is_(machine.look(io_engine.io_uring), "ok", "takes it")
     assert closed == [33]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from infinity.io.alignment import OpenedFile
-from infinity.io.drives import Drive, Mount, Place, Space
+from infinity.io.alignment import AlignedFile
+from infinity.io.block_devices import Drive, Mount, Place, Space
 from infinity.store.folder import FolderLock
 from infinity.store.marker import new_run_id
 from infinity_tools.doctor import storage
@@ -131,8 +131,8 @@ def test_a_file_system_without_a_size(tmp_path: Path, machine: Machine, monkeypa
 def opens_as(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
     """Let files be opened so."""
 
-    def opened(path: str, flags: int) -> OpenedFile:
-        return OpenedFile(**{"fd": os.open(path, flags), "direct": True, "alignment": 512, **values})
+    def opened(path: str, flags: int) -> AlignedFile:
+        return AlignedFile(**{"fd": os.open(path, flags), "direct": True, "alignment": 512, **values})
 
     monkeypatch.setattr(worlds, "open_aligned", opened)
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import infinity
+from infinity.daemon_client import SOCKET_NAME
 from infinity.errors import UnsupportedError
 from infinity.memory.device import CudaDevice, open_device
-from infinity.node import SOCKET_NAME
-from infinity_tools.doctor import accelerator, node
+from infinity_tools.doctor import accelerator, daemon_check
 from infinity_tools.doctor.finding import Finding
 from infinity_tools.doctor.world import World
 from support.doctor import GIB, Machine, is_
@@ -30,7 +30,7 @@ def daemon(runtime: Path, answer: dict[str, Any] | None) -> Finding:
     """Return what is found of a daemon that answers so."""
     here = World.of([], runtime)
     here.daemon.__dict__["status"] = answer
-    return node.daemon.look(here)
+    return daemon_check.daemon.look(here)
 
 
 def test_daemon(tmp_path: Path) -> None:
@@ -67,18 +67,18 @@ def test_host_name(
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    assert is_(machine.look(node.host_name), status, says)
+    assert is_(machine.look(daemon_check.host_name), status, says)
 
 
 def test_loopback(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tried."""
-    assert is_(machine.look(node.loopback), "ok")
+    assert is_(machine.look(daemon_check.loopback), "ok")
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(99, "Cannot assign requested address")
 
     monkeypatch.setattr(socket, "create_server", refuse)
-    assert is_(machine.look(node.loopback), "problem", "Cannot assign", "ip link set lo up")
+    assert is_(machine.look(daemon_check.loopback), "problem", "Cannot assign", "ip link set lo up")
 
 
 def test_variables_of_ranks(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,12 +86,12 @@ def test_variables_of_ranks(machine: Machine, monkeypatch: pytest.MonkeyPatch) -
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    assert is_(machine.look(node.ranks), "ok")
+    assert is_(machine.look(daemon_check.ranks), "ok")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert is_(machine.look(node.ranks), "problem", "RANK is not set", "unset RANK")
+    assert is_(machine.look(daemon_check.ranks), "problem", "RANK is not set", "unset RANK")
     for name, value in zip(names, ("1", "2", "1", "2", "127.0.0.1", "29500"), strict=True):
         monkeypatch.setenv(name, value)
-    assert is_(machine.look(node.ranks), "note", "rank 1 of 2", "unset RANK")
+    assert is_(machine.look(daemon_check.ranks), "note", "rank 1 of 2", "unset RANK")
 
 
 class FakeTorch:
@@ -141,7 +141,7 @@ def test_accelerator(
 
 
 def test_host_registration(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an arena, which ends; without a GPU there is nothing to register for."""
+    """By a host cache, which ends; without a GPU there is nothing to register for."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -1,4 +1,4 @@
-"""`infinity export` on a run that `infinity train` has committed."""
+"""`infinity export` on a run that `infinity train` has checkpointed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from support.command import SMALL, Finished, run_here
 
 
 @pytest.fixture
-def committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a run with commits of steps 1 and 2."""
+def checkpointed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run with checkpoints of steps 1 and 2."""
     monkeypatch.chdir(tmp_path)
-    options = ["--steps", "2", "--commit-every", "1", "--retained-commits", "2", "--json", "--out", "o"]
+    options = ["--steps", "2", "--checkpoint-every", "1", "--retained-checkpoints", "2", "--json", "--out", "o"]
     assert run_here(*SMALL, *options).status == 0
     return tmp_path / "o" / "nvme"
 
@@ -26,9 +26,9 @@ def _export(*arguments: object) -> Finished:
     return run_here("export", *arguments)
 
 
-def test_transformers_loads_what_was_exported(committed: Path, tmp_path: Path) -> None:
+def test_transformers_loads_what_was_exported(checkpointed: Path, tmp_path: Path) -> None:
     """Without a word from the user about the model; and it can be trained on."""
-    done = _export(committed, "--out", tmp_path / "hf", "--file-size", "300KiB", "--json")
+    done = _export(checkpointed, "--out", tmp_path / "hf", "--file-size", "300KiB", "--json")
     assert done.status == 0, done.errors
     assert (done.summary["step"], len(done.summary["files"])) == (2, 6)
     from transformers import AutoModelForCausalLM
@@ -69,7 +69,7 @@ def test_a_pretrained_folder_comes_back_as_it_came(tmp_path: Path, monkeypatch: 
     names, files = set(load_file(folder / "model.safetensors")), {file.name for file in folder.iterdir()}
     tokenizer, generation = ((folder / name).read_text() for name in ("tokenizer.json", "generation_config.json"))
     words = [folder if word == "tiny" else word for word in SMALL]
-    done = run_here(*words, "--dtype", "fp32", "--steps", "1", "--commit-every", "1", "--json", "--out", "o")
+    done = run_here(*words, "--dtype", "fp32", "--steps", "1", "--checkpoint-every", "1", "--json", "--out", "o")
     assert done.status == 0, done.errors
     shutil.rmtree(folder)
     assert _export(tmp_path / "o" / "nvme", "--out", tmp_path / "out").status == 0
@@ -82,11 +82,11 @@ def test_a_pretrained_folder_comes_back_as_it_came(tmp_path: Path, monkeypatch: 
     assert "--companions" in done.errors
 
 
-def test_a_companion_that_cannot_be_read_is_named(committed: Path, tmp_path: Path) -> None:
+def test_a_companion_that_cannot_be_read_is_named(checkpointed: Path, tmp_path: Path) -> None:
     """In a line; nothing is left of the export."""
     (tmp_path / "beside").mkdir()
     (tmp_path / "beside/vocab.json").symlink_to("/proc/self/mem")  # EIO, for root too
-    done = _export(committed, "--out", tmp_path / "hf", "--companions", tmp_path / "beside")
+    done = _export(checkpointed, "--out", tmp_path / "hf", "--companions", tmp_path / "beside")
     assert done.status == 2
     assert "beside/vocab.json cannot be read: Input/output error" in done.errors
     assert not list(tmp_path.glob("*hf*"))
@@ -109,23 +109,23 @@ def test_weights_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "--no-strict is for a folder with weights" in done.errors
 
 
-def test_another_step_and_dtype(committed: Path, tmp_path: Path) -> None:
-    """Half the bytes, of the commit before; the person is told where."""
-    done = _export(committed, "--out", tmp_path / "hf", "--step", 1, "--dtype", "bf16")
+def test_another_step_and_dtype(checkpointed: Path, tmp_path: Path) -> None:
+    """Half the bytes, of the checkpoint before; the person is told where."""
+    done = _export(checkpointed, "--out", tmp_path / "hf", "--step", 1, "--dtype", "bf16")
     assert done.status == 0, done.errors
     assert "step 1 of" in done.output
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_everything_for_plain_fsdp2(committed: Path, tmp_path: Path) -> None:
-    """Weights, moments and what `infinity train` had committed beside them, in several files."""
-    done = _export(committed, "--out", tmp_path / "dcp", "--to", "dcp", "--file-size", "300KiB", "--json")
+def test_everything_for_plain_fsdp2(checkpointed: Path, tmp_path: Path) -> None:
+    """Weights, moments and what `infinity train` had checkpointed beside them, in several files."""
+    done = _export(checkpointed, "--out", tmp_path / "dcp", "--to", "dcp", "--file-size", "300KiB", "--json")
     assert done.status == 0, done.errors
     assert str(tmp_path / "dcp" / ".metadata") in done.summary["files"]
     assert len(done.summary["files"]) > 3
     stored = FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata
     assert {key.split(".")[0] for key in stored} == {"model", "optim", "infinity"}
-    done = _export(committed, "--out", tmp_path / "person", "--to", "dcp")
+    done = _export(checkpointed, "--out", tmp_path / "person", "--to", "dcp")
     assert "step 2 of" in done.output
     assert "config.json" not in done.output
 
@@ -133,8 +133,8 @@ def test_everything_for_plain_fsdp2(committed: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--step", 9), "no commit of step 9"),
-        (("--run", "20000101-000000-abcdef"), "no commit of 20000101-000000-abcdef"),
+        (("--step", 9), "no checkpoint of step 9"),
+        (("--run", "20000101-000000-abcdef"), "no checkpoint of 20000101-000000-abcdef"),
         (("--dtype", "fp64"), "'fp64' is not one of"),
         (("--to", "gguf"), "'gguf' is not known"),
         (("--to", "dcp", "--dtype", "bf16"), "--dtype, --model-config and --companions are for --to safetensors"),
@@ -142,9 +142,9 @@ def test_everything_for_plain_fsdp2(committed: Path, tmp_path: Path) -> None:
         (("--model-config", "missing.json"), "missing.json"),
     ],
 )
-def test_nonsense_is_refused(options: tuple[object, ...], message: str, committed: Path, tmp_path: Path) -> None:
+def test_nonsense_is_refused(options: tuple[object, ...], message: str, checkpointed: Path, tmp_path: Path) -> None:
     """With the value; nothing is written."""
-    done = _export(committed, "--out", tmp_path / "hf", *options)
+    done = _export(checkpointed, "--out", tmp_path / "hf", *options)
     assert done.status == 2
     assert message in done.errors
     assert not (tmp_path / "hf").exists()
@@ -154,4 +154,4 @@ def test_a_folder_without_runs(tmp_path: Path) -> None:
     """Is an error."""
     done = _export(tmp_path, "--out", tmp_path / "hf")
     assert done.status == 2
-    assert "no commit of any run" in done.errors
+    assert "no checkpoint of any run" in done.errors

@@ -116,18 +116,18 @@ def test_the_code_has_only_what_applies() -> None:
 
 
 def test_the_code_trains(tmp_path: Path) -> None:
-    """As it is printed, with a model and batches: two steps, at DeepSpeed's rates, with a commit at the end."""
+    """As it is printed, with a model and batches: two steps, at DeepSpeed's rates, with a checkpoint at the end."""
     done = of(INFINITY)
     (tmp_path / "infinity.toml").write_text(done.toml)
-    tail = "print(optimizer.steps, optimizer.param_groups[0]['lr'], optimizer.update_placement)\noptimizer.close()\n"
+    tail = "print(optimizer.steps, optimizer.param_groups[0]['lr'], optimizer.update_schedule)\noptimizer.close()\n"
     (tmp_path / "program.py").write_text(MODEL + done.code + tail)
     ran = run_process(tmp_path, program=("program.py",))
     assert ran.status == 0, ran.errors
-    steps, rate, placement = ran.output.split()
-    assert (steps, placement) == ("2", "in_forward")
+    steps, rate, update_schedule = ran.output.split()
+    assert (steps, update_schedule) == ("2", "in_forward")
     assert float(rate) == pytest.approx(0.01 * 0.5)  # log(2) / log(4): the second step of DeepSpeed's warm-up
     listed = run_here("store", "ls", "nvme0", "nvme1", "--json")
-    assert [commit["step"] for run in json.loads(listed.output) for commit in run["commits"]] == [2]
+    assert [checkpoint["step"] for run in json.loads(listed.output) for checkpoint in run["checkpoints"]] == [2]
 
 
 def test_values_of_the_trainer() -> None:

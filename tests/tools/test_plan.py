@@ -13,7 +13,7 @@ import typer
 
 import infinity
 from infinity.content.format import Role
-from infinity.node import NodeDaemon
+from infinity.daemon_client import NodeDaemon
 from infinity_tools.train import app
 from support.command import run_here
 
@@ -42,7 +42,7 @@ def test_the_line_of_the_help_works_as_it_is_printed() -> None:
     found = planned(f"{LARGE} --no-changes")
     assert found["fits"]
     assert found["model"]["parameters"] == pytest.approx(70e9, rel=0.01)
-    assert found["arena"]["bytes"] <= 256 << 30
+    assert found["host_cache"]["bytes"] <= 256 << 30
     assert found["seconds"]["step"] >= max(found["seconds"]["computation"]["busy"], found["seconds"]["reads"])
     assert found["read_bytes_per_step"] == sum(found["read_bytes"].values())
     assert found["bytes"].keys() == {role.value for role in Role}
@@ -59,7 +59,7 @@ def test_a_terminal_of_any_width_has_all_figures(monkeypatch: pytest.MonkeyPatch
     assert max(map(len, report.splitlines())) <= int(width)
     assert "…" not in report
     words = " ".join(report.split())
-    for part in ("state of a rank", "arena: ", "a step of a rank", "tokens per second", "what would help most"):
+    for part in ("state of a rank", "host_cache: ", "a step of a rank", "tokens per second", "what would help most"):
         assert part in words
     assert 'host_bytes = "512MiB"' in toml
 
@@ -68,7 +68,7 @@ def test_what_is_written_is_what_is_said_and_a_run_takes_it(tmp_path: Path) -> N
     """JSON, picture and settings."""
     out = tmp_path / "plan"
     said = planned(f"plan --model tiny --host-memory 2MiB --nvme {tmp_path} --tflops 0.05 --batch-tokens 512 --seq 64 "
-                   f"--retained-commits 2 --update in_forward --out {out}")  # fmt: skip
+                   f"--retained-checkpoints 2 --update in_forward --out {out}")  # fmt: skip
     assert json.loads((out / "plan.json").read_text()) == said
     assert (out / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "infinity.toml").read_text() == said["toml"]
@@ -76,8 +76,8 @@ def test_what_is_written_is_what_is_said_and_a_run_takes_it(tmp_path: Path) -> N
     assert settings == {
         "storage": {"paths": [str(tmp_path)]},
         "memory": {"host_bytes": "2MiB"},
-        "update": {"placement": "in_forward"},
-        "run": {"retained_commits": 2},
+        "update": {"schedule": "in_forward"},
+        "run": {"retained_checkpoints": 2},
     }
     again = planned(f"plan --model tiny --config {out / 'infinity.toml'} --nvme {tmp_path} --tflops 0.05 "
                     "--batch-tokens 512 --seq 64")  # fmt: skip
@@ -129,12 +129,12 @@ def test_the_last_line_trains_what_was_planned(tmp_path: Path) -> None:
     config.write_text("[memory]\npage_bytes = 65536\n")
     every = (
         "plan --model tiny --dtype bf16 --batch-tokens 512 --seq 64 --micro-batches 4 --loss-tokens 32 --clip "
-        f"--lora r=4 --ranks 2 --state-format split --update after_backward --activations nvme --retained-commits 2 "
+        f"--lora r=4 --ranks 2 --state-format split --update after_backward --activations nvme --retained-checkpoints 2 "
         f"--config {config} --nvme-count 2 {DRIVES}"
     )
     settings = {
         "config": config, "nvme": [Path("/nvme0/infinity"), Path("/nvme1/infinity")], "host_memory": "2MiB",
-        "state_format": "split", "update": "after_backward", "activations": "nvme", "retained_commits": 2,
+        "state_format": "split", "update": "after_backward", "activations": "nvme", "retained_checkpoints": 2,
     }  # fmt: skip
     workload = {
         "model": "tiny", "dtype": "bf16", "batch_tokens": 512, "seq": 64, "micro_tokens": 64, "loss_tokens": 32,
@@ -218,13 +218,13 @@ def test_the_daemon_of_another_folder_is_asked(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_does_not_fit_ends_with_a_status(tmp_path: Path) -> None:
-    """1, after all that it has to say; an arena that is too small is an error of one table."""
+    """1, after all that it has to say; a host cache that is too small is an error of one table."""
     done = run_here(*QUICK.split(), "--nvme-size", "1GB", "--no-changes")
     assert done.status == 1
     assert "does not fit: the drives have 954 MiB free" in " ".join(done.output.split())
     small = run_here(*QUICK.replace("512MiB", "64KiB").split())
     assert small.status == 2
-    assert "the host arena is too small for this model" in small.errors
+    assert "the host cache is too small for this model" in small.errors
 
 
 def test_micro_batches_are_as_many_as_the_memory_needs() -> None:

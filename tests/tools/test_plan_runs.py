@@ -1,4 +1,4 @@
-"""What `infinity plan` plans is what a run does: the same pages, events, placement, plan and space."""
+"""What `infinity plan` plans is what a run does: the same pages, events, update schedule, plan and space."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CONFIGS = {
 def plan_and_run(
     model: dict[str, Any],
     *,
-    arena: str = "768KiB",
+    host_cache: str = "768KiB",
     dtype: str = "bfloat16",
     passes: int = 1,
     clip: bool = False,
@@ -43,7 +43,7 @@ def plan_and_run(
     **settings: Any,
 ) -> None:
     """Plan a run, then take two of its steps and compare; on every rank."""
-    dotted = {"memory.host_bytes": arena, "memory.page_bytes": "64KiB"}
+    dotted = {"memory.host_bytes": host_cache, "memory.page_bytes": "64KiB"}
     dotted |= {name.replace("__", "."): value for name, value in settings.items()}
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     with tempfile.TemporaryDirectory() as folder:
@@ -88,7 +88,7 @@ def plan_and_run(
                 assert found.layout.fingerprint == run.layout.fingerprint
                 assert found.layout.pages == run.layout.pages
                 assert found.events == run.planner.events
-                assert found.placement == run.planner.placed
+                assert found.update_schedule == run.planner.placed
                 assert found.plan == run.plan
                 assert found.drive_bytes == run.stats.snapshot().value("tier_capacity_bytes", tier="nvme")
                 assert found.budget.host_bytes == run.host_bytes
@@ -106,15 +106,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a loop": (CONFIGS["llama"], {"passes": 3}),
     "split": (CONFIGS["llama"], {"state__format": "split"}),
     "8bit": (CONFIGS["gpt2"], {"state__format": "8bit"}),
-    "after backward": (CONFIGS["llama"], {"update__placement": "after_backward"}),
+    "after backward": (CONFIGS["llama"], {"update__schedule": "after_backward"}),
     "frozen root": (CONFIGS["llama"], {"frozen": ("model.embed", "lm_head", "model.norm")}),
     "frozen layers": (CONFIGS["llama"], {"frozen": ("model.embed", "model.layers.0", "model.layers.1")}),
     "a frozen embedding": (CONFIGS["llama"], {"frozen": ("model.embed",)}),
-    "two commits": (CONFIGS["llama"], {"run__retained_commits": 2}),
-    "a large arena": (CONFIGS["llama"], {"arena": "64MiB"}),
+    "two checkpoints": (CONFIGS["llama"], {"run__retained_checkpoints": 2}),
+    "a large host cache": (CONFIGS["llama"], {"host_cache": "64MiB"}),
     "a thread for updates": (CONFIGS["llama"], {"update__cores": 1}),
 }
-FURTHER = ("fp32", "qwen", "8bit", "after backward", "frozen root", "two commits", "a large arena")
+FURTHER = ("fp32", "qwen", "8bit", "after backward", "frozen root", "two checkpoints", "a large host cache")
 
 
 @pytest.mark.parametrize("name", all_but(CASES, *FURTHER))

@@ -11,8 +11,8 @@ from infinity.config import StorageConfig, load_config
 from infinity.errors import ConfigError
 from infinity.io.probe.latency import Latencies
 from infinity.io.probe.points import Load, Measurement, Point
-from infinity_tools.probe.choice import Choice, best_size, mixed_speeds, settings_block, usual_size
-from infinity_tools.probe.turns import ROUNDS, Turns, in_turn
+from infinity_tools.probe.recommendation import Choice, best_size, mixed_speeds, settings_block, usual_size
+from infinity_tools.probe.rounds import ROUNDS, Turns, in_turn
 
 MIB = 1 << 20
 USUAL = (StorageConfig().request_bytes, StorageConfig().queue_depth)

@@ -105,8 +105,8 @@ def test_the_files_of_out(places: list[Path], tmp_path: Path) -> None:
 def test_the_defaults_are_measured(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The size and depth that infinity has are among those of a probe without options, and pages of 8 MiB."""
     asked = []
-    monkeypatch.setattr("infinity_tools.probe.command.check", lambda ask: asked.append(ask))
-    monkeypatch.setattr("infinity_tools.probe.command.probe_all", lambda ask, view: sys.exit(7))
+    monkeypatch.setattr("infinity_tools.probe.probe_command.check", lambda ask: asked.append(ask))
+    monkeypatch.setattr("infinity_tools.probe.probe_command.probe_all", lambda ask, view: sys.exit(7))
     assert run_here("probe", places[0]).status == 7
     sizes = {(point.block_bytes, point.depth) for point in asked[0].points}
     assert (StorageConfig().request_bytes, StorageConfig().queue_depth) in sizes

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.node import NodeDaemon
+from infinity.daemon_client import NodeDaemon
 from support.command import run_here
 from support.daemon_process import daemon
 

@@ -18,9 +18,9 @@ from infinity.io.probe import targets
 from infinity.io.probe.latency import Latencies
 from infinity.io.probe.points import Load, Measurement, Point, points_of
 from infinity.io.probe.sustained import Sustained
-from infinity_tools.probe.choice import Choice
-from infinity_tools.probe.plot import figure
-from infinity_tools.probe.report import Ask, Kept, Report
+from infinity_tools.probe.probe_plot import figure
+from infinity_tools.probe.probe_report import Ask, DaemonRecord, Report
+from infinity_tools.probe.recommendation import Choice
 from infinity_tools.probe.work import _Work, check
 
 MIB = 1 << 20
@@ -147,7 +147,7 @@ def report(sustained: dict[str, Sustained]) -> Report:
     choice = chosen(FakeBench(lambda size, engine, time: 100.0))
     return Report(
         ask=ask_for(paths=tuple(found)), engine="io_uring", together=found, alone={}, choice=choice, fio={},
-        fio_error="", sustained=sustained, written={}, kept=Kept(done=False, says=""),
+        fio_error="", sustained=sustained, written={}, kept=DaemonRecord(done=False, says=""),
     )  # fmt: skip
 
 

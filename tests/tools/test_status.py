@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from infinity.io.drives import locate
-from infinity.node import NodeDaemon
+from infinity.daemon_client import NodeDaemon
+from infinity.io.block_devices import locate
 from infinity.store.folder import RunFolder
 from infinity.store.marker import new_run_id
 from infinity.telemetry import Stats
@@ -55,7 +55,7 @@ def test_a_node_with_a_rank_a_drive_a_reservation_and_a_stale_run(folder: Path, 
     assert rows["begins"].endswith(f" {nvme}")
     assert " 3.21 1.50 2.00 0 s ago " in rows[drive]
     assert rows[drive].endswith(f" {nvme}")
-    assert " no commit " in rows[run.run_id]
+    assert " no checkpoint " in rows[run.run_id]
     assert rows[run.run_id].endswith(str(run.roots[0]))
     found = json.loads(told.output)
     assert [one["run_id"] for one in found["stale_runs"]] == [run.run_id]
@@ -95,7 +95,7 @@ FULL: dict[str, Any] = {
     "paths": [{"path": FOLDER, "device": "nvme0n1", "free": 1 << 40, "wear_ratio": 0.01, "endurance_days": 900.0,
                "bandwidth": {"read": 7e9, "write": 5e9, "mixed": 6e9, "measured": 0.0}}],
     "reservations": [{"run_id": RUN_ID, "device": "nvme0n1", "path": FOLDER, "bytes": 1 << 30, "pid": 12345}],
-    "stale_runs": [{"run_id": RUN_ID, "bytes": 123 << 30, "committed": False, "complete": False, "changed": 0.0,
+    "stale_runs": [{"run_id": RUN_ID, "bytes": 123 << 30, "checkpointed": False, "complete": False, "changed": 0.0,
                     "folders": [f"{FOLDER}/{RUN_ID}", f"/mnt/other/{RUN_ID}"]}],
 }  # fmt: skip
 

@@ -20,26 +20,26 @@ from typer.testing import CliRunner
 from infinity.checkpoint.manifest import checksum_of, read_manifest
 from infinity.store.folder import FolderLock, RunFolder
 from infinity_tools.cli import app
-from infinity_tools.runs import BadPage, Check, good_step, stored_runs
 from infinity_tools.store import _advice
+from infinity_tools.stored_runs import BadPage, Check, good_step, stored_runs
 from support.command import SMALL, run_here
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, str]:
-    """A run with a commit, spread over two folders; not to be changed."""
+    """A run with a checkpoint, spread over two folders; not to be changed."""
     place = tmp_path_factory.mktemp("trained")
     for name in ("first", "second", "tmp"):
         (place / name).mkdir()
     paths = ["--nvme", str(place / "first"), "--nvme", str(place / "second"), "--out", str(place / "out")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(place / "tmp"))
-        done = run_here(*SMALL, *paths, "--steps", "1", "--commit-every", "1", "--json")
+        done = run_here(*SMALL, *paths, "--steps", "1", "--checkpoint-every", "1", "--json")
     return place, done.summary["run_id"]
 
 
 @pytest.fixture
-def committed(trained, tmp_path) -> tuple[Path, Path, str]:
+def checkpointed(trained, tmp_path) -> tuple[Path, Path, str]:
     """A copy of it."""
     place, run_id = trained
     first, second = (shutil.copytree(place / name, tmp_path / name) for name in ("first", "second"))
@@ -51,16 +51,16 @@ def _command(*arguments: object, answer: str | None = None) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_list_verify_remove(committed):
-    first, second, run_id = committed
+def test_list_verify_remove(checkpointed):
+    first, second, run_id = checkpointed
     status, output = _command("ls", first, second, "--json")
     (listed,) = json.loads(output)
     assert (status, listed["run_id"], listed["live"], listed["ranks"]) == (0, run_id, False, 1)
-    assert [commit["step"] for commit in listed["commits"]] == [1]
+    assert [checkpoint["step"] for checkpoint in listed["checkpoints"]] == [1]
     assert listed["bytes"] > 2_000_000
     assert run_id in _command("ls", first, second)[1]
 
-    # The order in which the folders are named does not matter as long as the first is known by its commits.
+    # The order in which the folders are named does not matter as long as the first is known by its checkpoints.
     for order in ((first, second), (second, first)):
         status, output = _command("verify", *order, "--json")
         assert status == 0
@@ -70,7 +70,7 @@ def test_list_verify_remove(committed):
     assert "lies on 2 folders" in output
 
     victim = first / run_id / "rank00000.pages"
-    (manifest,) = (first / run_id / "commits").glob("step*.json")
+    (manifest,) = (first / run_id / "checkpoints").glob("step*.json")
     pages = json.loads(json.loads(manifest.read_text())["body"])["pages"]
     page, (_, offset, length, _) = next((page, entry) for page, entry in pages.items() if entry[0] == 0)
     _flip(victim, offset + length // 2)
@@ -91,10 +91,10 @@ def test_list_verify_remove(committed):
     assert "no runs" in _command("ls", first, second)[1]
 
 
-def test_a_damaged_file_is_named_once_and_is_no_page(committed):
+def test_a_damaged_file_is_named_once_and_is_no_page(checkpointed):
     """A line that has a path twice is read three times; "1 bad page of 0" not at all."""
-    first, second, run_id = committed
-    (manifest,) = (first / run_id / "commits").glob("step*.json")
+    first, second, run_id = checkpointed
+    (manifest,) = (first / run_id / "checkpoints").glob("step*.json")
     manifest.write_bytes(manifest.read_bytes()[:-5])
     status, output = _command("verify", first, second)
     assert status == 1
@@ -103,9 +103,9 @@ def test_a_damaged_file_is_named_once_and_is_no_page(committed):
     assert output.count(str(manifest)) == 1
 
 
-def test_few_of_many_bad_pages_are_shown(committed):
+def test_few_of_many_bad_pages_are_shown(checkpointed):
     """A file that is gone is not a line for each of its pages; a program gets them all."""
-    first, second, run_id = committed
+    first, second, run_id = checkpointed
     (first / run_id / "rank00000.pages").unlink()
     (second / run_id / "rank00000.pages").unlink()
     status, output = _command("verify", first, second, "--json")
@@ -155,16 +155,16 @@ def test_missing_folder_and_missing_run(tmp_path):
     assert "there is no run 'x'" in output
 
 
-def test_one_strange_run_does_not_hide_the_others(committed):
+def test_one_strange_run_does_not_hide_the_others(checkpointed):
     """Folders of any depth, a manifest that claims 100 GB, and a pipe in the place of one."""
-    first, second, run_id = committed
+    first, second, run_id = checkpointed
     strange = first / "20260101-000000-aaaaaa"
     strange_second = second / strange.name
     RunFolder.of((first, second), strange.name).create()
-    (manifest,) = (first / run_id / "commits").glob("step*.json")
-    with (strange / "commits" / manifest.name).open("wb") as file:
+    (manifest,) = (first / run_id / "checkpoints").glob("step*.json")
+    with (strange / "checkpoints" / manifest.name).open("wb") as file:
         file.truncate(100 * 10**9)
-    os.mkfifo(strange / "commits" / manifest.name.replace("step00", "step10"))
+    os.mkfifo(strange / "checkpoints" / manifest.name.replace("step00", "step10"))
     before = os.open(".", os.O_RDONLY)
     try:
         os.chdir(strange_second)
@@ -180,21 +180,21 @@ def test_one_strange_run_does_not_hide_the_others(committed):
         subprocess.run(["rm", "-rf", str(strange_second)], check=True)
     assert listed[run_id].usable
     assert listed[strange.name].nbytes > 1000
-    problems = [commit.problem for commit in listed[strange.name].commits]
+    problems = [checkpoint.problem for checkpoint in listed[strange.name].checkpoints]
     assert len(problems) == 2
     assert all("cannot be read: it is" in problem for problem in problems)
 
 
-def test_scrub_reads_live_runs_and_says_what_to_do(committed):
+def test_scrub_reads_live_runs_and_says_what_to_do(checkpointed):
     """At the rate that is asked for; a page that a live run has replaced in between is not bad."""
-    first, second, run_id = committed
+    first, second, run_id = checkpointed
     folders = (first, second)
-    (manifest,) = (first / run_id / "commits").glob("step*.json")
+    (manifest,) = (first / run_id / "checkpoints").glob("step*.json")
     (found,) = stored_runs(folders)
     with _held(first, run_id):
         assert _command("scrub", *folders, "--json") == (0, _scrubbed(run_id, found))
     started = time.monotonic()
-    assert _command("scrub", *folders, "--rate", str(found.commits[0].nbytes), "--json")[0] == 0
+    assert _command("scrub", *folders, "--rate", str(found.checkpoints[0].nbytes), "--json")[0] == 0
     assert time.monotonic() - started > 0.8, "the pages of a second"
     assert _command("scrub", *folders, "--rate", "0")[0] == 2
 
@@ -214,12 +214,12 @@ def test_scrub_reads_live_runs_and_says_what_to_do(committed):
     assert len(Check(found).run(lambda _: None)) == 1
 
 
-def test_an_earlier_commit_is_named(committed):
+def test_an_earlier_checkpoint_is_named(checkpointed):
     """Where there is one that is good."""
-    first, second, _ = committed
+    first, second, _ = checkpointed
     (found,) = stored_runs((first, second))
-    (commit,) = found.commits
-    two = replace(found, commits=(commit, replace(commit, name=replace(commit.name, step=7))))
+    (checkpoint,) = found.checkpoints
+    two = replace(found, checkpoints=(checkpoint, replace(checkpoint, name=replace(checkpoint.name, step=7))))
     bad = BadPage(step=7, rank=0, page=0, path="x", offset=0, length=1, reason="")
     assert good_step(two, []) == 7
     assert good_step(two, [bad]) == 1
@@ -227,21 +227,21 @@ def test_an_earlier_commit_is_named(committed):
     assert "step 7, is good" in _advice(two, [replace(bad, step=1)], 7, [first, second])
 
 
-def test_what_a_commit_holds(committed):
+def test_what_a_checkpoint_holds(checkpointed):
     """Bytes that it names, and those that no other one names."""
-    first, second, run_id = committed
+    first, second, run_id = checkpointed
     listed = json.loads(_command("ls", first, second, "--json")[1])[0]
-    (commit,) = listed["commits"]
+    (checkpoint,) = listed["checkpoints"]
     assert listed["parameters"] > 100_000
-    assert commit["bytes"] == commit["own_bytes"] > 8 * listed["parameters"]
-    (manifest,) = (first / run_id / "commits").glob("step*.json")
+    assert checkpoint["bytes"] == checkpoint["own_bytes"] > 8 * listed["parameters"]
+    (manifest,) = (first / run_id / "checkpoints").glob("step*.json")
     body = json.loads(json.loads(manifest.read_text())["body"])
     extent = body["pages"]["0"]
     body["step"], body["pages"]["0"] = 2, [extent[0], 1 << 40, *extent[2:]]  # one page is another version
     later = manifest.with_name(manifest.name.replace("1", "2", 1))
     text = json.dumps(body)
     later.write_text(json.dumps({"checksum": checksum_of(text.encode()), "body": text}))
-    older, newer = json.loads(_command("ls", first, second, "--json")[1])[0]["commits"]
+    older, newer = json.loads(_command("ls", first, second, "--json")[1])[0]["checkpoints"]
     (state_file,) = manifest.parent.glob("*.safetensors")
     assert newer["own_bytes"] == extent[2], "its state file is not here"
     assert older["own_bytes"] == extent[2] + state_file.stat().st_size
@@ -250,18 +250,18 @@ def test_what_a_commit_holds(committed):
         assert max(map(len, lines.splitlines())) <= int(columns)
 
 
-def test_gc_removes_what_nobody_can_use(committed):
-    """And nothing else: never of a live run, never a commit, never what other nodes may complete."""
-    first, second, run_id = committed
+def test_gc_removes_what_nobody_can_use(checkpointed):
+    """And nothing else: never of a live run, never a checkpoint, never what other nodes may complete."""
+    first, second, run_id = checkpointed
     folders = (first, second)
-    commits = first / run_id / "commits"
-    (manifest,) = commits.glob("step*.json")
-    before = sorted(commits.iterdir())
+    checkpoints = first / run_id / "checkpoints"
+    (manifest,) = checkpoints.glob("step*.json")
+    before = sorted(checkpoints.iterdir())
     assert json.loads(_command("gc", *folders, "--yes", "--json")[1])["waste"] == []
 
-    (commits / "step000000000009.rank00000.0badf00d.safetensors").write_bytes(b"x")
-    (commits / "layout.rank00000.json.tmp").write_bytes(b"x")
-    (commits / manifest.name.replace("of-00001", "of-00002")).write_bytes(b"x")  # rank 1 may be on another node
+    (checkpoints / "step000000000009.rank00000.0badf00d.safetensors").write_bytes(b"x")
+    (checkpoints / "layout.rank00000.json.tmp").write_bytes(b"x")
+    (checkpoints / manifest.name.replace("of-00001", "of-00002")).write_bytes(b"x")  # rank 1 may be on another node
     dead = first / "20260101-000000-aaaaaa"
     RunFolder.of(folders, dead.name).create()
     (dead / "rank00000.pages").write_bytes(b"x")
@@ -269,46 +269,46 @@ def test_gc_removes_what_nobody_can_use(committed):
     (first / "infinity.lock.0").write_text("{}")
     everything = sorted(first.rglob("*"))
     with _held(first, run_id), _held(second, run_id):
-        assert {item["what"] for item in _waste(folders)} == {"run without a commit"}
+        assert {item["what"] for item in _waste(folders)} == {"run without a checkpoint"}
     with _held(first, dead.name):
-        assert "run without a commit" not in {item["what"] for item in _waste(folders)}
+        assert "run without a checkpoint" not in {item["what"] for item in _waste(folders)}
     (first / "infinity.lock.0").write_text("{}")
-    assert _waste([second]) == [], "the folder of the commits is not among them"
+    assert _waste([second]) == [], "the folder of the checkpoints is not among them"
     found = {item["what"] for item in _waste(folders)}
-    assert found == {"run without a commit", "temporary file", "state file of no commit", "lock of nobody"}
+    assert found == {"run without a checkpoint", "temporary file", "state file of no checkpoint", "lock of nobody"}
     assert _command("gc", *folders, "--json")[0] == 2
     assert _command("gc", *folders, answer="n\n")[0] == 1
     assert sorted(first.rglob("*")) == everything
     status, output = _command("gc", *folders, answer="y\n")
     assert status == 0
     assert "removed 4 things" in output
-    (commits / manifest.name.replace("of-00001", "of-00002")).unlink()
-    assert sorted(commits.iterdir()) == before
+    (checkpoints / manifest.name.replace("of-00001", "of-00002")).unlink()
+    assert sorted(checkpoints.iterdir()) == before
     assert not dead.exists()
     assert not (second / dead.name).exists()
     assert sorted(first.iterdir()) == [first / run_id]
     assert _command("verify", *folders)[0] == 0
 
 
-def test_gc_removes_a_commit_that_not_all_ranks_published(committed):
+def test_gc_removes_a_checkpoint_that_not_all_ranks_published(checkpointed):
     """Where the data files of all ranks are here; its state file goes with it."""
-    first, second, run_id = committed
-    commits = first / run_id / "commits"
-    (manifest,) = commits.glob("step*.json")
-    before = sorted(commits.iterdir())
+    first, second, run_id = checkpointed
+    checkpoints = first / run_id / "checkpoints"
+    (manifest,) = checkpoints.glob("step*.json")
+    before = sorted(checkpoints.iterdir())
     for step, world_size in ((2, 2), (3, 3)):
         body = json.loads(json.loads(manifest.read_text())["body"])
-        state = commits / f"step{step:012d}.rank00000.{body['identity']}.safetensors"
+        state = checkpoints / f"step{step:012d}.rank00000.{body['identity']}.safetensors"
         state.write_bytes(b"x")
         body |= {"step": step, "world_size": world_size}
         text = json.dumps(body)
-        partial = commits / f"step{step:012d}.rank00000-of-{world_size:05d}.{body['identity']}.json"
+        partial = checkpoints / f"step{step:012d}.rank00000-of-{world_size:05d}.{body['identity']}.json"
         partial.write_text(json.dumps({"checksum": checksum_of(text.encode()), "body": text}))
     other = first / run_id / "rank00001.pages"
     other.touch()
     found = json.loads(_command("gc", first, second, "--yes", "--json")[1])["waste"]
-    assert [item["what"] for item in found] == ["commit of step 2 of 1 of 2 ranks", "state file of no commit"]
-    assert sorted(commits.iterdir()) == sorted([*before, state, partial]), "of three ranks one may be elsewhere"
+    assert [item["what"] for item in found] == ["checkpoint of step 2 of 1 of 2 ranks", "state file of no checkpoint"]
+    assert sorted(checkpoints.iterdir()) == sorted([*before, state, partial]), "of three ranks one may be elsewhere"
 
 
 def _waste(folders):

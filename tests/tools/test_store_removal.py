@@ -18,7 +18,7 @@ import pytest
 from infinity.errors import ConfigError
 from infinity.store.folder import FolderLock, RunFolder, no_starts
 from infinity.store.marker import MARKER_NAME
-from infinity_tools.runs import Check, stored_runs, waste
+from infinity_tools.stored_runs import Check, stored_runs, waste
 from support.command import SMALL, environment, run_here
 
 OTHER_USER = 65534
@@ -27,13 +27,13 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount, or 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of one commit; not to be changed."""
+    """A folder with a run of one checkpoint; not to be changed."""
     place = tmp_path_factory.mktemp("trained")
     nvme = place / "nvme"
     nvme.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.tempdir", str(place))
-        run_here(*SMALL, "--nvme", nvme, "--out", place / "out", "--steps", "1", "--commit-every", "1")
+        run_here(*SMALL, "--nvme", nvme, "--out", place / "out", "--steps", "1", "--checkpoint-every", "1")
     return nvme
 
 
@@ -51,8 +51,8 @@ def listed(folder: Path) -> list[Path]:
 def plant_what_is_no_run(nvme: Path, run: Path) -> None:
     """Put beside a run what only looks like one."""
     for name in (".git", "project", "20260101-000000-aaaaaa"):
-        (nvme / name / "commits").mkdir(parents=True)
-        (nvme / name / "commits" / "precious").touch()
+        (nvme / name / "checkpoints").mkdir(parents=True)
+        (nvme / name / "checkpoints" / "precious").touch()
         (nvme / name / "rank00000.pages").touch()
     shutil.copytree(run, f"{run}.bak")
     (nvme / "20260102-000000-aaaaaa").symlink_to(run)
@@ -76,7 +76,7 @@ def test_what_is_no_run_is_never_touched(nvme: Path) -> None:
     assert listed(nvme) == others
 
 
-def test_a_run_whose_commits_lie_behind_a_link_is_passed_over(nvme: Path, tmp_path: Path) -> None:
+def test_a_run_whose_checkpoints_lie_behind_a_link_is_passed_over(nvme: Path, tmp_path: Path) -> None:
     """By `gc` and by `rm`, which say so: what lies there is not the run's."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -85,29 +85,29 @@ def test_a_run_whose_commits_lie_behind_a_link_is_passed_over(nvme: Path, tmp_pa
     before = listed(elsewhere)
     run = RunFolder.of([nvme], "20260101-000000-aaaaaa")
     run.create()
-    run.commits.rmdir()
-    run.commits.symlink_to(elsewhere)
+    run.checkpoints.rmdir()
+    run.checkpoints.symlink_to(elsewhere)
     for command in (("gc", nvme), ("rm", nvme, "--ended"), ("ls", nvme)):
         done = run_here("store", *command, *(["--yes"] if command[0] != "ls" else []))
         assert done.status == 0
-        assert f"{run.roots[0]} is passed over: its commits is a link" in done.errors
+        assert f"{run.roots[0]} is passed over: its checkpoints is a link" in done.errors
         assert listed(elsewhere) == before
 
 
 def test_a_link_that_comes_after_the_listing_is_not_followed(nvme: Path, tmp_path: Path) -> None:
     """Neither for a whole run nor for files of one: it is refused."""
     (run,) = stored_runs([nvme])
-    (run.folder.commits / "draft.tmp").touch()
+    (run.folder.checkpoints / "draft.tmp").touch()
     empty = RunFolder.of([nvme], "20260101-000000-aaaaaa")
     empty.create()
     found = waste([nvme])
-    assert sorted(item.what for item in found) == ["run without a commit", "temporary file"]
+    assert sorted(item.what for item in found) == ["run without a checkpoint", "temporary file"]
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "draft.tmp").touch()
     for folder in (run.folder, empty):
-        folder.commits.rename(tmp_path / folder.run_id)
-        folder.commits.symlink_to(elsewhere)
+        folder.checkpoints.rename(tmp_path / folder.run_id)
+        folder.checkpoints.symlink_to(elsewhere)
     for item in found:
         with pytest.raises(ConfigError, match="cannot be removed: it is a link"):
             item.remove()
@@ -141,14 +141,14 @@ def test_a_planted_lock_hides_no_live_run(nvme: Path) -> None:
     assert stored_runs([nvme]) == []
 
 
-def test_a_run_without_a_folder_of_commits_is_collected(tmp_path: Path) -> None:
-    """If that of its first path is here: elsewhere its commits may be."""
+def test_a_run_without_a_folder_of_checkpoints_is_collected(tmp_path: Path) -> None:
+    """If that of its first path is here: elsewhere its checkpoints may be."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
     run = RunFolder.of([first, second], "20260101-000000-aaaaaa")
     run.create()
-    run.commits.rmdir()
+    run.checkpoints.rmdir()
     assert run_here("store", "gc", second, "--yes").status == 0
     assert len(stored_runs([first, second])) == 1
     assert json.loads(run_here("store", "gc", second, first, "--yes", "--json").output)["removed"]
@@ -158,14 +158,14 @@ def test_a_run_without_a_folder_of_commits_is_collected(tmp_path: Path) -> None:
 def test_drafts_of_companions_are_collected(nvme: Path, tmp_path: Path) -> None:
     """A kill while they were being kept leaves them; a link in their place is neither listed nor followed."""
     (run,) = stored_runs([nvme])
-    kept = run.folder.commits / "model"
+    kept = run.folder.checkpoints / "model"
     kept.mkdir(exist_ok=True)
     draft = kept / "config.json.0a1b2c3d.tmp"
     draft.touch()
     precious = tmp_path / "elsewhere" / "precious.tmp"
     precious.parent.mkdir()
     precious.touch()
-    (run.folder.commits / "link").symlink_to(precious.parent)
+    (run.folder.checkpoints / "link").symlink_to(precious.parent)
     before = listed(nvme)
     done = run_here("store", "gc", nvme, "--yes")
     assert (done.status, done.output.count("temporary file")) == (0, 1)
@@ -285,7 +285,7 @@ def test_a_read_only_mount_can_be_read(on_read_only_mount: Path, tmp_path: Path)
     """As a drive is mounted that fails."""
     place = on_read_only_mount
     (run,) = json.loads(run_here("store", "ls", place, "--json").output)
-    assert (run["live"], len(run["commits"])) == (False, 1)
+    assert (run["live"], len(run["checkpoints"])) == (False, 1)
     for command in ("verify", "scrub"):
         done = run_here("store", command, place, "--json")
         assert (done.status, done.summary["bad"]) == (0, [])
@@ -332,7 +332,7 @@ def test_a_run_of_another_user_does_not_hide_ones_own(nvme: Path) -> None:
 
 
 def test_verify_asks_for_all_folders(tmp_path: Path) -> None:
-    """Also where those that are named have no commit."""
+    """Also where those that are named have no checkpoint."""
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()

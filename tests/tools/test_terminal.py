@@ -50,7 +50,7 @@ def test_a_wider_terminal_shows_more() -> None:
     assert "read 5.00 GB/s  write 3.00 GB/s  stall 25%" in shown(120)
 
 
-def test_a_state_that_fits_the_arena_needs_no_paging(tmp_path: Path) -> None:
+def test_a_state_that_fits_the_host_cache_needs_no_paging(tmp_path: Path) -> None:
     """And the run says so, at its start and at its end."""
     large = [*SMALL, "--host-memory", "32MiB", "--page-bytes", "64KiB", "--steps", "4", "--out", "o"]
     done = run_here(*large)

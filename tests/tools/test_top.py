@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from infinity.io.drives import locate
-from infinity.node import NodeDaemon
+from infinity.daemon_client import NodeDaemon
+from infinity.io.block_devices import locate
 from infinity.telemetry import METRICS, Stats
-from infinity.telemetry.cells import label_sets
 from infinity.telemetry.stats import KEEP_CLOSED_SECONDS
+from infinity.telemetry.stats_cells import label_sets
 from infinity_tools.top.reading import Drive, Rank, Reader, Run, Snapshot
-from infinity_tools.top.state import State
 from infinity_tools.top.view import view
+from infinity_tools.top.view_state import State
 from support.command import run_here, run_process
 from support.counted_rank import CountedRank
 from support.daemon_process import daemon, until
@@ -39,12 +39,12 @@ def runtime(tmp_path: Path) -> Path:
 
 
 def train(folder: Path, tmp_path: Path, run: str = "run-1", world_size: int = 2) -> list[CountedRank]:
-    """Two ranks that have made steps and a commit."""
+    """Two ranks that have made steps and a checkpoint."""
     ranks = [CountedRank(folder, run, rank, world_size, paths=[tmp_path]) for rank in range(2)]
     for rank in ranks:
         for _ in range(10):
             rank.step(loss=2.5, when=LATER)
-        rank.commit()
+        rank.save_checkpoint()
     return ranks
 
 
@@ -66,10 +66,10 @@ def test_pages_become_figures(runtime: Path, tmp_path: Path) -> None:
     assert run.tokens_per_second == pytest.approx(800)
     assert run.parts["compute"] == pytest.approx(0.8)
     assert run.stalled == pytest.approx(0.2)
-    assert (run.arena_used, run.arena_bytes) == (2 * (48 << 20), 2 * (64 << 20))
+    assert (run.host_cache_used, run.host_cache_bytes) == (2 * (48 << 20), 2 * (64 << 20))
     assert run.read_bytes_per_second > run.written_bytes_per_second > 0
-    assert (run.commits, run.commit_seconds) == (1, 2.0)
-    assert 0 <= snapshot.time - run.committed < 300
+    assert (run.checkpoints, run.checkpoint_seconds) == (1, 2.0)
+    assert 0 <= snapshot.time - run.checkpointed < 300
     assert (run.prefetch_hit, run.prefetch_late) == (pytest.approx(0.9), pytest.approx(0.1))
     assert (run.errors, run.retries) == (0, 0)
     assert [(rank.rank, rank.step, rank.status) for rank in run.ranks] == [(0, 13, "live"), (1, 13, "live")]
@@ -165,7 +165,7 @@ def test_a_run_that_ended_long_ago_is_not_shown(runtime: Path, tmp_path: Path, m
 @pytest.mark.parametrize(
     "answer",
     [
-        {"runs": [None, 5, {"id": 5, "parts": {"compute": "x"}, "ranks": [{}], "io": 3, "arena": {"roles": []}}]},
+        {"runs": [None, 5, {"id": 5, "parts": {"compute": "x"}, "ranks": [{}], "io": 3, "host_cache": {"roles": []}}]},
         {"runs": [], "drives": {"a": 1}, "time": "now", "node": []},
         {"runs": [{"id": "\x1b[2J", "loss": "nan"}], "drives": [{"name": "/\n"}], "node": {"version": "\x07"}},
     ],

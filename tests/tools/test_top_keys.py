@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from infinity_tools.top.keys import Terminal
+from infinity_tools.top.keyboard import Terminal
 from support.counted_rank import CountedRank
 from support.daemon_process import until
 from support.terminal import IN, OUT, OnTerminal, on_terminal
@@ -69,7 +69,7 @@ def test_keys(top: OnTerminal) -> None:
     top.shows("by id")
     top.press("r")
     top.shows("by id, reversed")
-    assert [line.split()[-1] for line in top.frame if "slow" in line or "busy" in line]
+    assert [line.split()[-1] for line in top.cache_slot if "slow" in line or "busy" in line]
     top.press("?")
     top.shows("infinity top: help", "reverse the order")
     top.press("x")
@@ -111,11 +111,11 @@ def test_another_size(top: OnTerminal, columns: int, lines: int) -> None:
     top.shows("infinity top", "slow")
 
     def fits() -> bool:
-        frame = top.frame
-        return len(frame) == lines and max(map(cell_len, frame)) <= columns
+        cache_slot = top.cache_slot
+        return len(cache_slot) == lines and max(map(cell_len, cache_slot)) <= columns
 
     until(fits)
-    assert ("arena" in "\n".join(top.frame)) == (columns == 120)
+    assert ("host_cache" in "\n".join(top.cache_slot)) == (columns == 120)
 
 
 def test_control_c_ends_it(top: OnTerminal) -> None:
@@ -142,7 +142,7 @@ def test_a_terminal_that_is_closed_ends_it(top: OnTerminal) -> None:
 def test_an_error_leaves_the_terminal_in_order(runs: dict[str, CountedRank], tmp_path: Path) -> None:
     """A defect of ours is told on the screen of before."""
     program = (
-        "import sys, infinity_tools.top.command as command, infinity_tools.cli as cli\n"
+        "import sys, infinity_tools.top.top_command as command, infinity_tools.cli as cli\n"
         "def view(state, width, height, _view=command.view):\n"
         "    if state.help: raise RuntimeError('a defect')\n"
         "    return _view(state, width, height)\n"

@@ -10,10 +10,10 @@ import pytest
 from rich.cells import cell_len
 
 from infinity.telemetry.metrics import PARTS, STALLS
-from infinity_tools.top.cells import LOOKS, bar, curve, decimal, legend, rates
 from infinity_tools.top.minute import Minute, buckets
-from infinity_tools.top.state import SORTS, State
+from infinity_tools.top.table_cells import LOOKS, bar, curve, decimal, legend, rates
 from infinity_tools.top.view import view
+from infinity_tools.top.view_state import SORTS, State
 from support.top_state import DEAD, DRIVE, NOW, SAMPLE, SNAPSHOT, STARTING, STATE, VIEWS, rank, run, views
 
 FIRST = SNAPSHOT.runs[0].id

@@ -21,7 +21,7 @@ from support.command import SMALL, environment, run_here, run_process, training
 
 KEYS = {
     "run_id", "parameters", "world_size", "steps", "tokens_per_step", "losses", "step_seconds", "tokens_per_second",
-    "state_bytes", "host_memory_bytes", "peak_rss_bytes", "io_engine", "update_placement", "nvme_read_bytes_per_step",
+    "state_bytes", "host_memory_bytes", "peak_rss_bytes", "io_engine", "update_schedule", "nvme_read_bytes_per_step",
     "nvme_written_bytes_per_step", "predicted_read_bytes_per_step", "predicted_written_bytes_per_step",
     "stall_seconds_per_step", "compute_seconds_per_step", "nvme_paths", "transfer_seconds_per_step",
     "nvme_bandwidth_bytes_per_second", "predicted_transfer_seconds_per_step", "predicted_step_seconds",
@@ -53,12 +53,12 @@ def test_a_run_writes_summary_and_picture_and_learns(tmp_path):
     assert (tmp_path / "o/summary.png").read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in (tmp_path / "o/steps.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == summary["losses"]
-    assert summary["committed_step"] == 12
+    assert summary["checkpointed_step"] == 12
 
 
 def test_rows_have_the_learning_rate_of_their_own_step(tmp_path):
     """Not that of the next one; after resuming too."""
-    few = [*SMALL, "--lr", "4e-3", "--warmup-steps", "3", "--lr-steps", "7", "--commit-every", "2", "--out", "o"]
+    few = [*SMALL, "--lr", "4e-3", "--warmup-steps", "3", "--lr-steps", "7", "--checkpoint-every", "2", "--out", "o"]
     assert run_here(*few, "--steps", "4").status == 0
     assert run_here(*few, "--steps", "7", "--resume").status == 0
     rows = [json.loads(line) for line in (tmp_path / "o/steps.jsonl").read_text().splitlines()]
@@ -88,7 +88,9 @@ def test_trace_is_written_after_ctrl_c(tmp_path):
 
 def test_resumed_run_repeats_the_uninterrupted_one_to_the_bit():
     straight = run_here(*SMALL, "--steps", "10", "--json", "--out", "a").summary
-    first = run_here(*SMALL, "--steps", "6", "--lr-steps", "10", "--commit-every", "4", "--json", "--out", "b").summary
+    first = run_here(
+        *SMALL, "--steps", "6", "--lr-steps", "10", "--checkpoint-every", "4", "--json", "--out", "b"
+    ).summary
     second = run_here(*SMALL, "--steps", "10", "--resume", "--json", "--out", "b").summary
     assert second["first_step"] == 7
     assert second["run_id"] == first["run_id"]
@@ -109,7 +111,7 @@ def test_json_prints_nothing_else(tmp_path):
 
 def test_two_ranks(tmp_path):
     alone = run_here(*SMALL, "--steps", "4", "--json", "--out", "a").summary
-    options = ["--steps", "4", "--out", "b", "--commit-every", "3", "--trace", "t.json"]
+    options = ["--steps", "4", "--out", "b", "--checkpoint-every", "3", "--trace", "t.json"]
     done = run_process(tmp_path, *SMALL, *options, ranks=2)
     assert done.status == 0, done.errors
     both = json.loads((tmp_path / "b/summary.json").read_text())
@@ -138,7 +140,7 @@ def test_micro_batches_change_memory_and_nothing_else():
     assert by_tokens["losses"] == pytest.approx(whole["losses"], rel=1e-4)
     assert by_tokens["losses"] != whole["losses"]
     assert sliced["losses"] == pytest.approx(whole["losses"], rel=1e-4)
-    assert sliced["update_placement"] == "in_backward"
+    assert sliced["update_schedule"] == "in_backward"
     for op in ("read", "written"):
         key = f"predicted_{op}_bytes_per_step"
         assert sliced[key] == whole[key] > 0
@@ -175,8 +177,8 @@ def test_pretrained_folder_starts_where_the_model_in_memory_starts(tmp_path):
         (["--batch-tokens", "100"], 2, "try 96"),
         (["--micro-tokens", "48"], 2, "possible: 32, 64, 128"),
         (["--micro-tokens", "96"], 2, "cannot share the 128 tokens per rank"),
-        (["--host-memory", "64KiB"], 2, "the host arena is too small"),
-        (["--resume"], 2, "no commit to resume from"),
+        (["--host-memory", "64KiB"], 2, "the host cache is too small"),
+        (["--resume"], 2, "no checkpoint to resume from"),
         (["--seq", "8192", "--batch-tokens", "8192"], 2, "4096 positions"),
         (["--lr", "1e30", "--warmup-steps", "0", "--steps", "4"], 1, "try a lower --lr"),
     ],
@@ -209,7 +211,7 @@ def test_metrics_equal_the_summary_at_the_end_and_sigterm_ends_in_order(tmp_path
         "1",
     ]
     with subprocess.Popen(
-        [*command, "--metrics-port", "0", "--metrics-linger", "600", "--commit-every", "100000"],
+        [*command, "--metrics-port", "0", "--metrics-linger", "600", "--checkpoint-every", "100000"],
         cwd=tmp_path, env=environment(tmp_path / "tmp"), stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         try:
@@ -239,7 +241,9 @@ def test_metrics_equal_the_summary_at_the_end_and_sigterm_ends_in_order(tmp_path
     assert (shown["loss"], shown["learning_rate"]) == (last["loss"], last["lr"])
     assert shown["tokens_total"] == summary["steps"] * summary["tokens_per_step"]
     assert shown["gradient_norm"] > 0
-    assert json.loads(run_here("store", "ls", "o/nvme", "--json").output)[0]["commits"][0]["step"] == summary["steps"]
+    assert (
+        json.loads(run_here("store", "ls", "o/nvme", "--json").output)[0]["checkpoints"][0]["step"] == summary["steps"]
+    )
 
 
 def test_list_of_presets_and_version():

@@ -95,7 +95,7 @@ def test_a_run_goes_on_at_the_next_sample(tmp_path: Path) -> None:
     assert cut["losses"] + resumed["losses"] == straight["losses"]
     assert resumed["eval_losses"][-1] == straight["eval_losses"][-1]
     ended = run_here("train", "--resume", "--out", "b", "--host-memory", "1MiB")
-    assert "finished" in ended.errors, "the commit has --epochs 3"
+    assert "finished" in ended.errors, "the checkpoint has --epochs 3"
 
 
 def test_epochs_end_where_they_do_with_other_batches_and_other_data(tmp_path: Path) -> None:
@@ -108,12 +108,12 @@ def test_epochs_end_where_they_do_with_other_batches_and_other_data(tmp_path: Pa
     sequences = len(prepared(tmp_path / "o"))
     again = ["train", "--resume", "--out", "o", "--host-memory", "1MiB", "--threads", "1"]
     resumed = run_here(*again, "--epochs", "3", "--batch-tokens", "512", "--json").summary
-    assert resumed["committed_step"] == 2 + -(-(3 * sequences - 2 * 4) // 8)
+    assert resumed["checkpointed_step"] == 2 + -(-(3 * sequences - 2 * 4) // 8)
     assert "finished; to go on, raise --epochs above 3" in " ".join(run_here(*again, "--epochs", "3").errors.split())
     before = {*(tmp_path / "o/data").glob("*.arrow")}
     other = run_here(*again, "--data", "e.jsonl", "--override", "--json").summary
     (file,) = {*(tmp_path / "o/data").glob("*.arrow")} - before
-    assert other["committed_step"] == resumed["committed_step"] + -(-3 * len(Sequences(file)) // 8)
+    assert other["checkpointed_step"] == resumed["checkpointed_step"] + -(-3 * len(Sequences(file)) // 8)
 
 
 def test_what_the_data_were_is_not_changed_unasked(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from support.command import SMALL, environment, run_here, training
 
 def test_a_finished_run_that_is_resumed_says_so(tmp_path: Path) -> None:
     """And ends with 0, so that who restarts a run until it has ended can stop."""
-    train = [*SMALL, "--out", "out", "--steps", "2", "--commit-every", "2"]
+    train = [*SMALL, "--out", "out", "--steps", "2", "--checkpoint-every", "2"]
     first = run_here(*train, "--json").summary
     before = (tmp_path / "out/summary.json").read_bytes()
     again = run_here(*train, "--resume")
@@ -43,7 +43,7 @@ def test_a_finished_run_leaves_no_folder_for_every_time_that_it_is_resumed(tmp_p
 
 def test_a_reader_of_stderr_that_goes_does_not_end_training(tmp_path: Path) -> None:
     """Nor does a signal then, which asks for an end in order."""
-    train = [*SMALL, "--out", "out", "--steps", "100000", "--commit-every", "1"]
+    train = [*SMALL, "--out", "out", "--steps", "100000", "--checkpoint-every", "1"]
     process = subprocess.Popen(
         [sys.executable, "-m", "infinity_tools", *train],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=environment(tmp_path / "tmp"),
@@ -64,7 +64,7 @@ def test_a_reader_of_stderr_that_goes_does_not_end_training(tmp_path: Path) -> N
 
 
 def test_a_full_output_folder_does_not_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines and summary that cannot be written are said, once each; the commit is there, and the status is that."""
+    """Lines and summary that cannot be written are said, once each; the checkpoint is there, and the status is that."""
     (tmp_path / "out/summary.json").mkdir(parents=True)
     write = os.write
 
@@ -74,7 +74,7 @@ def test_a_full_output_folder_does_not_end_training(tmp_path: Path, monkeypatch:
         return write(descriptor, data)
 
     monkeypatch.setattr(os, "write", full)
-    ended = run_here(*SMALL, "--out", "out", "--steps", "3", "--commit-every", "3")
+    ended = run_here(*SMALL, "--out", "out", "--steps", "3", "--checkpoint-every", "3")
     assert ended.status == 0
     said = " ".join(ended.errors.split())
     assert said.count("steps.jsonl has no lines from step 1 on: No space left on device") == 1
@@ -85,9 +85,9 @@ def test_a_full_output_folder_does_not_end_training(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("options", [("--resume-step", "2"), ("--keep", "never")])
 def test_a_finished_run_that_is_resumed_is_not_changed(options: tuple[str, str], tmp_path: Path) -> None:
-    """Neither are later commits removed, nor the run."""
-    train = [*SMALL, "--out", "out", "--commit-every", "2"]
-    run_here(*train, "--steps", "4", "--retained-commits", "2")
+    """Neither are later checkpoints removed, nor the run."""
+    train = [*SMALL, "--out", "out", "--checkpoint-every", "2"]
+    run_here(*train, "--steps", "4", "--retained-checkpoints", "2")
     before = {file: file.read_bytes() for file in (tmp_path / "out/nvme").rglob("*") if file.is_file()}
     assert len([file for file in before if file.name.endswith(".json") and file.name.startswith("step")]) == 2
     assert "finished" in run_here(*train, "--steps", "2", "--resume", *options).errors
@@ -112,7 +112,7 @@ def test_a_folder_with_the_log_of_another_run_is_refused(tmp_path: Path) -> None
     assert steps == [1, 2, 3]
 
 
-def test_a_run_that_ended_before_its_first_commit_begins_anew_with_resume_auto(tmp_path: Path) -> None:
+def test_a_run_that_ended_before_its_first_checkpoint_begins_anew_with_resume_auto(tmp_path: Path) -> None:
     """Its log is that of a run of which nothing is left."""
     run_here(*SMALL, "--out", "out", "--steps", "2", "--keep", "never")
     assert run_here(*SMALL, "--out", "out", "--steps", "3", "--resume", "auto", "--json").summary["first_step"] == 1
@@ -168,13 +168,16 @@ def test_an_output_folder_that_takes_nothing_is_refused_before_the_first_step(tm
     [
         pytest.param("<&- >&- 2>&-", "", 0, id="closed", marks=pytest.mark.wide),
         pytest.param(">/dev/full 2>/dev/full", "", 1, id="full", marks=pytest.mark.wide),
-        pytest.param("2>&1 | true", "--commit-every 1", 0, id="no reader"),
+        pytest.param("2>&1 | true", "--checkpoint-every 1", 0, id="no reader"),
     ],
 )
 def test_standard_streams_that_take_nothing_do_not_end_training(
     streams: str, options: str, status: int, tmp_path: Path
 ) -> None:
-    """The run comes to its end and commits; no message ends in a file. A result that cannot be printed is status 1."""
+    """The run comes to its end and checkpoints;
+
+    no message ends in a file. A result that cannot be printed is status 1.
+    """
     train = f"{sys.executable} -m infinity_tools {' '.join(SMALL)} --out out --steps 2 {options}"
     script = f"set -o pipefail; {train} {streams}"
     done = subprocess.run(
@@ -182,11 +185,11 @@ def test_standard_streams_that_take_nothing_do_not_end_training(
     )
     assert done.returncode == status
     summary = json.loads((tmp_path / "out/summary.json").read_text())
-    assert summary["committed_step"] == 2
+    assert summary["checkpointed_step"] == 2
     assert run_here("store", "verify", "out/nvme").status == 0
 
 
-def test_a_terminal_that_is_closed_ends_the_run_with_a_commit(tmp_path: Path) -> None:
+def test_a_terminal_that_is_closed_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     """SIGHUP comes more than once then, and so does SIGTERM under torchrun and batch systems."""
     with training(tmp_path, *SMALL, "--out", "out", "--steps", "100000") as process:
         assert process.stderr is not None
@@ -196,7 +199,7 @@ def test_a_terminal_that_is_closed_ends_the_run_with_a_commit(tmp_path: Path) ->
         assert process.wait(300) == 128 + signal.SIGHUP
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert summary["interrupted"]
-    assert summary["committed_step"] == summary["steps"]
+    assert summary["checkpointed_step"] == summary["steps"]
 
 
 def test_a_signal_that_is_passed_on_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +219,10 @@ def test_a_signal_that_is_passed_on_counts_once(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_run_of_more_steps_than_have_records_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records are bounded, losses are of all steps: the picture, the last step and what is committed fit together."""
+    """Records are bounded, losses are of all steps:
+
+    the picture, the last step and what is checkpointed fit together.
+    """
     monkeypatch.setattr("infinity.run.optimizer._KEPT_RECORDS", 3)
     ended = run_here(*SMALL, "--out", "out", "--steps", "5", picture=True)
     assert ended.status == 0
@@ -261,4 +267,4 @@ def test_a_signal_ends_the_time_in_which_metrics_are_still_served(tmp_path: Path
     finally:
         process.kill()
     assert process.returncode == 0
-    assert b"is committed in" in output
+    assert b"is checkpointed in" in output

@@ -10,7 +10,7 @@ import pytest
 
 from support.command import SMALL, Finished, run_process
 
-STEPS = ["--steps", "8", "--commit-every", "2", "--json"]
+STEPS = ["--steps", "8", "--checkpoint-every", "2", "--json"]
 EIO = r"StorageError: (read|write) of \d+ bytes at offset \d+ of \S+rank00001\.pages failed: EIO \(Input/output error\)"
 
 

@@ -1,4 +1,4 @@
-"""`infinity train --resume`: what holds of the command line, and of the commit; when a new run begins."""
+"""`infinity train --resume`: what holds of the command line, and of the checkpoint; when a new run begins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def said(ended: Finished) -> str:
     return " ".join(ended.errors.split())
 
 
-def test_what_the_command_line_has_otherwise_is_said_and_the_commit_holds(tmp_path: Path) -> None:
+def test_what_the_command_line_has_otherwise_is_said_and_the_checkpoint_holds(tmp_path: Path) -> None:
     """The rates and the bits are those of the run that nobody disturbed."""
     recipe = ["--lr", "2e-3", "--weight-decay", "0.3", "--warmup-steps", "1", "--lr-steps", "6", "--max-grad-norm", "1"]
     straight = run_here(*SMALL, *recipe, "--steps", "6", "--out", "a", "--json").summary
@@ -27,7 +27,7 @@ def test_what_the_command_line_has_otherwise_is_said_and_the_commit_holds(tmp_pa
     ended = run_here(*SMALL, *other, "--steps", "6", "--out", "b", "--resume")
     assert ended.status == 0
     assert (
-        "the commit holds, not the command line: --lr 0.002 (not 0.009), --warmup-steps 1 (not 3), "
+        "the checkpoint holds, not the command line: --lr 0.002 (not 0.009), --warmup-steps 1 (not 3), "
         "--weight-decay 0.3 (not 0.1); --override takes the command line's"
     ) in said(ended)
     summary = json.loads((tmp_path / "b/summary.json").read_text())
@@ -41,12 +41,14 @@ def test_what_the_command_line_has_otherwise_is_said_and_the_commit_holds(tmp_pa
 
 
 def test_override_takes_the_command_line(tmp_path: Path) -> None:
-    """Only what it names; it is what the next commit holds."""
+    """Only what it names; it is what the next checkpoint holds."""
     run_here(*SMALL, "--lr", "2e-3", "--warmup-steps", "0", "--steps", "2", "--out", "o")
     ended = run_here(
         *SMALL, "--lr", "1e-3", "--max-grad-norm", "2", "--steps", "3", "--out", "o", "--resume", "--override"
     )
-    assert "the command line holds, not the commit: --lr 0.001 (was 0.002), --max-grad-norm 2 (was off)" in said(ended)
+    assert "the command line holds, not the checkpoint: --lr 0.001 (was 0.002), --max-grad-norm 2 (was off)" in said(
+        ended
+    )
     assert "from step 2 on, where its cosine ends, the rate stays at 0.0001; --override --lr-steps 3" in said(ended)
     row = json.loads((tmp_path / "o/steps.jsonl").read_text().splitlines()[-1])
     assert row["lr"] == pytest.approx(1e-4)
@@ -55,7 +57,7 @@ def test_override_takes_the_command_line(tmp_path: Path) -> None:
     assert "--override needs --resume" in run_here(*SMALL, "--override").errors
 
 
-def test_options_of_the_commit_and_of_the_command_line_are_checked_together(tmp_path: Path) -> None:
+def test_options_of_the_checkpoint_and_of_the_command_line_are_checked_together(tmp_path: Path) -> None:
     """Each is fine alone. The run is not touched: it goes on as it was."""
     run_here(*SMALL, "--steps", "1", "--out", "o")
     again = ["train", "--resume", "--out", "o", *SMALL[-4:], "--steps", "2"]
@@ -76,10 +78,10 @@ def test_other_batches_and_another_model_of_the_same_shape_are_said(tmp_path: Pa
     (tmp_path / "two.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     run_here(*SMALL, "--model", "one.json", "--steps", "1", "--out", "o")
     ended = run_here(*SMALL, "--model", "two.json", "--batch-tokens", "64", "--steps", "2", "--out", "o", "--resume")
-    assert "the command line holds, not the commit: batch_tokens 64 (was 128)" in said(ended)
-    assert "the model is another one than that of the commit: rms_norm_eps 0.5 (was 1e-06)" in said(ended)
+    assert "the command line holds, not the checkpoint: batch_tokens 64 (was 128)" in said(ended)
+    assert "the model is another one than that of the checkpoint: rms_norm_eps 0.5 (was 1e-06)" in said(ended)
     same = run_here(*SMALL, "--model", "two.json", "--batch-tokens", "64", "--steps", "3", "--out", "o", "--resume")
-    assert "commit" not in said(same).replace("--resume", ""), "nothing differs"
+    assert "checkpoint" not in said(same).replace("--resume", ""), "nothing differs"
 
 
 def test_resume_auto_begins_anew_or_goes_on(tmp_path: Path) -> None:
@@ -91,18 +93,18 @@ def test_resume_auto_begins_anew_or_goes_on(tmp_path: Path) -> None:
     second = run_here(*train, "--steps", "3")
     assert "resumed at step 2" in second.errors
     assert "is at step 3 already: finished" in run_here(*train, "--steps", "3").errors
-    assert len(list((tmp_path / "n").glob("*/commits"))) == 1
+    assert len(list((tmp_path / "n").glob("*/checkpoints"))) == 1
 
 
 @pytest.mark.parametrize("state", ["damaged", "other model", "part of the ranks", "no marker", "other drive"])
-def test_resume_auto_never_begins_anew_beside_a_commit_that_it_cannot_take(state: str, tmp_path: Path) -> None:
+def test_resume_auto_never_begins_anew_beside_a_checkpoint_that_it_cannot_take(state: str, tmp_path: Path) -> None:
     """It is refused, and nothing is changed."""
     train = [*SMALL, "--out", "o", "--steps", "2"]
     folders = ["--nvme", "p", "--nvme", "q"] if state == "other drive" else []
     for name in ("p", "q"):
         (tmp_path / name).mkdir()
     run_here(*train, *folders)
-    manifest = next(tmp_path.glob("*/**/commits/step*.json"))
+    manifest = next(tmp_path.glob("*/**/checkpoints/step*.json"))
     root, options, expected = manifest.parent.parent, [], "neither resumed nor begun anew"
     if state == "damaged":
         manifest.write_bytes(manifest.read_bytes()[:-100])
@@ -145,12 +147,12 @@ def test_what_would_go_back_at_every_start_is_refused(option: tuple[str, str], t
     assert "would go back there at every start" in ended.errors
 
 
-def test_the_end_is_committed_and_the_next_commands_work(tmp_path: Path) -> None:
+def test_the_end_is_checkpointed_and_the_next_commands_work(tmp_path: Path) -> None:
     """Exactly as the summary prints them."""
     ended = run_here(*SMALL, "--steps", "2", "--out", "my out", "--seed", "3", "--lr", "1e-3")
     summary = json.loads((tmp_path / "my out/summary.json").read_text())
-    assert summary["committed_step"] == 2
-    assert f"step 2 of run {summary['run_id']} is committed in" in ended.output
+    assert summary["checkpointed_step"] == 2
+    assert f"step 2 of run {summary['run_id']} is checkpointed in" in ended.output
     commands = summary["next"]
     assert all(command in ended.output for command in commands.values())
     assert commands["resume"].startswith("infinity train --model tiny --batch-tokens 128 --seq 32"), (
@@ -174,19 +176,19 @@ def test_nothing_is_left_where_that_is_asked_for(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "o/summary.json").read_text())["next"] == {}
 
 
-def test_clipping_that_the_commit_holds_needs_updates_that_wait(tmp_path: Path) -> None:
+def test_clipping_that_the_checkpoint_holds_needs_updates_that_wait(tmp_path: Path) -> None:
     """Refused before a step, with what asks for it; nothing is changed."""
     train = [*SMALL, "--out", "o"]
     assert run_here(*train, "--steps", "1", "--max-grad-norm", "1").status == 0
     ended = run_here(*train, "--steps", "2", "--resume", "--update", "in_backward")
     assert ended.status == 2
-    assert "which the commit's --max-grad-norm 1 needs; use --update in_forward" in said(ended)
+    assert "which the checkpoint's --max-grad-norm 1 needs; use --update in_forward" in said(ended)
     assert "resumed at step 1" in run_here(*train, "--steps", "2", "--resume").errors
 
 
 def test_the_log_has_every_step_once_however_the_run_was_cut_off(tmp_path: Path) -> None:
-    """Steps behind the last commit are taken again, and the line that was being written is no line."""
-    train = [*SMALL, "--out", "o", "--commit-every", "2", "--retained-commits", "2", "--steps"]
+    """Steps behind the last checkpoint are taken again, and the line that was being written is no line."""
+    train = [*SMALL, "--out", "o", "--checkpoint-every", "2", "--retained-checkpoints", "2", "--steps"]
     run_here(*train, "4")
     log = tmp_path / "o/steps.jsonl"
     whole = log.read_text().splitlines(keepends=True)
@@ -210,13 +212,13 @@ def test_the_next_commands_are_of_this_run_when_there_is_a_newer_one(tmp_path: P
     assert (again["run_id"], again["first_step"]) == (exported["run_id"], 3)
     late = run_here(*shlex.split(commands["export"])[1:], "--out", "late")
     assert late.status == 2
-    assert "no commit of step 2" in late.errors, "not that of another step in a folder named after this one"
+    assert "no checkpoint of step 2" in late.errors, "not that of another step in a folder named after this one"
 
 
 def test_a_run_that_the_settings_resume_takes_the_options_of_resume(tmp_path: Path) -> None:
     """`run.resume` of a file is as good as the option."""
     train = [*SMALL, "--nvme", "nvme", "--out", "o"]
-    run_here(*train, "--steps", "2", "--commit-every", "1", "--retained-commits", "2")
+    run_here(*train, "--steps", "2", "--checkpoint-every", "1", "--retained-checkpoints", "2")
     (tmp_path / "c.toml").write_text('[run]\nresume = "latest"\n')
     ended = run_here(*train, "--steps", "3", "--config", "c.toml", "--resume-step", "1", "--override", "--json")
     assert ended.status == 0, ended.errors

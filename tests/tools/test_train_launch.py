@@ -24,7 +24,7 @@ if act == "fail" and rank == 1:
 if act == "killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if act != "end":
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
+    signal.signal(signal.SIGTERM, lambda number, cache slot: sys.exit(1))
     open(f"ready{rank}", "w").close()
     time.sleep(60)
 print(rank, os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"], os.environ["MASTER_PORT"] > "", flush=True)
@@ -72,7 +72,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
 
 
 def test_a_signal_ends_the_run_in_order(tmp_path: Path) -> None:
-    """It is passed on; the step that runs is finished, and committed."""
+    """It is passed on; the step that runs is finished, and checkpointed."""
     with training(tmp_path, *SMALL, "--nproc", "2", "--steps", "100000", "--out", "o") as process:
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
@@ -80,7 +80,7 @@ def test_a_signal_ends_the_run_in_order(tmp_path: Path) -> None:
         assert process.wait(300) == 128 + signal.SIGTERM
     summary = json.loads((tmp_path / "o/summary.json").read_text())
     assert (summary["world_size"], summary["interrupted"]) == (2, True)
-    assert summary["committed_step"] == summary["steps"]
+    assert summary["checkpointed_step"] == summary["steps"]
     assert summary["next"]["resume"].startswith("infinity train --nproc 2 --model tiny")
 
 

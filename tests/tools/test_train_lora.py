@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from infinity.errors import ConfigError
-from infinity_tools.lora import Lora
+from infinity_tools.lora_options import Lora
 from infinity_tools.recipe import begun
 from infinity_tools.samples.batches import Drawn
 from infinity_tools.samples.prepared import Sequences

@@ -23,10 +23,10 @@ def text(tmp_path: Path) -> None:
 
 
 def test_tensorboard_has_every_step_once(tmp_path: Path) -> None:
-    """With the values of steps.jsonl; a run that goes on from a commit replaces what is behind it."""
+    """With the values of steps.jsonl; a run that goes on from a checkpoint replaces what is behind it."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    few = [*TRAIN, "--log", "tensorboard", "--commit-every", "2", "--retained-commits", "2", "--out", "o"]
+    few = [*TRAIN, "--log", "tensorboard", "--checkpoint-every", "2", "--retained-checkpoints", "2", "--out", "o"]
     assert run_here(*few, "--steps", "4", "--lr-steps", "5").status == 0
     assert run_here("train", "--resume", "--resume-step", "2", "--steps", "5", "--out", "o", *SMALL[-4:]).status == 0
     (folder,) = (tmp_path / "o/tensorboard").iterdir()
@@ -88,7 +88,7 @@ def test_wandb_without_an_account_says_what_works(tmp_path: Path, monkeypatch: p
     assert ended.status == 2
     said = " ".join(ended.errors.split())
     assert "--log wandb: No API key configured.; WANDB_MODE=offline in the environment needs no account" in said
-    assert not list(tmp_path.glob("o/nvme/*/commits/*"))
+    assert not list(tmp_path.glob("o/nvme/*/checkpoints/*"))
 
 
 @pytest.mark.parametrize(

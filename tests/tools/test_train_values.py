@@ -10,7 +10,7 @@ import pytest
 
 from infinity.config import check_config, load_config
 from infinity.errors import ConfigError
-from infinity.run.place import _say_where
+from infinity.run.run_directory import _say_where
 from support.command import SMALL, run_here
 
 
@@ -27,7 +27,7 @@ from support.command import SMALL, run_here
         (["--nvme", ""], "--nvme has nothing after it but an empty text"),
         (["--nvme="], "--nvme has nothing after it but an empty text"),
         (["--out", " "], "--out has nothing after it but an empty text"),
-        (["--retained-commits", "3", "--keep", "never"], "there is no commit to retain"),
+        (["--retained-checkpoints", "3", "--keep", "never"], "there is no checkpoint to retain"),
         (["--resume", "newest"], "--resume 'newest': leave it without a value, or say --resume auto"),
     ],
 )

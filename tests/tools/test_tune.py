@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from infinity import Config, load_config
-from infinity_tools.tune.folders import PREFIX, trial_folders
 from infinity_tools.tune.outcome import Bounds, Outcome
 from infinity_tools.tune.trial import Trials, Workload
+from infinity_tools.tune.trial_folders import PREFIX, trial_folders
 from support.command import environment, run_here
 
 SMALL = ["tune", "--model", "tiny", "--seq", "32", "--batch-tokens", "64", "--host-memory", "2MiB", "--threads", "1"]
@@ -95,7 +95,7 @@ def test_it_leaves_nothing_behind(tuned: tuple[Path, dict[str, Any]]) -> None:
 
 
 def test_the_file_is_what_train_takes(tuned: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is: settings, folders and arena."""
+    """As it is: settings, folders and host cache."""
     folder, summary = tuned
     monkeypatch.chdir(folder)
     settings = load_config("tuned/infinity.toml")
@@ -222,7 +222,7 @@ def test_a_start_that_cannot_be_trained_with_is_refused(tmp_path: Path) -> None:
     done = run_here(*SMALL, "--host-memory", "64KiB")
     assert done.status == 2
     (line,) = [line for line in done.errors.splitlines() if line.startswith("error")]
-    assert "the start cannot be trained with: the host arena is too small" in line
+    assert "the start cannot be trained with: the host cache is too small" in line
     assert left(tmp_path) == []
     assert not (tmp_path / "nvme").exists()
 
@@ -230,7 +230,7 @@ def test_a_start_that_cannot_be_trained_with_is_refused(tmp_path: Path) -> None:
 def test_a_start_from_a_file_is_kept_but_for_what_is_tuned(tmp_path: Path) -> None:
     """Its other settings are in the result; clipping keeps updates out of backward; paths may be the file's."""
     (tmp_path / "start.toml").write_text(
-        '[storage]\npaths = ["a", "b"]\nqueue_depth = 8\nretries = 5\n[run]\nretained_commits = 2\nresume = "latest"\n'
+        '[storage]\npaths = ["a", "b"]\nqueue_depth = 8\nretries = 5\n[run]\nretained_checkpoints = 2\nresume = "latest"\n'
         '[telemetry]\ntimeline = "trace.json"\n'
     )
     words = [*SMALL[: SMALL.index("--nvme")], "--out", "tuned", "--config", "start.toml", "--minutes", "0.05"]
@@ -239,13 +239,13 @@ def test_a_start_from_a_file_is_kept_but_for_what_is_tuned(tmp_path: Path) -> No
     assert done.status == 0, done.errors
     found = load_config("tuned/infinity.toml")
     assert found.storage.paths == (str(tmp_path / "a"), str(tmp_path / "b"))
-    assert (found.storage.retries, found.run.retained_commits, found.run.resume) == (5, 2, "latest")
+    assert (found.storage.retries, found.run.retained_checkpoints, found.run.resume) == (5, 2, "latest")
     assert found.activations.tier == "nvme"
     rows = [json.loads(line) for line in (tmp_path / "tuned/trials.jsonl").read_text().splitlines()[1:]]
     assert ["start", "defaults"][: len(rows)] == [row["role"] for row in rows][:2], "the second if there was time"
     assert rows[0]["candidate"]["storage.queue_depth"] == 8
     measured = [row["outcome"] for row in rows if row["outcome"]["kind"] == "measured"]
-    assert {row["effective"]["update.placement"] for row in measured} == {"in_forward"}
+    assert {row["effective"]["update.schedule"] for row in measured} == {"in_forward"}
     assert not (tmp_path / "trace.json").exists(), "trials write no timeline"
     assert not (tmp_path / "a").exists(), "it was made for the search"
     assert "--max-grad-norm 1" in done.output.splitlines()[-1]

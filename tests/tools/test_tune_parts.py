@@ -16,14 +16,14 @@ from rich.console import Console
 
 from infinity import Config
 from infinity.errors import ConfigError, InfinityError
-from infinity_tools.tune import folders, worker
+from infinity_tools.tune import trial_folders, trial_worker
 from infinity_tools.tune.journal import Journal
 from infinity_tools.tune.outcome import Bounds, Outcome, Trial
-from infinity_tools.tune.report import effects, write_settings
-from infinity_tools.tune.space import candidate_of, describe
+from infinity_tools.tune.progress_view import View
+from infinity_tools.tune.search_space import candidate_of, describe
 from infinity_tools.tune.trial import Workload
-from infinity_tools.tune.view import View
-from infinity_tools.tune.worker import Worker
+from infinity_tools.tune.trial_worker import Worker
+from infinity_tools.tune.tune_report import effects, write_settings
 
 START = candidate_of(Config(), 2 << 30)
 ABOUT = {"model": "tiny", **START, "nvme": ["/nvme0/run"]}
@@ -123,16 +123,16 @@ def test_a_journal_is_not_written_over(file: Path) -> None:
 def test_folders_of_others_stay(tmp_path: Path) -> None:
     """What is held, what is new and has no lock yet, what only has the name."""
     telemetry = Config().telemetry
-    new = tmp_path / f"{folders.PREFIX}new"
-    old = tmp_path / f"{folders.PREFIX}old"
+    new = tmp_path / f"{trial_folders.PREFIX}new"
+    old = tmp_path / f"{trial_folders.PREFIX}old"
     for folder in (new, old):
         (folder / "runs").mkdir(parents=True)
     os.utime(old, (1, 1))
-    (tmp_path / f"{folders.PREFIX}link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / f"{trial_folders.PREFIX}link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "lock").touch()
-    with folders.trial_folders([str(tmp_path)], telemetry) as (runs,):
-        folders.remove_left_over(tmp_path, telemetry)
+    with trial_folders.trial_folders([str(tmp_path)], telemetry) as (runs,):
+        trial_folders.remove_left_over(tmp_path, telemetry)
         assert Path(runs).is_dir()
         assert new.is_dir()
         assert not old.exists()
@@ -146,7 +146,7 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     places = [str(tmp_path / "a"), str(tmp_path / "file" / "b")]
     with (
         pytest.raises(ConfigError, match="name another one with --nvme"),
-        folders.trial_folders(places, Config().telemetry),
+        trial_folders.trial_folders(places, Config().telemetry),
     ):
         pytest.fail("it was made")
     assert [path.name for path in tmp_path.iterdir() if path.name != "tmp"] == ["file"]
@@ -158,7 +158,7 @@ def _die(pipe: Any, *arguments: Any) -> None:
 
 def test_a_worker_that_dies_at_its_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which says how it has ended."""
-    monkeypatch.setattr(worker, "serve", _die)
+    monkeypatch.setattr(trial_worker, "serve", _die)
     workload = Workload(model="tiny", dtype="auto", activation_checkpointing=False, batch_tokens=64, micro_tokens=None,
                         loss_tokens=None, seq=32, max_grad_norm=None, threads=1, seed=0)  # fmt: skip
     with Worker(workload, Config(), []) as started:
@@ -186,7 +186,7 @@ def test_effects_are_medians_by_value() -> None:
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_the_view_fits(width: int) -> None:
     """Best, current trial, trials and time left, on every terminal."""
-    changes = {"update.placement": "in_forward", "memory.page_bytes": 1 << 20, "storage.queue_depth": 128}
+    changes = {"update.schedule": "in_forward", "memory.page_bytes": 1 << 20, "storage.queue_depth": 128}
     console = Console(file=io.StringIO(), width=width, height=20, force_terminal=True, color_system=None)
     with View(console, START, minutes=5, silent=False) as view:
         view.begin(lambda: 61.0)

@@ -13,14 +13,14 @@ import pytest
 from infinity.units import GIB, KIB, MIB
 from infinity_tools.tune.outcome import Bounds, Outcome, Result, Role
 from infinity_tools.tune.search import Search, SearchFailed
-from infinity_tools.tune.space import Candidate, Limits, Setting, Space, make_space
+from infinity_tools.tune.search_space import Candidate, Limits, Setting, Space, make_space
 
 TRIAL = 3.0
 """Seconds of a trial of a step of one second, about."""
 
 
 DEFAULTS = {
-    "update.placement": "auto", "memory.page_bytes": 0, "storage.request_bytes": 2 * MIB, "storage.queue_depth": 32,
+    "update.schedule": "auto", "memory.page_bytes": 0, "storage.request_bytes": 2 * MIB, "storage.queue_depth": 32,
     "update.cores": -1, "storage.engine": "auto", "state.format": "fp32", "memory.host_bytes": 2 * GIB,
 }  # fmt: skip
 """The tuned settings as infinity has them."""
@@ -53,7 +53,7 @@ class Landscape:
         self.asked.append((role, dict(candidate)))
         if any(candidate[name] == value for name, value in self.broken.items()):
             self.now += 0.5 * TRIAL
-            return Outcome(kind="failed", reason="the host arena is too small", wall=0.5 * TRIAL)
+            return Outcome(kind="failed", reason="the host cache is too small", wall=0.5 * TRIAL)
         slow = math.exp(self.random.gauss(0, self.noise)) * (1 + self.drift * math.sin(self.now / 40))
         seconds = self.seconds(candidate) * slow
         wall = TRIAL * (0.4 + 0.6 * seconds)
@@ -75,7 +75,7 @@ def grid(start: int = 0) -> Space:
         Setting(name="memory.page_bytes", values=(256 * KIB, MIB, 4 * MIB), ordered=True),
         Setting(name="storage.request_bytes", values=(64 * KIB, 512 * KIB, 2 * MIB), ordered=True),
         Setting(name="storage.queue_depth", values=(1, 8, 32), ordered=True),
-        Setting(name="update.placement", values=("after_backward", "in_forward", "in_backward"), ordered=False),
+        Setting(name="update.schedule", values=("after_backward", "in_forward", "in_backward"), ordered=False),
         Setting(name="storage.engine", values=("threads", "io_uring", "auto"), ordered=False),
     ]
     defaults = {setting.name: setting.values[1] for setting in settings}
@@ -154,7 +154,7 @@ def test_a_start_that_fails_is_the_end() -> None:
     """With its reason."""
     land = Landscape(grid(1), 0)
     land.broken = {"memory.page_bytes": land.space.start["memory.page_bytes"]}
-    with pytest.raises(SearchFailed, match="arena is too small"):
+    with pytest.raises(SearchFailed, match="host cache is too small"):
         land.search(60 * TRIAL)
 
 
@@ -211,7 +211,7 @@ def test_what_the_plan_finds_slow_is_not_measured() -> None:
 
     def measure(candidate: Candidate, role: Role, bounds: Bounds) -> Outcome:
         asked.append(bounds)
-        if role == "change" and candidate["update.placement"] == "after_backward":
+        if role == "change" and candidate["update.schedule"] == "after_backward":
             return Outcome(kind="skipped", predicted=2.0, wall=1.0)
         return Outcome(kind="measured", seconds=1.0, predicted=0.9, bandwidth=3e9, computation=0.5, wall=3.0)
 
@@ -245,7 +245,7 @@ def values(space: Space, name: str) -> tuple[Any, ...]:
 
 
 def test_host_memory_is_never_exceeded() -> None:
-    """Less may be tried; and pages leave room for a few frames."""
+    """Less may be tried; and pages leave room for a few cache slots."""
     for host in (1 * MIB, 64 * MIB, GIB):
         space = space_of(host_bytes=host)
         assert max((*values(space, "memory.host_bytes"), host)) == host
@@ -272,17 +272,17 @@ def test_a_format_that_rounds_is_left_only_with_permission() -> None:
 
 def test_clipping_leaves_out_updates_in_backward() -> None:
     """They would run before the norm is known."""
-    assert "in_backward" in values(space_of(), "update.placement")
-    assert "in_backward" not in values(space_of(clipping=True), "update.placement")
+    assert "in_backward" in values(space_of(), "update.schedule")
+    assert "in_backward" not in values(space_of(clipping=True), "update.schedule")
 
 
 def test_what_comes_to_the_same_is_tried_once() -> None:
     """Automatic values stand for what they come to; a request is not larger than a page."""
     found = {
-        "update.placement": "in_backward", "memory.page_bytes": MIB, "update.cores": 1, "storage.engine": "io_uring",
+        "update.schedule": "in_backward", "memory.page_bytes": MIB, "update.cores": 1, "storage.engine": "io_uring",
     }  # fmt: skip
     space = space_of(found)
-    assert values(space, "update.placement") == ("auto", "in_forward", "after_backward")
+    assert values(space, "update.schedule") == ("auto", "in_forward", "after_backward")
     assert values(space, "storage.engine") == ("auto", "threads")
     assert values(space, "update.cores") == (-1, 0, 2)
     pages = values(space, "memory.page_bytes")

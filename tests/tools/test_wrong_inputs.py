@@ -105,9 +105,9 @@ NAMES = [
     train("--keep no", "'no'", "'never'"),
     wrong("export c --out x --to gguf", "'gguf'", "safetensors and dcp"),
     wrong("export c --out x --dtype fp64", "'fp64'", "trained, fp32, bf16, fp16"),
-    wrong("export c --out x --run latest", "latest", "runs with a commit"),
-    wrong(f"export c --out x --run {RUN}", RUN, "runs with a commit"),
-    wrong("export c --out x --step 7", "no commit of step 7", "2"),
+    wrong("export c --out x --run latest", "latest", "runs with a checkpoint"),
+    wrong(f"export c --out x --run {RUN}", RUN, "runs with a checkpoint"),
+    wrong("export c --out x --step 7", "no checkpoint of step 7", "2"),
     wrong(f"store verify c --run {RUN}", RUN, "runs:"),
     wrong("store rm c nothing", "nothing"),
     wrong(f"store rm c {RUN} --yes", RUN, "runs:"),
@@ -134,7 +134,7 @@ NUMBERS = [
           "weight-decay": "-1 nan inf some",
           "warmup-steps": "-1 2.5 x",
           "lr-steps": "-1 x",
-          "commit-every": "-1 often",
+          "checkpoint-every": "-1 often",
           "threads": "-1 100000 all",
           "metrics-port": "-1 65536 http",
           "metrics-linger": "-1 nan inf forever",
@@ -198,11 +198,11 @@ TUNE = [
     tune("--resume", "--resume", "o/trials.jsonl", "leave --resume out"),
     tune("--config missing.toml", "missing.toml", "cannot be read"),
     tune("--config file", "'file'", "not valid TOML"),
-    tune("--host-memory 64KiB", "the start cannot be trained with", "the host arena is too small"),
+    tune("--host-memory 64KiB", "the start cannot be trained with", "the host cache is too small"),
     tune("more", "more", "infinity tune -h"),
     wrong("tune --host-memory 2MiB", "--nvme is missing"),
     Wrong(("tune", *SMALL[1:], "--nvme", "d", "--out", "o", "--max-grad-norm", "1", "--config",
-           "TOML:[update]\nplacement = 'in_backward'"), ("update.placement", "--max-grad-norm")),
+           "TOML:[update]\nplacement = 'in_backward'"), ("update.schedule", "--max-grad-norm")),
     Wrong(("tune", *SMALL[1:], "--nvme", "d", "--out", "o", "--config", "TOML:[storage]\nqueue_depth = 0"),
           ("storage.queue_depth = 0", "minimum of 1")),
 ]  # fmt: skip
@@ -254,9 +254,9 @@ PATHS = [
     train("--model binary", "'binary'"),
     train("--model huge", "'huge'"),
     train("--model /dev/null", "neither a preset"),
-    train("--resume --nvme d", "no commit", "d"),
+    train("--resume --nvme d", "no checkpoint", "d"),
     train("--resume --nvme d --resume-path missing", "'missing'"),
-    train("--resume --nvme d --resume-path d", "no commit"),
+    train("--resume --nvme d --resume-path d", "no checkpoint"),
     train("--metrics-host no-such-host.invalid --metrics-port 0", "no-such-host.invalid", "another port"),
     train(f"--metrics-host {'a' * 300} --metrics-port 0", "cannot be used"),
     wrong("store ls missing", "'missing'", "not a folder"),
@@ -266,7 +266,7 @@ PATHS = [
     wrong("store gc missing", "'missing'", "No such file"),
     wrong(f"store rm missing {RUN}", "'missing'", "neither a folder"),
     wrong("export missing --out x", "'missing'", "not a folder"),
-    wrong("export d --out x", "no commit of any run in d"),
+    wrong("export d --out x", "no checkpoint of any run in d"),
     wrong("export c --out file", "file"),
     wrong("export c --out c", "c"),
     wrong("export c --out x --model-config missing", "'missing'", "No such file"),
@@ -342,7 +342,7 @@ PLANS = [
             "tflops": "0 -1 nan inf fast",
             "nvme-count": "0 x",
             "update-cores": "x 1.5",
-            "retained-commits": "-1 x",
+            "retained-checkpoints": "-1 x",
         }.items()
         for value in values.split()
     ),
@@ -422,7 +422,7 @@ SETTINGS = [
     toml("[run]\nseed = 99999999999999999999", "run.seed", "maximum"),
     toml("[run]\nresume = true", "run.resume = True", "a text"),
     toml("[run]\nresume_paths = ['c']", "run.resume_paths", "run.resume"),
-    toml("[run]\nretained_commits = -1", "run.retained_commits = -1", "minimum of 0"),
+    toml("[run]\nretained_checkpoints = -1", "run.retained_checkpoints = -1", "minimum of 0"),
     toml("[run]\nkeep = 'yes'", "'yes'", "'always'"),
     toml("[telemetry]\ntimeline_events = 0", "telemetry.timeline_events = 0", "minimum of 1"),
     toml("[telemetry]\ntimeline = 5", "telemetry.timeline = 5", "a text"),
@@ -513,7 +513,7 @@ DEEPSPEED = [
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of things that are not what was meant, and `c` with a run that has a commit of step 2."""
+    """A folder of things that are not what was meant, and `c` with a run that has a checkpoint of step 2."""
     place = tmp_path_factory.mktemp("world")
     for name in ("d", "tmp", "with space"):
         (place / name).mkdir()
@@ -532,7 +532,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(tempfile, "tempdir", str(place / "tmp"))
         patch.chdir(place)
         (place / "c").mkdir()
-        assert run_here(*SMALL, "--nvme", "c", "--out", "o", "--steps", "2", "--commit-every", "2").status == 0
+        assert run_here(*SMALL, "--nvme", "c", "--out", "o", "--steps", "2", "--checkpoint-every", "2").status == 0
     shutil.rmtree(place / "o")
     return place
 
@@ -548,7 +548,7 @@ def seen(folder: Path) -> dict[str, tuple[int, int]]:
 
 def said(done: Finished) -> list[str]:
     """The lines of stderr without those that show progress."""
-    progress = ("placing ", "metrics: ", "tiny, bf16", "tiny, fp32", "host arena up to ")
+    progress = ("placing ", "metrics: ", "tiny, bf16", "tiny, fp32", "host cache up to ")
     return [line for line in done.errors.splitlines() if line and not line.startswith(progress)]
 
 

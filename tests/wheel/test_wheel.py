@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import infinity
-from infinity.extras import EXTRAS
+from infinity.optional_dependencies import EXTRAS
 from support import bare as program
 from support.wheel_environment import Environment, public_python, without_checkout
 
@@ -122,7 +122,7 @@ def test_what_the_wheel_says_of_itself(described: Message) -> None:
 
 
 def test_the_library_alone(bare: Environment, place: Path) -> None:
-    """It trains, commits, goes on and exports for a stranger; commands say what they need."""
+    """It trains, checkpoints, goes on and exports for a stranger; commands say what they need."""
     bare.pip("check")
     optional = sorted({package for packages in EXTRAS.values() for package in packages})
     find = f"from importlib.util import find_spec as find; print(find('infinity').origin, *filter(find, {optional}))"

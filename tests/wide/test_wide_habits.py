@@ -21,32 +21,35 @@ def pair() -> Iterator[RankPool]:
 
 
 def one_rank() -> list[object]:
-    """Return (habit, placement); the first placement of every second quick row is tried by ``make test``."""
+    """Return (habit, update schedule);
+
+    the first update schedule of every second quick row is tried by ``make test``.
+    """
     rows = [
         pytest.param(
             name,
-            placement,
-            id=f"{name}-{placement}",
+            update_schedule,
+            id=f"{name}-{update_schedule}",
             marks=[pytest.mark.wide] if habit.row.slow or position else [],
         )
         for name, habit in HABITS.items()
         if 1 in habit.ranks
-        for position, placement in enumerate(habit.placements)
+        for position, update_schedule in enumerate(habit.update_schedules)
     ]
     return one_of(2, rows)
 
 
-@pytest.mark.parametrize(("name", "placement"), one_rank())
-def test_a_habit_is_as_its_row_says(name: str, placement: str) -> None:
+@pytest.mark.parametrize(("name", "schedule"), one_rank())
+def test_a_habit_is_as_its_row_says(name: str, update_schedule: str) -> None:
     """On one rank."""
-    assert problems(name, placement) == []
+    assert problems(name, update_schedule) == []
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", [name for name, habit in HABITS.items() if 2 in habit.ranks])
 def test_a_habit_is_as_its_row_says_on_two_ranks(name: str, pair: RankPool) -> None:
-    """With the first placement that it is tried with."""
-    assert pair.run(habits.problems_of, name, HABITS[name].placements[0]) == [[], []]
+    """With the first update schedule that it is tried with."""
+    assert pair.run(habits.problems_of, name, HABITS[name].update_schedules[0]) == [[], []]
 
 
 def test_the_table_is_long() -> None:

@@ -1,4 +1,4 @@
-"""Families of transformers, from config: first values, weights in, training, commit, weights out."""
+"""Families of transformers, from config: first values, weights in, training, checkpoint, weights out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import infinity
-from infinity.checkpoint.reader import CommitReader
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import InfinityError
 from infinity.formats.safetensors import export_safetensors
 from support.fine_tune import adamw, load, loss_of, seed, shard, train
@@ -22,7 +22,7 @@ from support.values import unlike
 from support.wide_models import ROWS, ModelRow, build
 
 pytestmark = pytest.mark.wide
-PAGING = Paging(arena="least")
+PAGING = Paging(host_cache="least")
 FP32 = MixedPrecisionPolicy()
 
 
@@ -82,8 +82,8 @@ def trained_paged(row: ModelRow, saved: Path, folder: Path) -> tuple[Outcome, li
         wrong = wrong_buffers(model, load(row, saved))
         train(row, model.train(), optimizer, outcome)
         outcome.state = state_on_nvme(model, optimizer)
-        optimizer.commit()
-        reader = CommitReader(optimizer.run.folder)
+        optimizer.save_checkpoint()
+        reader = CheckpointReader(optimizer.run.folder)
         export_safetensors(reader, folder / "exported", file_bytes=1 << 30)
     return outcome, wrong
 

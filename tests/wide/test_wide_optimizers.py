@@ -42,11 +42,11 @@ def test_equal_or_refused(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", COUNTING)
-def test_what_is_counted_is_counted_in_every_placement_and_resumed(name: str, tmp_path: Path) -> None:
-    """Updates in backward, or after `step` returned and from a commit: the same bits."""
+def test_what_is_counted_is_counted_in_every_update_schedule_and_resumed(name: str, tmp_path: Path) -> None:
+    """Updates in backward, or after `step` returned and from a checkpoint: the same bits."""
     row = found(name)
-    assert compare(row.make, tmp_path, page=row.page, placement="in_backward") == []
-    assert compare(row.make, tmp_path, page=row.page, placement="in_forward", commit=4) == []
+    assert compare(row.make, tmp_path, page=row.page, update_schedule="in_backward") == []
+    assert compare(row.make, tmp_path, page=row.page, update_schedule="in_forward", checkpoint=4) == []
 
 
 def test_the_table_is_as_long_as_it_should_be() -> None:

@@ -1,6 +1,6 @@
 """The console script `infinity`, and `python -m infinity_tools …`, the form that torchrun starts."""
 
-from infinity.extras import run_command
+from infinity.optional_dependencies import run_command
 
 
 def main() -> None:

@@ -11,20 +11,20 @@ from typing import Any, Final
 
 import typer
 
-from infinity.command import HELP, Command, Commands, Version, complain
+from infinity.cli_errors import HELP, Command, Commands, Version, complain
 from infinity_tools.messages import lasting_streams, open_missing_streams
 
 COMMANDS: Final = {
-    "plan": "infinity_tools.plan.command:plan",
-    "tune": "infinity_tools.tune.command:tune",
+    "plan": "infinity_tools.plan.plan_command:plan",
+    "tune": "infinity_tools.tune.tune_command:tune",
     "train": "infinity_tools.train:app",
     "export": "infinity_tools.export:export",
     "store": "infinity_tools.store:app",
-    "probe": "infinity_tools.probe.command:probe",
-    "doctor": "infinity_tools.doctor.command:doctor",
+    "probe": "infinity_tools.probe.probe_command:probe",
+    "doctor": "infinity_tools.doctor.doctor_command:doctor",
     "status": "infinity_tools.status:status",
-    "top": "infinity_tools.top.command:top",
-    "migrate": "infinity_tools.migrate.command:migrate",
+    "top": "infinity_tools.top.top_command:top",
+    "migrate": "infinity_tools.migrate.migrate_command:migrate",
     "version": "infinity_tools.version:version",
 }
 """Where each command is, in the order in which help shows them: a function, or a `Typer` where it is more than that."""

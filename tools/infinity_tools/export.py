@@ -1,4 +1,4 @@
-"""`infinity export`: a commit as a folder that `from_pretrained` or `torch.distributed.checkpoint` loads."""
+"""`infinity export`: a checkpoint as a folder that `from_pretrained` or `torch.distributed.checkpoint` loads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from infinity.access import read_regular
-from infinity.command import Version, failures
-from infinity.errors import CommitError, ConfigError
+from infinity.cli_errors import Version, failures
+from infinity.errors import CheckpointError, ConfigError
 from infinity.units import MIB, format_size
+from infinity.untrusted_files import read_regular
 from infinity_tools.progress import byte_progress
 
 _DTYPES = {"trained": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -26,8 +26,8 @@ def export(
     paths: Annotated[list[Path], typer.Argument(help="The folders of storage.paths, in their order.")],
     out: Annotated[Path, typer.Option(help="New folder to write.")],
     to: Annotated[str, typer.Option(help="safetensors: the weights. dcp: the optimizer's state too.")] = "safetensors",
-    run: Annotated[str, typer.Option(help="Run. [default: the newest that has a commit]")] = "",
-    step: Annotated[int | None, typer.Option(min=0, help="Step of the commit. [default: the newest]")] = None,
+    run: Annotated[str, typer.Option(help="Run. [default: the newest that has a checkpoint]")] = "",
+    step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint. [default: the newest]")] = None,
     dtype: Annotated[str, typer.Option(help="Of safetensors: trained, fp32, bf16 or fp16.")] = "trained",
     file_size: Annotated[str, typer.Option(help="Most bytes per file; memory is that of one file.")] = "1GiB",
     model_config: Annotated[
@@ -44,7 +44,8 @@ def export(
     json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     version: Version = False,
 ) -> None:
-    """Write a commit as a folder: of weights, for transformers' `from_pretrained`, or of everything, for plain FSDP2.
+    """Write a checkpoint as a folder: of weights, for transformers' `from_pretrained`, or of everything, for plain
+    FSDP2.
 
     The former is what `save_pretrained` would write: its names, shapes and values; with the tokenizer, if any.
     The latter goes on from a folder of torch.distributed.checkpoint bit for bit: `dcp.load`, then `set_state_dict`.
@@ -60,27 +61,27 @@ def export(
             )
         if companions is not None and not os.path.isdir(companions):
             raise ConfigError(f"--companions {str(companions)!r} is not a folder")
-        from infinity.checkpoint.reader import CommitReader
+        from infinity.checkpoint.reader import CheckpointReader
         from infinity.content.views import torch_dtype
         from infinity.formats.adapters import ADAPTER_CONFIG
         from infinity.formats.dcp import DcpExport
         from infinity.formats.safetensors import export_bytes, export_safetensors
         from infinity.formats.safetensors import file_size as size_of_file
         from infinity.store.marker import passed_over
-        from infinity_tools.runs import stored_runs
+        from infinity_tools.stored_runs import stored_runs
 
         file_bytes = size_of_file(file_size, name="--file-size")
         passed: dict[Path, str] = {}
         runs = {found.run_id: found for found in stored_runs(paths, passed)}
-        committed = [found.run_id for found in runs.values() if found.commits]
-        if (run and run not in runs) or (not run and not committed):
-            raise CommitError(f"no commit of {run or 'any run'} in {', '.join(map(str, paths))} "
-                              f"(runs with a commit: {', '.join(committed) or 'none'})"
+        checkpointed = [found.run_id for found in runs.values() if found.checkpoints]
+        if (run and run not in runs) or (not run and not checkpointed):
+            raise CheckpointError(f"no checkpoint of {run or 'any run'} in {', '.join(map(str, paths))} "
+                              f"(runs with a checkpoint: {', '.join(checkpointed) or 'none'})"
                               f"{'; ' + passed_over(passed) if passed else ''}")  # fmt: skip
-        chosen = runs[run or committed[-1]]
+        chosen = runs[run or checkpointed[-1]]
         if chosen.owner is not None:
             raise ConfigError(f"{chosen.owner} is running and replaces its pages; export it when it has ended")
-        reader = CommitReader(chosen.folder, -1 if step is None else step)
+        reader = CheckpointReader(chosen.folder, -1 if step is None else step)
         config = _config(model_config, reader.extra)
         name = _DTYPES[dtype]
         console = Console(highlight=False)
@@ -102,7 +103,7 @@ def export(
         report = f"{out}: step {reader.step} of {chosen.run_id}, {format_size(total)} in {len(written)} files"
         console.print(report, soft_wrap=True, markup=False)
         if to == "safetensors" and not {out / "config.json", out / ADAPTER_CONFIG} & {*written}:
-            console.print("no config.json: the commit has none; name one with --model-config", style="yellow")
+            console.print("no config.json: the checkpoint has none; name one with --model-config", style="yellow")
 
 
 def _config(file: Path | None, extra: dict[str, Any]) -> dict[str, Any] | None:

@@ -101,7 +101,7 @@ class _Processes:
         failed = sorted(process.returncode for process in self._running if process.poll())
         return _shown(failed[0]) if failed else 0
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def _pass_on(self, number: int, cache_slot: FrameType | None) -> None:
         for process in self._running:
             if process.poll() is None:
                 process.send_signal(number)

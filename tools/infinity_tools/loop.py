@@ -26,19 +26,10 @@ from infinity.config import runtime_dir
 from infinity.errors import ConfigError, InfinityError, is_lost_connection
 from infinity.ranks import Ranks
 from infinity.telemetry import read_stats_page
-from infinity.telemetry.page import Snapshot, StatsPageError, stats_page_files
+from infinity.telemetry.stats_file import Snapshot, StatsPageError, stats_page_files
 from infinity.units import format_size
 from infinity_tools.evaluation import Evaluation
-from infinity_tools.going_on import (
-    agreed_recipe,
-    drawn_before,
-    finished,
-    kept_options,
-    last_step,
-    next_commands,
-    taken_up,
-)
-from infinity_tools.lora import add_lora, named
+from infinity_tools.lora_options import add_lora, named
 from infinity_tools.measure import KernelCounts, report
 from infinity_tools.options import (
     TrainOptions,
@@ -52,6 +43,15 @@ from infinity_tools.plot import write_picture
 from infinity_tools.presets import ModelSource, best_dtype, count_parameters, find_model, on_meta, shard
 from infinity_tools.progress import StepView, View, open_view, short
 from infinity_tools.recipe import Recipe, begun, kept
+from infinity_tools.resume import (
+    agreed_recipe,
+    drawn_before,
+    finished,
+    kept_options,
+    last_step,
+    next_commands,
+    taken_up,
+)
 from infinity_tools.samples.pack import IGNORED
 from infinity_tools.signals import SIGNALS, StopRequest
 from infinity_tools.summary import Claim, RunFacts, StepLog, result_lines, summarise, summary_table, write_summary
@@ -131,7 +131,7 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         }
         recipe = agreed_recipe(recipe, paged, facts, options, ranks)
         if recipe.max_grad_norm is not None:
-            check_clipping(f"the commit's --max-grad-norm {recipe.max_grad_norm:g}", settings)
+            check_clipping(f"the checkpoint's --max-grad-norm {recipe.max_grad_norm:g}", settings)
         device = torch.device(mesh.device_type)
         training = Training(model, paged, recipe, facts, data.batches, options, ranks, view, stop, device, out)
         if data.held_out is not None:
@@ -143,7 +143,7 @@ def run_training(options: TrainOptions, settings: Config) -> int:
                 device=device,
             )
         training.not_packed = data.not_packed
-        training.commits_last = settings.run.keep != "never"
+        training.checkpoints_last = settings.run.keep != "never"
         pages.run_id = paged.run.folder.run_id
         view.say(_heading(f"{source.name}, {dtype}", _counted(model), training, settings, data.said))
         names, told = options.log if ranks.rank == 0 else (), {**facts, "recipe": kept(recipe)}
@@ -153,7 +153,7 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         training.train()
         summary = _summarise(training, source.name, dtype, parameters)
         summary["next"] = next_commands(
-            options, settings, ranks, paged.run.folder, training.committed, out, stopped=bool(training.stopped_by)
+            options, settings, ranks, paged.run.folder, training.checkpointed, out, stopped=bool(training.stopped_by)
         )
         if ranks.rank == 0:
             written = _write_results(out, summary)
@@ -244,8 +244,8 @@ class Training:
         self.kernel = KernelCounts()  # what the kernel has counted of this process
         self.first_step = optimizer.steps + 1  # the first step that is taken here
         self.stopped_by = 0  # number of the signal that ended training early; 0 if none did
-        self.commits_last = True  # whether the end is committed
-        self.committed = optimizer.steps  # step of the newest commit; 0: there is none
+        self.checkpoints_last = True  # whether the end is checkpointed
+        self.checkpointed = optimizer.steps  # step of the newest checkpoint; 0: there is none
         self.evaluation: Evaluation | None = None  # on data that are held out
         self.eval_losses: list[tuple[int, float]] = []  # what it found, with the step after which
         self.not_packed = ""  # why sequences have one sample each; see `TrainingData`
@@ -253,7 +253,10 @@ class Training:
         self.gradient_norm: float | None = None  # of the step that was taken last, before clipping
         drawn = drawn_before(optimizer.steps, optimizer.resumed_extra, facts["data"], batches)
         batches.start(optimizer.steps, drawn)
-        self._extra = {**facts, "recipe": kept(recipe)}  # what every commit is given besides the position in the data
+        self._extra = {
+            **facts,
+            "recipe": kept(recipe),
+        }  # what every checkpoint is given besides the position in the data
         for group in optimizer.param_groups:
             group.update(lr=recipe.lr, initial_lr=recipe.lr, weight_decay=recipe.weight_decay)
         self.scheduler = LambdaLR(optimizer, recipe.factor, last_epoch=optimizer.steps - 1)
@@ -278,10 +281,10 @@ class Training:
                     log.write(shown)
                 if self.trackers is not None:
                     self.trackers.log(shown)
-                if options.commit_every and optimizer.steps % options.commit_every == 0:
-                    self._commit()
-            if self.commits_last and self.committed != optimizer.steps:
-                self._commit()
+                if options.checkpoint_every and optimizer.steps % options.checkpoint_every == 0:
+                    self._checkpoint()
+            if self.checkpoints_last and self.checkpointed != optimizer.steps:
+                self._checkpoint()
         optimizer.drain()
 
     def _step(self) -> None:
@@ -324,7 +327,11 @@ class Training:
         signals = [float(self.stop.received == number) for number in SIGNALS]
         mean, *wishes = self._sum([loss / self.ranks.world_size, *signals])
         if not math.isfinite(mean):
-            kept = f"the last commit is of step {self.committed}" if self.committed else "nothing was committed"
+            kept = (
+                f"the last checkpoint is of step {self.checkpointed}"
+                if self.checkpointed
+                else "nothing was checkpointed"
+            )
             raise InfinityError(
                 f"the loss of step {self.optimizer.steps + 1} is {mean}; try a lower --lr or --max-grad-norm 1; {kept}"
             )
@@ -374,9 +381,9 @@ class Training:
             dist.all_reduce(total)
         return [float(value) for value in total]
 
-    def _commit(self) -> None:
-        self.optimizer.commit({**self._extra, "drawn": self.batches.drawn(self.optimizer.steps)})
-        self.committed = self.optimizer.steps
+    def _checkpoint(self) -> None:
+        self.optimizer.save_checkpoint({**self._extra, "drawn": self.batches.drawn(self.optimizer.steps)})
+        self.checkpointed = self.optimizer.steps
         self.kernel.begin()
 
 
@@ -424,9 +431,9 @@ def _counted(model: nn.Module) -> str:
 
 def _heading(name: str, parameters: str, training: Training, settings: Config, data: Sequence[str]) -> str:
     run, layout = training.optimizer.run, training.optimizer.run.layout
-    arena = int(run.stats.snapshot().value("tier_capacity_bytes", tier="host"))
-    share = f" ({arena / layout.state_bytes:.0%} of the state)" if layout.state_bytes else ""
-    if arena >= len(layout.pages) * layout.page_bytes:
+    host_cache = int(run.stats.snapshot().value("tier_capacity_bytes", tier="host"))
+    share = f" ({host_cache / layout.state_bytes:.0%} of the state)" if layout.state_bytes else ""
+    if host_cache >= len(layout.pages) * layout.page_bytes:
         share = ", all of the state fits: nothing needs paging"
     ranks = training.ranks.world_size
     each = " per rank" if ranks > 1 else ""
@@ -437,7 +444,7 @@ def _heading(name: str, parameters: str, training: Training, settings: Config, d
         f"run {run.folder.run_id}{went_on}\n"
         f"{name}: {parameters}, {format_size(layout.state_bytes)} of state{each} on "
         f"{', '.join(settings.storage.paths)}, {ranks} rank{'s' if ranks > 1 else ''}\n"
-        f"host arena {format_size(arena)}{each}{share}, pages of {format_size(layout.page_bytes)}, "
+        f"host cache {format_size(host_cache)}{each}{share}, pages of {format_size(layout.page_bytes)}, "
         f"{run.stats.header.info['io_engine']}\n" + "\n".join(data)
     )
 
@@ -458,11 +465,11 @@ def _summarise(training: Training, name: str, dtype: str, parameters: int) -> di
         sequence_length=training.options.seq,
         losses=tuple(training.losses),
         io_engine=optimizer.run.stats.header.info["io_engine"],
-        update_placement=optimizer.update_placement,
+        update_schedule=optimizer.update_schedule,
         update_device=optimizer.update_device,
         nvme_paths=tuple(str(root.parent.resolve()) for root in optimizer.run.folder.roots),
         interrupted=bool(training.stopped_by),
-        committed_step=training.committed or None,
+        checkpointed_step=training.checkpointed or None,
         recipe=kept(training.recipe),
         eval_losses=tuple(training.eval_losses),
         not_packed=training.not_packed,

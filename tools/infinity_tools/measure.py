@@ -13,7 +13,7 @@ from infinity.telemetry.ledger import StepRecord
 from infinity.telemetry.metrics import OPS, ROLES
 
 WARM_STEPS = 2
-"""Steps left out of every figure per step: the first records the trace, the second fills the arena."""
+"""Steps left out of every figure per step: the first records the trace, the second fills the host cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class RankReport:
     """Bytes read and written in each step, as the kernel counts them; None where it does not."""
     state_bytes: int
     """Of weights and optimizer state of this rank."""
-    arena_bytes: int
+    host_cache_bytes: int
     """Of pinned memory."""
     stored_bytes: int
     """Space that its files take on NVMe."""
@@ -122,7 +122,7 @@ def report(optimizer: PagedOptimizer, kernel: Sequence[tuple[int, int] | None], 
         records=tuple(optimizer.records),
         kernel=tuple(kernel),
         state_bytes=optimizer.run.layout.state_bytes,
-        arena_bytes=int(page.value("tier_capacity_bytes", tier="host")),
+        host_cache_bytes=int(page.value("tier_capacity_bytes", tier="host")),
         stored_bytes=int(page.value("tier_capacity_bytes", tier="nvme")),
         peak_rss_bytes=peak_rss(),
         read_bytes_total=read,

@@ -68,8 +68,8 @@ class TrainOptions:
     """Names of the options that the command line has said; the others may be those of the run that goes on."""
     again: tuple[str, ...]
     """The command line without what a run that goes on gets anew."""
-    commit_every: int
-    """Steps between commits; 0: only one, at the end."""
+    checkpoint_every: int
+    """Steps between checkpoints; 0: only one, at the end."""
     dtype: str
     """What the model computes in: `bf16`, `fp32`, or `auto`: bf16 where the processor has it."""
     activation_checkpointing: bool
@@ -97,7 +97,7 @@ def check_settings(options: TrainOptions, settings: Config) -> None:
 
 
 def check_options(options: TrainOptions) -> None:
-    """Refuse options that do not go together, once those of a commit are taken up.
+    """Refuse options that do not go together, once those of a checkpoint are taken up.
 
     Raises `ConfigError`, `MissingPackageError`.
     """
@@ -115,7 +115,7 @@ def check_options(options: TrainOptions) -> None:
 
 def check_clipping(by: str, settings: Config) -> None:
     """Refuse clipping where updates run in backward; `by` asks for it. Raises `ConfigError`."""
-    if settings.update.placement == "in_backward":
+    if settings.update.schedule == "in_backward":
         raise ConfigError(
             f"--update in_backward updates before the global norm is known, which {by} needs; "
             "use --update in_forward or leave --update out"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infinity.access import replacing
 from infinity.errors import ConfigError
+from infinity.untrusted_files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from infinity.access import replacing
+from infinity.untrusted_files import replacing
 
 _PARTS = (
     ("compute", "compute_seconds", "#4477aa"),
@@ -21,7 +21,7 @@ _PARTS = (
     ("python", "python_seconds", "#bbbbbb"),
     ("read stall", "read_stall_seconds", "#ee6677"),
     ("write stall", "write_stall_seconds", "#ccbb44"),
-    ("arena stall", "arena_stall_seconds", "#ee8833"),
+    ("host cache stall", "host_cache_stall_seconds", "#ee8833"),
 )
 
 _BARS = 100

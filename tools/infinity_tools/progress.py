@@ -221,7 +221,7 @@ def short(number: float) -> str:
 
 
 def rate(bytes_per_second: float) -> str:
-    """Return a data rate in the units that drives are sold in."""
+    """Return a data rate in the FSDP modules that drives are sold in."""
     if bytes_per_second >= 1e9:
         return f"{bytes_per_second / 1e9:.2f} GB/s"
     return f"{bytes_per_second / 1e6:.0f} MB/s"

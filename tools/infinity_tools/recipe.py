@@ -12,7 +12,7 @@ _FINAL_LR = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Options of AdamW and of its rate. Commits have them, and a run that is resumed goes on with them."""
+    """Options of AdamW and of its rate. Checkpoints have them, and a run that is resumed goes on with them."""
 
     lr: float = 3e-4
     """The highest rate."""
@@ -47,12 +47,14 @@ def resumed(
 
     Args:
         given: by the command line, by name.
-        held: by the commit; None for one that `infinity train` did not make.
-        override: what was given holds, not the commit's.
+        held: by the checkpoint; None for one that `infinity train` did not make.
+        override: what was given holds, not the checkpoint's.
     """
     asked = begun(given, steps)
     if held is None:
-        return asked, ["the commit was not made by infinity train: rate, weight decay and clipping are the options'"]
+        return asked, [
+            "the checkpoint was not made by infinity train: rate, weight decay and clipping are the options'"
+        ]
     names = {field.name for field in fields(Recipe)}
     own = replace(asked, **{name: value for name, value in held.items() if name in names})
     other = {name: value for name in given if (value := getattr(asked, name)) != getattr(own, name)}
@@ -61,12 +63,12 @@ def resumed(
         listed = ", ".join(
             f"{_option(name, value)} (was {_value(getattr(own, name))})" for name, value in other.items()
         )
-        says.append(f"the command line holds, not the commit: {listed}")
+        says.append(f"the command line holds, not the checkpoint: {listed}")
     elif other:
         listed = ", ".join(
             f"{_option(name, getattr(own, name))} (not {_value(value)})" for name, value in other.items()
         )
-        says.append(f"the commit holds, not the command line: {listed}; --override takes the command line's")
+        says.append(f"the checkpoint holds, not the command line: {listed}; --override takes the command line's")
     if override:
         own = replace(own, **other)
     if own.lr_steps < steps and "lr_steps" not in given:
@@ -78,7 +80,7 @@ def resumed(
 
 
 def kept(recipe: Recipe) -> dict[str, Any]:
-    """Return what a commit keeps of a recipe."""
+    """Return what a checkpoint keeps of a recipe."""
     return asdict(recipe)
 
 

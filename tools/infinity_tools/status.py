@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from infinity.command import Version
+from infinity.cli_errors import Version
 from infinity.config import TelemetryConfig, runtime_dir
+from infinity.daemon_client import NodeDaemon
 from infinity.errors import ConfigError
-from infinity.node import NodeDaemon
 from infinity.units import format_size
 from infinity_tools.tables import age, show_whole, table
 
@@ -93,7 +93,7 @@ def _stale(found: Mapping[str, Any]) -> Table:
 
 
 def _stale_run(one: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    state = "may have commits" if one["committed"] else "no commit"
+    state = "may have checkpoints" if one["checkpointed"] else "no checkpoint"
     if not one["complete"]:
         state += ", other folders elsewhere"
     first, *others = one["folders"]

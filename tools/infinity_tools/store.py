@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from infinity.command import Command, Commands, Version, failures
+from infinity.cli_errors import Command, Commands, Version, failures
 from infinity.errors import ConfigError
 from infinity.units import format_size, parse_size
 from infinity_tools.progress import byte_progress, short
 
 if TYPE_CHECKING:
-    from infinity_tools.runs import BadPage, Commit, StoredRun, Waste
+    from infinity_tools.stored_runs import BadPage, Checkpoint, StoredRun, Waste
 
 app = typer.Typer(name="store", cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
@@ -39,12 +39,12 @@ def _store(version: Version = False) -> None:
 
 @app.command(cls=Command)
 def ls(paths: _PATHS, json: _JSON = False, version: Version = False) -> None:
-    """List runs and their commits: what they hold, who has them open, and what they take.
+    """List runs and their checkpoints: what they hold, who has them open, and what they take.
 
-    A commit's *pages* are the bytes that it names; *its own* are those that no other commit of the run names.
+    A checkpoint's *pages* are the bytes that it names; *its own* are those that no other checkpoint of the run names.
     """
     with failures():
-        from infinity_tools.runs import other_holders, stored_runs
+        from infinity_tools.stored_runs import other_holders, stored_runs
 
         passed: dict[Path, str] = {}
         runs = stored_runs(paths, passed)
@@ -65,7 +65,7 @@ def ls(paths: _PATHS, json: _JSON = False, version: Version = False) -> None:
                 f"[bold]{run.run_id}[/]  {state}  {format_size(run.nbytes)} on disk  {', '.join(facts)}",
                 soft_wrap=True,
             )
-            console.print(_table(run) if run.commits else "  no commit")
+            console.print(_table(run) if run.checkpoints else "  no checkpoint")
 
 
 @app.command(cls=Command)
@@ -75,13 +75,13 @@ def verify(
     json: _JSON = False,
     version: Version = False,
 ) -> None:
-    """Read every page that a commit names and compare it with its checksum, as fast as the drives allow.
+    """Read every page that a checkpoint names and compare it with its checksum, as fast as the drives allow.
 
     One run, or all that have ended: a live one is refused where it is named, else passed over. Exit status 1 if a page
     is bad.
     """
     with failures():
-        from infinity_tools.runs import stored_runs
+        from infinity_tools.stored_runs import stored_runs
 
         passed: dict[Path, str] = {}
         chosen = _choose(stored_runs(paths, passed), [run] if run else [], paths)
@@ -103,13 +103,13 @@ def scrub(
     json: _JSON = False,
     version: Version = False,
 ) -> None:
-    """Read every page of every commit of every run, live ones too, at a bounded rate: for cron, beside training.
+    """Read every page of every checkpoint of every run, live ones too, at a bounded rate: for cron, beside training.
 
     Says for every bad page what to do. What a live run has replaced in the meantime is passed over. Exit status 1 if a
     page is bad.
     """
     with failures():
-        from infinity_tools.runs import stored_runs
+        from infinity_tools.stored_runs import stored_runs
 
         passed: dict[Path, str] = {}
         limit = parse_size(rate, name="--rate") if rate else 0
@@ -124,7 +124,7 @@ def scrub(
 def _check(
     doing: str, runs: list[StoredRun], paths: list[Path], rate: int, passed_over: list[str], *, json: bool
 ) -> bool:
-    """Read what the commits of the runs name, report, and return whether something is bad.
+    """Read what the checkpoints of the runs name, report, and return whether something is bad.
 
     Args:
         doing: what is done, in a word.
@@ -134,7 +134,7 @@ def _check(
         passed_over: ids of live runs that are not read.
         json: print JSON and nothing else.
     """
-    from infinity_tools.runs import Check, good_step, incomplete, without_manifest
+    from infinity_tools.stored_runs import Check, good_step, incomplete, without_manifest
 
     console = Console(highlight=False)
     pages, bad_pages, partial, unusable = 0, [], [], False
@@ -147,15 +147,21 @@ def _check(
         advice = _advice(run, bad, good_step(run, bad), paths)
         bad_pages += [{"run_id": run.run_id, **asdict(page), "advice": advice} for page in bad]
         passed = incomplete(run)
-        partial += [{"run_id": run.run_id, "step": commit.step, "problem": commit.problem} for commit in passed]
+        partial += [
+            {"run_id": run.run_id, "step": checkpoint.step, "problem": checkpoint.problem} for checkpoint in passed
+        ]
         none_left = bool(passed) and not run.usable and run.owner is None
         unusable |= none_left
         if not json:
             _report(console, run, check.pages, bad, advice)
-            for commit in passed:
-                console.print(f"  step {commit.step}, {commit.problem}: this is no commit and is passed over")
+            for checkpoint in passed:
+                console.print(
+                    f"  step {checkpoint.step}, {checkpoint.problem}: this is no checkpoint and is passed over"
+                )
             for file in without_manifest(run):
-                console.print(f"  {file} has no manifest: what it was of is no commit", soft_wrap=True, markup=False)
+                console.print(
+                    f"  {file} has no manifest: what it was of is no checkpoint", soft_wrap=True, markup=False
+                )
             if none_left and not bad:
                 console.print(f"  {advice}", style="yellow", soft_wrap=True, markup=False)
     if json:
@@ -173,16 +179,14 @@ def _advice(run: StoredRun, bad: list[BadPage], good: int | None, paths: list[Pa
     if good is None:
         after = ", when it has ended" if run.owner else ""
         return (
-            "no commit of this run is good; restore the files from a copy, or remove the run"
+            "no checkpoint of this run is good; restore the files from a copy, or remove the run"
             f"{after}: infinity store rm {shlex.join(map(str, paths))} {run.run_id}"
         )
     if good > max((page.step for page in bad), default=good):
-        return f"the newest commit, of step {good}, is good: resume from it, or train on"
+        return f"the newest checkpoint, of step {good}, is good: resume from it, or train on"
     if run.owner:
-        return (
-            f"the run is live: its next commit replaces these pages; until then step {good} is the newest that is good"
-        )
-    return f"resume from the commit of step {good}: --resume --resume-step {good} (run.resume_step = {good})"
+        return f"the run is live: its next checkpoint replaces these pages; until then step {good} is the newest that is good"
+    return f"resume from the checkpoint of step {good}: --resume --resume-step {good} (run.resume_step = {good})"
 
 
 @app.command(cls=Command)
@@ -195,14 +199,16 @@ def gc(
 ) -> None:
     """Remove what nobody can use and nobody owns, of runs that have ended.
 
-    Runs without a commit; commits that not all ranks have published, where all ranks are here; temporary files; state
-    files of no commit; locks that nobody holds. Name all folders of the runs. Only folders that are named as a run and
+    Runs without a checkpoint; checkpoints that not all ranks have published, where all ranks are here; temporary files;
+    state
+    files of no checkpoint; locks that nobody holds. Name all folders of the runs. Only folders that are named as a run
+    and
     marked as one (`infinity.run`) are touched, and your own that are named so and empty. No run starts on these folders
     until the command ends.
     """
     with failures():
         from infinity.store.folder import no_starts
-        from infinity_tools.runs import waste
+        from infinity_tools.stored_runs import waste
 
         with nullcontext() if dry_run else no_starts(paths):
             passed: dict[Path, str] = {}
@@ -263,7 +269,7 @@ def rm(
         bool,
         typer.Option(
             "--ended",
-            help="All runs that no process has open, with their commits: those that have finished, and those that were "
+            help="All runs that no process has open, with their checkpoints: those that have finished, and those that were "
             "cut off.",
         ),
     ] = False,
@@ -271,7 +277,7 @@ def rm(
     json: _JSON = False,
     version: Version = False,
 ) -> None:
-    """Remove runs that have ended, with their commits.
+    """Remove runs that have ended, with their checkpoints.
 
     A live run is refused where it is named, and passed over by --ended. No run starts on these folders until the
     command ends.
@@ -279,7 +285,7 @@ def rm(
     with failures():
         from infinity.store.folder import no_starts
         from infinity.store.marker import is_run_id
-        from infinity_tools import runs as stored
+        from infinity_tools import stored_runs as stored
 
         # By its form, not by what exists: in a folder of runs, the id of a run is a folder too.
         names = [text for text in arguments if is_run_id(text)]
@@ -304,8 +310,8 @@ def rm(
             size = sum(run.nbytes for run in chosen)
             if not json:
                 for run in chosen:
-                    steps = ", ".join(str(commit.step) for commit in run.commits) or "none"
-                    typer.echo(f"{run.run_id}  {format_size(run.nbytes)}  commits: {steps}")
+                    steps = ", ".join(str(checkpoint.step) for checkpoint in run.checkpoints) or "none"
+                    typer.echo(f"{run.run_id}  {format_size(run.nbytes)}  checkpoints: {steps}")
             _confirmed(chosen, f"remove {_counted(len(chosen), 'run')}", size, yes=yes, json=json)
             agreed = {run.identity for run in chosen}
             chosen = [run for run in stored.stored_runs(paths) if run.identity in agreed]
@@ -361,41 +367,43 @@ def _described(run: StoredRun) -> dict[str, Any]:
         "ranks": run.ranks,
         "parameters": run.parameters or None,
         "bytes": run.nbytes,
-        "commits": [
+        "checkpoints": [
             {
-                "step": commit.step,
-                "created": commit.created,
-                "world_size": commit.world_size,
-                "bytes": commit.nbytes,
-                "own_bytes": commit.own_bytes,
-                "problem": commit.problem or None,
+                "step": checkpoint.step,
+                "created": checkpoint.created,
+                "world_size": checkpoint.world_size,
+                "bytes": checkpoint.nbytes,
+                "own_bytes": checkpoint.own_bytes,
+                "problem": checkpoint.problem or None,
             }
-            for commit in run.commits
+            for checkpoint in run.checkpoints
         ],
     }
 
 
 def _table(run: StoredRun) -> Table:
-    table = Table("  step", "committed", "ranks", "pages", "its own", "", box=None, header_style="dim", pad_edge=False)
+    table = Table(
+        "  step", "checkpointed", "ranks", "pages", "its own", "", box=None, header_style="dim", pad_edge=False
+    )
     for column in (0, 2, 3, 4):
         table.columns[column].justify = "right"
         table.columns[column].no_wrap = True
     table.columns[1].no_wrap = True
     table.columns[5].overflow = "fold"
-    for commit in run.commits:
-        sizes = (format_size(commit.nbytes), format_size(commit.own_bytes))
-        problem = f"[red]{escape(commit.problem)}[/]" if commit.problem else ""
-        table.add_row(str(commit.step), _when(commit), str(commit.world_size), *sizes, problem)
+    for checkpoint in run.checkpoints:
+        sizes = (format_size(checkpoint.nbytes), format_size(checkpoint.own_bytes))
+        problem = f"[red]{escape(checkpoint.problem)}[/]" if checkpoint.problem else ""
+        table.add_row(str(checkpoint.step), _when(checkpoint), str(checkpoint.world_size), *sizes, problem)
     return table
 
 
-def _when(commit: Commit) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(commit.created)) if commit.created else "unknown"
+def _when(checkpoint: Checkpoint) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.created)) if checkpoint.created else "unknown"
 
 
 def _report(console: Console, run: StoredRun, pages: int, bad: list[BadPage], advice: str) -> None:
-    if not run.commits:
-        console.print(f"{run.run_id}: no commit, nothing to read")
+    if not run.checkpoints:
+        console.print(f"{run.run_id}: no checkpoint, nothing to read")
         return
     if not bad:
         console.print(f"{run.run_id}: [green]all {pages} pages are good[/]")

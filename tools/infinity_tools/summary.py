@@ -16,12 +16,12 @@ from typing import Any
 
 from rich.table import Table
 
-from infinity.access import open_regular
 from infinity.checkpoint.durable import write_durably
 from infinity.errors import ConfigError
 from infinity.telemetry.ledger import StepRecord
 from infinity.telemetry.metrics import PARTS
 from infinity.units import format_size
+from infinity.untrusted_files import open_regular
 from infinity_tools.measure import WARM_STEPS, RankReport, steady
 from infinity_tools.progress import rate, short
 
@@ -54,16 +54,16 @@ class RunFacts:
     """One per step."""
     io_engine: str
     """Name of the engine that moved the bytes."""
-    update_placement: str
-    """When in a step the updates of units ran."""
+    update_schedule: str
+    """When in a step the updates of FSDP modules ran."""
     update_device: str
     """The type of the device that they ran on."""
     nvme_paths: tuple[str, ...]
     """As they were given."""
     interrupted: bool
     """Whether a signal ended the run early."""
-    committed_step: int | None
-    """Step of the newest commit; None: there is none."""
+    checkpointed_step: int | None
+    """Step of the newest checkpoint; None: there is none."""
     recipe: Mapping[str, Any]
     """See `Recipe`."""
     eval_losses: tuple[tuple[int, float], ...]
@@ -96,7 +96,7 @@ def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
         return sum(known) / (len(counts) / len(reports)) if len(known) == len(counts) else None
 
     step_seconds = median(record.seconds for record in steady(records))
-    arena, peak = total(lambda r: r.arena_bytes), total(lambda r: r.peak_rss_bytes)
+    host_cache, peak = total(lambda r: r.host_cache_bytes), total(lambda r: r.peak_rss_bytes)
     return {
         **asdict(facts),
         "steps": len(facts.losses),
@@ -104,9 +104,9 @@ def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
         "tokens_per_second": facts.tokens_per_step / step_seconds,
         "state_bytes": total(lambda r: r.state_bytes),
         "stored_bytes": total(lambda r: r.stored_bytes),
-        "host_memory_bytes": arena,
+        "host_memory_bytes": host_cache,
         "peak_rss_bytes": peak,
-        "process_memory_bytes_outside_arena": max(0, peak - arena),
+        "process_memory_bytes_outside_host_cache": max(0, peak - host_cache),
         "nvme_read_bytes_per_step": per_step(lambda r: r.read_bytes),
         "nvme_written_bytes_per_step": per_step(lambda r: r.written_bytes),
         "predicted_read_bytes_per_step": total(lambda r: r.predicted_read_bytes),
@@ -142,7 +142,7 @@ class StepLog:
 
     def __init__(self, file: Path, first_step: int) -> None:
         """Open the file, and cut off what is not of the steps before `first_step`: a run that was killed has taken
-        steps behind its last commit, which are taken again, and may have left half a line.
+        steps behind its last checkpoint, which are taken again, and may have left half a line.
 
         Raises:
             ConfigError: it cannot be written to.
@@ -272,12 +272,16 @@ def summary_table(summary: dict[str, Any]) -> Table:
 
 def result_lines(summary: dict[str, Any]) -> list[str]:
     """Return what is left of a run, and the commands that go on from there; whole lines, to be copied."""
-    last, committed, commands = summary["first_step"] + summary["steps"] - 1, summary["committed_step"], summary["next"]
+    last, checkpointed, commands = (
+        summary["first_step"] + summary["steps"] - 1,
+        summary["checkpointed_step"],
+        summary["next"],
+    )
     if not commands:
         return ["nothing is left on NVMe: --keep never"]
-    lost = f"; steps up to {last} are not in it" if committed != last else ""
+    lost = f"; steps up to {last} are not in it" if checkpointed != last else ""
     return [
-        f"step {committed} of run {summary['run_id']} is committed in {', '.join(summary['nvme_paths'])}{lost}",
+        f"step {checkpointed} of run {summary['run_id']} is checkpointed in {', '.join(summary['nvme_paths'])}{lost}",
         f"its weights:     {commands['export']}",
         f"to go on:        {commands['resume']}",
         f"to free {format_size(summary['stored_bytes'])}: {commands['free']}",
@@ -287,7 +291,7 @@ def result_lines(summary: dict[str, Any]) -> list[str]:
 def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
     losses, seconds = s["losses"], s["step_seconds"]
     last = s["first_step"] + len(losses) - 1
-    state, arena, outside = s["state_bytes"], s["host_memory_bytes"], s["process_memory_bytes_outside_arena"]
+    state, host_cache, outside = s["state_bytes"], s["host_memory_bytes"], s["process_memory_bytes_outside_host_cache"]
     traffic = s["nvme_read_bytes_per_step"] + s["nvme_written_bytes_per_step"]
     parts = {part: s[f"{part}_seconds_per_step"] for part in PARTS}
     shares = {part.replace("_", " "): spent / sum(parts.values()) for part, spent in parts.items()}
@@ -309,10 +313,10 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
             "of it",
             ", ".join(f"{part} {share:.0%}" for part, share in shares.items() if share >= 0.005),
         ),
-        ("updates", f"{s['update_placement']}, on the {s['update_device']}"),
+        ("updates", f"{s['update_schedule']}, on the {s['update_device']}"),
         ("state on NVMe", f"{format_size(state)} of {short(s['parameters'])} parameters"),
-        ("host arena", format_size(arena) + _share(arena, state)),
-        ("peak resident", f"{format_size(s['peak_rss_bytes'])}, {format_size(outside)} outside the arena"),
+        ("host cache", format_size(host_cache) + _share(host_cache, state)),
+        ("peak resident", f"{format_size(s['peak_rss_bytes'])}, {format_size(outside)} outside the host cache"),
         ("read per step", _moved(s, "read", seconds)),
         ("written per step", _moved(s, "written", seconds)),
         *_plan(s),
@@ -321,10 +325,14 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _share(arena: float, state: float) -> str:
+def _share(host_cache: float, state: float) -> str:
     if not state:
         return ""
-    return f", {arena / state:.0%} of the state" if arena < state else ", all of the state fits: nothing needs paging"
+    return (
+        f", {host_cache / state:.0%} of the state"
+        if host_cache < state
+        else ", all of the state fits: nothing needs paging"
+    )
 
 
 def _plan(s: dict[str, Any]) -> list[tuple[str, str]]:

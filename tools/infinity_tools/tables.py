@@ -36,9 +36,9 @@ def show_whole(console: Console, shown: Table) -> None:
 
 def span(seconds: float) -> str:
     """Return a length of time in one word."""
-    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+    for fsdp_module, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
+            return f"{seconds / length:.0f} {fsdp_module}"
     return f"{seconds:.0f} s"
 
 

@@ -74,8 +74,8 @@ def _literal(name: str, value: Any) -> str:
 
 
 def _size(size: int) -> str:
-    """Return a size with a unit, exact; else in bytes."""
-    for factor, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+    """Return a size with an FSDP module, exact; else in bytes."""
+    for factor, fsdp_module in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size and size % factor == 0:
-            return f'"{size // factor}{unit}"'
+            return f'"{size // factor}{fsdp_module}"'
     return str(size)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from infinity.errors import ConfigError
-from infinity.extras import needs
+from infinity.optional_dependencies import needs
 
 _log = logging.getLogger("infinity")
 TRACKERS = ("tensorboard", "wandb")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from infinity.command import Command, Version, at_most, failures, finite, setting
+from infinity.cli_errors import Command, Version, at_most, failures, finite, setting
 from infinity_tools.preset_list import list_presets
 
 _MODEL, _DATA, _STATE, _OPTIMIZER, _OUTPUT = "Model", "Data", "State on NVMe", "Optimizer", "Output"
@@ -163,7 +163,7 @@ def train(
         str | None,
         typer.Option(
             callback=setting("memory.host_bytes"),
-            help="Size of the host arena per rank, such as 512MiB. [default: a quarter of what is free]",
+            help="Size of the host cache per rank, such as 512MiB. [default: a quarter of what is free]",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -193,17 +193,17 @@ def train(
     update: Annotated[
         str | None,
         typer.Option(
-            callback=setting("update.placement"),
+            callback=setting("update.schedule"),
             help="auto, in_backward, in_forward or after_backward. [default: auto]",
             rich_help_panel=_STATE,
         ),
     ] = None,
-    commit_every: Annotated[
+    checkpoint_every: Annotated[
         int,
         typer.Option(
             min=0,
             help="Make the state durable every so many steps, not only at the end of the run, whether that is the last "
-            "step or a signal. With --keep never there is no commit at the end.",
+            "step or a signal. With --keep never there is no checkpoint at the end.",
             rich_help_panel=_STATE,
         ),
     ] = 0,
@@ -212,7 +212,7 @@ def train(
         typer.Option(
             "--resume",
             metavar="[auto|RUN]",
-            help="Go on from the newest commit on the folders, or from that of a run, by its id. --resume auto: begin "
+            help="Go on from the newest checkpoint on the folders, or from that of a run, by its id. --resume auto: begin "
             "anew where there is none.",
             rich_help_panel=_STATE,
         ),
@@ -236,7 +236,9 @@ def train(
     resume_step: Annotated[
         int | None,
         typer.Option(
-            min=0, help="With --resume: from the commit of this step; later ones are removed.", rich_help_panel=_STATE
+            min=0,
+            help="With --resume: from the checkpoint of this step; later ones are removed.",
+            rich_help_panel=_STATE,
         ),
     ] = None,
     activations: Annotated[
@@ -247,11 +249,11 @@ def train(
             rich_help_panel=_STATE,
         ),
     ] = None,
-    retained_commits: Annotated[
+    retained_checkpoints: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Commits to keep; each takes the size of the state once more. 0, with --keep never: no room for any. "
+            help="Checkpoints to keep; each takes the size of the state once more. 0, with --keep never: no room for any. "
             "[default: 1]",
             rich_help_panel=_STATE,
         ),
@@ -260,7 +262,7 @@ def train(
         str | None,
         typer.Option(
             callback=setting("run.keep"),
-            help="What is left on NVMe at the end. auto: a run that has a commit; always; never. [default: auto]",
+            help="What is left on NVMe at the end. auto: a run that has a checkpoint; always; never. [default: auto]",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -364,7 +366,7 @@ def train(
         from infinity.errors import ConfigError
         from infinity.store.marker import is_run_id
         from infinity_tools.loop import run_training
-        from infinity_tools.lora import check_lora
+        from infinity_tools.lora_options import check_lora
         from infinity_tools.options import TrainOptions
 
         if model == "list":
@@ -381,15 +383,15 @@ def train(
             raise ConfigError(
                 f"--max-grad-norm {max_grad_norm:g} must be above 0; leave it out to train without clipping"
             )
-        if retained_commits == 0 and (keep != "never" or commit_every):
+        if retained_checkpoints == 0 and (keep != "never" or checkpoint_every):
             raise ConfigError(
-                "--retained-commits 0 leaves no room for the commit at the end, or for those of --commit-every; add "
-                "--keep never and leave --commit-every out, or keep 1"
+                "--retained-checkpoints 0 leaves no room for the checkpoint at the end, or for those of --checkpoint-every; add "
+                "--keep never and leave --checkpoint-every out, or keep 1"
             )
-        if retained_commits and keep == "never" and not commit_every:
+        if retained_checkpoints and keep == "never" and not checkpoint_every:
             raise ConfigError(
-                f"--retained-commits {retained_commits} with --keep never: there is no commit to retain; name "
-                "--commit-every, or leave one of them out"
+                f"--retained-checkpoints {retained_checkpoints} with --keep never: there is no checkpoint to retain; name "
+                "--checkpoint-every, or leave one of them out"
             )
         recipe = {
             "lr": lr,
@@ -404,13 +406,13 @@ def train(
             "memory.host_bytes": host_memory,
             "memory.page_bytes": page_bytes,
             "state.format": state_format,
-            "update.placement": update,
+            "update.schedule": update,
             "activations.tier": activations,
             "run.seed": seed,
             "run.resume": resume,
             "run.resume_paths": [str(path) for path in resume_path] if resume_path else None,
             "run.resume_step": resume_step,
-            "run.retained_commits": retained_commits,
+            "run.retained_checkpoints": retained_checkpoints,
             "run.keep": keep,
             "telemetry.timeline": str(trace) if trace else None,
         }
@@ -447,7 +449,7 @@ def train(
             override=override,
             said=_said(context),
             again=_words(context, without=_ANEW),
-            commit_every=commit_every,
+            checkpoint_every=checkpoint_every,
             dtype=dtype,
             activation_checkpointing=activation_checkpointing,
             threads=threads,
@@ -478,7 +480,7 @@ _ANEW = {
     "resume", "resume_path", "resume_step", "override", "steps", "out", "trace", "json", "debug",
     "lr", "lr_steps", "warmup_steps", "weight_decay", "max_grad_norm", "epochs", "nproc",
 }  # fmt: skip
-"""Options that a command that goes on does not repeat: it has its own, or the commit has them."""
+"""Options that a command that goes on does not repeat: it has its own, or the checkpoint has them."""
 
 
 def _said(context: typer.Context) -> frozenset[str]:

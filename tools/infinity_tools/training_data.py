@@ -89,7 +89,7 @@ class TrainingData:
     epoch: int
     """Sequences of a data set; 0: plain text, which has no epochs."""
     facts: dict[str, Any]
-    """What tells them from other data; commits keep it."""
+    """What tells them from other data; checkpoints keep it."""
     said: tuple[str, ...]
     """What a person is told of them, line by line."""
     not_packed: str

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 import infinity
-from infinity.command import Version
+from infinity.cli_errors import Version
 from infinity_tools.doctor.software import installed
 
 

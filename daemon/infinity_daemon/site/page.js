@@ -14,7 +14,7 @@ const PARTS = {
   collective: ["collectives", "c4"],
   read_stall: ["waits for reads", "s1"],
   write_stall: ["waits for writes", "s2"],
-  arena_stall: ["waits for frames", "s3"],
+  host_cache_stall: ["waits for frames", "s3"],
   python: ["the loop’s own code", "c5"],
 };
 const ROLES = {
@@ -190,19 +190,19 @@ class RunView {
         (r) => ifKnown(r.io.read_per_step, (size) => `${bytes(size)} per step`)],
       ["Written", (r) => ifKnown(r.io.write, rate),
         (r) => ifKnown(r.io.written_per_step, (size) => `${bytes(size)} per step`)],
-      ["Last commit", (r) => since(r.commit.last) ?? "none yet",
-        (r) => (r.commit.count ? `${count(r.commit.count)} so far, ${duration(r.commit.seconds)} each` : undefined)],
+      ["Last checkpoint", (r) => since(r.checkpoint.last) ?? "none yet",
+        (r) => (r.checkpoint.count ? `${count(r.checkpoint.count)} so far, ${duration(r.checkpoint.seconds)} each` : undefined)],
       ["Learning rate", (r) => ifKnown(r.learning_rate, (value) => plain(value, 3)),
         (r) => (r.steps_skipped ? `${count(r.steps_skipped)} steps skipped` : undefined)],
     ]);
     this.loss = new Chart("Loss by step", (value) => String(Number(value.toPrecision(4))));
     this.speed = new Chart("Tokens per second by step", (value) => short(value), { zero: true });
     this.parts = new Shares("Where a step’s time goes", PARTS);
-    this.arena = new Shares("Host arena", ROLES);
+    this.host cache = new Shares("Host host cache", ROLES);
     this.ready = make("p.aside");
     this.parts.element.append(this.ready);
     this.stored = make("p.aside");
-    this.arena.element.append(this.stored);
+    this.host cache.element.append(this.stored);
     this.ranks = new Table(
       `Ranks of ${run.id}`,
       [
@@ -214,7 +214,7 @@ class RunView {
         ["Waiting", (rank) => ifKnown(rank.stalled, share)],
         ["Read", (rank) => ifKnown(rank.read, rate)],
         ["Written", (rank) => ifKnown(rank.write, rate)],
-        ["Arena", (rank) => ifKnown(rank.arena_used, (used) => `${bytes(used)} of ${bytes(rank.arena_capacity)}`)],
+        ["Host cache", (rank) => ifKnown(rank.host_cache_used, (used) => `${bytes(used)} of ${bytes(rank.host_cache_capacity)}`)],
         ["Errors", (rank) => count(rank.errors)],
         ["Process", (rank) => rank.pid],
       ],
@@ -227,7 +227,7 @@ class RunView {
       this.notices,
       this.figures.element,
       make("div.halves", {}, this.loss.figure, this.speed.figure),
-      make("div.halves", {}, this.parts.element, this.arena.element),
+      make("div.halves", {}, this.parts.element, this.host cache.element),
       this.ranks.element,
     );
     this.drawn = "";
@@ -246,10 +246,10 @@ class RunView {
     this.figures.show(run);
     this.parts.show(run.parts, 1, share);
     put(this.ready, run.fetches ? `${share(run.fetches.hit)} of the pages were ready when they were needed.` : "");
-    this.arena.show(run.arena?.roles, run.arena?.capacity, bytes);
-    if (run.arena) {
-      const used = Object.values(run.arena.roles).reduce((sum, size) => sum + size, 0);
-      put(this.arena.title, `Host arena: ${bytes(used)} of ${bytes(run.arena.capacity)} in use`);
+    this.host cache.show(run.host cache?.roles, run.host cache?.capacity, bytes);
+    if (run.host cache) {
+      const used = Object.values(run.host cache.roles).reduce((sum, size) => sum + size, 0);
+      put(this.host cache.title, `Host host_cache: ${bytes(used)} of ${bytes(run.host_cache.capacity)} in use`);
       const { param, update, grad } = run.nvme?.roles ?? {};
       const stored = run.nvme && `${bytes(param + update + grad)} of state on NVMe, in ${bytes(run.nvme.capacity)}.`;
       const cost = run.tokens && `${bytes(run.io.written_total / run.tokens)} are written per token.`;

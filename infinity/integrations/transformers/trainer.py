@@ -17,19 +17,19 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.reader import CommitReader
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.config import Config, check_config, load_config
-from infinity.errors import CommitError, ConfigError, InfinityError, UnsupportedError
-from infinity.extras import needs
+from infinity.errors import CheckpointError, ConfigError, InfinityError, UnsupportedError
 from infinity.formats.adapters import peft_model
 from infinity.formats.companions import CONFIG, Companions
 from infinity.fsdp import private
 from infinity.fsdp.sharded_model import ShardedModel
-from infinity.integrations.commits import going_on
-from infinity.integrations.folders import make_durable
-from infinity.integrations.transformers import checkpoints, refusals
-from infinity.integrations.transformers.checkpoints import Checkpoint
+from infinity.integrations.resume_points import going_on
+from infinity.integrations.run_folders import make_durable
+from infinity.integrations.transformers import trainer_checkpoints, unsupported_arguments
 from infinity.integrations.transformers.exports import move_export
+from infinity.integrations.transformers.trainer_checkpoints import Checkpoint
+from infinity.optional_dependencies import needs
 from infinity.ranks import Ranks
 from infinity.run.offload import offload
 from infinity.run.optimizer import PagedOptimizer
@@ -70,7 +70,8 @@ def attach(
     """Let a Trainer train with parameters and optimizer state on NVMe. Call it before `trainer.train()`.
 
     The optimizer is the one that the Trainer would make (`optim=`) or was given (`optimizers=`); it is offloaded when
-    training or an evaluation begins, and is `trainer.optimizer.optimizer` then. A checkpoint is a commit, which copies
+    training or an evaluation begins, and is `trainer.optimizer.optimizer` then. A checkpoint is a checkpoint, which
+    copies
     nothing, and a folder with what else the Trainer saves; `trainer.save_model()` exports weights as a stream.
 
     Args:
@@ -78,7 +79,7 @@ def attach(
             `fully_shard` was called; a model on the meta device has an ``hf_device_map``, so that the Trainer leaves it
             where it is.
         config, weights, strict, init: as `infinity.offload` takes them. `run.resume` is the Trainer's
-            (`train(resume_from_checkpoint=…)`), `run.retained_commits` follows from its `save_total_limit`.
+            (`train(resume_from_checkpoint=…)`), `run.retained_checkpoints` follows from its `save_total_limit`.
         layer_major: whether the micro-batches of `gradient_accumulation_steps` run layer by layer (`micro_batches`), so
             that weights are read twice per step, and not twice per micro-batch. None: where the loss is a sum over
             labels that the model computes itself.
@@ -98,7 +99,7 @@ def attach(
         )
     settings = load_config(config)
     check_config(settings)
-    refusals.check(trainer)
+    unsupported_arguments.check(trainer)
     ShardedModel.inspect(own.model)
     settings = _with_limit(settings, own.args)
     accumulation = accumulation_of(trainer, layer_major)
@@ -113,21 +114,21 @@ def attach(
 
 
 def _with_limit(settings: Config, args: Any) -> Config:
-    """Return the settings with as many retained commits as the Trainer keeps checkpoints. Raises `ConfigError`."""
+    """Return the settings with as many retained checkpoints as the Trainer keeps checkpoints. Raises `ConfigError`."""
     if settings.run.resume:
         raise ConfigError(
             f"run.resume = {settings.run.resume!r}: it is the Trainer that says what to resume from; leave it out, and "
             "call train(resume_from_checkpoint=True)"
         )
-    if not refusals.commits(args):
+    if not unsupported_arguments.checkpoints(args):
         return settings
-    wanted = refusals.retained(args)
-    if settings.run.retained_commits not in (1, wanted):
+    wanted = unsupported_arguments.retained(args)
+    if settings.run.retained_checkpoints not in (1, wanted):
         raise ConfigError(
-            f"run.retained_commits = {settings.run.retained_commits}, but the Trainer keeps {wanted} checkpoints "
-            f"(save_total_limit = {args.save_total_limit}); leave run.retained_commits out"
+            f"run.retained_checkpoints = {settings.run.retained_checkpoints}, but the Trainer keeps {wanted} checkpoints "
+            f"(save_total_limit = {args.save_total_limit}); leave run.retained_checkpoints out"
         )
-    return replace(settings, run=replace(settings.run, retained_commits=wanted))
+    return replace(settings, run=replace(settings.run, retained_checkpoints=wanted))
 
 
 @dataclass
@@ -223,7 +224,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Return the norm, None where it is not known: whoever asks for it forbids updates in backward."""
         paged = self._begin()
-        if grad_norm is None and {self._infinity.settings.update.placement, paged.update_placement} & {*_LOOKED_AT}:
+        if grad_norm is None and {self._infinity.settings.update.schedule, paged.update_schedule} & {*_LOOKED_AT}:
             return paged.clip_grad_norm_(math.inf)
         return grad_norm
 
@@ -236,14 +237,14 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
     # Checkpoints #
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write a checkpoint folder, then the commit that it names, then remove those that are kept no more."""
+        """Write a checkpoint folder, then the checkpoint that it names, then remove those that are kept no more."""
         args, state, paged = self.args, self._infinity, self._begin()
-        if not refusals.commits(args):
+        if not unsupported_arguments.checkpoints(args):
             super()._save_checkpoint(model, trial)
             return
         state.saving, args.save_total_limit = args.save_total_limit, None
         try:
-            super()._save_checkpoint(model, trial)  # it would remove folders before there is a commit for this one
+            super()._save_checkpoint(model, trial)  # it would remove folders before there is a checkpoint for this one
         finally:
             state.saving, args.save_total_limit = None, state.saving
         ranks, run = Ranks.current(), paged.run
@@ -254,33 +255,33 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
                 make_durable(folder)
 
         ranks.together("writing the checkpoint", flush)
-        paged.commit(prefer=self._best_steps())
+        paged.save_checkpoint(prefer=self._best_steps())
 
         def remove() -> None:
             if args.should_save:
-                checkpoints.remove_others(args.output_dir, run.folder.run_id, run.store.commits)
+                trainer_checkpoints.remove_others(args.output_dir, run.folder.run_id, run.store.checkpoints)
 
         ranks.together("removing checkpoints", remove)
 
     def _best_steps(self) -> list[int]:
-        """Return the step of the commit of the best checkpoint, if there is one; as rank 0 sees it."""
+        """Return the step of the checkpoint of the best checkpoint, if there is one; as rank 0 sees it."""
         ranks, best = Ranks.current(), self.state.best_model_checkpoint
 
         def steps() -> list[int]:
-            own = checkpoints.checkpoints_in(self.args.output_dir)
+            own = trainer_checkpoints.checkpoints_in(self.args.output_dir)
             return [checkpoint.step for checkpoint in own if best is not None and checkpoint.folder == Path(best)]
 
         return ranks.agree(ranks.together("looking for the best checkpoint", steps))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Export the weights; into a checkpoint, write which commit has them."""
+        """Export the weights; into a checkpoint, write which checkpoint has them."""
         folder = Path(output_dir or self.args.output_dir)
         if self._infinity.saving is None:
             self._export(folder)
         Ranks.current().together("saving what comes with the weights", partial(self._save_companions, folder))
 
     def _save_companions(self, folder: Path) -> None:
-        """Write what a folder has beside weights; of a checkpoint, which commit has them."""
+        """Write what a folder has beside weights; of a checkpoint, which checkpoint has them."""
         args, state = copy.copy(self.args), self._infinity
         if not args.should_save:
             return
@@ -295,7 +296,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         torch.save(args, folder / _ARGUMENTS)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save the scheduler; the optimizer's state is in the commit."""
+        """Save the scheduler; the optimizer's state is in the checkpoint."""
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
@@ -316,20 +317,20 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         ranks.on_first("moving the export", partial(move_export, apart, folder))
 
     def _write_config(self, folder: Path) -> None:
-        config = Companions.of_run(self._begin().run.folder.commits).config
+        config = Companions.of_run(self._begin().run.folder.checkpoints).config
         if config is not None:
             (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
     # What is resumed #
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any) -> Any:
-        """Train; with True from the last checkpoint whose commit is there, or from one that is named.
+        """Train; with True from the last checkpoint whose checkpoint is there, or from one that is named.
 
         Raises:
             ConfigError, UnsupportedError: the arguments were changed to what cannot work.
-            CommitError: there is no commit for the checkpoint.
+            CheckpointError: there is no checkpoint for the checkpoint.
         """
-        refusals.check(self)
+        unsupported_arguments.check(self)
         if _with_limit(self._infinity.settings, self.args) != self._infinity.settings:
             raise ConfigError("save_strategy or save_total_limit was changed behind attach(), which reserves the space")
         if resume_from_checkpoint is True:
@@ -338,20 +339,20 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
 
     def _last_checkpoint(self) -> str:
         folder, paths = self.args.output_dir, self._infinity.settings.storage.paths
-        last, behind = checkpoints.newest(folder, paths, Ranks.current())
+        last, behind = trainer_checkpoints.newest(folder, paths, Ranks.current())
         for other in behind:
-            _log.warning("%s is passed over: the commit that it names is not in %s", other, ", ".join(paths))
+            _log.warning("%s is passed over: the checkpoint that it names is not in %s", other, ", ".join(paths))
         if last is None:
-            raise CommitError(
-                f"no checkpoint in {folder!r} names a commit in {', '.join(paths)}: nothing to resume from"
+            raise CheckpointError(
+                f"no checkpoint in {folder!r} names a checkpoint in {', '.join(paths)}: nothing to resume from"
             )
         return str(last.folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Note which commit is resumed from: the run begins with it.
+        """Note which checkpoint is resumed from: the run begins with it.
 
         Raises:
-            CommitError: the folder names none.
+            CheckpointError: the folder names none.
             InfinityError: the run has begun, with something else.
         """
         ranks = Ranks.current()
@@ -375,7 +376,10 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
                 group.update(settings)
 
     def _load_best_model(self) -> None:
-        """Read the weights of the best checkpoint's commit, one parameter at a time; the optimizer's state stays."""
+        """Read the weights of the best checkpoint's checkpoint, one parameter at a time;
+
+        the optimizer's state stays.
+        """
         folder, best = self._begin().run.folder, Checkpoint.read(self.state.best_model_checkpoint)
         if best.run_id != folder.run_id:
             _log.warning(
@@ -388,9 +392,12 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
 
     @torch.no_grad()
     def _take_over(self, step: int) -> None:
-        """Copy what is trained, and the buffers, from a commit; what is frozen is the same in it, and not written."""
+        """Copy what is trained, and the buffers, from a checkpoint;
+
+        what is frozen is the same in it, and not written.
+        """
         run = self._begin().run
-        reader, layout = CommitReader(run.folder, step), run.layout
+        reader, layout = CheckpointReader(run.folder, step), run.layout
         for index, spec in enumerate(reader.manifest(Ranks.current().rank).description.tensors):
             if layout.shards[index].spec.trainable:
                 local = self.model.get_parameter(spec.names[0]).to_local()

@@ -4,7 +4,7 @@
 bandwidth in each second, the median of the last `WINDOW` seconds is compared with that of the first `WINDOW`; below
 `FALLEN` of it, the drive has fallen off. Where: at the first second that is itself below, and with it the median of the
 `WINDOW` seconds from there. With less than four times `WINDOW` seconds the windows are a quarter of what there is;
-less than four seconds tell nothing. Writing ends `SETTLED` seconds after the cliff: what is left is seen by then.
+less than four seconds tell nothing. Writing ends `FLUSHED` seconds after the cliff: what is left is seen by then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from infinity.units import GIB, align_down
 
 WINDOW: Final = 5
 FALLEN: Final = 0.7
-SETTLED: Final = 10
+FLUSHED: Final = 10
 _QUARTERS: Final = 4
 MOST_BYTES: Final = 64 * GIB
 """Written to each folder unless something else is asked for, if that is not more than half of the free space."""
@@ -145,7 +145,7 @@ def sustain(
         for stream in streams:
             stream.start()
         while not all(map(_is_done, streams)) and time.perf_counter() - began <= most_seconds:
-            if stop.wait(_LOOK_SECONDS) or all(_is_done(one) or _has_settled(one.slices()) for one in streams):
+            if stop.wait(_LOOK_SECONDS) or all(_is_done(one) or _has_flushed(one.slices()) for one in streams):
                 enough.set()
                 break
             on_progress({one.target.path: one.written for one in streams}, time.perf_counter() - began)
@@ -163,6 +163,6 @@ def _is_done(stream: Stream) -> bool:
     return stream.ended(0)
 
 
-def _has_settled(slices: Sequence[int]) -> bool:
+def _has_flushed(slices: Sequence[int]) -> bool:
     fall = fall_of(slices)
-    return fall is not None and len(slices) >= 2 * WINDOW and len(slices) - fall.second >= SETTLED
+    return fall is not None and len(slices) >= 2 * WINDOW and len(slices) - fall.second >= FLUSHED

@@ -10,7 +10,7 @@ and how long anything takes.
     streams      streams and events, and copies that wait in them
     memory       which memory is of a stream, of the host, or pinned
     simulation   puts it together: a dispatch mode, and what `torch.cpu` and the package are given meanwhile
-    threads      what orders threads of the package, and what reaches its frames without torch
+    threads      what orders threads of the package, and what reaches its cache slots without torch
     defects      changes to the package that the simulation has to find
     cases        trainings on it, on every rank
     tables       what it is tried with, and real devices

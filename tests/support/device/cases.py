@@ -33,12 +33,12 @@ STEPS = 6
 
 
 def ended_and_resumed(kind: str, where: str, folder: str, device_bytes: int = 0) -> tuple[list[float], list[str]]:
-    """Train with commits, end it in the middle of a step, and resume; return the losses, and what was not ordered.
+    """Train with checkpoints, end it in the middle of a step, and resume; return the losses, and what was not ordered.
 
     Args:
         kind: of the device.
         where: in the step: ``forward``, ``backward``, ``step`` or ``between``.
-        device_bytes: memory of the device for weights and whole units; 0: what it has free, which is nothing.
+        device_bytes: memory of the device for weights and whole FSDP modules; 0: what it has free, which is nothing.
     """
     with simulation(kind) as device:
         session = Session(Path(folder), memory={"device_bytes": device_bytes})
@@ -47,10 +47,10 @@ def ended_and_resumed(kind: str, where: str, folder: str, device_bytes: int = 0)
         with Session(Path(folder), memory={"device_bytes": device_bytes}, run={"resume": "latest"}) as session:
             assert session.optimizer.steps == 4
             losses += session.run(until=STEPS, every=2)
-            at_home = len(session.optimizer.run.planner.placement.at_home)
+            gpu_resident = len(session.optimizer.run.planner.update_schedule.gpu_resident)
     listed = troubles(device)
-    if (at_home > 0) is not (device.updates and device_bytes > 0):
-        listed.append(f"{at_home} units lived on the device")
+    if (gpu_resident > 0) is not (device.updates and device_bytes > 0):
+        listed.append(f"{gpu_resident} FSDP modules lived on the device")
     return losses, listed
 
 

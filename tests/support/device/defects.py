@@ -12,20 +12,20 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from infinity.schedule.gpu_resident_pages import GpuResidentPages
 
 from infinity.content.format import Role
 from infinity.content.views import section
 from infinity.fsdp import gradient
-from infinity.fsdp.activations import SavedActivations
-from infinity.fsdp.staging import Staging
+from infinity.fsdp.saved_activations import SavedActivations
+from infinity.fsdp.staging import GpuPrefetcher
 from infinity.memory.device import AcceleratorDevice
 from infinity.optim.device_pages import DevicePages
 from infinity.optim.fetch import GradientFetcher
 from infinity.optim.gradients import Gradients
 from infinity.optim.update import Update
 from infinity.schedule import cache, copies
-from infinity.schedule.activations import ActivationPages
-from infinity.schedule.homes import Homes
+from infinity.schedule.activation_pages import ActivationPages
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Mode, Use
 from infinity.schedule.transfers import Transfers
@@ -38,11 +38,11 @@ COMPUTATION, BACK, REDUCTION = "the stream of the computation", "the stream 'bac
 UPDATE, TRAINING, COPIES = "thread infinity-update_0", "thread MainThread", "thread infinity-copies"
 IN_BACKWARD = Recipe(model="toy", steps=3)
 IN_FORWARD = Recipe(model="toy", steps=3, clip=1.0)
-LEAST = Paging(arena="least")
+LEAST = Paging(host_cache="least")
 KEEPING = Recipe(model="toy", steps=2, sequences=44, checkpointing=True)
 ACTIVATIONS = Paging(activations="nvme")
-HOMES = Paging(arena="least", device=64 << 20)
-"""All units live on the device, where it updates."""
+GPU_RESIDENT_PAGES = Paging(host_cache="least", device=64 << 20)
+"""All FSDP modules live on the device, where it updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,25 +88,25 @@ def _flush_behind_copy(recipe: Recipe, paging: Paging, folder: Path) -> None:
         back = run.device.stream("back")
         uses = (Use(page.index, Mode.UPDATE),)
 
-        def mark() -> Any:
-            behind = run.device.mark(back)
+        def record_event() -> Any:
+            behind = run.device.record_event(back)
             behind._event.delay(200)
             return behind
 
-        with run.pager.access(uses, planned=False, copies=mark) as (content,):
+        with run.pager.access(uses, planned=False, copies=record_event) as (content,):
             weights = section(content, page, run.layout, page.start, page.stop)
             run.device.copy(weights, weights.clone(), back)
         run.pager.flush()
 
 
-def _commit(recipe: Recipe, paging: Paging, folder: Path) -> None:
+def _checkpoint(recipe: Recipe, paging: Paging, folder: Path) -> None:
     with offloaded(recipe, paging, folder) as (model, optimizer):
         train(recipe, model, optimizer, Outcome())
-        optimizer.commit()
+        optimizer.save_checkpoint()
 
 
 def _leave_home(recipe: Recipe, paging: Paging, folder: Path) -> None:
-    """Let units live on the device, and then no longer, and train on."""
+    """Let FSDP modules live on the device, and then no longer, and train on."""
     with offloaded(recipe, paging, folder) as (model, optimizer):
         train(recipe, model, optimizer, Outcome())
         optimizer.run.pager.house(frozenset())
@@ -204,10 +204,12 @@ def _gradients_dropped() -> Iterator[None]:
 @contextmanager
 def _walked_without_order() -> Iterator[None]:
     """Copy gradients to their pages without waiting for what has made them."""
-    mark = AcceleratorDevice.mark
+    record_event = AcceleratorDevice.record_event
 
     def walk(self: Any, *args: Any, **named: Any) -> None:
-        with patch.object(AcceleratorDevice, "mark", lambda device, stream: _Late(mark(device, stream))):
+        with patch.object(
+            AcceleratorDevice, "record_event", lambda device, stream: _Late(record_event(device, stream))
+        ):
             original(self, *args, **named)
 
     original = Gradients._walk
@@ -218,8 +220,8 @@ def _walked_without_order() -> Iterator[None]:
 class _Late:
     """A mark that no stream waits for."""
 
-    def __init__(self, mark: Any) -> None:
-        self.passed = mark.passed
+    def __init__(self, device_event: Any) -> None:
+        self.passed = device_event.passed
 
     def before(self, stream: Any) -> None:
         """Nothing waits."""
@@ -268,11 +270,11 @@ def _numbers_without_order() -> Iterator[None]:
 def _staged_without_order(name: str) -> Iterator[None]:
     """Let a slot be filled again, or copied out of, without waiting for the stream that uses it."""
     if name == "used":
-        fill = Staging._fill
-        change = patch.object(Staging, "_fill", lambda self, memory, used, parts: fill(self, memory, None, parts))
+        fill = GpuPrefetcher._fill
+        change = patch.object(GpuPrefetcher, "_fill", lambda self, memory, used, parts: fill(self, memory, None, parts))
     else:
-        filled = Staging._filled
-        change = patch.object(Staging, "_filled", lambda self, slot: _Late(filled(self, slot)))
+        filled = GpuPrefetcher._filled
+        change = patch.object(GpuPrefetcher, "_filled", lambda self, slot: _Late(filled(self, slot)))
     with change:
         yield
 
@@ -280,10 +282,12 @@ def _staged_without_order(name: str) -> Iterator[None]:
 @contextmanager
 def _updated_without_order(name: str) -> Iterator[None]:
     """Let one step of updates on the device, `bring` or `leave`, give marks that no stream waits for."""
-    mark, original = AcceleratorDevice.mark, getattr(DevicePages, name)
+    record_event, original = AcceleratorDevice.record_event, getattr(DevicePages, name)
 
     def changed(self: Any, *args: Any) -> Any:
-        with patch.object(AcceleratorDevice, "mark", lambda device, stream: _Late(mark(device, stream))):
+        with patch.object(
+            AcceleratorDevice, "record_event", lambda device, stream: _Late(record_event(device, stream))
+        ):
             return original(self, *args)
 
     with patch.object(DevicePages, name, changed):
@@ -292,23 +296,26 @@ def _updated_without_order(name: str) -> Iterator[None]:
 
 @contextmanager
 def _home_without_order(name: str) -> Iterator[None]:
-    """Let one of `_bring`, `_send` and `contents` know of no use of pages at home before; see `Homes`."""
-    owner: Any = Homes if name == "contents" else Pager
+    """Let one of `_bring`, `_send` and `contents` know of no use of pages GPU-resident before;
+
+    see `GpuResidentPages`.
+    """
+    owner: Any = GpuResidentPages if name == "contents" else Pager
     original = getattr(owner, name)
 
     def changed(self: Any, *args: Any) -> Any:
         if name == "_send":
             args[1].used = _Late(args[1].used)
         found = original(self, *args)
-        homes = self if name == "contents" else self._homes
+        gpu_resident_pages = self if name == "contents" else self._gpu_resident_pages
         if name == "_bring":
-            for home in homes.of(args[0]).values():
+            for home in gpu_resident_pages.of(args[0]).values():
                 home.used = _Late(home.used)
         return found
 
     def contents(self: Any, uses: Any) -> Any:
         for use in uses:
-            if home := self._homes.get(use.page):
+            if home := self._gpu_resident_pages.get(use.page):
                 home.used = _Late(home.used)
         return original(self, uses)
 
@@ -364,8 +371,8 @@ def _activations_without_marks() -> Iterator[None]:
     """Let pages of activations go when they have been handed to the device."""
     release = cache.Cache.release
 
-    def hasty(self: Any, uses: Any, mark: Any = None) -> None:
-        release(self, uses, mark if self._named else None)
+    def hasty(self: Any, uses: Any, device_event: Any = None) -> None:
+        release(self, uses, device_event if self._named else None)
 
     with patch.object(cache.Cache, "release", hasty):
         yield
@@ -380,9 +387,9 @@ def _hasty(hurried: str) -> AbstractContextManager[Any]:
     """Let nobody wait for the device to do one thing."""
     wait_for_device = Pager.wait_for_device
 
-    def hasty(pager: Any, mark: Any, what: str) -> None:
+    def hasty(pager: Any, device_event: Any, what: str) -> None:
         if what != hurried:
-            wait_for_device(pager, mark, what)
+            wait_for_device(pager, device_event, what)
 
     return patch.object(Pager, "wait_for_device", hasty)
 
@@ -424,7 +431,7 @@ DEFECTS: dict[str, Defect] = {
         change=_without_end_of_ring,
         later=f"a copy to the host (writes, {BACK})|aten._fused_adamw_.default (writes, {UPDATE})",
         earlier=f"a copy to the host (writes, {BACK})|aten._fused_adamw_.default (writes, {UPDATE})",
-        recipe=Recipe(model="even", steps=2),  # units of more ranges than there are slots
+        recipe=Recipe(model="even", steps=2),  # FSDP modules of more ranges than there are slots
     ),
     "gradients: dropped before the copy has ended": Defect(
         change=_gradients_dropped,
@@ -443,7 +450,7 @@ DEFECTS: dict[str, Defect] = {
         later=f"aten.copy_.default (writes, {TRAINING})|aten.copy_.default (writes, {COMPUTATION})",
         earlier=f"a copy to the device (reads, {COMPUTATION})",
         recipe=Recipe(model="toy", steps=2, evaluate=True, edit=True),
-        paging=Paging(arena="all"),
+        paging=Paging(host_cache="all"),
         looks=100,
     ),
     "activations: copied before they are computed": Defect(
@@ -510,7 +517,7 @@ DEFECTS: dict[str, Defect] = {
         change=_without_wait_for_updates,
         later=f"a copy to the device (reads, {COMPUTATION})|aten.copy_.default (writes, {UPDATE})",
         earlier=f"a copy to the device (reads, {COMPUTATION})|aten.copy_.default (writes, {UPDATE})",
-        paging=Paging(arena="all"),
+        paging=Paging(host_cache="all"),
     ),
     "update there: before its pages are": Defect(
         change=partial(_updated_without_order, "bring"),
@@ -525,7 +532,7 @@ DEFECTS: dict[str, Defect] = {
         kind="order-updates",
     ),
     "update there: no mark behind the copies back": Defect(
-        change=lambda: patch.object(DevicePages, "mark", lambda self: _Passed()),
+        change=lambda: patch.object(DevicePages, "record_event", lambda self: _Passed()),
         later="an NVMe write from it|a copy to the device",
         earlier=f"a copy to the host (writes, {BACK})",
         kind="order-updates",
@@ -534,7 +541,7 @@ DEFECTS: dict[str, Defect] = {
         change=partial(_home_without_order, "contents"),
         later=f"aten.copy_.default (reads, {COMPUTATION})",
         earlier="(writes, the stream 'update')",
-        paging=HOMES,
+        paging=GPU_RESIDENT_PAGES,
         kind="order-updates",
     ),
     "home: updated before its gradients are stored": Defect(
@@ -542,30 +549,30 @@ DEFECTS: dict[str, Defect] = {
         later="(reads, the stream 'update')",
         earlier=f"(writes, {REDUCTION})",
         recipe=Recipe(model="toy", steps=2, micro=2),  # without a norm, which the host waits for
-        paging=HOMES,
+        paging=GPU_RESIDENT_PAGES,
         kind="order-updates",
     ),
     "home: used before it is filled": Defect(
         change=partial(_home_without_order, "_bring"),
         later=f"aten.copy_.default (reads, {COMPUTATION})|(writes, the stream 'update')",
         earlier="a copy to the device (writes, the stream 'stage')",
-        paging=replace(HOMES, arena="all"),  # no frame is waited for
+        paging=replace(GPU_RESIDENT_PAGES, host_cache="all"),  # no cache slot is waited for
         looks=200,
         kind="order-updates",
     ),
-    "home: sent to a commit before its update": Defect(
+    "home: sent to a checkpoint before its update": Defect(
         change=partial(_home_without_order, "_send"),
         later=f"a copy to the host (reads, {BACK})",
         earlier="(writes, the stream 'update')",
-        paging=HOMES,
+        paging=GPU_RESIDENT_PAGES,
         kind="order-updates",
-        run=_commit,
+        run=_checkpoint,
     ),
     "home: freed while it is sent": Defect(
         change=partial(_not_kept, "back"),
         later=f"({COMPUTATION}), once it was freed,",
         earlier=f"a copy to the host (reads, {BACK})",
-        paging=HOMES,
+        paging=GPU_RESIDENT_PAGES,
         kind="order-updates",
         run=_leave_home,
     ),
@@ -573,7 +580,7 @@ DEFECTS: dict[str, Defect] = {
         change=_without_wait_for_updates,
         later=f"aten.copy_.default (reads, {COMPUTATION})|(writes, the stream 'update')",
         earlier=f"aten.copy_.default (reads, {COMPUTATION})|(writes, the stream 'update')",
-        paging=HOMES,
+        paging=GPU_RESIDENT_PAGES,
         kind="order-updates",
     ),
     "page: used while it is being read": Defect(
@@ -592,13 +599,13 @@ DEFECTS: dict[str, Defect] = {
         change=partial(_staged_without_order, "filled"),
         later=f"aten.copy_.default (reads, {COMPUTATION})",
         earlier="a copy to the device (writes, the stream 'stage')",
-        paging=Paging(arena="least", device=256 << 10),
+        paging=Paging(host_cache="least", device=256 << 10),
     ),
     "staging: a slot is filled before it has been copied out of": Defect(
         change=partial(_staged_without_order, "used"),
         later="a copy to the device (writes, the stream 'stage')",
         earlier=f"aten.copy_.default (reads, {COMPUTATION})",
-        paging=Paging(arena="least", device=120 << 10),  # two slots, and nothing that is kept
+        paging=Paging(host_cache="least", device=120 << 10),  # two slots, and nothing that is kept
     ),
 }
 """By name, what has to be found."""

@@ -14,7 +14,7 @@ from support.device.clocks import Actor, Clock, Memory, Races, Span, merge
 
 
 class PinnedMemory(Pinned):
-    """Host memory that is registered, in pieces that are used as one: frames of an arena, slots of a ring."""
+    """Host memory that is registered, in pieces that are used as one: cache slots of a host cache, slots of a ring."""
 
     def __init__(self, memory: memoryview, piece: int, name: str, closing: Callable[[PinnedMemory], None]) -> None:
         self.start, self.nbytes = address_of(memory), memory.nbytes

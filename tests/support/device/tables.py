@@ -9,7 +9,7 @@ from support.train import Paging, Recipe
 SOME = 120 << 10
 """Bytes of the device that are enough to stage weights of a `Toy`, and to keep none."""
 FEW = 620 << 10
-"""Bytes that have room for slots, and for one or two units of a `Toy` with their state."""
+"""Bytes that have room for slots, and for one or two FSDP modules of a `Toy` with their state."""
 ALL = 64 << 20
 """Bytes that have room for everything."""
 RECIPES = {
@@ -32,34 +32,36 @@ RECIPES = {
     "groups": Recipe(model="toy", steps=4, groups=True),
 }
 PAGINGS = {
-    "least-auto": Paging(arena="least"),
-    "middle-forward": Paging(placement="in_forward"),
-    "least-after": Paging(arena="least", placement="after_backward"),
-    "all-auto": Paging(arena="all"),
-    "least-auto-staged": Paging(arena="least", device=SOME),
-    "least-forward-kept": Paging(arena="least", placement="in_forward", device=ALL),
-    "all-after-staged": Paging(arena="all", placement="after_backward", device=SOME),
-    "least-forward-no-worker": Paging(arena="least", placement="in_forward", cores=0),
+    "least-auto": Paging(host_cache="least"),
+    "middle-forward": Paging(update_schedule="in_forward"),
+    "least-after": Paging(host_cache="least", update_schedule="after_backward"),
+    "all-auto": Paging(host_cache="all"),
+    "least-auto-staged": Paging(host_cache="least", device=SOME),
+    "least-forward-kept": Paging(host_cache="least", update_schedule="in_forward", device=ALL),
+    "all-after-staged": Paging(host_cache="all", update_schedule="after_backward", device=SOME),
+    "least-forward-no-worker": Paging(host_cache="least", update_schedule="in_forward", cores=0),
 }
 LARGE = Recipe(model="wide", steps=6, sequences=64)
 """54M parameters: a kernel of its takes long enough for others to run beside it, which those of a `Toy` do not."""
 LARGE_PAGINGS = {
-    "least-staged": Paging(arena="least", page=1 << 20, device=96 << 20),
+    "least-staged": Paging(host_cache="least", page=1 << 20, device=96 << 20),
     "middle-staged": Paging(page=1 << 20, device=96 << 20),
-    "least-some-at-home": Paging(arena="least", page=1 << 20, device=400 << 20),
-    "all-at-home": Paging(arena="least", page=1 << 20, device=4 << 30),
-    "forward-staged": Paging(arena="least", page=1 << 20, device=96 << 20, placement="in_forward"),
-    "after-at-home": Paging(arena="least", page=1 << 20, device=4 << 30, placement="after_backward"),
+    "least-some-at-home": Paging(host_cache="least", page=1 << 20, device=400 << 20),
+    "all-at-home": Paging(host_cache="least", page=1 << 20, device=4 << 30),
+    "forward-staged": Paging(host_cache="least", page=1 << 20, device=96 << 20, update_schedule="in_forward"),
+    "after-at-home": Paging(host_cache="least", page=1 << 20, device=4 << 30, update_schedule="after_backward"),
 }
-HOMES = {
-    "some-auto": Paging(arena="least", device=FEW, homes="some"),
-    "all-auto": Paging(arena="least", device=ALL, homes="all"),
-    "some-forward": Paging(arena="least", placement="in_forward", device=FEW, homes="some"),
-    "all-after": Paging(arena="least", placement="after_backward", device=ALL, homes="all"),
-    "some-after-middle": Paging(placement="after_backward", device=FEW, homes="some"),
-    "all-forward-no-worker": Paging(arena="least", placement="in_forward", device=ALL, cores=0, homes="all"),
+GPU_RESIDENT_PAGES = {
+    "some-auto": Paging(host_cache="least", device=FEW, gpu_resident_pages="some"),
+    "all-auto": Paging(host_cache="least", device=ALL, gpu_resident_pages="all"),
+    "some-forward": Paging(host_cache="least", update_schedule="in_forward", device=FEW, gpu_resident_pages="some"),
+    "all-after": Paging(host_cache="least", update_schedule="after_backward", device=ALL, gpu_resident_pages="all"),
+    "some-after-middle": Paging(update_schedule="after_backward", device=FEW, gpu_resident_pages="some"),
+    "all-forward-no-worker": Paging(
+        host_cache="least", update_schedule="in_forward", device=ALL, cores=0, gpu_resident_pages="all"
+    ),
 }
-"""With units that live on the device, where it updates."""
+"""With FSDP modules that live on the device, where it updates."""
 MANY = Recipe(model="toy", steps=4, sequences=44)
 """Its layers are called with two or three pages."""
 RECIPES_THAT_KEEP = {
@@ -75,9 +77,9 @@ RECIPES_THAT_KEEP = {
 }
 """Of which activations are pages."""
 ACTIVATIONS = {
-    "nvme-least": Paging(arena="least", activations="nvme"),
+    "nvme-least": Paging(host_cache="least", activations="nvme"),
     "host": Paging(activations="host"),
-    "nvme-forward-delays": Paging(placement="in_forward", activations="nvme", delays=True),
-    "nvme-two-paths": Paging(placement="after_backward", activations="nvme", paths=2),
+    "nvme-forward-delays": Paging(update_schedule="in_forward", activations="nvme", delays=True),
+    "nvme-two-paths": Paging(update_schedule="after_backward", activations="nvme", paths=2),
 }
 """Where activations wait, in the least room, late and on several drives."""

@@ -1,7 +1,7 @@
-"""What orders the threads of the package, and what reaches its frames without torch: the store.
+"""What orders the threads of the package, and what reaches its cache slots without torch: the store.
 
 Threads are ordered by the pager's lock, by the queue of the worker of updates, and by nothing else. A transfer of the
-store uses its frame from when it is started until its end is told, on whatever thread.
+store uses its cache slot from when it is started until its end is told, on whatever thread.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from unittest.mock import patch
 
 import torch
 
-from infinity.fsdp import gradient, staging
-from infinity.optim import worker
+from infinity.fsdp import gpu_prefetcher, gradient
+from infinity.optim import update_thread
 from infinity.schedule import pager, transfers
-from infinity.store.pages import PageStore
+from infinity.store.page_store import PageStore
 from support.device.clocks import Actor, Clock, merge
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ def followed(simulation: Simulation) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (transfers, "_Lock", lambda: _as_in_runs(_Lock(simulation))),
-            (worker, "ThreadPoolExecutor", partial(_Executor, simulation)),
-            (worker, "wait", partial(_wait, simulation)),
-            (staging, "ThreadPoolExecutor", partial(_Executor, simulation)),
+            (update_thread, "ThreadPoolExecutor", partial(_Executor, simulation)),
+            (update_thread, "wait", partial(_wait, simulation)),
+            (gpu_prefetcher, "ThreadPoolExecutor", partial(_Executor, simulation)),
             (pager, "wait_for_futures", partial(_wait, simulation)),
             (PageStore, "read", _transfer(simulation, PageStore.read, "an NVMe read into it", writes=True)),
             (PageStore, "write", _transfer(simulation, PageStore.write, "an NVMe write from it", writes=False)),

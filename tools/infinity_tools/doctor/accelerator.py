@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, Final
 
-from infinity.extras import NEWEST_TORCH, OLDEST
+from infinity.optional_dependencies import NEWEST_TORCH, OLDEST
 from infinity.units import MIB, format_size
 from infinity_tools.doctor.finding import Group, Verdict, check, note, ok, problem, warning
 from infinity_tools.doctor.software import installed
@@ -69,23 +69,24 @@ def accelerator(world: World) -> Verdict:
 
 @check("host registration", _SECONDS)
 def host_registration(world: World) -> Verdict:
-    """Whether CUDA registers host memory, tried with an arena of 2 MiB on the first GPU. Where it does not, copies to
+    """Whether CUDA registers host memory, tried with a host cache of 2 MiB on the first GPU. Where it does not, copies
+    to
     the GPU are slower and wait for one another."""
     torch = _torch()
     if torch is None or not torch.cuda.is_available():
         return ok("not needed: no GPU")
-    from infinity.memory.arena import Arena
     from infinity.memory.device import open_device
+    from infinity.memory.host_cache import HostCache
 
-    arena = Arena(1, 2 * MIB, device=open_device(torch.device("cuda")))
+    host_cache = HostCache(1, 2 * MIB, device=open_device(torch.device("cuda")))
     try:
-        if not arena.registered:
+        if not host_cache.registered:
             return warning(
                 "CUDA refuses to register host memory", "ulimit -l unlimited; docker run --ulimit memlock=-1"
             )
         return ok("CUDA registers host memory")
     finally:
-        arena.close()
+        host_cache.close()
 
 
 @check("collectives", _SECONDS)

@@ -7,13 +7,13 @@ import resource
 from typing import Final
 
 from infinity.io.uring import RINGS
-from infinity.memory.limits import available_memory, default_arena
+from infinity.memory.limits import available_memory, default_host_cache
 from infinity.units import GIB, KIB, MIB, format_size
 from infinity_tools.doctor.finding import Group, Verdict, check, note, ok, problem, warning
 from infinity_tools.doctor.world import World
 
 _CAP_IPC_LOCK = 14
-_SMALL_ARENA: Final = 256 * MIB
+_SMALL_HOST_CACHE: Final = 256 * MIB
 _FEW_FILES: Final = 1024
 _FEWEST_FILES: Final = 32  # which one small rank on one path needs
 _MANY_FILES: Final = 65536
@@ -34,7 +34,8 @@ def _meminfo(world: World) -> dict[str, int]:
 @check("memory")
 def memory(world: World) -> Verdict:
     """What this process may still take: what the machine has available, and what the control groups of the process
-    (of a container, a job of Slurm, a unit of systemd) leave of it. Who goes beyond a group's limit is killed."""
+    (of a container, a job of Slurm, an FSDP module of systemd) leave of it. Who goes beyond a group's limit is
+    killed."""
     sizes, available = _meminfo(world), available_memory(world.root)
     value = f"{format_size(available)} available of {format_size(sizes['MemTotal'])}"
     if available < _CLOSE * sizes["MemAvailable"]:
@@ -46,13 +47,13 @@ def memory(world: World) -> Verdict:
     return ok(value)
 
 
-@check("arena")
-def arena(world: World) -> Verdict:
-    """The host arena that is taken if `memory.host_bytes` is not set: a quarter of what is available, shared by the
-    ranks of the node. A larger arena keeps more of the state in memory, and moves fewer bytes."""
-    size = default_arena(1, world.root)
+@check("host_cache")
+def host_cache(world: World) -> Verdict:
+    """The host cache that is taken if `memory.host_bytes` is not set: a quarter of what is available, shared by the
+    ranks of the node. A larger host cache keeps more of the state in memory, and moves fewer bytes."""
+    size = default_host_cache(1, world.root)
     value = f"{format_size(size)}, shared by the ranks of this node"
-    if size < _SMALL_ARENA:
+    if size < _SMALL_HOST_CACHE:
         return (warning if size else problem)(
             f"{value}: little", "end what takes the memory, raise the limit, or set memory.host_bytes"
         )
@@ -61,7 +62,7 @@ def arena(world: World) -> Verdict:
 
 @check("swap")
 def swap(world: World) -> Verdict:
-    """Swap that is used. An arena that is swapped out is read twice: from the swap and from the drive."""
+    """Swap that is used. A host cache that is swapped out is read twice: from the swap and from the drive."""
     sizes = _meminfo(world)
     total, used = sizes.get("SwapTotal", 0), sizes.get("SwapTotal", 0) - sizes.get("SwapFree", 0)
     if not total:
@@ -83,7 +84,8 @@ def overcommit(world: World) -> Verdict:
 
 @check("huge pages")
 def huge_pages(world: World) -> Verdict:
-    """Transparent huge pages, which the arena and torch's tensors are put into. From small pages a request to a drive
+    """Transparent huge pages, which the host cache and torch's tensors are put into. From small pages a request to a
+    drive
     is hundreds of pieces, and the kernel clears the memory of every gather piece by piece."""
     text = world.read("sys/kernel/mm/transparent_hugepage/enabled")
     if text is None:
@@ -95,12 +97,13 @@ def huge_pages(world: World) -> Verdict:
         return warning("off for this process (PR_SET_THP_DISABLE)", "start it without what turns them off")
     if os.environ.get("THP_MEM_ALLOC_ENABLE") != "1":  # importing infinity has set it where it was not
         return warning(f"on ({mode}), but not for torch's tensors", "unset THP_MEM_ALLOC_ENABLE")
-    return ok(f"on ({mode}), for arena and tensors")
+    return ok(f"on ({mode}), for host cache and tensors")
 
 
 @check("locked memory")
 def locked_memory(world: World) -> Verdict:
-    """How much memory this process may lock (`ulimit -l`). io_uring locks the arena, which counts once for each of its
+    """How much memory this process may lock (`ulimit -l`). io_uring locks the host cache, which counts once for each of
+    its
     rings, so that transfers need not look up its pages each time; beyond the limit it goes on without."""
     limit, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     capabilities = int(world.own("CapEff") or "0", 16)
@@ -108,10 +111,10 @@ def locked_memory(world: World) -> Verdict:
         return ok("no limit")
     if capabilities >> _CAP_IPC_LOCK & 1 and (world.read("proc/self/uid_map") or "").split() == _WHOLE_UIDS:
         return ok(f"no limit for this process (CAP_IPC_LOCK); else {format_size(limit)}")
-    wanted = RINGS * default_arena(1, world.root)
+    wanted = RINGS * default_host_cache(1, world.root)
     if limit < wanted:
         return note(
-            f"{format_size(limit)}, less than {RINGS} times the arena ({format_size(wanted)}): not all of it is "
+            f"{format_size(limit)}, less than {RINGS} times the host cache ({format_size(wanted)}): not all of it is "
             "registered with io_uring",
             "ulimit -l unlimited" if hard == resource.RLIM_INFINITY else _MEMLOCK,
         )
@@ -170,7 +173,7 @@ MEMORY: Final = Group(
     "Memory and limits",
     (
         memory,
-        arena,
+        host_cache,
         swap,
         overcommit,
         huge_pages,

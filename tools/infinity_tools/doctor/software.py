@@ -7,7 +7,7 @@ import re
 from importlib import metadata
 from typing import Final
 
-from infinity.extras import NEWEST_TORCH, OLDEST
+from infinity.optional_dependencies import NEWEST_TORCH, OLDEST
 from infinity_tools.doctor.finding import Group, Verdict, check, note, ok, problem, warning
 from infinity_tools.doctor.world import World
 

@@ -12,7 +12,7 @@ from typing import Final
 from infinity.errors import InfinityError
 from infinity.hugepages import transfer_memory
 from infinity.io.alignment import DEFAULT_ALIGNMENT
-from infinity.io.drives import locate, mount_of, space
+from infinity.io.block_devices import locate, mount_of, space
 from infinity.store.folder import holders
 from infinity.units import GIB, MIB, format_size
 from infinity_tools.doctor.finding import Group, Status, Verdict, check, note, ok, problem, warning
@@ -29,7 +29,7 @@ _REMOTE_MODELS = ("amazon elastic block store", "nvme_card-pd", "msft nvme accel
 _TRIAL_BYTES: Final = MIB
 _LITTLE_SPACE: Final = 10 * GIB
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-_BYTES_PER_PARAMETER: Final = 2 * 14  # AdamW, bf16 weights: the state as it is trained, and that of the commit
+_BYTES_PER_PARAMETER: Final = 2 * 14  # AdamW, bf16 weights: the state as it is trained, and that of the checkpoint
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -77,7 +77,7 @@ def in_use(at: Folder) -> Verdict:
 @check("file system")
 def file_system(at: Folder) -> Verdict:
     """The type of the file system. Best are ext4 and XFS on a local drive. One in memory takes the memory that the
-    arena should have, and ends with the machine; those over a network, and overlays of containers, are slow."""
+    host cache should have, and ends with the machine; those over a network, and overlays of containers, are slow."""
     kind = mount_of(at.place, at.root / "proc/self/mountinfo").kind
     if not os.statvfs(at.place).f_blocks:
         return problem(f"{kind} is memory, and has no size", _LOCAL)
@@ -132,7 +132,7 @@ def allocation(at: Folder) -> Verdict:
 @check("space")
 def free_space(at: Folder) -> Verdict:
     """What is free for users, less what infinityd has reserved for runs that begin. A run needs its state twice: as it
-    is trained, and as it is in the commit that is kept."""
+    is trained, and as it is in the checkpoint that is kept."""
     found = space(at.place)
     name = locate(at.place, at.root / "sys").drive.name
     reserved = sum(one["bytes"] for one in (at.daemon.status or {}).get("reservations", ()) if one["device"] == name)

@@ -13,8 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from infinity.io.alignment import OpenedFile, open_aligned
-from infinity.node import NodeDaemon
+from infinity.daemon_client import NodeDaemon
+from infinity.io.alignment import AlignedFile, open_aligned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Folder:
         return self.path if self.exists else os.path.dirname(os.path.abspath(self.path))
 
     @contextmanager
-    def trial(self) -> Iterator[OpenedFile]:
+    def trial(self) -> Iterator[AlignedFile]:
         """Yield a new file in it, opened as engines do, which has no name any more. Raises OSError."""
         descriptor, name = tempfile.mkstemp(prefix=".infinity-doctor-", dir=self.place)
         os.close(descriptor)

@@ -8,7 +8,7 @@ from typing import Any
 
 from infinity.schema import brief
 from infinity.units import format_setting
-from infinity_tools.migrate import toml
+from infinity_tools.migrate import toml_output
 from infinity_tools.migrate.code import taken_of
 from infinity_tools.migrate.keys import Key, Status
 from infinity_tools.migrate.keys_around import TABLE
@@ -41,10 +41,10 @@ def _device(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     if value == "nvme":
         return Status.TRANSLATED, "storage.paths", "pages lie there, of parameters and of optimizer state alike"
     if other == "nvme":
-        why = "pages have one home for both, and the other one is on NVMe; what is used most stays in the arena"
+        why = "pages have one home for both, and the other one is on NVMe; what is used most stays in the host cache"
         return Status.TRANSLATED, "storage.paths, memory.host_bytes", why
     if value == "cpu":
-        why = "an arena as large as the state keeps all of it in memory; a path is needed for commits"
+        why = "a host cache as large as the state keeps all of it in memory; a path is needed for checkpoints"
         return Status.TRANSLATED, "memory.host_bytes", why
     return Status.NOT_NEEDED, "", "if nothing is offloaded, FSDP2 alone is simpler; with infinity, pages lie on NVMe"
 
@@ -55,7 +55,7 @@ def _path(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
         return Status.TRANSLATED, f"storage.paths = {_listed(nvme)}", "--nvme is given"
     if found.device(role) != "nvme":
         return Status.NOT_NEEDED, "", f"device is {found.device(role)}, so DeepSpeed does not use it"
-    return _same(name, f"storage.paths = {_listed(toml.nvme_paths(found))}")
+    return _same(name, f"storage.paths = {_listed(toml_output.nvme_paths(found))}")
 
 
 def _listed(paths: Sequence[str]) -> str:
@@ -63,7 +63,7 @@ def _listed(paths: Sequence[str]) -> str:
 
 
 def _memory(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
-    if (estimate := toml.host_bytes(found)) is not None:
+    if (estimate := toml_output.host_bytes(found)) is not None:
         return _same(name, f'memory.host_bytes = "{format_setting(estimate)}"')
     device = found.device("param")
     why = "device is not nvme, so DeepSpeed does not use it" if device != "nvme" else "no size of memory comes of it"
@@ -71,14 +71,14 @@ def _memory(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
 
 
 def _block(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
-    if (size := toml.request_bytes(found)) is not None:
+    if (size := toml_output.request_bytes(found)) is not None:
         return _same(name, f"storage.request_bytes = {size}")
     why = "a request here has a multiple of 4096 bytes, from 4 KiB to 1 GiB; the default of 2 MiB holds"
     return Status.NOT_NEEDED, "storage.request_bytes", why
 
 
 def _depth(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
-    if (depth := toml.queue_depth(found)) is not None:
+    if (depth := toml_output.queue_depth(found)) is not None:
         return _same(name, f"storage.queue_depth = {depth}")
     return Status.NOT_NEEDED, "storage.queue_depth", "it is from 1 to 4096 here; the default of 32 holds"
 

@@ -185,9 +185,9 @@ def _loop(found: Found) -> Iterator[str]:
         if cycles_betas(found):
             yield "    for group in optimizer.param_groups:"
             yield '        group["betas"] = (beta_at(scheduler.last_epoch), 0.99)'
-        yield 'optimizer.commit(extra={"scheduler": scheduler.state_dict()})  # durable; at any step'
+        yield 'optimizer.save_checkpoint(extra={"scheduler": scheduler.state_dict()})  # durable; at any step'
     else:
-        yield "optimizer.commit()  # durable; at any step"
+        yield "optimizer.save_checkpoint()  # durable; at any step"
 
 
 def clipping(found: Found) -> str | None:

@@ -19,10 +19,10 @@ AROUND: list[Key] = [
     *unneeded("", "autotuning", "it searches DeepSpeed's own settings; `infinity tune` finds infinity's, and `infinity "
               "probe` measures drives", "infinity tune"),
     *unneeded("checkpoint", "tag_validation load_universal use_node_local_storage parallel_write writer",
-              "a commit is one folder per path, is complete or absent, and loads on any number of ranks",
-              "optimizer.commit()"),
-    *unneeded("", "nebula datastates_ckpt", "a commit copies nothing, so there is nothing to do in the background",
-              "optimizer.commit()"),
+              "a checkpoint is one folder per path, is complete or absent, and loads on any number of ranks",
+              "optimizer.save_checkpoint()"),
+    *unneeded("", "nebula datastates_ckpt", "a checkpoint copies nothing, so there is nothing to do in the background",
+              "optimizer.save_checkpoint()"),
     *unneeded("", "disable_allgather", "of DeepSpeed's old versions"),
     *unneeded("", "sparse_gradients", "gradients are dense; values are the same"),
     *lacking("", "compile graph_harvesting", "it is DeepSpeed's own compiler", "torch.compile(layer) before "

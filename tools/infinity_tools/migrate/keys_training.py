@@ -22,7 +22,7 @@ BATCHES: list[Key] = [
                "count", auto="args.gradient_accumulation_steps"),
     *unneeded("", "managed_gradient_accumulation", "your loop says where a step ends"),
     translated("gradient_clipping", "optimizer.clip_grad_norm_(x)",
-               "the same norm, exact over all ranks; updates then wait for the next forward (update.placement)",
+               "the same norm, exact over all ranks; updates then wait for the next forward (update.update schedule)",
                "number", auto="args.max_grad_norm"),
     *lacking("", "dataloader_drop_last", "your loop makes its DataLoader itself", "DataLoader(drop_last=True)"),
 ]  # fmt: skip
@@ -90,7 +90,7 @@ SCHEDULER: list[Key] = [
         "cycle_momentum": "flag", "cycle_min_mom": "number", "cycle_max_mom": "number", "decay_mom_rate": "number",
     }.items()),
     *unneeded("scheduler.params", "last_batch_iteration",
-              'commit(extra={"scheduler": scheduler.state_dict()}) keeps how far it is'),
+              'checkpoint(extra={"scheduler": scheduler.state_dict()}) keeps how far it is'),
 ]  # fmt: skip
 
 PRECISION: list[Key] = [

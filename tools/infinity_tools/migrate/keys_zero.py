@@ -10,8 +10,8 @@ _ZERO, _PARAM, _OPTIMIZER = (
     "zero_optimization.offload_optimizer",
 )
 _PLAN = "the first step is recorded, and the plan made from it says what is read, kept and evicted when"
-_FSDP = "FSDP2 gathers and reduces one unit (a fully_shard call) at a time, beside computation"
-_UNITS = "what fully_shard is called on is gathered as a whole"
+_FSDP = "FSDP2 gathers and reduces one FSDP module (a fully_shard call) at a time, beside computation"
+_FSDP_MODULES = "what fully_shard is called on is gathered as a whole"
 _QUANTISED = "what is sent between ranks is not quantised here"
 _EXACT = "leave it out; communication is exact, and takes more bytes"
 
@@ -21,27 +21,27 @@ ZERO: list[Key] = [
     translated(f"{_ZERO}.cpu_offload", "memory.host_bytes", "as offload_optimizer.device = cpu", "flag"),
     translated(f"{_ZERO}.cpu_offload_param", "memory.host_bytes", "as offload_param.device = cpu", "flag"),
     *unneeded(_ZERO, "cpu_offload_params", "as offload_param, of old versions"),
-    *unneeded(_ZERO, "cpu_offload_use_pin_memory", "the arena is always pinned"),
+    *unneeded(_ZERO, "cpu_offload_use_pin_memory", "the host cache is always pinned"),
     *unneeded(_ZERO, "stage3_prefetch_bucket_size prefetch_bucket_size stage3_max_live_parameters max_live_parameters "
               "stage3_max_reuse_distance max_reuse_distance sub_group_size", _PLAN),
     *unneeded(_ZERO, "stage3_param_persistence_threshold param_persistence_threshold "
               "stage3_model_persistence_threshold model_persistence_threshold",
-              "small parameters are in the pages of their unit; what fits the arena stays in memory"),
+              "small parameters are in the pages of their FSDP module; what fits the host cache stays in memory"),
     *unneeded(_ZERO, "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
               "allgather_partitions allgather_bucket_size overlap_comm round_robin_gradients "
               "stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params stage3_allgather_sequential "
               "allgather_sequential grad_hooks legacy_stage1", _FSDP),
-    *unneeded(_ZERO, "stage3_module_granularity_threshold module_granularity_threshold leaf_module", _UNITS),
+    *unneeded(_ZERO, "stage3_module_granularity_threshold module_granularity_threshold leaf_module", _FSDP_MODULES),
     *unneeded(_ZERO, "memory_efficient_linear", "layers are torch's own"),
     *unneeded(_ZERO, "ignore_unused_parameters", "parameters without a gradient are left as they are, as in memory"),
     *unneeded(_ZERO, "override_module_apply", "build the model under torch.device(\"meta\"); infinity.offload sets its "
-              "values unit by unit"),
+              "values FSDP module by FSDP module"),
     *unneeded(_ZERO, "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint",
-              "of DeepSpeed's checkpoints; a commit has the master, and loads on any number of ranks"),
+              "of DeepSpeed's checkpoints; a checkpoint has the master, and loads on any number of ranks"),
     *unneeded(_ZERO, "log_trace_cache_warnings enable_sanity_checks",
               "what differs from the plan is handled and counted; checks are always on"),
     *(translated(f"{_ZERO}.{name}", "infinity export PATHS --out FOLDER",
-                 "writes the weights of a commit for from_pretrained", "flag")
+                 "writes the weights of a checkpoint for from_pretrained", "flag")
       for name in ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save",
                    "stage3_gather_fp16_weights_on_model_save")),
     *lacking(_ZERO, "zero_hpz_partition_size", "weights are gathered from all ranks",
@@ -54,15 +54,15 @@ ZERO: list[Key] = [
              _EXACT, changes=True),
     *lacking(_ZERO, "zeropp_loco_param", _QUANTISED, _EXACT, switch="any", changes=True),
     *lacking(_ZERO, "zenflow", "it updates most parameters later, with older gradients; here every update is of this "
-             "step", "leave it out; updates overlap with computation anyway (update.placement)", switch="any",
+             "step", "leave it out; updates overlap with computation anyway (update.update schedule)", switch="any",
              changes=True),
     *lacking(_ZERO, "save_muon_momentum_buffer_in_memory", "the state of every optimizer is paged",
-             "leave it out: what fits the arena stays there"),
+             "leave it out: what fits the host cache stays there"),
 ]  # fmt: skip
 
 OFFLOAD: list[Key] = [
     *(translated(f"{section}.device", "storage.paths, memory.host_bytes",
-                 "nvme: pages lie there. cpu: an arena as large as the state keeps it in memory. There is one home for "
+                 "nvme: pages lie there. cpu: a host cache as large as the state keeps it in memory. There is one home for "
                  "parameters and optimizer state: pages are cached by when they are used, not by what they are",
                  "device") for section in (_PARAM, _OPTIMIZER)),
     *(translated(f"{section}.nvme_path", "storage.paths",
@@ -73,9 +73,9 @@ OFFLOAD: list[Key] = [
                  "an estimate: the bytes of DeepSpeed's parameters in memory, (max_in_cpu + buffer_count x "
                  "buffer_size) x 2, or x 4 in fp32", "count")
       for name in ("max_in_cpu", "buffer_count", "buffer_size")),
-    *unneeded(_OPTIMIZER, "buffer_count", "buffers are pages of the arena, whose number is derived",
+    *unneeded(_OPTIMIZER, "buffer_count", "buffers are pages of the host cache, whose number is derived",
               "memory.host_bytes"),
-    *(key for section in (_PARAM, _OPTIMIZER) for key in unneeded(section, "pin_memory", "the arena is always pinned")),
+    *(key for section in (_PARAM, _OPTIMIZER) for key in unneeded(section, "pin_memory", "the host cache is always pinned")),
     *unneeded(_OPTIMIZER, "pipeline_read pipeline_write pipeline fast_init", _PLAN),
     *lacking(_OPTIMIZER, "ratio", "all updates run in one place, on the CPU or on a GPU", "update.device",
              off=(1, 1.0)),
@@ -90,7 +90,7 @@ AIO: list[Key] = [
                "count"),
     *unneeded("aio", "thread_count intra_op_parallelism single_submit overlap_events",
               "a few threads submit to io_uring; storage.engine = \"threads\" is the other engine", "storage.engine"),
-    *lacking("aio", "use_gds", "no GPUDirect: pages go through the arena", "leave it out: values are the same"),
+    *lacking("aio", "use_gds", "no GPUDirect: pages go through the host cache", "leave it out: values are the same"),
 ]  # fmt: skip
 
 ACTIVATIONS: list[Key] = [
@@ -98,7 +98,7 @@ ACTIVATIONS: list[Key] = [
              "it is for tensor parallelism of DeepSpeed's kind", "torch.utils.checkpoint in your model, or "
              "infinity.micro_batches, which keeps the inputs of layers only"),
     translated("activation_checkpointing.cpu_checkpointing", "activations.tier",
-               "host: inputs of layers wait in the arena; nvme: on the drives too", "flag"),
+               "host: inputs of layers wait in the host cache; nvme: on the drives too", "flag"),
     *unneeded("activation_checkpointing", "contiguous_memory_optimization number_checkpoints "
               "synchronize_checkpoint_boundary profile",
               "of DeepSpeed's own checkpointing; use torch.utils.checkpoint or model.gradient_checkpointing_enable(), "

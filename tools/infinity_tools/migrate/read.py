@@ -11,9 +11,9 @@ from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
-from infinity.access import read_regular
 from infinity.errors import ConfigError
 from infinity.schema import Mismatch, at, brief, flag
+from infinity.untrusted_files import read_regular
 from infinity_tools.migrate.keys import Key
 from infinity_tools.migrate.keys_around import TABLE
 

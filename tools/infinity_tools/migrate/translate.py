@@ -8,7 +8,7 @@ from typing import Any
 
 from infinity.errors import ConfigError
 from infinity.schema import brief
-from infinity_tools.migrate import toml
+from infinity_tools.migrate import toml_output
 from infinity_tools.migrate.answers import ANSWERS
 from infinity_tools.migrate.code import code_of
 from infinity_tools.migrate.keys import Key, Status
@@ -67,7 +67,7 @@ def migrate(found: Found, source: str, settings_file: str, nvme: Sequence[str] =
         ConfigError: the settings are none that `infinity.load_config` takes.
     """
     _check_scheduler(found)
-    text, settings = toml.to_toml(toml.lines_of(found, nvme), source)
+    text, settings = toml_output.to_toml(toml_output.lines_of(found, nvme), source)
     rows = tuple(_row(entry, found, nvme) for entry in found.entries)
     return Migration(toml=text, settings=settings, code=code_of(found, settings_file), rows=rows)
 

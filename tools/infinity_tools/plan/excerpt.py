@@ -27,9 +27,9 @@ from infinity_tools.presets import ModelSource, on_meta, shard
 
 _LAYERS = (1, 3)
 _WARM, _STEPS = 2, 4
-_LEAST_ARENA = 64 * MIB
+_LEAST_HOST_CACHE = 64 * MIB
 _BYTES_EACH = 24
-"""Memory that a parameter of an excerpt may take: it is trained in an arena of any size, and gathered once."""
+"""Memory that a parameter of an excerpt may take: it is trained in a host cache of any size, and gathered once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def measure(
     Args:
         source: the model.
         work: tokens, sequence, micro-batches and dtype; one rank is measured.
-        share: of its state that the arena has room for.
+        share: of its state that the host cache has room for.
         state_format: setting `state.format`.
         ranks: of this machine, which share its cores.
         folder: where its pages lie meanwhile; None: the system's temporary folder.
@@ -130,7 +130,7 @@ def _train(source: ModelSource, work: Workload, share: float, state_format: str,
         "storage": {"paths": [folder]},
         "state": {"format": state_format},
         "run": {"keep": "never"},
-        "memory": {"host_bytes": max(_LEAST_ARENA, align_up(int(18 * share * shape.parameters), MIB))},
+        "memory": {"host_bytes": max(_LEAST_HOST_CACHE, align_up(int(18 * share * shape.parameters), MIB))},
     }
     optimizer = _offload(model, settings)
     rows = max(1, int(work.tokens) // work.sequence)
@@ -155,7 +155,7 @@ def _train(source: ModelSource, work: Workload, share: float, state_format: str,
 
 
 def _offload(model: torch.nn.Module, settings: dict[str, Any]) -> infinity.PagedOptimizer:
-    """Offload with an arena that is large enough."""
+    """Offload with a host cache that is large enough."""
     while True:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         try:

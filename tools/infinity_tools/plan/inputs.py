@@ -23,12 +23,12 @@ from infinity.estimate.machine import (
     Machine,
 )
 from infinity.estimate.model import OPTIMIZERS, ModelShape, decoder, with_lora, with_trainable_share
-from infinity.memory.groups import cores_of_groups
-from infinity.memory.limits import default_arena
+from infinity.memory.cgroups import cores_of_groups
+from infinity.memory.limits import default_host_cache
 from infinity.processor import share_of_cores
-from infinity.store.pages import hash_threads
+from infinity.store.page_store import hash_threads
 from infinity.units import MIB, align_down, format_size, parse_size
-from infinity_tools.plan.drives import drives_at, typed_drives
+from infinity_tools.plan.plan_drives import drives_at, typed_drives
 
 if TYPE_CHECKING:
     from infinity_tools.presets import ModelSource
@@ -97,7 +97,7 @@ def plan_of(asked: Asked, report: Report = lambda what: None) -> tuple[Estimate,
         report: is told what is being done.
 
     Raises:
-        ConfigError: an option is wrong, or two do not go together. BudgetError: the arena is too small.
+        ConfigError: an option is wrong, or two do not go together. BudgetError: the host cache is too small.
     """
     _check(asked)
     settings = _settings(asked)
@@ -159,7 +159,7 @@ def _check(asked: Asked) -> None:
 def _settings(asked: Asked) -> Config:
     settings = load_config(asked.config).with_values(**asked.settings)
     if not settings.memory.host_bytes:
-        settings = settings.with_values(**{"memory.host_bytes": align_down(default_arena(asked.ranks), MIB)})
+        settings = settings.with_values(**{"memory.host_bytes": align_down(default_host_cache(asked.ranks), MIB)})
     return settings
 
 
@@ -257,7 +257,7 @@ def _model(asked: Asked) -> tuple[ModelSource | None, ModelShape]:
         )
     kept = _DTYPES[asked.dtype]
     if asked.lora is not None:
-        from infinity_tools.lora import Lora
+        from infinity_tools.lora_options import Lora
 
         lora = Lora.of(asked.lora)
         model = with_lora(model, lora.r, kept, lora.targets)

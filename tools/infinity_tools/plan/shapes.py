@@ -7,13 +7,13 @@ from typing import Any
 from torch import nn
 
 from infinity.content.views import dtype_name
-from infinity.estimate.model import ModelShape, ParameterShape, UnitShape
+from infinity.estimate.model import FSDPModuleShape, ModelShape, ParameterShape
 from infinity.models.sharding import layers_of
 from infinity_tools.presets import ModelSource, on_meta
 
 
 def shape_of(source: ModelSource) -> ModelShape:
-    """Return the shape of a model, divided into units as `infinity train` does.
+    """Return the shape of a model, divided into FSDP modules as `infinity train` does.
 
     Raises:
         ConfigError: transformers cannot build it.
@@ -36,8 +36,8 @@ def shape_of_module(model: nn.Module, config: Any, name: str) -> ModelShape:
     }
     active = _active_experts(text)
 
-    def unit(module: nn.Module, prefix: str) -> UnitShape:
-        return UnitShape(
+    def fsdp_module(module: nn.Module, prefix: str) -> FSDPModuleShape:
+        return FSDPModuleShape(
             name=prefix or "root",
             parameters=tuple(
                 ParameterShape(
@@ -55,8 +55,8 @@ def shape_of_module(model: nn.Module, config: Any, name: str) -> ModelShape:
 
     return ModelShape(
         name=name,
-        root=unit(model, ""),
-        layers=tuple(unit(layer, names[layer]) for layer in layers),
+        root=fsdp_module(model, ""),
+        layers=tuple(fsdp_module(layer, names[layer]) for layer in layers),
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
     )

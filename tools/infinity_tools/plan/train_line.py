@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 _SETTINGS: Final = {
     "memory.page_bytes": "--page-bytes",
     "state.format": "--state-format",
-    "update.placement": "--update",
+    "update.schedule": "--update",
     "activations.tier": "--activations",
-    "run.retained_commits": "--retained-commits",
+    "run.retained_checkpoints": "--retained-checkpoints",
 }
-"""Settings that both commands have an option for, beside the arena, which is always said."""
-_ARENA: Final = "memory.host_bytes"
+"""Settings that both commands have an option for, beside the host cache, which is always said."""
+_HOST_CACHE: Final = "memory.host_bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def train_line(asked: Asked, found: Estimate, settings: Config, written: Path | 
         words += ["--lora", asked.lora]
     if asked.ranks > 1:
         words += ["--nproc", str(asked.ranks)]
-    if settings.run.retained_commits == 0:
+    if settings.run.retained_checkpoints == 0:
         words += ["--keep", "never"]
     return shlex.join(words + _of_settings(asked, settings, written))
 
@@ -98,7 +98,7 @@ def _why_not(asked: Asked, found: Estimate, written: Path | None) -> str:
         return "it trains all parameters, or --lora"
     if asked.loop:
         return "its layers run all micro-batches each (--micro-tokens)"
-    if written is None and (others := [*asked.settings.keys() - _SETTINGS.keys() - {_ARENA}]):
+    if written is None and (others := [*asked.settings.keys() - _SETTINGS.keys() - {_HOST_CACHE}]):
         return f"{others[0]} is a setting of --config; plan with --out to have the file"
     try:
         check_sequences(_batch(found))

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from infinity.io.probe.points import Load, Measurement
 from infinity.units import format_size
-from infinity_tools.probe.choice import usual_size
-from infinity_tools.probe.report import Ask, Report, sustained_words
+from infinity_tools.probe.probe_report import Ask, Report, sustained_words
+from infinity_tools.probe.recommendation import usual_size
 from infinity_tools.tables import table
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Protocol
 
 from infinity.config import StorageConfig
+from infinity.daemon_client import NodeDaemon
 from infinity.errors import BudgetError, ConfigError
 from infinity.io.probe.bench import Bench, label_of, open_bench
 from infinity.io.probe.points import Load, Measurement, Point, points_of
 from infinity.io.probe.sustained import Sustained, sustain
 from infinity.io.probe.targets import Target, check_targets
-from infinity.node import NodeDaemon
 from infinity.units import format_size
-from infinity_tools.probe.choice import (
+from infinity_tools.probe.fio import FioError, run_fio
+from infinity_tools.probe.probe_report import FIO_START_SECONDS, Ask, Report
+from infinity_tools.probe.recommendation import (
     Choice,
     Size,
     absolute,
@@ -21,10 +23,8 @@ from infinity_tools.probe.choice import (
     settings_block,
     usual_size,
 )
-from infinity_tools.probe.fio import FioError, run_fio
-from infinity_tools.probe.kept import end_measuring, tell_daemon
-from infinity_tools.probe.report import FIO_START_SECONDS, Ask, Report
-from infinity_tools.probe.turns import Turns, in_turn
+from infinity_tools.probe.rounds import Turns, in_turn
+from infinity_tools.probe.stored_results import end_measuring, tell_daemon
 
 
 class View(Protocol):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.errors import ConfigError
-from infinity.extras import needs
+from infinity.optional_dependencies import needs
 
 _FORMATS = {
     ".parquet": "parquet",

@@ -7,11 +7,11 @@ from typing import Final
 from rich.text import Text
 
 from infinity.units import format_size
-from infinity_tools.top.cells import UNKNOWN, curve, percent, rates, whole
 from infinity_tools.top.columns import Column, fitting, headings, row
 from infinity_tools.top.minute import buckets
 from infinity_tools.top.reading import Drive
-from infinity_tools.top.state import State
+from infinity_tools.top.table_cells import UNKNOWN, curve, percent, rates, whole
+from infinity_tools.top.view_state import State
 
 _MOST_NAME: Final = 16
 _CURVE: Final = 20  # columns

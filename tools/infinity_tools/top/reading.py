@@ -1,6 +1,7 @@
 """What is shown of the node at one moment, from its daemon or from the stats pages of its ranks.
 
-Both make the same tree: `infinity.telemetry.runs` turns pages into figures for `infinityd` too. What only the daemon
+Both make the same tree: `infinity.telemetry.run_views` turns pages into figures for `infinityd` too. What only the
+daemon
 knows (profiles of drives, their wear) is None without it.
 """
 
@@ -13,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from infinity.node import NodeDaemon
+from infinity.daemon_client import NodeDaemon
 from infinity.telemetry import Snapshot as Page
 from infinity.telemetry import StatsPageError, read_stats_page, stats_page_files
-from infinity.telemetry.cells import CLOSED_CELL
-from infinity.telemetry.drives import DriveLooks
+from infinity.telemetry.drive_views import DriveLooks
 from infinity.telemetry.metrics import PARTS
-from infinity.telemetry.runs import Runs
+from infinity.telemetry.run_views import Runs
 from infinity.telemetry.stats import KEEP_CLOSED_SECONDS
+from infinity.telemetry.stats_cells import CLOSED_CELL
 from infinity.telemetry.trees import Tree, plain
 
 _MOST_PAGES: Final = 1024
@@ -44,8 +45,8 @@ class Rank:
     """Share of a step's time in which it waits for pages."""
     read_bytes_per_second: float | None
     written_bytes_per_second: float | None
-    arena_used: float | None
-    arena_bytes: float | None
+    host_cache_used: float | None
+    host_cache_bytes: float | None
     errors: float | None
     """Transfers that failed for good."""
 
@@ -66,13 +67,13 @@ class Run:
     stalled: float | None
     read_bytes_per_second: float | None
     written_bytes_per_second: float | None
-    arena_used: float | None
-    arena_bytes: float | None
-    committed: float | None
-    """Unix time of the last commit of all ranks."""
-    commit_seconds: float | None
-    """Mean length of a commit."""
-    commits: float | None
+    host_cache_used: float | None
+    host_cache_bytes: float | None
+    checkpointed: float | None
+    """Unix time of the last checkpoint of all ranks."""
+    checkpoint_seconds: float | None
+    """Mean length of a checkpoint."""
+    checkpoints: float | None
     prefetch_hit: float | None
     """Share of the pages asked for that were ready."""
     prefetch_late: float | None
@@ -179,7 +180,10 @@ class Reader:
 
 
 def _run(tree: Tree) -> Run:
-    arena, late = _at(tree, "arena", "roles"), (_number(tree, "fetches", "late"), _number(tree, "fetches", "miss"))
+    host_cache, late = (
+        _at(tree, "host_cache", "roles"),
+        (_number(tree, "fetches", "late"), _number(tree, "fetches", "miss")),
+    )
     return Run(
         id=_text(tree.get("id")),
         status="idle" if tree.get("idle") is True else _text(tree.get("status")),
@@ -192,11 +196,13 @@ def _run(tree: Tree) -> Run:
         stalled=_number(tree, "stalled"),
         read_bytes_per_second=_number(tree, "io", "read"),
         written_bytes_per_second=_number(tree, "io", "write"),
-        arena_used=sum(_number(arena, role) or 0.0 for role in arena) if isinstance(arena, Mapping) else None,
-        arena_bytes=_number(tree, "arena", "capacity"),
-        committed=_number(tree, "commit", "last"),
-        commit_seconds=_number(tree, "commit", "seconds"),
-        commits=_number(tree, "commit", "count"),
+        host_cache_used=sum(_number(host_cache, role) or 0.0 for role in host_cache)
+        if isinstance(host_cache, Mapping)
+        else None,
+        host_cache_bytes=_number(tree, "host_cache", "capacity"),
+        checkpointed=_number(tree, "checkpoint", "last"),
+        checkpoint_seconds=_number(tree, "checkpoint", "seconds"),
+        checkpoints=_number(tree, "checkpoint", "count"),
         prefetch_hit=_number(tree, "fetches", "hit"),
         prefetch_late=None if None in late else sum(filter(None, late)),
         errors=_number(tree, "io", "errors"),
@@ -217,8 +223,8 @@ def _rank(tree: Tree) -> Rank:
         stalled=_number(tree, "stalled"),
         read_bytes_per_second=_number(tree, "read"),
         written_bytes_per_second=_number(tree, "write"),
-        arena_used=_number(tree, "arena_used"),
-        arena_bytes=_number(tree, "arena_capacity"),
+        host_cache_used=_number(tree, "host_cache_used"),
+        host_cache_bytes=_number(tree, "host_cache_capacity"),
         errors=_number(tree, "errors"),
     )
 

@@ -8,10 +8,10 @@ from typing import Final, Literal
 
 from rich.text import Text
 
-from infinity_tools.top.cells import ago, bar, decimal, filled, legend, number, percent, rates, whole
 from infinity_tools.top.columns import Column, fitting, headings, line, row
 from infinity_tools.top.reading import Rank, Run
-from infinity_tools.top.state import State
+from infinity_tools.top.table_cells import ago, bar, decimal, filled, legend, number, percent, rates, whole
+from infinity_tools.top.view_state import State
 
 Bars = Literal["all", "runs", "chosen", "none"]
 """Which have a bar below them: runs and ranks, runs, the chosen run."""
@@ -70,11 +70,11 @@ def _columns(state: State) -> tuple[Column[Run], ...]:
     now = state.snapshot.time
     longest = max((len(run.id) for run in state.runs), default=0)
 
-    def commit(run: Run) -> str:
-        if run.committed is None:
-            return "none" if run.commits == 0 else ago(None)
-        took = "" if run.commit_seconds is None else f" ({decimal(run.commit_seconds)} s)"
-        return ago(now - run.committed) + took
+    def checkpoint(run: Run) -> str:
+        if run.checkpointed is None:
+            return "none" if run.checkpoints == 0 else ago(None)
+        took = "" if run.checkpoint_seconds is None else f" ({decimal(run.checkpoint_seconds)} s)"
+        return ago(now - run.checkpointed) + took
 
     return (
         Column(
@@ -90,8 +90,8 @@ def _columns(state: State) -> tuple[Column[Run], ...]:
             heading="read/written", rank=7, width=14,
             cell=lambda run: rates(run.read_bytes_per_second, run.written_bytes_per_second),
         ),
-        Column(heading="arena", rank=8, width=15, cell=lambda run: filled(run.arena_used, run.arena_bytes)),
-        Column(heading="last commit", rank=9, width=15, cell=commit),
+        Column(heading="cache", rank=8, width=15, cell=lambda run: filled(run.host_cache_used, run.host_cache_bytes)),
+        Column(heading="last checkpoint", rank=9, width=15, cell=checkpoint),
         Column(
             heading="hit/late", rank=10, width=9,
             cell=lambda run: f"{percent(run.prefetch_hit)}/{percent(run.prefetch_late)}",
@@ -150,7 +150,7 @@ def _rank_line(rank: Rank, shown: Sequence[Column[Run]]) -> Text:
         5: percent(rank.stalled),
         6: number(rank.tokens_per_second),
         7: rates(rank.read_bytes_per_second, rank.written_bytes_per_second),
-        8: filled(rank.arena_used, rank.arena_bytes),
+        8: filled(rank.host_cache_used, rank.host_cache_bytes),
         11: f"{whole(rank.errors)}/-",
     }
     return line([values.get(column.rank, "") for column in shown], shown)

@@ -10,11 +10,11 @@ from typing import Final
 
 from rich.text import Text
 
-from infinity_tools.top.cells import LOOKS
 from infinity_tools.top.drives_view import drive_lines
 from infinity_tools.top.reading import Run
 from infinity_tools.top.runs_view import BARS, run_table, window
-from infinity_tools.top.state import SORTS, State
+from infinity_tools.top.table_cells import LOOKS
+from infinity_tools.top.view_state import SORTS, State
 
 _LEAST_HEIGHT_FOR_KEYS: Final = 8
 _MOST_NOTES: Final = 4  # lines
@@ -26,7 +26,7 @@ _PARTS: Final = {
     "update": "clipping, the optimizer",
     "read_stall": "waits for a page that is being read",
     "write_stall": "waits for a page that is being written",
-    "arena_stall": "waits for a free frame of the host arena",
+    "host_cache_stall": "waits for a free cache slot of the host cache",
     "python": "your loop between steps, bookkeeping",
 }
 _HELP: Final = (
@@ -41,7 +41,7 @@ _HELP: Final = (
     *((part, text) for part, text in _PARTS.items()),
     ("stall", "the three waits together"),
     ("hit/late", "pages that were ready when they were asked for, and that were not"),
-    ("last commit", "how long ago, and how long commits take"),
+    ("last checkpoint", "how long ago, and how long checkpoints take"),
     ("idle, dead", "live, but without a step for long; gone without having ended"),
     ("profile", "what a drive can do; infinityd and infinity probe measure it"),
     ("-", "not known, or not yet"),

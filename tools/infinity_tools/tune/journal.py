@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.access import read_regular, replacing
 from infinity.errors import ConfigError
+from infinity.untrusted_files import read_regular, replacing
 from infinity_tools.tune.outcome import Outcome, Role
-from infinity_tools.tune.space import Candidate
+from infinity_tools.tune.search_space import Candidate
 
 _FORMAT = 1
 _LIMIT = 64 << 20

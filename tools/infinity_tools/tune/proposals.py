@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from infinity_tools.tune.space import Candidate, Setting, Space
+from infinity_tools.tune.search_space import Candidate, Setting, Space
 
 _PAIRS = 64
 """Draws of a pair that has not been tried yet, before there is taken to be none."""

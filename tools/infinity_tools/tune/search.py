@@ -33,7 +33,7 @@ from typing import Any, Protocol
 
 from infinity_tools.tune.outcome import Bounds, Outcome, Result, Role, Trial
 from infinity_tools.tune.proposals import Proposals
-from infinity_tools.tune.space import AUTOMATIC, Candidate, Space
+from infinity_tools.tune.search_space import AUTOMATIC, Candidate, Space
 
 GAIN = 0.01
 """A change that saves less than this part of a step is not worth a line in a file."""

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from infinity.config import Config, RunConfig
 from infinity.errors import ConfigError, InfinityError
-from infinity_tools.tune.folders import empty
 from infinity_tools.tune.outcome import Bounds, Outcome
+from infinity_tools.tune.trial_folders import empty
 
 if TYPE_CHECKING:
     from infinity import PagedOptimizer
 
 WARM = 2
-"""Steps that do not count: in the first one infinity records, in the second it fills its arena."""
+"""Steps that do not count: in the first one infinity records, in the second it fills its host cache."""
 _LEAST_STEPS, _LEAST_SECONDS, _MOST_STEPS = 3, 1.0, 20
 """Counted steps: at least so many, and for so long, but not more."""
 
@@ -144,7 +144,7 @@ class Trials:
             computation=computation,
             total_written=_written(paged),
             effective={
-                "update.placement": paged.update_placement,
+                "update.schedule": paged.update_schedule,
                 "memory.page_bytes": run.layout.page_bytes,
                 "storage.engine": run.stats.header.info["io_engine"],
                 "update.cores": run.update_cores,
@@ -173,7 +173,7 @@ def _are_enough(records: Sequence[Any]) -> bool:
 
 
 def _trial(settings: Config, candidate: Mapping[str, Any], folders: Sequence[str], seed: int) -> Config:
-    """Return the settings of a trial: nothing is resumed, committed or kept, and no timeline is written."""
+    """Return the settings of a trial: nothing is resumed, checkpointed or kept, and no timeline is written."""
     changed = settings.with_values(**candidate, **{"storage.paths": list(folders), "telemetry.timeline": ""})
     return replace(changed, run=RunConfig(keep="never", seed=seed))
 

@@ -1,0 +1,130 @@
+"""Checkpoint folders of a Trainer whose state is in checkpoints: each names the checkpoint that belongs to it.
+
+[Note: order of writing] A folder is complete before its checkpoint is published, and a folder is removed when its
+checkpoint is
+gone. So a process that is killed at any moment, or a host without power, leaves a folder whose checkpoint is there: the
+one
+of the checkpoint before, or the new one. Folders without a checkpoint are passed over, and removed with the next
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from infinity.checkpoint.durable import write_durably
+from infinity.checkpoint.manifest import Published, complete_checkpoints, published_in
+from infinity.errors import CheckpointError
+from infinity.integrations.resume_points import checkpoint_folders
+from infinity.ranks import Ranks
+from infinity.untrusted_files import read_regular
+
+_log = logging.getLogger("infinity")
+NAME = "infinity.json"
+"""The file in a checkpoint folder that names its checkpoint."""
+_LIMIT = 1 << 16
+_FOLDER = re.compile(r"checkpoint-(\d+)")  # as the Trainer names them
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder and the checkpoint that it names."""
+
+    folder: Path
+    run_id: str
+    step: int
+    """Of the optimizer, which is that of the checkpoint; the Trainer's own may count from another train()."""
+
+    def write(self) -> None:
+        """Make the folder, and name the checkpoint in it: as a whole, or not at all. Raises `OSError`."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_durably(self.folder / NAME, (json.dumps({"run_id": self.run_id, "step": self.step}) + "\n").encode())
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> Checkpoint:
+        """Return what a folder names.
+
+        Raises:
+            CheckpointError: it names no checkpoint.
+        """
+        file = Path(folder) / NAME
+        try:
+            tree: Any = json.loads(read_regular(os.path.realpath(file), _LIMIT))
+            run_id, step = tree["run_id"], tree["step"]
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{os.fspath(folder)!r} has no {NAME}, which names the checkpoint that has its weights and moments: it was "
+                "not written by a Trainer with infinity attached. To begin with its weights: attach(…, weights=folder)"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{str(file)!r} cannot be read: {error}") from error
+        if not isinstance(run_id, str) or type(step) is not int or step < 0:
+            raise CheckpointError(f"{str(file)!r} names no checkpoint: run_id = {run_id!r:.80}, step = {step!r:.80}")
+        return cls(Path(folder), run_id, step)
+
+
+def checkpoints_in(folder: str | os.PathLike[str]) -> list[Checkpoint]:
+    """Return the checkpoints in a Trainer's output folder that name a checkpoint, in the order of their numbers.
+
+    Those whose file cannot be read are passed over with a warning: others may be resumed from. Raises `OSError`.
+    """
+    found = []
+    for child in Path(folder).iterdir() if Path(folder).is_dir() else ():
+        number = _FOLDER.fullmatch(child.name)
+        if number is not None and child.is_dir() and (child / NAME).is_file():
+            try:
+                found.append((int(number[1]), Checkpoint.read(child)))
+            except CheckpointError as error:
+                _log.warning("%s is passed over, and stays: %s", child, error)
+    return [checkpoint for _, checkpoint in sorted(found, key=lambda pair: pair[0])]
+
+
+def newest(folder: str | os.PathLike[str], paths: Sequence[str], ranks: Ranks) -> tuple[Checkpoint | None, list[Path]]:
+    """Return the last checkpoint whose checkpoint is on the NVMe paths of all ranks, and the folders that come after
+    it.
+
+    All ranks together, and the same on all of them: the folders are those that rank 0 sees.
+
+    Raises:
+        OSError: a path cannot be read.
+    """
+    there = ranks.agree(ranks.together("looking for checkpoints", partial(checkpoints_in, folder)))
+    checkpointed = _checkpointed(paths, ranks)
+    good = [at for at, checkpoint in enumerate(there) if (checkpoint.run_id, checkpoint.step) in checkpointed]
+    last = good[-1] if good else -1
+    return (there[last] if good else None), [checkpoint.folder for checkpoint in there[last + 1 :]]
+
+
+def _checkpointed(paths: Sequence[str], ranks: Ranks) -> set[tuple[str, int]]:
+    """Return run and step of all checkpoints on the paths, of which all ranks have their part."""
+
+    def seen() -> list[tuple[str, Published]]:
+        return [
+            (run_id, name)
+            for run_id, checkpoints in checkpoint_folders(paths).items()
+            for name in published_in(checkpoints)
+        ]
+
+    published: dict[str, set[Published]] = {}
+    for found in ranks.collect(ranks.together("looking for runs", seen)):
+        for run_id, name in found:
+            published.setdefault(run_id, set()).add(name)
+    return {
+        (run_id, checkpoint.step) for run_id, names in published.items() for checkpoint in complete_checkpoints(names)
+    }
+
+
+def remove_others(folder: str | os.PathLike[str], run_id: str, kept: Collection[int]) -> None:
+    """Remove the checkpoints of a run whose checkpoints are not among those that are kept, by step."""
+    for checkpoint in checkpoints_in(folder):
+        if checkpoint.run_id == run_id and checkpoint.step not in kept:
+            shutil.rmtree(checkpoint.folder, ignore_errors=True)

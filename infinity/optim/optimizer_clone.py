@@ -1,0 +1,201 @@
+"""Copies of a user's optimizer over other parameters: with all that it keeps on itself, nothing of the model's size.
+
+`copy.deepcopy` is not enough: torch's optimizers are pickled as their param groups, defaults and state only, without
+the attributes of a subclass.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.errors import UnsupportedError
+from infinity.fsdp import private
+from infinity.optim.multi_optimizer import Optimizers, name_of, parts
+
+_LARGEST = 4096
+"""Most elements of a tensor that an optimizer may keep on itself."""
+_NOT_COPIED = {"state", "param_groups"}
+_DEPTH = 4
+
+Groups = list[dict[str, Any]]
+
+
+def is_plain(value: Any, depth: int = _DEPTH) -> bool:
+    """Whether a value can be written into a checkpoint:
+
+    numbers, texts, small tensors, and tuples, lists, dicts of them.
+    """
+    if isinstance(value, torch.Tensor):
+        return (
+            type(value) is torch.Tensor
+            and value.numel() <= _LARGEST
+            and not value.is_meta
+            and value.layout is torch.strided
+        )
+    if type(value) in (tuple, list):
+        return depth > 0 and all(is_plain(item, depth - 1) for item in value)
+    if type(value) is dict:
+        return depth > 0 and all(type(key) is str and is_plain(item, depth - 1) for key, item in value.items())
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def content(value: Any, depth: int = _DEPTH) -> Any:
+    """Return what can be compared by ``==`` in place of a value: equal where the values are, to the bit.
+
+    Objects are compared by their attributes, and what has none is taken to be equal to all of its type.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.is_meta or value.numel() > _LARGEST:
+            return (str(value.dtype), tuple(value.shape))
+        return (str(value.dtype), tuple(value.shape), bits(value.detach()).tolist())
+    if isinstance(value, float):
+        return value.hex()
+    if value is None or isinstance(value, bool | int | str | bytes):
+        return value
+    if not depth:
+        return type(value).__name__
+    if isinstance(value, tuple | list | deque):
+        return (type(value).__name__, [content(item, depth - 1) for item in value])
+    if isinstance(value, Mapping):
+        return [(str(key), content(item, depth - 1)) for key, item in value.items() if isinstance(key, str | int)]
+    attributes = getattr(value, "__dict__", None)
+    if callable(value) or isinstance(value, torch.optim.Optimizer) or not attributes:
+        return type(value).__name__
+    return (type(value).__name__, content(attributes, depth - 1))
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is no plain data, and has values of its own that may be changed."""
+    return not is_plain(value) and not isinstance(
+        value, torch.optim.Optimizer | FunctionType | MethodType | BuiltinFunctionType | type | torch.Tensor
+    )
+
+
+def object_content(value: Any) -> Any:
+    """Return what differs where anything in an object does, at any depth; `content` where it cannot be pickled."""
+    try:
+        return pickle.dumps(value)
+    except Exception:
+        return content(value, 2 * _DEPTH)
+
+
+def bits(value: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, flat, on the CPU: also NaNs are equal to themselves."""
+    return value.cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what an optimizer keeps on itself, besides param groups, state and hooks."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _NOT_COPIED and not private.is_bookkeeping(name, value)
+    }
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the settings of a param group; what is changed in the one is not in the other."""
+    return {key: copied(value) for key, value in group.items() if key != "params"}
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of a setting or a scalar; tensors are on the CPU then, where pages are updated.
+
+    A device is waited for here. Torch's kernels would copy such a learning rate themselves, and not wait for it.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if type(value) in (tuple, list) and any(isinstance(item, torch.Tensor) for item in value):  # such as betas
+        return type(value)(map(copied, value))
+    return copy.deepcopy(value)
+
+
+def in_place_of(there: Any, value: Any) -> Any:
+    """Return a copy of a setting or a scalar that is to take the place of another one: on the same device."""
+    found = copied(value)
+    both = isinstance(there, torch.Tensor) and isinstance(found, torch.Tensor)
+    return found.to(there.device) if both else found
+
+
+class Template:
+    """An optimizer without its parameters, from which copies of it are made."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy what the optimizer keeps on itself; each of its parameters becomes one of a single element.
+
+        Raises:
+            UnsupportedError: it keeps what cannot be copied.
+        """
+        self._class = type(optimizer)  # of which copies are made
+        name = name_of(optimizer)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        known = {id(param) for param in params}
+        own = [item for part in parts(optimizer) for item in attributes(part).items()]
+        if "step" in dict(own):
+            raise UnsupportedError(
+                f"step() of this {name} was replaced on the object, and updates of pages would not run it; pass the "
+                "optimizer as it was made"
+            )
+        for attribute, value in own:
+            for found in _tensors_and_modules(value):
+                if isinstance(found, nn.Module) or (id(found) not in known and found.numel() > _LARGEST):
+                    what = "a module" if isinstance(found, nn.Module) else f"a tensor of shape {tuple(found.shape)}"
+                    raise UnsupportedError(
+                        f"{name} keeps {what} on itself ({attribute}): its updates are not of one parameter alone; use "
+                        "an element-wise optimizer such as AdamW"
+                    )
+        stand_ins = {id(param): nn.Parameter(torch.zeros(1, dtype=param.dtype)) for param in params}
+        # The copy of which all others are made; it has no parameters of the model.
+        self._master = self._copy(optimizer, [], dict(stand_ins))
+
+    def over(self, groups: Groups) -> torch.optim.Optimizer:
+        """Return a copy of the optimizer with these param groups, and no state."""
+        return self._copy(self._master, groups, {})
+
+    def _copy(self, optimizer: torch.optim.Optimizer, groups: Groups, memo: dict[int, Any]) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = object.__new__(type(optimizer))
+        state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        memo |= {id(optimizer): made, id(optimizer.param_groups): groups, id(optimizer.state): state}
+        made.__dict__.update(param_groups=groups, state=state)
+        for name in vars(optimizer):
+            if private.is_hooks(name):
+                made.__dict__[name] = OrderedDict()  # they are called once per step, by the optimizer that users hold
+        for name, value in attributes(optimizer).items():
+            if isinstance(optimizer, Optimizers) and name == "optimizers":
+                made.__dict__[name] = [self._copy(part, [], memo) for part in value]  # they get their groups in a step
+                continue
+            if isinstance(value, torch.optim.Optimizer) and id(value) not in memo:
+                inner = groups if value.param_groups is optimizer.param_groups else [*value.param_groups]
+                made.__dict__[name] = self._copy(value, inner, memo)
+                continue
+            try:
+                made.__dict__[name] = copy.deepcopy(value, memo)
+            except Exception as error:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} keeps on itself what cannot be copied, and updates of pages run on "
+                    f"copies of it: {name}, of type {type(value).__name__} ({error})"
+                ) from error
+        return made
+
+
+def _tensors_and_modules(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor | nn.Module):
+        yield value
+    elif depth and not isinstance(value, torch.optim.Optimizer):
+        items: Iterable[Any] = ()
+        if isinstance(value, Mapping):
+            items = value.values()
+        elif isinstance(value, tuple | list | set | deque):
+            items = value
+        for item in items:
+            yield from _tensors_and_modules(item, depth - 1)

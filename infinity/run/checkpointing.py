@@ -1,0 +1,135 @@
+"""Checkpoints of a run that trains: what is to be published, gathered from model, optimizer and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from infinity import interrupts
+from infinity.checkpoint.description import RunDescription, TensorSpec
+from infinity.checkpoint.extra import save_extra
+from infinity.checkpoint.model_state import check_buffers, save_settings
+from infinity.checkpoint.publish import CheckpointWriter, check_tensors, remove_checkpoints
+from infinity.checkpoint.reserved_space import CheckpointSpace, checkpoint_bytes
+from infinity.errors import StorageError
+from infinity.fsdp import private
+from infinity.fsdp.attach import Attachment
+from infinity.fsdp.sharded_model import Member, ShardedModel
+from infinity.optim.base_optimizer import BaseOptimizer
+from infinity.optim.multi_optimizer import name_of
+from infinity.optim.step import StepRunner
+from infinity.run.run import Run
+
+
+def describe(run: Run, sharded: ShardedModel) -> RunDescription:
+    """Return what the pages of this rank hold."""
+    return RunDescription(
+        layout=run.layout,
+        tensors=tuple(_whole(member) for member in sharded.shards),
+        buffers=private.persistent_buffers(sharded.model),
+    )
+
+
+def make_checkpoint_writer(
+    run: Run, sharded: ShardedModel, described: RunDescription, optimizer: torch.optim.Optimizer
+) -> CheckpointWriter:
+    """Return what publishes checkpoints of a run, with space reserved for their files; all ranks together.
+
+    Raises:
+        BudgetError, StorageError: there is no space.
+        CheckpointError: the checkpoint that the run goes on from is of another model, or a setting cannot be
+            checkpointed.
+        UnsupportedError: a buffer cannot.
+    """
+    if run.settings.run.retained_checkpoints:
+        check_buffers(sharded.model)
+        for group in optimizer.param_groups:  # tensors, which may be on a device, are none that could not be
+            save_settings(
+                {key: value for key, value in group.items() if not torch.is_tensor(value) and key != "params"}
+            )
+    if run.directory.found is not None:
+        run.ranks.together("comparing the checkpoint", partial(check_tensors, run.directory.found, described))
+    file = run.folder.checkpoints / f"rank{run.ranks.rank:05d}.reserved.tmp"
+    room = CheckpointSpace(file, checkpoint_bytes(described, sharded.model, optimizer.param_groups))
+    name, place = name_of(optimizer), run.directory
+    checkpoint_writer = CheckpointWriter(
+        run.folder,
+        run.ranks,
+        described,
+        run.store,
+        name,
+        place.stripe_weights,
+        place.checkpoints,
+        room,
+        run.update_device,
+    )
+    run.undo.push(checkpoint_writer.close)
+    run.ranks.together("reserving space for checkpoints", checkpoint_writer.reserve)
+    return checkpoint_writer
+
+
+def _whole(member: Member) -> TensorSpec:
+    """Describe the whole parameter of which this rank has a slice."""
+    rank, size = private.shard_rank_and_size(member.param)
+    return TensorSpec(
+        names=member.names,
+        shape=tuple(private.full_shape(member.param)),
+        dim=private.shard_dim(member.param),
+        shard_rank=rank,
+        shard_size=size,
+        tensor_parallel=private.is_tensor_parallel(member.param),
+    )
+
+
+class Checkpointer:
+    """Checkpoints the state after the last step."""
+
+    def __init__(
+        self,
+        run: Run,
+        model: nn.Module,
+        base_optimizer: BaseOptimizer,
+        runner: StepRunner,
+        attachment: Attachment,
+        checkpoint_writer: CheckpointWriter,
+    ) -> None:
+        self._run, self._model, self._base_optimizer = run, model, base_optimizer
+        self._runner, self._attachment, self._checkpoint_writer = runner, attachment, checkpoint_writer
+
+    def save_checkpoint(self, extra: dict[str, Any], prefer: Collection[int]) -> None:
+        """Write what is modified, and publish; all ranks together. Of earlier checkpoints, those of `prefer` stay
+        first.
+
+        Raises:
+            CheckpointError: `extra` would come back as something else; nothing is written.
+            UnsupportedError: weights were exchanged, so that a checkpoint would not have what the model computes with.
+            StorageError: a device or the folder refused. InfinityError: another rank failed.
+        """
+        run = self._run
+        run.ranks.together("checkpoint", partial(save_extra, extra))
+        with run.ledger.phase("checkpoint"), record_function("infinity::checkpoint"):
+            self._runner.flush_updates()
+            run.pager.flush()
+            run.ledger.linked(*run.device.take_copied())  # is no part of a step
+            self._attachment.check()
+            updates, own = self._runner.updates, self._base_optimizer.kernel.kept_own
+            groups = self._base_optimizer.groups_by_shard()
+            try:
+                with interrupts.held():  # else it may be published while what it replaces is still kept
+                    self._checkpoint_writer.publish(
+                        updates.step, self._model, updates.scalars, groups, extra, own, prefer
+                    )
+            except OSError as error:
+                file = error.filename or str(run.folder.checkpoints)
+                raise StorageError("checkpoint", file, 0, 0, error.errno) from error
+
+    def forget_others(self) -> None:
+        """Remove what is beside the checkpoints that the run goes on from: its start has succeeded on every rank."""
+        run = self._run
+        keep = [manifest.name.checkpoint for manifest in run.directory.checkpoints]
+        run.ranks.together("removing checkpoints", lambda: remove_checkpoints(run.folder, run.ranks, keep=keep))

@@ -1,0 +1,127 @@
+"""The first content of a run's pages and of what lies beside them: first values, buffers, progress."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.model_state import ResumedState
+from infinity.checkpoint.publish import checkpointed_buffers, restore
+from infinity.errors import StorageError
+from infinity.formats.companions import carry_companions, keep_companions
+from infinity.fsdp.shard_io import ShardIO
+from infinity.fsdp.sharded_model import ShardedModel
+from infinity.run.run import Run
+from infinity.sources.dcp import DcpFolder
+from infinity.sources.first_values import FirstValues, OwnValues
+from infinity.sources.initialise import InitFunction, ModuleInitialiser
+from infinity.sources.pretrained_folder import PretrainedFolder
+
+
+class Filling:
+    """Fills the pages of a run that has just been opened, and restores what belongs to them.
+
+    A run that goes on from its own checkpoint has its pages; any other gets first values, of one source. All ranks take
+    every stage together: where one fails, all fail, with its reason.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        sharded: ShardedModel,
+        weights: str | os.PathLike[str] | None,
+        strict: bool,
+        init: InitFunction | None,
+    ) -> None:
+        """Open the source of first values; nothing is read from it yet.
+
+        Args:
+            weights, strict, init: as `infinity.offload` is given them.
+
+        Raises:
+            ConfigError, CheckpointError: it is no source of weights.
+        """
+        self._run, self._sharded = run, sharded
+        # All parameters, in the order of the shards.
+        self._members = sharded.shards
+        # Makes what nothing else has: buffers, and parameters without weights.
+        self._initialiser = ModuleInitialiser(sharded.model, run.settings.run.seed, init)
+
+        def open_source() -> FirstValues:
+            if run.directory.source is not None:
+                return run.directory.source
+            if not sharded.on_meta:
+                return OwnValues()
+            if weights is None:
+                return self._initialiser
+            if DcpFolder.is_at(weights):
+                return DcpFolder(weights)
+            return PretrainedFolder(weights, self._initialiser, strict=strict)
+
+        self._source: FirstValues | None = None  # None where the pages are there already
+        if run.directory.found is None:
+            self._source = run.ranks.together("opening the weights", open_source)
+
+    def fill(self, optimizer: torch.optim.Optimizer, shards: ShardIO) -> ResumedState | None:
+        """Compute buffers, write first values FSDP module by FSDP module, and put back how far training has come.
+
+        Peak memory is one FSDP module.
+
+        Returns:
+            How far training has come; None for a run that begins.
+
+        Raises:
+            ConfigError, CheckpointError: the values are not those of this model and optimizer; what differs is named.
+            UnsupportedError: something cannot be initialised. StorageError: a device refused.
+        """
+        run, sharded, source = self._run, self._sharded, self._source
+        model, groups, together = sharded.model, optimizer.param_groups, run.ranks.together
+        if source is not None:
+            together("checking the first values", partial(source.check, model, self._members, run.layout, optimizer))
+        if sharded.on_meta:
+            known = together("reading buffers", self._known_buffers)
+            together("computing buffers", partial(self._initialiser.set_buffers, sharded.device, known))
+        if source is not None:
+            together("writing the first values", partial(self._write, source, shards))
+        together("keeping what exports need", self._keep_companions)
+        if source is not None:
+            restored = partial(source.restore, model, self._members, groups)
+            return together("restoring what belongs to the first values", restored)
+        found = run.directory.found
+        if found is None:
+            return None
+        parameters = [param for fsdp_module in self._sharded.parameters() for param in fsdp_module]  # by shard
+        numbers = {id(param): shard for shard, param in enumerate(parameters)}
+        held = [[numbers[id(param)] for param in group["params"]] for group in groups]
+        return together("restoring the checkpoint", partial(restore, found, run.folder, model, groups, held))
+
+    def _write(self, source: FirstValues, shards: ShardIO) -> None:
+        for fsdp_module, (name, members) in enumerate(zip(self._sharded.names, self._sharded.members, strict=True)):
+            shards.initialise(fsdp_module, source.values(name, members))
+            self._run.freed.bound()
+
+    def _known_buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return the buffers that the first values or the checkpoint have, by their names in the model."""
+        model: nn.Module = self._sharded.model
+        if self._source is not None:
+            return self._source.buffers(model)
+        found = self._run.directory.found
+        return checkpointed_buffers(found, self._run.folder, model) if found is not None else {}
+
+    def _keep_companions(self) -> None:
+        """Put beside the checkpoints of a new run what exports need besides them."""
+        run = self._run
+        if run.ranks.rank or self._source is None:
+            return
+        try:
+            if run.directory.source is not None:
+                carry_companions(run.directory.source.reader.folder.checkpoints, run.folder.checkpoints)
+            else:
+                files = self._source.files if isinstance(self._source, PretrainedFolder) else None
+                keep_companions(run.folder.checkpoints, self._sharded.model, files)
+        except OSError as error:
+            raise StorageError("write", error.filename or str(run.folder.checkpoints), 0, 0, error.errno) from error

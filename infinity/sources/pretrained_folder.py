@@ -1,0 +1,288 @@
+"""First values from safetensors, as `save_pretrained` writes them: which tensor becomes which, and FSDP module by FSDP
+module.
+
+What transformers renames, fuses or splits while it loads is converted by its own rules (`transformers_names`). A tensor
+that only has another name is read slice by slice; where tensors are fused or split, memory is that of one conversion
+(the experts of one layer, say) beside the slices of one FSDP module.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from infinity.content.format import MASTER
+from infinity.content.layout import Layout
+from infinity.errors import ConfigError, UnsupportedError
+from infinity.formats import transformers_names as names
+from infinity.formats.adapters import base_names
+from infinity.formats.quantised import Quantised, QuantisedLinear
+from infinity.formats.transformers_names import Conversion
+from infinity.formats.weight_files import WeightFiles, WeightReader, read_json, refuse_quantised
+from infinity.fsdp import private
+from infinity.fsdp.sharded_model import Member, local_bounds, local_slice
+from infinity.sources.first_values import FirstValues, ValueOf, convertible
+
+_log = logging.getLogger(__name__)
+
+_COMPARED_AT_ONCE = 1 << 22  # elements of two tensors that should be equal
+_SHOWN = 40  # lines of a report
+
+
+class PretrainedFolder(FirstValues):
+    """A folder of safetensors, as `save_pretrained` writes it."""
+
+    def __init__(self, path: str | os.PathLike[str], initialiser: FirstValues, *, strict: bool = True) -> None:
+        """Read the headers of the files.
+
+        Args:
+            path: see `WeightFiles`.
+            initialiser: gives the values of parameters that the folder need not have.
+            strict: refuse a folder that lacks tensors of the model, or has others.
+
+        Raises:
+            ConfigError: there are no such files, or one is malformed.
+        """
+        self._files, self._initialiser, self._strict = WeightFiles(path), initialiser, strict
+        # By name in the base of the model, and what gives that name; both are found by `check`.
+        self._made_by: dict[str, Conversion] = {}
+        self._base_name: Callable[[str], str | None] = private.unwrapped_name
+
+    @property
+    def files(self) -> WeightFiles:
+        """The files, and what lies in them."""
+        return self._files
+
+    def check(
+        self, model: nn.Module, members: Sequence[Member], layout: Layout, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Find for every parameter and persistent buffer what it is made of.
+
+        Raises:
+            ConfigError: something is missing, unexpected, or of another shape or kind of dtype; all of it is listed.
+            UnsupportedError: a parameter is tensor-parallel, or what is missing cannot be initialised.
+        """
+        self._refuse_quantised()
+        if apart := [member.names[0] for member in members if private.is_tensor_parallel(member.param)]:
+            raise UnsupportedError(
+                f"{apart[0]} is tensor-parallel and on the meta device; load the weights into a model on a real device"
+            )
+        self._base_name = base_names(model)
+        own = [member for member in members if self._is_of_adapter(member)]
+        entries = {self._names(member): _like(member) for member in members}
+        for name in private.persistent_buffers(model):
+            if (base_name := self._base_name(name)) is not None:
+                entries[(base_name,)] = model.get_buffer(name).to("meta")
+        wanted = {name: tensor for of_one, tensor in entries.items() for name in of_one}
+        whole = self._quantised(model)
+        matched = names.match(self._files.tensors, {**wanted, **whole.likes}, model)
+        conversions = [*matched.conversions, *whole.conversions(matched.conversions)]
+        self._made_by = {target: conversion for conversion in conversions for target in conversion.targets}
+        misfit = _Misfit(failed=dict(matched.failed))
+        missing = [of_one for of_one in entries if not self._made_by.keys() & set(of_one)]
+        known = {name for name in wanted if name in matched.failed}
+        may_miss, may_have = names.ignored(model, (name for of_one in missing for name in of_one),
+                                           matched.unexpected.values())  # fmt: skip
+        may_miss |= {name for member in own for name in self._names(member)}
+        misfit.missing = [one[0] for one in missing if not may_miss & set(one) and not known & set(one)]
+        misfit.unexpected = [name for name, target in matched.unexpected.items() if target not in may_have]
+        for target, like in {**wanted, **whole.likes}.items():
+            if target in self._made_by:
+                misfit.compare(target, self._made_by[target].targets[target], like)
+        misfit.refuse(self._files, model, strict=self._strict)
+        self._compare_tied(entries)
+        self._initialiser.check(model, [member for member in members if self._lacks(member)], layout, optimizer)
+        if misfit.missing:
+            _log.warning("not in %s, so initialised as by the model: %s", self._files.path, _grouped(misfit.missing))
+        if misfit.unexpected:
+            _log.warning("in %s, but not of this model: %s", self._files.path, _grouped(misfit.unexpected))
+
+    def _quantised(self, model: nn.Module) -> Quantised:
+        """Return the layers of a model whose weights are quantised as they are read, by names in its base."""
+        layers = {}
+        for name, module in model.named_modules():
+            if isinstance(module, QuantisedLinear) and (base_name := self._base_name(f"{name}.weight")) is not None:
+                layers[base_name] = module
+        return Quantised(layers)
+
+    def _refuse_quantised(self) -> None:
+        config = self._files.folder / "config.json"
+        if config.is_file():
+            refuse_quantised(read_json(config), self._files.path)
+
+    def _compare_tied(self, entries: Mapping[tuple[str, ...], torch.Tensor]) -> None:
+        """Check that what is one parameter here does not have several values there."""
+        for of_one in entries:
+            there = [name for name in of_one if name in self._made_by]
+            for other in there[1:]:
+                if not self._equal(there[0], other):
+                    raise ConfigError(
+                        f"{there[0]} and {other} are one parameter in this model, but have different values in "
+                        f"{self._files.path}; build the model with tie_word_embeddings=False"
+                    )
+
+    def _equal(self, one: str, other: str) -> bool:
+        a, b = self._made_by[one], self._made_by[other]
+        with closing(self._files.reader()) as reader:
+            if not (a.plain and b.plain):
+                made = self._converted(a, reader)
+                return torch.equal(made[one], (made if a is b else self._converted(b, reader))[other])
+            (first,), (second,) = a.sources, b.sources
+            shape = a.targets[one].shape
+            if not shape:
+                return torch.equal(reader(first), reader(second))
+            rows = max(1, _COMPARED_AT_ONCE // max(1, shape[1:].numel()))
+            parts = ([slice(start, start + rows)] for start in range(0, shape[0], rows))
+            return all(torch.equal(reader(first, part), reader(second, part)) for part in parts)
+
+    def values(self, fsdp_module: str, members: Sequence[Member]) -> ValueOf:
+        """Return the values of an FSDP module: read when they are asked for, converted, or as the model initialises
+        them.
+
+        Raises:
+            ConfigError: when asked: a file cannot be read.
+        """
+        absent = [position for position, member in enumerate(members) if self._lacks(member)]
+        initial = self._initialiser.values(fsdp_module, [members[position] for position in absent]) if absent else None
+        made: dict[str, torch.Tensor] = {}  # what a conversion made for members that were not asked for yet
+
+        def value_of(position: int, section: str) -> torch.Tensor | None:
+            if section != MASTER:
+                return None
+            if initial is not None and position in absent:
+                return initial(absent.index(position), section)
+            member = members[position]
+            name = next(name for name in self._names(member) if name in self._made_by)
+            if name not in made:
+                with closing(self._files.reader()) as reader:
+                    if self._made_by[name].plain:
+                        return self._sliced(name, member, reader)
+                    made.update(self._local(self._converted(self._made_by[name], reader), members))
+            return made.pop(name)
+
+        return value_of
+
+    def _lacks(self, member: Member) -> bool:
+        return not any(name in self._made_by for name in self._names(member))
+
+    def _is_of_adapter(self, member: Member) -> bool:
+        """Whether the base of the model has no such parameter."""
+        return all(self._base_name(name) is None for name in member.names)
+
+    def _names(self, member: Member) -> tuple[str, ...]:
+        """Return the names of a parameter in the base of the model; of what only an adapter has, its own."""
+        found = [name for own in member.names if (name := self._base_name(own)) is not None]
+        return tuple(dict.fromkeys(found)) or tuple(map(private.unwrapped_name, member.names))
+
+    def _sliced(self, name: str, member: Member, reader: WeightReader) -> torch.Tensor:
+        (source,) = self._made_by[name].sources
+        bounds = [slice(offset, offset + size) for offset, size in zip(*local_bounds(member.param), strict=True)]
+        dtype: torch.dtype = member.param.sharded_param.dtype
+        return reader(source, bounds).reshape(-1).to(dtype)
+
+    def _converted(self, conversion: Conversion, reader: WeightReader) -> dict[str, torch.Tensor]:
+        return conversion.run({source: reader(source) for source in conversion.sources})
+
+    def _local(self, found: Mapping[str, torch.Tensor], members: Sequence[Member]) -> dict[str, torch.Tensor]:
+        """Return this rank's elements of those tensors that are of these members, flat, as they are trained."""
+        local: dict[str, torch.Tensor] = {}
+        for member in members:
+            for name in self._names(member):
+                if name in found:
+                    dtype = member.param.sharded_param.dtype
+                    local[name] = local_slice(member.param, found[name]).to(dtype, copy=True)
+        return local
+
+    def buffers(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
+        """Return those persistent buffers that the folder has, in the dtypes of the model."""
+        found: dict[str, torch.Tensor] = {}
+        with closing(self._files.reader()) as reader:
+            for name in private.persistent_buffers(model):
+                target = self._base_name(name)
+                if target is not None and target in self._made_by:
+                    value = self._converted(self._made_by[target], reader)[target]
+                    found[name] = value.to(model.get_buffer(name).dtype, copy=True)
+        return found
+
+
+@dataclass
+class _Misfit:
+    """What of a folder is not of a model."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    differing: dict[str, str] = field(default_factory=dict)  # names of other shapes or dtypes, and how they differ
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def compare(self, name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
+        if found.shape != wanted.shape:
+            self.differing[name] = f"shape {tuple(found.shape)} in the folder, {tuple(wanted.shape)} in the model"
+        elif not convertible(found.dtype, wanted.dtype):
+            self.differing[name] = f"{found.dtype} in the folder, {wanted.dtype} in the model"
+
+    def refuse(self, files: WeightFiles, model: nn.Module, *, strict: bool) -> None:
+        """Raise `ConfigError` with all that is wrong, if it is too much."""
+        lines = [("another", name, why) for name, why in self.differing.items()]
+        lines += [("not convertible", name, why) for name, why in self.failed.items()]
+        if strict:
+            lines += [("missing", name, "") for name in _groups(self.missing)]
+            lines += [("unexpected", name, "") for name in _groups(self.unexpected)]
+        if not lines:
+            return
+        width = max(len(kind) for kind, _, _ in lines)
+        shown = [f"  {kind:{width}}  {name}{f': {why}' if why else ''}" for kind, name, why in lines[:_SHOWN]]
+        if len(lines) > _SHOWN:
+            shown.append(f"  and {len(lines) - _SHOWN} more")
+        raise ConfigError(
+            f"the weights in {files.path} are not those of {names.class_name(model)}:\n" + "\n".join(shown) + "\n"
+            + self._advice(model)
+        )  # fmt: skip
+
+    def _advice(self, model: nn.Module) -> str:
+        if self.differing or self.failed:
+            advice = "build the model from the folder's own config.json"
+        else:
+            advice = (
+                "build the model that was saved, or pass strict=False to initialise what is missing and pass over what "
+                "is unexpected"
+            )
+        if names.pretrained_model(model) is not None and not names.converts():
+            advice += "; this version of transformers has no rules to convert checkpoints by, a newer one has"
+        return advice
+
+
+def _like(member: Member) -> torch.Tensor:
+    """Return a whole parameter on the meta device."""
+    return torch.empty(private.full_shape(member.param), dtype=member.param.sharded_param.dtype, device="meta")
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def _groups(found: Iterable[str]) -> list[str]:
+    """Return names, those that differ in one number only as one: ``layers.{0, 1, 2}.weight``."""
+    by_pattern: dict[str, list[str]] = {}
+    for name in found:
+        by_pattern.setdefault(_NUMBER.sub("*", name), []).append(name)
+    groups: list[str] = []
+    for alike in by_pattern.values():
+        numbers = [list(map(int, _NUMBER.findall(name))) for name in alike]
+        varying = [place for place in range(len(numbers[0])) if len({row[place] for row in numbers}) > 1]
+        if len(varying) != 1:
+            groups += alike
+            continue
+        span = list(_NUMBER.finditer(alike[0]))[varying[0]].span()
+        values = ", ".join(str(row[varying[0]]) for row in sorted(numbers))
+        groups.append(f"{alike[0][: span[0]]}{{{values}}}{alike[0][span[1] :]}")
+    return groups
+
+
+def _grouped(found: Iterable[str]) -> str:
+    return ", ".join(_groups(found))

@@ -1,0 +1,83 @@
+"""What the drives behind some paths do now, from two looks at what the kernel counts; for `infinityd` and commands."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+from infinity.io.block_devices import SYSFS, Drive, DriveCounters, Place, counters, locate, space
+from infinity.telemetry.trees import Tree, known
+
+_RATE_SECONDS: Final = 5.0
+"""Over how long bytes per second are averaged; over two looks, where those are further apart."""
+
+
+class DriveLooks:
+    """Looks at drives again and again. Used by one thread at a time; a drive that is dead may keep it waiting."""
+
+    def __init__(self, sysfs: Path = SYSFS) -> None:
+        self._sysfs = sysfs
+        self._counts: dict[str, deque[tuple[float, DriveCounters]]] = {}
+        """By drive, monotonic seconds and bytes since boot of the last `_RATE_SECONDS`."""
+
+    def look(self, paths: Iterable[str], now: float) -> list[tuple[Drive | None, Tree]]:
+        """Return the drives of the paths at `now` in monotonic seconds; last, paths that cannot be looked at."""
+        places, missing = self._places(paths)
+        by_drive: dict[str, list[Place]] = {}
+        for place in places:
+            by_drive.setdefault(place.drive.name, []).append(place)
+        self._counts = {name: self._counts.get(name, deque()) for name in by_drive}
+        return [*((here[0].drive, self._tree(here, now)) for _, here in sorted(by_drive.items())), *missing]
+
+    def _places(self, paths: Iterable[str]) -> tuple[list[Place], list[tuple[None, Tree]]]:
+        """Return where the paths are, and trees for those that cannot be looked at."""
+        found: list[Place] = []
+        missing: list[tuple[None, Tree]] = []
+        for path in dict.fromkeys(paths):
+            try:
+                found.append(locate(path, self._sysfs))
+            except (OSError, ValueError) as error:
+                missing.append((None, {"name": path, "paths": [path], "error": _reason(error)}))
+        return found, missing
+
+    def _tree(self, here: list[Place], now: float) -> Tree:
+        drive = here[0].drive
+        tree: Tree = {"name": drive.name, "paths": [place.path for place in here]}
+        try:
+            spaces = [space(place.path) for place in {place.file_system: place for place in here}.values()]
+            tree |= {"capacity": sum(one.capacity for one in spaces), "free": sum(one.free for one in spaces)}
+        except OSError as error:
+            tree["error"] = _reason(error)
+        return {**tree, **self._rates(drive, now)}
+
+    def _rates(self, drive: Drive, now: float) -> Mapping[str, float]:
+        """Return what everybody does: bytes per second, share of the time in which it is busy, seconds per request.
+
+        Nothing where the kernel does not count, or has counted anew.
+        """
+        counts, found = self._counts[drive.name], counters(drive, self._sysfs)
+        if found is None or (counts and found.read + found.written < counts[-1][1].read + counts[-1][1].written):
+            counts.clear()
+        if found is None:
+            return {}
+        counts.append((now, found))
+        while len(counts) > 2 and now - counts[0][0] > _RATE_SECONDS + 0.5:
+            counts.popleft()
+        begin, first = counts[0]
+        if now <= begin:
+            return {}
+        passed = now - begin
+        reads, writes = found.reads - first.reads, found.writes - first.writes
+        return known(
+            read=(found.read - first.read) / passed,
+            write=(found.written - first.written) / passed,
+            busy=(found.busy_seconds - first.busy_seconds) / passed,
+            read_latency=(found.read_seconds - first.read_seconds) / reads if reads else None,
+            write_latency=(found.write_seconds - first.write_seconds) / writes if writes else None,
+        )
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

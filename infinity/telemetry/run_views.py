@@ -1,0 +1,383 @@
+"""What the runs of the node do now: figures per rank and per run, from their stats pages; for `infinityd` and commands.
+
+A rank counts from its start; "now" is the difference of two looks at its page. Two windows are used, because steps may
+take a tenth of a second or a minute: bytes on their way are counted all the time, so their rate is that of the last
+seconds; what is counted once per step is divided by the seconds of the steps between the first and the last end of a
+step that were seen in the last ten seconds, or in the last step where it took longer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from infinity.telemetry.history import History
+from infinity.telemetry.metrics import BY_NAME, CACHE_SLOT_STATUSES, FETCH_RESULTS, OPS, PARTS, ROLES, STALLS
+from infinity.telemetry.stats_cells import label_sets
+from infinity.telemetry.stats_file import Snapshot
+from infinity.telemetry.trees import Tree, known
+
+DriveOf = Callable[[str], str | None]
+
+COLUMNS: Final = ("step", "loss", "tokens_per_second", "stalled")
+"""Of the history of a run."""
+_IO_SECONDS: Final = 5.0
+_STEP_SECONDS: Final = 10.0
+_MOST_SAMPLES: Final = 32
+_MOST_RUNS: Final = 64
+"""Runs that are told: a page for people is not made longer by what nobody reads."""
+_IDLE_STEPS: Final = 5.0
+_IDLE_SECONDS: Final = 15.0
+"""After how many steps' time, and seconds at least, without a step a run is said to stand still."""
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A page as it was at a moment, in monotonic seconds."""
+
+    when: float
+    page: Snapshot
+
+
+class _Rank:
+    """A rank that is watched: what its page has said lately. Used by `Runs` only."""
+
+    def __init__(self, sample: _Sample) -> None:
+        self.last = sample  # the newest look
+        self._looks = deque([sample], maxlen=_MOST_SAMPLES)  # one per look, of the last `_IO_SECONDS`; two at least
+        self._ends: deque[_Sample] = deque(maxlen=_MOST_SAMPLES)  # those that were the first after an end of a step
+        self._before: Snapshot | None = None  # from where the steps that count as now begin; None: from the start on
+        self.stepped = False  # whether the newest look was at such an end
+
+    def is_of(self, page: Snapshot) -> bool:
+        """Whether a page is of the process that is watched; a run that was resumed has others."""
+        old, new = self.last.page.header, page.header
+        return (old.started, old.pid, old.devices) == (new.started, new.pid, new.devices)
+
+    def look(self, sample: _Sample) -> None:
+        """Take in what the page says now."""
+        self.stepped = sample.page.value("steps_total") != self.last.page.value("steps_total")
+        if self.stepped:
+            self._ends.append(sample)
+            old = [end for end in self._ends if sample.when - end.when >= _STEP_SECONDS]
+            # A rank that is seen for the first time is in the middle of a step, so its figures begin at the end of it.
+            self._before = (old[-1] if old else self._ends[0]).page if len(self._ends) > 1 else None
+        self.last = sample
+        self._looks.append(sample)
+        while len(self._looks) > 2 and sample.when - self._looks[0].when > _IO_SECONDS + 0.5:
+            self._looks.popleft()
+
+    def total(self, name: str, **labels: str) -> float:
+        """Return what a counter or gauge says now."""
+        return self.last.page.value(name, **labels)
+
+    def rate(self, name: str, **labels: str) -> float | None:
+        """Return by how much a counter rises per second now; None where it was seen once only."""
+        first, last = self._looks[0], self._looks[-1]
+        if last.when <= first.when:
+            return None
+        return max(0.0, last.page.value(name, **labels) - first.page.value(name, **labels)) / (last.when - first.when)
+
+    def in_steps(self, name: str, **labels: str) -> float:
+        """Return by how much a counter has risen in the steps that count as now; see the module's text."""
+        return self._in_steps(lambda page: page.value(name, **labels))
+
+    def step_seconds(self) -> float:
+        """Return what those steps took together."""
+        return self._in_steps(lambda page: page.histogram_at(BY_NAME["step_duration_seconds"], ()).sum)
+
+    def last_stretch(self, name: str) -> tuple[float, float]:
+        """Return by how much a counter has risen between the two newest ends of steps, and the seconds of the steps."""
+        before = self._ends[-2].page if len(self._ends) > 1 else None
+        duration = BY_NAME["step_duration_seconds"]
+
+        def of(page: Snapshot) -> tuple[float, float]:
+            return page.value(name), page.histogram_at(duration, ()).sum
+
+        (count, seconds), (count_before, seconds_before) = of(self.last.page), of(before) if before else (0.0, 0.0)
+        return count - count_before, seconds - seconds_before
+
+    def _in_steps(self, of: Callable[[Snapshot], float]) -> float:
+        return of(self.last.page) if self._before is None else max(0.0, of(self._ends[-1].page) - of(self._before))
+
+
+@dataclass
+class _Run:
+    """A run that is watched; changed by `Runs.look`."""
+
+    ranks: dict[int, _Rank] = field(default_factory=dict)
+    history: History = field(default_factory=History)
+
+
+class Runs:
+    """Watches the runs of the node. Used by one thread at a time."""
+
+    def __init__(self, drive_of: DriveOf) -> None:
+        """Know of none yet; `drive_of` gives the name of the drive that a path is on, or None."""
+        self._drive_of = drive_of
+        self._runs: dict[str, _Run] = {}
+        """By id, those whose pages are served."""
+
+    def look(
+        self, pages: Iterable[Snapshot], limits: Mapping[str, Mapping[str, float]], now: float, unix: float
+    ) -> list[Tree]:
+        """Take in what the pages say, and return what is known of each run: those that go on first.
+
+        Args:
+            limits: bytes per second that each rank of a run may move, by run and drive, where there is a limit.
+            now: monotonic seconds.
+            unix: the same moment as a Unix time.
+        """
+        found: dict[str, list[Snapshot]] = defaultdict(list)
+        for page in pages:
+            found[page.header.run_id].append(page)
+        order = {"live": 0, "dead": 1, "ended": 2}
+        newest_first = sorted(
+            found.items(),
+            key=lambda item: (min(order[page.status] for page in item[1]), -max(p.header.started for p in item[1])),
+        )[:_MOST_RUNS]
+        known, self._runs = self._runs, {}
+        for name, pages_of_run in newest_first:
+            self._runs[name] = run = known.get(name, _Run())
+            _look_at(run, pages_of_run, now)
+        return [_run_tree(name, run, limits.get(name, {}), self._drive_of, unix) for name, run in self._runs.items()]
+
+
+def _look_at(run: _Run, pages: Iterable[Snapshot], now: float) -> None:
+    known, run.ranks = run.ranks, {}
+    for page in sorted(pages, key=lambda page: page.header.rank):
+        sample, rank = _Sample(now, page), known.get(page.header.rank)
+        if rank is None or not rank.is_of(page):
+            if rank is not None:
+                run.history = History()  # the run was resumed, and counts its steps anew
+            rank = _Rank(sample)
+        else:
+            rank.look(sample)
+        run.ranks[page.header.rank] = rank
+    ranks = list(run.ranks.values())
+    if any(rank.stepped for rank in ranks):
+        stretches = [rank.last_stretch("training_tokens_total") for rank in ranks]
+        tokens = [count / seconds for count, seconds in stretches if count > 0 and seconds > 0]
+        run.history.add((_steps(ranks), _loss(ranks), sum(tokens) if tokens else None, _stalled(ranks)))
+
+
+def _run_tree(name: str, run: _Run, limits: Mapping[str, float], drive_of: DriveOf, unix: float) -> Tree:
+    ranks = list(run.ranks.values())
+    first = ranks[0].last.page.header
+    steps, seconds = _steps(ranks), _mean(_per_step(rank) for rank in ranks)
+    last_step = _least(rank.total("step_last_completed_timestamp_seconds") or None for rank in ranks)
+    running = any(rank.last.page.alive for rank in ranks)
+    idle = bool(
+        running and last_step and seconds and unix - last_step > max(_IDLE_SECONDS, _IDLE_STEPS * seconds)
+    )  # fmt: skip
+    return known(
+        id=name,
+        status=_status(ranks),
+        started=first.started,
+        world_size=first.world_size,
+        version=first.info.get("version"),
+        io_engine=first.info.get("io_engine"),
+        steps=steps,
+        steps_skipped=max(rank.total("steps_skipped_total") for rank in ranks),
+        step_seconds=seconds,
+        last_step=last_step,
+        idle=idle,
+        tokens=_sum(rank.total("training_tokens_total") or None for rank in ranks),
+        tokens_per_second=None if idle else _sum(_tokens_per_second(rank) for rank in ranks),
+        loss=_loss(ranks),
+        learning_rate=ranks[0].total("training_learning_rate") if steps else None,
+        gradient_norm=ranks[0].total("training_gradient_norm") or None,
+        parts=_parts(ranks),
+        stalled=_stalled(ranks),
+        fetches=_fetches(ranks),
+        io=_io(ranks),
+        plan=_plan(ranks),
+        checkpoint=_checkpoint(ranks),
+        host_cache=_host_cache(ranks),
+        nvme=_tier(ranks, "nvme"),
+        limits=dict(limits) or None,
+        drives=_by_drive(ranks, drive_of) or None,
+        ranks=[_rank_tree(rank, unix) for rank in ranks],
+        history={"columns": COLUMNS, "rows": run.history.rows()},
+    )
+
+
+def _rank_tree(rank: _Rank, unix: float) -> Tree:
+    header = rank.last.page.header
+    stepped = rank.total("steps_total") > 0
+    return known(
+        rank=header.rank,
+        pid=header.pid,
+        status=rank.last.page.status,
+        steps=rank.total("steps_total"),
+        step_seconds=_per_step(rank),
+        last_step=rank.total("step_last_completed_timestamp_seconds") or None,
+        tokens_per_second=_tokens_per_second(rank),
+        parts=_parts([rank]),
+        stalled=_stalled([rank]),
+        read=_io_rate([rank], "read"),
+        write=_io_rate([rank], "write"),
+        host_cache_used=sum(rank.total("tier_used_bytes", tier="host", state=role) for role in ROLES)
+        if stepped
+        else None,
+        host_cache_capacity=rank.total("tier_capacity_bytes", tier="host") or None,
+        errors=_errors([rank]),
+    )
+
+
+# Of ranks together #
+
+
+def _status(ranks: Sequence[_Rank]) -> str:
+    """Of a run: ``dead`` where a rank is, for its peers will not go on without it."""
+    statuses = {rank.last.page.status for rank in ranks}
+    return next(status for status in ("dead", "live", "ended") if status in statuses)
+
+
+def _steps(ranks: Sequence[_Rank]) -> float:
+    """Return the steps that all of them have completed."""
+    return min(rank.total("steps_total") for rank in ranks)
+
+
+def _per_step(rank: _Rank) -> float | None:
+    steps = rank.in_steps("steps_total")
+    return rank.step_seconds() / steps if steps else None
+
+
+def _tokens_per_second(rank: _Rank) -> float | None:
+    tokens, seconds = rank.in_steps("training_tokens_total"), rank.step_seconds()
+    return tokens / seconds if tokens and seconds else None
+
+
+def _loss(ranks: Sequence[_Rank]) -> float | None:
+    """Return the mean over ranks; 0 is what a page says before a loss was reported."""
+    return _mean(rank.total("training_loss") or None for rank in ranks)
+
+
+def _parts(ranks: Sequence[_Rank]) -> dict[str, float] | None:
+    """Return shares of a step's time by part, which add up to 1; None before the first step."""
+    seconds = {part: sum(rank.in_steps("step_part_seconds_total", part=part) for rank in ranks) for part in PARTS}
+    total = sum(seconds.values())
+    return {part: value / total for part, value in seconds.items()} if total else None
+
+
+def _stalled(ranks: Sequence[_Rank]) -> float | None:
+    parts = _parts(ranks)
+    return sum(parts[part] for part in STALLS) if parts else None
+
+
+def _fetches(ranks: Sequence[_Rank]) -> dict[str, float] | None:
+    """Return shares of the pages asked for, by whether they were ready."""
+    counts = {
+        name: sum(rank.in_steps("prefetch_fetches_total", result=name) for rank in ranks) for name in FETCH_RESULTS
+    }
+    total = sum(counts.values())
+    return {name: count / total for name, count in counts.items()} if total else None
+
+
+def _io(ranks: Sequence[_Rank]) -> Tree:
+    steps = _mean(rank.in_steps("steps_total") for rank in ranks)
+    moved = {op: sum(_moved(rank, op, rank.in_steps) for rank in ranks) for op in OPS}
+    return known(
+        read=_io_rate(ranks, "read"),
+        write=_io_rate(ranks, "write"),
+        read_total=sum(_moved(rank, "read", rank.total) for rank in ranks),
+        written_total=sum(_moved(rank, "write", rank.total) for rank in ranks),
+        read_per_step=moved["read"] / steps if steps else None,
+        written_per_step=moved["write"] / steps if steps else None,
+        errors=_errors(ranks),
+        retries=sum(rank.total("io_retries_total", op=op) for rank in ranks for op in OPS),
+    )
+
+
+def _moved(rank: _Rank, op: str, look: Callable[..., float]) -> float:
+    devices = rank.last.page.header.devices
+    return sum(look("io_bytes_total", op=op, state=role, device=device) for role in ROLES for device in devices)
+
+
+def _io_rate(ranks: Sequence[_Rank], op: str) -> float | None:
+    """Return bytes per second now, of those that run."""
+    return _sum(
+        rank.rate("io_bytes_total", op=op, state=role, device=device)
+        for rank in ranks
+        if rank.last.page.alive
+        for role in ROLES
+        for device in rank.last.page.header.devices
+    )
+
+
+def _by_drive(ranks: Sequence[_Rank], drive_of: DriveOf) -> dict[str, dict[str, float]]:
+    """Return bytes per second now, by drive and operation."""
+    found: dict[str, dict[str, float]] = {}
+    for rank in ranks:
+        header = rank.last.page.header
+        for device, path in zip(header.devices, header.paths, strict=False):
+            drive = drive_of(path)
+            if drive is None or not rank.last.page.alive:
+                continue
+            sums = found.setdefault(drive, dict.fromkeys(OPS, 0.0))
+            for op in OPS:
+                sums[op] += sum(rank.rate("io_bytes_total", op=op, state=role, device=device) or 0.0 for role in ROLES)
+    return found
+
+
+def _errors(ranks: Sequence[_Rank]) -> float:
+    metric = BY_NAME["io_errors_total"]
+    return sum(rank.last.page.value_at(metric, values) for rank in ranks for values in label_sets(metric, ()))
+
+
+def _plan(ranks: Sequence[_Rank]) -> Tree:
+    predicted = {op: sum(rank.total("plan_predicted_bytes_per_step", op=op) for rank in ranks) for op in OPS}
+    made = any(predicted.values())
+    return known(
+        read=predicted["read"] if made else None,
+        written=predicted["write"] if made else None,
+        divergences=sum(rank.total("plan_divergences_total") for rank in ranks),
+    )
+
+
+def _checkpoint(ranks: Sequence[_Rank]) -> Tree:
+    """Return when all ranks had checkpointed last, how often they have, and what it takes."""
+    found = [rank.last.page.histogram_at(BY_NAME["checkpoint_duration_seconds"], ()) for rank in ranks]
+    times = [rank.total("checkpoint_last_success_timestamp_seconds") for rank in ranks]
+    count = min(sum(checkpoints.counts) for checkpoints in found)
+    return known(
+        last=min(times) or None,
+        count=count,
+        seconds=max(checkpoints.sum / sum(checkpoints.counts) for checkpoints in found) if count else None,
+    )
+
+
+def _host_cache(ranks: Sequence[_Rank]) -> Tree | None:
+    tier = _tier(ranks, "host") if _steps(ranks) else None  # what is in it is told at the end of a step
+    if tier is None:
+        return None
+    cache_slots = {
+        status: sum(rank.total("pool_frames", status=status) for rank in ranks) for status in CACHE_SLOT_STATUSES
+    }
+    return {**tier, "cache_slots": cache_slots}
+
+
+def _tier(ranks: Sequence[_Rank], tier: str) -> Tree | None:
+    """Return bytes by role, and of how many; None where a page does not tell how many."""
+    capacity = sum(rank.total("tier_capacity_bytes", tier=tier) for rank in ranks)
+    if not capacity:
+        return None
+    roles = {role: sum(rank.total("tier_used_bytes", tier=tier, state=role) for rank in ranks) for role in ROLES}
+    return {"capacity": capacity, "roles": roles}
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return sum(there) if there else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else None
+
+
+def _least(values: Iterable[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)

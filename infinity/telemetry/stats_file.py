@@ -1,0 +1,319 @@
+"""The stats page: its format, and reading one that anybody may have written.
+
+[Note: format]
+    bytes 0..8     magic ``INFSTATS``
+    bytes 8..12    version, unsigned, little-endian
+    bytes 12..16   length of the header in bytes, unsigned, little-endian
+    bytes 16..     header: a JSON object in UTF-8 (see `StatsHeader`), then zeros up to a multiple of 64
+    then           doubles in the machine's byte order, one per cell (`telemetry/stats_cells.py`), and nothing more
+Cell 0 is the Unix time at which the rank closed its page, 0 while it is open.
+
+[Note: torn reads]
+There is one writer per cell and no lock. A cell is a double at an address that is a multiple of 8, so it
+never straddles a cache line and the writer's store is a single one. The page is read with ``pread`` and not
+through a mapping, because a mapped file that somebody truncates kills the reader with SIGBUS. The kernel
+copies aligned words, but promises nothing, so the values are read twice and cells that differ are read
+once more: of a cell that moves faster than that the later reading is taken. Cells are consistent each for
+itself and not with one another: the sum of a histogram may be one observation ahead of its buckets.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import json
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from infinity.errors import ConfigError, InfinityError
+from infinity.schema import Mismatch, distinct, integer, printable, record, sequence, table, text
+from infinity.telemetry.metrics import BY_NAME, Metric
+from infinity.telemetry.stats_cells import CLOSED_CELL, cells_of, check_values
+from infinity.units import KIB, MIB, align_up
+from infinity.untrusted_files import open_own, open_regular
+
+MAGIC: Final = b"INFSTATS"
+VERSION: Final = 1
+SUFFIX: Final = ".stats"
+MAX_DEVICES: Final = 64
+
+_PREAMBLE = struct.Struct("<8sII")
+_MAX_HEADER = 64 * KIB
+_MAX_PAGE = 4 * MIB
+
+Status = Literal["live", "ended", "dead"]
+"""Of the rank that writes a page: it runs, it has closed the page, or it is gone without."""
+
+
+class StatsPageError(InfinityError):
+    """A file is not a stats page that this version can read; the message gives path and reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatsHeader:
+    """Who writes a page.
+
+    `started` is the Unix time at which the page was made; `process_started` and `pid_namespace` tell the
+    writer from a later process with the same number (clock ticks since boot, inode; 0: unknown). `devices`
+    are the values of the label ``device``. `info` holds free texts: ``version``, ``torch_version``,
+    ``io_engine``, ``paths`` (a JSON list of the configured paths, in the order of `devices`) and ``weight``.
+    """
+
+    run_id: str
+    rank: int
+    local_rank: int
+    world_size: int
+    pid: int
+    process_started: int
+    pid_namespace: int
+    started: float
+    devices: tuple[str, ...]
+    info: Mapping[str, str]
+    fingerprint: str
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The configured paths in the order of `devices`; empty where the writer did not tell."""
+        try:
+            found = json.loads(self.info.get("paths", "[]"))
+        except (ValueError, RecursionError):
+            return ()
+        if not isinstance(found, list) or not all(isinstance(path, str) and path.isprintable() for path in found):
+            return ()
+        return tuple(found[:MAX_DEVICES])
+
+    @property
+    def weight(self) -> float:
+        """Share of a drive relative to other runs (`storage.weight`), from 1 on; 1 where the writer did not tell."""
+        told = self.info.get("weight", "")
+        return float(told) if told.isascii() and told.isdigit() and 0 < len(told) <= 4 and int(told) else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HistogramValue:
+    """A histogram: observations per bucket (not cumulative, the infinite one last), and their sum."""
+
+    counts: tuple[float, ...]
+    sum: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A page at one moment: its header, and the values of its cells (`cells.py`)."""
+
+    header: StatsHeader
+    values: tuple[float, ...]
+    status: Status
+
+    @property
+    def alive(self) -> bool:
+        """Whether the rank still runs and has not closed its page."""
+        return self.status == "live"
+
+    def value(self, name: str, **labels: str) -> float:
+        """Return a counter or a gauge. Raises KeyError for an unknown metric or label set."""
+        metric = BY_NAME[name]
+        return self.values[self._index(metric, tuple(labels[key] for key in metric.label_names))]
+
+    def value_at(self, metric: Metric, values: tuple[str, ...]) -> float:
+        """Return the counter or gauge of a metric at label values in the order of the table."""
+        return self.values[self._index(metric, values)]
+
+    def histogram_at(self, metric: Metric, values: tuple[str, ...]) -> HistogramValue:
+        """Return the histogram of a metric at label values in the order of the table."""
+        first = self._index(metric, values)
+        last = first + len(metric.buckets) + 1
+        return HistogramValue(counts=self.values[first:last], sum=self.values[last])
+
+    def _index(self, metric: Metric, values: tuple[str, ...]) -> int:
+        return cells_of(self.header.devices).first[metric.name, values]
+
+
+def encode_head(header: StatsHeader) -> bytes:
+    """Return everything before the cells, padded to a multiple of 64 bytes.
+
+    Raises:
+        ConfigError: a field that a reader would refuse, or texts longer than 64 KiB in all.
+    """
+    body = json.dumps(asdict(header), ensure_ascii=True, sort_keys=True).encode()
+    if len(body) > _MAX_HEADER:
+        raise ConfigError(f"the texts of the stats page take {len(body)} bytes, {_MAX_HEADER} at most")
+    try:
+        _parse_header(body)
+    except ValueError as error:
+        raise ConfigError(f"stats page: {error}") from error
+    head = _PREAMBLE.pack(MAGIC, VERSION, len(body)) + body
+    return head.ljust(align_up(len(head), 64), b"\0")
+
+
+def stats_page_name(run_id: str, rank: int) -> str:
+    """Return the file name of a rank's page."""
+    return f"{run_id}.rank{rank}{SUFFIX}"
+
+
+def read_stats_page(path: str | os.PathLike[str]) -> Snapshot:
+    """Return a snapshot of a stats page; nothing about the file is taken on trust.
+
+    Raises:
+        StatsPageError: the file is missing, unreadable, no regular file, of another user (except for root),
+            truncated, malformed, written by a version with another table of metrics, or not named after the run and
+            the rank that it is of: two pages of one rank would be one series twice.
+    """
+    name = os.fspath(path)
+    try:
+        # Root reads the pages of all users.
+        descriptor = open_own(name, os.O_RDONLY) if os.geteuid() else open_regular(name, os.O_RDONLY)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise StatsPageError(f"{name}: cannot be opened: {reason}") from error
+    try:
+        page = _read_open_page(descriptor)
+        if Path(name).name != (expected := stats_page_name(page.header.run_id, page.header.rank)):
+            raise ValueError(f"named as another page than it is, {expected}")
+        return page
+    except (OSError, ValueError) as error:
+        raise StatsPageError(f"{name}: {error}") from error
+    finally:
+        os.close(descriptor)
+
+
+def _read_open_page(descriptor: int) -> Snapshot:
+    about = os.fstat(descriptor)
+    if not _PREAMBLE.size <= about.st_size <= _MAX_PAGE:
+        raise ValueError(f"{about.st_size} bytes is no size of a stats page")
+    magic, version, length = _PREAMBLE.unpack(_read_exactly(descriptor, _PREAMBLE.size, 0))
+    if magic != MAGIC:
+        raise ValueError("not a stats page")
+    if version != VERSION:
+        raise ValueError(f"format version {version}; this program reads version {VERSION}")
+    if length > _MAX_HEADER:
+        raise ValueError(f"header of {length} bytes is above the limit of {_MAX_HEADER}")
+    header = _parse_header(_read_exactly(descriptor, length, _PREAMBLE.size))
+    cells = cells_of(header.devices)
+    if header.fingerprint != cells.fingerprint:
+        raise ValueError("written by a version of infinity with another table of metrics")
+    offset = align_up(_PREAMBLE.size + length, 64)
+    if about.st_size != offset + 8 * cells.length:
+        raise ValueError(f"{about.st_size} bytes long, {offset + 8 * cells.length} expected")
+    values = _read_cells(descriptor, offset, cells.length)
+    check_values(cells, values)
+    return Snapshot(header=header, values=values, status=_status(header, values[CLOSED_CELL], descriptor))
+
+
+def _read_exactly(descriptor: int, length: int, offset: int) -> bytes:
+    data = os.pread(descriptor, length, offset)
+    if len(data) != length:
+        raise ValueError(f"truncated: {len(data)} of {length} bytes at offset {offset}")
+    return data
+
+
+def _read_cells(descriptor: int, offset: int, length: int) -> tuple[float, ...]:
+    first, second = (_read_exactly(descriptor, 8 * length, offset) for _ in range(2))
+    if first != second:  # see [Note: torn reads]
+        third = _read_exactly(descriptor, 8 * length, offset)
+        rows = zip(_cells(first), _cells(second), _cells(third), strict=True)
+        return tuple(a if a == b else c for a, b, c in rows)
+    return tuple(_cells(second))
+
+
+def _cells(data: bytes) -> array.array[float]:
+    return array.array("d", data)
+
+
+def _seconds(value: Any) -> float:
+    """A Unix time."""
+    if not isinstance(value, int | float) or not 0 <= value < 1 << 40:
+        raise Mismatch(value, "must be a Unix time")
+    return float(value)
+
+
+_NAME = text("[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+_RANK = integer(0, (1 << 24) - 1)
+_HEADER = record(
+    StatsHeader,
+    more=True,
+    run_id=_NAME,
+    rank=_RANK,
+    local_rank=_RANK,
+    world_size=_RANK,
+    pid=integer(0, (1 << 31) - 1),
+    process_started=integer(0),
+    pid_namespace=integer(0),
+    started=_seconds,
+    devices=distinct(sequence(_NAME, most=MAX_DEVICES)),
+    info=table(printable(), printable()),
+    fingerprint=_NAME,
+)
+
+
+def _parse_header(data: bytes) -> StatsHeader:
+    """Return the header that these bytes are. Raises ValueError, naming the field."""
+    try:
+        header: StatsHeader = _HEADER(json.loads(data.decode()))
+    except RecursionError as error:
+        raise ValueError("header is nested too deep") from error
+    if not header.rank < header.world_size or header.local_rank > header.rank:
+        raise ValueError(f"rank {header.rank} (local {header.local_rank}) of {header.world_size} cannot be")
+    return header
+
+
+def process_start(pid: int) -> int:
+    """Return when a process started, in clock ticks since boot; 0 if it is gone, a zombie or unknown."""
+    try:
+        # The name in parentheses may itself hold spaces and parentheses.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def pid_namespace() -> int:
+    """Return the inode of this process's PID namespace; 0 if unknown."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _status(header: StatsHeader, closed: float, descriptor: int) -> Status:
+    if closed:
+        return "ended"
+    if header.process_started and header.pid_namespace and header.pid_namespace == pid_namespace():
+        return "live" if process_start(header.pid) == header.process_started else "dead"
+    # Another container or no /proc: the number means nothing here, but the writer holds a lock on its file.
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "live"
+    return "dead"
+
+
+def stats_page_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return the files of a folder that are named like stats pages, sorted; none if there is no folder."""
+    try:
+        return sorted(path for path in Path(folder).iterdir() if _is_stats_page(path.name))
+    except OSError:
+        return []
+
+
+def remove_stats_page(path: Path, about: os.stat_result) -> bool:
+    """Remove a page and return True, unless somebody holds it or, since `about`, another has taken its name."""
+    with contextlib.suppress(OSError):
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file), about):
+                path.unlink()
+                return True
+        finally:
+            os.close(file)
+    return False
+
+
+def _is_stats_page(name: str) -> bool:
+    return name.endswith(SUFFIX) and not name.startswith(".")

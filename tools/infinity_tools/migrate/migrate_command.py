@@ -1,0 +1,129 @@
+"""`infinity migrate`: a DeepSpeed configuration as settings, lines of code, and what becomes of every key."""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from infinity.cli_errors import Version, failures
+from infinity.errors import ConfigError
+from infinity.untrusted_files import replacing
+from infinity_tools.migrate.keys import Status
+from infinity_tools.migrate.read import read_config
+from infinity_tools.migrate.translate import Migration, Row
+from infinity_tools.migrate.translate import migrate as translate
+from infinity_tools.tables import table
+
+_SETTINGS = "infinity.toml"
+_LONGEST = 60
+_BEFORE = {Status.NOT_NEEDED: "see ", Status.NO_COUNTERPART: "instead: "}
+_CHECKPOINTS = """\
+  python zero_to_fp32.py CHECKPOINT FOLDER --safe_serialization
+  infinity.offload(model, optimizer, {settings!r}, weights=FOLDER)"""
+
+
+def migrate(
+    config: Annotated[Path, typer.Argument(help="DeepSpeed's JSON, such as ds_config.json.", metavar="DS_CONFIG")],
+    out: Annotated[Path | None, typer.Option(help="File to write the settings to. [default: print them]")] = None,
+    nvme: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder for the state, in place of nvme_path; repeat it for several drives."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file of --out.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    version: Version = False,
+) -> None:
+    """Turn a DeepSpeed configuration into settings, code, and a list of what becomes of every key.
+
+    `infinity migrate ds_config.json --out infinity.toml`. The settings are what `infinity train --config` and
+    `infinity.offload` take. Status 0: the same training; 1: something that changes it has no counterpart, and is named;
+    2: the file is no configuration of DeepSpeed.
+    """
+    with failures():
+        if force and out is None:
+            raise ConfigError("--force needs --out; without it nothing is written")
+        if out is not None and os.path.lexists(out) and not force:
+            raise ConfigError(f"--out {str(out)!r} is there already; name another file, or replace it with --force")
+        found = read_config(config)
+        settings_file = str(out or _SETTINGS)
+        done = translate(found, str(config), settings_file, [str(path) for path in nvme or ()])
+        if out is not None:
+            _write(out, done.toml)
+        if json:
+            typer.echo(json_format.dumps(_document(done)))
+        else:
+            _show(done, out)
+    raise typer.Exit(1 if done.refusals else 0)
+
+
+def _write(out: Path, text: str) -> None:
+    try:
+        with replacing(out, 0o666) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise ConfigError(f"--out {str(out)!r} cannot be written: {error.strerror}") from error
+
+
+def _document(done: Migration) -> dict[str, Any]:
+    keys = [
+        {"key": row.key, "value": row.value, "status": row.status, "becomes": row.becomes, "why": row.why,
+         "changes_training": row.changes} for row in done.rows
+    ]  # fmt: skip
+    return {"toml": done.toml, "settings": done.settings, "code": done.code, "keys": keys, "ok": not done.refusals}
+
+
+def _show(done: Migration, out: Path | None) -> None:
+    console = Console(highlight=False)
+
+    def say(text: str, style: str = "") -> None:
+        console.print(Text(text, style))
+
+    def lines(text: str) -> None:
+        console.print(Text(text), soft_wrap=True)  # to be copied: no line is broken
+
+    say("Settings, for `infinity train --config` and `infinity.offload`", "bold")
+    lines(f"wrote {out}\n" if out is not None else f"\n{done.toml}")
+    say("Training code", "bold")
+    lines(f"\n{done.code}")
+    say("Weights of a DeepSpeed checkpoint come over, moments and step counts do not. In its folder lies a script:")
+    lines(_CHECKPOINTS.format(settings=str(out or _SETTINGS)) + "\n")
+    for status in Status:
+        if rows := [row for row in done.rows if row.status is status]:
+            headings = ("key", "what becomes of it, and why")
+            console.print(table(f"{status} ({len(rows)})", headings, _cells(rows)))
+            console.print()
+    if done.refusals:
+        names = ", ".join(row.key for row in done.refusals)
+        say(f"Not the same training, for want of a counterpart: {names}. The table says what to do instead.", "red")
+    else:
+        unknown = any(row.status is Status.UNKNOWN for row in done.rows)
+        but = "; what unknown keys do is not known" if unknown else ""
+        say(f"The same training: nothing that changes it is lost{but}.", "yellow" if unknown else "green")
+    if not done.settings.get("storage", {}).get("paths"):
+        say("storage.paths is still to be set: name a folder on each NVMe drive, or give --nvme.", "yellow")
+
+
+def _cells(rows: list[Row]) -> Iterator[tuple[str, str]]:
+    """Yield the keys, below the names of their sections, that have the same answer, with that."""
+    answers: dict[tuple[str, str, bool], list[Row]] = {}
+    for row in rows:
+        answers.setdefault((row.becomes, row.why, row.changes), []).append(row)
+    for (becomes, why, changes), same in answers.items():
+        lines, last = [], ""
+        for row in same:
+            section, _, name = row.key.rpartition(".")
+            if section != last:
+                lines.append(f"{section[:100]}.")
+            value = json_format.dumps(row.value, ensure_ascii=False)
+            shown = value if len(value) <= _LONGEST else f"{value[:_LONGEST]}…"
+            lines.append(f"{'  ' if section else ''}{name[:100]} = {shown}")
+            last = section
+        before = ("refused; " if changes else "") + (_BEFORE.get(same[0].status, "") if becomes else "")
+        yield "\n".join(lines), "\n".join(filter(None, (f"{before}{becomes}", why)))

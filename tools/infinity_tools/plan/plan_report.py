@@ -1,0 +1,283 @@
+"""An estimate as a person reads it, as JSON, and as the settings that a run takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from infinity.content.format import Role
+from infinity.estimate.advice import Change
+from infinity.estimate.estimate import DAY, HIDDEN, Estimate
+from infinity.units import format_size
+from infinity_tools.tables import table
+
+ROLES = {
+    Role.PARAM: "weights",
+    Role.UPDATE: "master, moments",
+    Role.GRAD: "gradients",
+    Role.ACTIVATION: "activations",
+}
+"""What the pages of each role are called."""
+RESOURCES = {
+    "computation": "forward and backward",
+    "weights": "weights to the device",
+    "gradients": "gradients from it",
+    "collectives": "between ranks",
+    "updates": "updates",
+    "drives": "NVMe drives",
+    "hashing": "checksums",
+    "interpreter": "Python for accesses to pages",
+    "fixed": "other, fixed",
+}
+"""What is called how of what `Seconds` says of each resource."""
+_LEAST_SHOWN = 1e-3
+"""Share of a step below which what is exposed is none."""
+_FSDP_MODULES = (("years", 365 * DAY), ("days", DAY), ("hours", 3600.0))
+
+
+def headline(found: Estimate) -> str:
+    """Return in a line what is planned."""
+    work, model = found.workload, found.model
+    trained = model.trainable_parameters
+    share = "" if trained == model.parameters else f" ({trained / model.parameters:.2%} trained)"
+    ranks = f"{work.world_size} ranks" if work.world_size > 1 else "1 rank"
+    return f"{model.name}: {count(model.parameters)} parameters{share}, {ranks}, {work.batch_tokens} tokens per step"
+
+
+def count(number: float) -> str:
+    """Return a large number in words of three digits, such as ``70.6 B``."""
+    for factor, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= factor:
+            return f"{number / factor:.3g} {letter}"
+    return f"{number:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time with three digits, in the FSDP module in which it is at least 2."""
+    for fsdp_module, length in _FSDP_MODULES:
+        if seconds >= 2 * length:
+            return f"{seconds / length:.3g} {fsdp_module}"
+    return f"{seconds:.3g} s"
+
+
+def show(found: Estimate, changes: Sequence[Change], assumptions: Sequence[str], console: Console) -> None:
+    """Print an estimate."""
+    console.print(Text(headline(found), style="bold"))
+    for part in _parts(found, changes):
+        console.print()
+        console.print(part)
+    console.print()
+    for line in assumptions:
+        console.print(Text(f"assumed: {line}", style="dim"))
+    for problem in found.problems:
+        console.print(Text.assemble(("does not fit: ", "bold red"), problem))
+
+
+def _parts(found: Estimate, changes: Sequence[Change]) -> Iterator[RenderableType]:
+    yield _places(found)
+    yield _host_cache(found)
+    yield _step(found)
+    yield _facts(found)
+    if changes:
+        rows = [(change.what, f"-{change.saved:.0%}", change.price) for change in changes]
+        yield table("what would help most", ("change", ">seconds per token", ""), rows)
+
+
+def sizes_of(found: Estimate) -> dict[Role, tuple[int, int, int]]:
+    """Return by role the bytes of pages, and how much of them stays in host memory and lives on the device.
+
+    Of activations where they are paged.
+    """
+    sizes = {role: (found.layout.bytes_of(role), found.resident_bytes[role], found.home_bytes[role]) for role in Role}
+    kept, moved = found.activations.kept, found.activations.moved
+    sizes[Role.ACTIVATION] = kept, kept - moved, 0
+    return {role: size for role, size in sizes.items() if role is not Role.ACTIVATION or kept}
+
+
+def _places(found: Estimate) -> Table:
+    traffic, gpu_resident = found.traffic, any(found.home_bytes.values())
+    sizes = {
+        ROLES[role]: (size, stays, *([lives] if gpu_resident else []), traffic.read[role], traffic.written[role])
+        for role, (size, stays, lives) in sizes_of(found).items()
+    }
+    sizes["all"] = tuple(map(sum, zip(*sizes.values(), strict=True)))
+    return table(
+        f"state of a rank: size, what stays in host memory{', lives on the device' * gpu_resident}, moved per step",
+        ("", ">size", ">stays", *([">device"] if gpu_resident else []), ">read", ">written"),
+        [(name, *map(format_size, row)) for name, row in sizes.items()],
+    )
+
+
+def _host_cache(found: Estimate) -> Table:
+    size = found.layout.page_bytes
+    names = {
+        "resident": "pages that stay",
+        "streaming": "pages on their way to use",
+        "kept": "pages kept between uses",
+        "writing": "pages being written",
+        "activations": "activations",
+    }
+    rows = [(names[use], str(number), format_size(number * size)) for use, number in found.cache_slots_by_use.items()]
+    title = f"host cache: {format_size(found.budget.host_bytes)} in {found.budget.cache_slots} cache slots of {format_size(size)}"
+    return table(title, ("", ">cache_slots", ">bytes"), rows)
+
+
+def _step(found: Estimate) -> Table:
+    seconds, traffic = found.seconds, found.traffic
+    link, linked = found.link_traffic, found.machine.device.link > 0
+    kept = found.activations.kept
+    weights, gradients = (link.weights + kept) * linked, (link.gradients + kept) * linked
+    moved = {"weights": weights, "gradients": gradients, "drives": traffic.total_bytes}
+    if found.updates_on_device:
+        moved["updates"] = link.read + link.changed
+    parts = {"reads": (traffic.read_bytes, seconds.reads), "writes": (traffic.written_bytes, seconds.writes)}
+    least = _LEAST_SHOWN * seconds.step
+    rows = []
+    for name, load in seconds.loads.items():
+        if load.busy:
+            exposed = duration(load.exposed) if load.exposed >= least else "0 s"
+            size = format_size(moved[name]) if name in moved else ""
+            rows.append((resource(name, found), size, duration(load.busy), exposed))
+        if load.busy and name == "drives":
+            rows += [(f"  {part} alone", format_size(size), duration(time), "") for part, (size, time) in parts.items()]
+    rows.append(("a step, with what runs side by side", "", duration(seconds.step), ""))
+    title = "a step of a rank: how long each resource is busy, and what nothing else hides of that"
+    return table(title, ("resource", ">bytes", ">busy", ">exposed"), rows)
+
+
+def resource(name: str, found: Estimate) -> str:
+    """Return what a resource of `Seconds` is called."""
+    if name != "updates":
+        activations = name in ("weights", "gradients") and found.activations.kept > 0
+        return f"activations and {RESOURCES[name]}" if activations else RESOURCES[name]
+    return f"updates ({found.update_schedule}{', pages to the device and back' * found.updates_on_device})"
+
+
+def _facts(found: Estimate) -> Table:
+    work, machine = found.workload, found.machine
+    hidden = found.hidden_from_tokens
+    space, first = (each * machine.ranks_per_node for each in (found.drive_bytes, found.first_drive_bytes))
+    free = f" of {format_size(machine.drives.space_bytes)} free" if machine.drives.space_bytes else ""
+    daily = found.node_written_per_day
+    if found.drive_days is not None:
+        life = f"rated writes used up in {duration(DAY * found.drive_days)}"
+    elif daily:
+        life = f"1 PB of rated writes lasts {duration(DAY * 1e15 / daily)}"
+    else:
+        life = ""
+    where = f"on {machine.device.name}" if machine.device.memory_bytes else "beside the host cache"
+    if found.moves_nothing:
+        storage = "any batch", "nothing is moved"
+    else:
+        storage = (
+            "no batch size" if hidden is None else f"{hidden} tokens per step",
+            f"a step then takes at most {HIDDEN - 1:.0%} longer for it",
+        )
+    rows = [
+        ("tokens per second", f"{work.batch_tokens / found.seconds.step:.4g}", ""),
+        ("storage is hidden from", *storage),
+        ("drive space per node", format_size(space) + free, _checkpoints(found)),
+        *([("until the second step ends", format_size(first), "the first may store gradients")] * (first > space)),
+        ("written per node", f"{daily / 1e12:.3g} TB per day", life),
+        ("memory to compute in", f"about {format_size(found.working_bytes)}", where),
+    ]
+    if found.device_bytes:
+        rows.append(("memory beside that", format_size(found.device_bytes), _stays_there(found)))
+    return table("in all", ("", "", ""), rows)
+
+
+def _stays_there(found: Estimate) -> str:
+    """Return what the memory of the device is used for beside computation."""
+    placed, fsdp_modules = found.placed, len(found.model.fsdp_modules)
+    parts = []
+    if placed.prefetched:
+        parts.append("weights of the next FSDP module ahead of its gather")
+    if placed.kept:
+        parts.append(f"those of {len(placed.kept)} of {fsdp_modules} FSDP modules stay from forward to backward")
+    if placed.gpu_resident:
+        parts.append(f"{len(placed.gpu_resident)} of {fsdp_modules} FSDP modules live there with their state")
+    return ", ".join(parts) or "too little for the weights of two FSDP modules: each is copied when it is due"
+
+
+def _checkpoints(found: Estimate) -> str:
+    number = found.settings.run.retained_checkpoints
+    gradients = " and stored gradients" * (found.traffic.written[Role.GRAD] > 0)
+    return f"with {number} retained checkpoint{'s' * (number != 1)}{gradients}"
+
+
+def document(found: Estimate, changes: Sequence[Change], assumptions: Sequence[str]) -> dict[str, Any]:
+    """Return the estimate as JSON."""
+    model, work, machine = found.model, found.workload, found.machine
+
+    linked = machine.device.link > 0
+
+    def by_role(values: Any) -> dict[str, int]:
+        return {role.value: values[role] for role in Role}
+
+    return {
+        "fits": not found.problems,
+        "problems": list(found.problems),
+        "model": {
+            "name": model.name,
+            "parameters": model.parameters,
+            "trainable_parameters": model.trainable_parameters,
+            "layers": len(model.layers),
+            "hidden": model.hidden,
+            "vocabulary": model.vocabulary,
+        },
+        "workload": asdict(work),
+        "machine": asdict(machine),
+        "assumptions": list(assumptions),
+        "schedule": found.update_schedule,
+        "updates_on_device": found.updates_on_device,
+        "device": {
+            "bytes": found.device_bytes,
+            "staged": found.placed.prefetched,
+            "kept_fsdp_modules": len(found.placed.kept),
+            "fsdp_modules_at_home": len(found.placed.gpu_resident),
+            "home_bytes": by_role(found.home_bytes),
+            "to_device_bytes_per_step": (found.link_traffic.to_device + found.activations.kept) * linked,
+            "from_device_bytes_per_step": (found.link_traffic.from_device + found.activations.kept) * linked,
+        },
+        "page_bytes": found.layout.page_bytes,
+        "pages": len(found.layout.pages),
+        "state_bytes": found.layout.state_bytes,
+        "bytes": {role.value: found.layout.bytes_of(role) for role in Role}
+        | {Role.ACTIVATION.value: found.activations.kept},
+        "resident_bytes": by_role(found.resident_bytes),
+        "host_cache": {
+            "bytes": found.budget.host_bytes,
+            "cache_slots": found.budget.cache_slots,
+            **found.cache_slots_by_use,
+        },
+        "read_bytes": by_role(found.traffic.read),
+        "written_bytes": by_role(found.traffic.written),
+        "read_bytes_per_step": found.traffic.read_bytes,
+        "written_bytes_per_step": found.traffic.written_bytes,
+        "bytes_per_parameter": found.traffic.total_bytes / max(1, found.layout.parameters),
+        "seconds": asdict(found.seconds),
+        "tokens_per_second": work.batch_tokens / found.seconds.step,
+        "hidden_from_tokens": found.hidden_from_tokens,
+        "drive_bytes": found.drive_bytes,
+        "first_drive_bytes": found.first_drive_bytes,
+        "node_drive_bytes": found.drive_bytes * machine.ranks_per_node,
+        "node_first_drive_bytes": found.first_drive_bytes * machine.ranks_per_node,
+        "node_written_bytes_per_day": found.node_written_per_day,
+        "drive_days": found.drive_days,
+        "working_bytes": found.working_bytes,
+        "changes": [
+            {
+                "change": change.what,
+                "price": change.price,
+                "saved": change.saved,
+                "step_seconds": change.result.step_seconds(change.result.workload.batch_tokens),
+                "batch_tokens": change.result.workload.batch_tokens,
+            }
+            for change in changes
+        ],
+    }

@@ -1,0 +1,122 @@
+"""Figures as short texts, bars and curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rich.text import Text
+
+from infinity.units import format_size
+from infinity_tools.progress import short
+from infinity_tools.tables import span
+
+UNKNOWN: Final = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """How a part of a step's time is drawn."""
+
+    name: str
+    mark: str
+    plain: str
+    """`mark` for a terminal that has no other characters than those of ASCII."""
+    style: str
+
+
+LOOKS: Final[Mapping[str, Look]] = {
+    "compute": Look(name="compute", mark="█", plain="#", style="green"),
+    "collective": Look(name="collective", mark="░", plain="-", style="cyan"),
+    "copy": Look(name="copy", mark="▒", plain="+", style="blue"),
+    "update": Look(name="update", mark="▓", plain="=", style="magenta"),
+    "read_stall": Look(name="read stall", mark="r", plain="r", style="bold red"),
+    "write_stall": Look(name="write stall", mark="w", plain="w", style="bold yellow"),
+    "host_cache_stall": Look(name="host cache stall", mark="a", plain="a", style="bold bright_red"),
+    "python": Look(name="python", mark="·", plain=".", style="dim"),
+}
+"""By part, in the order in which they stand in a bar. Told apart without colours too; stalls are letters."""
+_CURVE: Final = "▁▂▃▄▅▆▇█"
+_PLAIN_CURVE: Final = "_.:-=+*#"
+
+
+def number(value: float | None) -> str:
+    """Return a count with about three digits."""
+    return UNKNOWN if value is None else short(value) if math.isfinite(value) else str(value)
+
+
+def whole(value: float | None) -> str:
+    """Return a count with all of its digits."""
+    return UNKNOWN if value is None else f"{value:.0f}"
+
+
+def decimal(value: float | None) -> str:
+    """Return a number with about four digits, such as seconds or a loss."""
+    if value is None:
+        return UNKNOWN
+    if not math.isfinite(value) or abs(value) >= 99_999.5:
+        return f"{value:.0e}" if math.isfinite(value) else str(value)
+    return f"{value:.{3 if abs(value) < 10 else 2 if abs(value) < 100 else 0}f}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share in percent."""
+    return UNKNOWN if share is None else f"{share:.0%}"
+
+
+def rates(read: float | None, written: float | None) -> str:
+    """Return two data rates in one FSDP module: that of the larger."""
+    if read is None and written is None:
+        return UNKNOWN
+    large = max(read or 0.0, written or 0.0) >= 1e9
+    texts = (
+        UNKNOWN if rate is None else f"{rate / 1e9:.2f}" if large else f"{rate / 1e6:.0f}" for rate in (read, written)
+    )
+    return "/".join(texts) + (" GB/s" if large else " MB/s")
+
+
+def filled(used: float | None, size: float | None) -> str:
+    """Return a share of bytes, and how many all are."""
+    if not size:
+        return UNKNOWN
+    return f"{percent(None if used is None else used / size)} of {format_size(size)}"
+
+
+def ago(seconds: float | None) -> str:
+    """Return how long ago something was."""
+    return UNKNOWN if seconds is None else span(max(0.0, seconds))
+
+
+def bar(parts: Mapping[str, float], width: int, *, plain: bool) -> Text:
+    """Return parts that add up to 1 as one bar; each stands where its share begins and ends."""
+    text, at, begun = Text(), 0.0, 0
+    for part, look in LOOKS.items():
+        at += parts.get(part, 0.0)
+        end = min(width, round(at * width))
+        text.append((look.plain if plain else look.mark) * (end - begun), style=look.style)
+        begun = max(begun, end)
+    return text
+
+
+def legend(parts: Mapping[str, float], width: int, *, plain: bool) -> Text:
+    """Return the largest parts with their shares, as many as there is room for; what is below one percent is not."""
+    text = Text()
+    for part, share in sorted(parts.items(), key=lambda item: -item[1]):
+        look, gap = LOOKS[part], "  " if text else ""
+        mark = look.plain if plain else look.mark
+        said = f"{mark} {look.name} {share:.0%}"
+        if share < 0.005 or len(text) + len(gap) + len(said) > width:
+            break
+        text.append(gap).append(mark, style=look.style).append(said[len(mark) :])
+    return text
+
+
+def curve(points: Sequence[float | None], top: float, *, plain: bool) -> str:
+    """Return a line of columns as high as the points are, of which `top` is the highest; blank where there is none."""
+    marks = _PLAIN_CURVE if plain else _CURVE
+    return "".join(
+        " " if point is None else marks[min(len(marks) - 1, int(point / top * len(marks)) if top > 0 else 0)]
+        for point in points
+    )

@@ -1,0 +1,146 @@
+"""`infinity top`: what the runs of this node do, live."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from infinity.cli_errors import Version, finite
+from infinity.config import TelemetryConfig, runtime_dir
+from infinity.errors import ConfigError
+from infinity.telemetry.trees import plain
+from infinity_tools.top.keyboard import Terminal
+from infinity_tools.top.minute import Minute
+from infinity_tools.top.reading import Reader
+from infinity_tools.top.view import view
+from infinity_tools.top.view_state import State
+
+_LOOKS: Final = 4
+"""In the interval before a single answer: what steps do is known from the second one on that is seen to end."""
+_ANY_HEIGHT: Final = 100_000
+
+
+def top(
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=3600, callback=finite, help="Seconds from one look to the next.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look for one interval, print it as text, and end.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="The same as JSON and nothing else.")] = False,
+    run: Annotated[str, typer.Option(help="Id of the only run to show, or how it begins.")] = "",
+    runtime: Annotated[
+        str, typer.Option("--runtime-dir", help="The runtime folder of the runs. [default: as telemetry.runtime_dir]")
+    ] = "",
+    version: Version = False,
+) -> None:
+    """Watch the runs of this node: steps, tokens, loss, where the time of a step goes, drives.
+
+    `infinity top` on the node that trains, in a second terminal; **q** ends it, **?** explains keys and figures.
+    Training is not disturbed. With infinityd it also shows what the drives can do and how worn they are; without it,
+    it reads the stats pages of the ranks itself.
+
+    Where standard output is no terminal, it prints once and ends, as with `--once`.
+
+    Exit status: 0; 2 where something has to be asked for differently.
+    """
+    folder = runtime_dir(replace(TelemetryConfig(), runtime_dir=runtime))
+    if runtime and not folder.is_dir():
+        raise ConfigError(f"--runtime-dir {runtime!r} is not a folder; name the runs' telemetry.runtime_dir")
+    reader, console = Reader(folder), Console(highlight=False)
+    plain_text = not console.encoding.lower().startswith("utf")
+    if once or json or not _can_draw(console):
+        state = _look_once(reader, run, interval)
+        if json:
+            typer.echo(json_format.dumps(_document(state)))
+        else:
+            text = view(replace(state, ascii=plain_text), console.width, _ANY_HEIGHT)
+            console.print(text, soft_wrap=True)
+        return
+    _watch(reader, console, run, interval, ascii=plain_text)
+
+
+def _can_draw(console: Console) -> bool:
+    """Whether there is a terminal at both ends that can be drawn on."""
+    return sys.stdin.isatty() and console.is_terminal and sys.stdout.isatty() and not console.is_dumb_terminal
+
+
+def _look_once(reader: Reader, run: str, interval: float) -> State:
+    """Return what was seen in one interval. Raises `ConfigError`: the run that is asked for is not there."""
+    snapshot, minute = reader.read(), Minute()
+    for _ in range(_LOOKS):
+        time.sleep(interval / _LOOKS)
+        snapshot = reader.read()
+        curves = minute.add(snapshot)
+    state = State(snapshot=snapshot, curves=curves, only=run, interval=interval, interactive=False)
+    if run and not state.runs:
+        known = ", ".join(one.id for one in snapshot.runs) or "none"
+        raise ConfigError(f"--run {run!r} is no run on this node, nor how one begins; runs: {known}")
+    return state
+
+
+def _document(state: State) -> object:
+    return plain({**asdict(state.snapshot), "runs": [asdict(run) for run in state.runs]})
+
+
+class _Watch:
+    """What is watched, and what is shown of it."""
+
+    def __init__(self, reader: Reader, state: State) -> None:
+        self._reader = reader
+        self._minute = Minute()
+        self.state = state
+        self.due = time.monotonic()  # when to look next
+
+    def look(self) -> None:
+        """Look, if it is time to."""
+        now = time.monotonic()
+        if now < self.due or self.state.paused:
+            return
+        snapshot = self._reader.read()
+        self.state = replace(self.state, snapshot=snapshot, curves=self._minute.add(snapshot))
+        self.due = max(self.due, now - self.state.interval) + self.state.interval
+
+
+def _watch(reader: Reader, console: Console, run: str, interval: float, *, ascii: bool) -> None:
+    """Draw until somebody ends it."""
+    watch = _Watch(reader, State(snapshot=reader.read(), only=run, interval=interval, ascii=ascii))
+    with Terminal(sys.stdin.fileno()) as terminal:
+        try:
+            for event in _drawn(watch, console, terminal):
+                if event == "suspend":
+                    terminal.suspend()
+                elif event == "continue":
+                    terminal.resume()
+        except KeyboardInterrupt:
+            return
+
+
+def _drawn(watch: _Watch, console: Console, terminal: Terminal) -> Iterator[str]:
+    """Draw, and yield whenever the screen was left because something else is to have the terminal."""
+    while True:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            event = _draw(watch, console, terminal, live)
+        if event == "q":
+            return
+        yield event
+
+
+def _draw(watch: _Watch, console: Console, terminal: Terminal, live: Live) -> str:
+    """Draw until a key or an event says that this screen ends; return it."""
+    while True:
+        watch.look()
+        console.size = terminal.size
+        live.update(view(watch.state, console.width, console.height), refresh=True)
+        wait = watch.state.interval if watch.state.paused else watch.due - time.monotonic()
+        key = terminal.key(wait)
+        if key in ("q", "suspend", "continue"):
+            return key
+        if key is not None and key != "resize":
+            watch.state = watch.state.pressed(key)

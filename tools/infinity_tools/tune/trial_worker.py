@@ -1,0 +1,174 @@
+"""The process that makes trials, and its end of the pipe: what breaks or blows up there ends a trial, not the search.
+
+The worker ends in order when it is told so (SIGTERM), and when the process that started it is gone: a run that is open
+is closed, which removes what it has on the drives, and the folders of the trials are removed. Ctrl-C in a terminal is
+for both processes; the worker leaves it to the other one.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing as mp
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from infinity.config import Config
+from infinity.errors import ConfigError, InfinityError
+from infinity_tools.tune.outcome import Bounds, Outcome
+from infinity_tools.tune.search_space import Candidate
+from infinity_tools.tune.trial import Trials, Workload, is_usage
+from infinity_tools.tune.trial_folders import empty, remove
+
+_NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGHUP)
+_LOOK_SECONDS = 0.2
+_PATIENCE = 30.0
+"""Seconds that a worker may take to end in order before it is ended at once."""
+
+
+class Worker:
+    """A process with a model. A context manager; it starts at the first use, and anew when it has died."""
+
+    def __init__(
+        self, workload: Workload, settings: Config, folders: Sequence[str], stopped: Callable[[], int] = lambda: 0
+    ) -> None:
+        """Start nothing yet; `stopped` returns the number of a signal that ends all, or 0."""
+        self._stopped = stopped
+        self._arguments = workload, settings, tuple(folders)
+        self._process: BaseProcess | None = None
+        self._pipe: Connection | None = None
+        self.facts: dict[str, Any] = {}
+        """What `Trials.facts` returned; empty before `start`."""
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the process, and wait until it has imported everything and checked the workload.
+
+        Raises:
+            ConfigError: the workload cannot be. InfinityError: the process has failed otherwise.
+        """
+        context = mp.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, *self._arguments), name="infinity-tune")
+        resource_tracker.ensure_running()  # which would unblock them
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)  # the process inherits it
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        try:
+            kind, answer = self._receive()
+        except EOFError:
+            raise InfinityError(f"the process for trials {self._ending()} before the first one") from None
+        if kind != "ready":
+            self.close()
+            raise (ConfigError if kind == "usage" else InfinityError)(answer)
+        self.facts = answer
+
+    def measure(self, candidate: Candidate, bounds: Bounds) -> Outcome:
+        """Make a trial; a worker that dies of it is a failed one."""
+        if self._process is None:
+            self.start()
+        assert self._pipe is not None
+        began = time.perf_counter()
+        try:
+            self._pipe.send((dict(candidate), bounds))
+            outcome: Outcome = self._receive()
+        except (EOFError, OSError):
+            reason = f"the process for trials {self._ending()}"
+            _, settings, folders = self._arguments
+            for folder in folders:
+                empty(Path(folder), settings.telemetry)
+            return Outcome(kind="failed", reason=reason, wall=time.perf_counter() - began)
+        return outcome
+
+    def _receive(self) -> Any:
+        """Return what the process sends next. Raises `SystemExit`: a signal has come; `EOFError`: it has died."""
+        assert self._pipe is not None
+        while not self._pipe.poll(_LOOK_SECONDS):
+            if number := self._stopped():
+                raise SystemExit(128 + number)
+        return self._pipe.recv()
+
+    def _ending(self) -> str:
+        """Return how the process has ended; there is none afterwards."""
+        assert self._process is not None
+        self._process.join(_PATIENCE)
+        status = self._process.exitcode
+        self.close()
+        if status == -signal.SIGKILL:
+            return "was killed: out of memory?"
+        return f"ended with status {status}"
+
+    def close(self) -> None:
+        """End the process, in order if it can."""
+        process, self._process = self._process, None
+        if process is not None and process.pid is not None:  # it was started
+            process.terminate()
+            process.join(_PATIENCE)
+            if process.exitcode is None:
+                process.kill()
+            process.join()
+            process.close()
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+
+
+def serve(pipe: Connection, workload: Workload, settings: Config, folders: Sequence[str]) -> None:
+    """Make the trials that are asked for, until the pipe ends or this process is to end. Runs in the worker."""
+    ending, orphaned = threading.Event(), threading.Event()
+    threading.Thread(target=_end_with_parent, args=(ending, orphaned, settings, folders), daemon=True).start()
+    warnings.simplefilter("ignore")
+    logging.getLogger("infinity").setLevel(logging.CRITICAL)
+    try:
+        trials = Trials(workload, ending.is_set)
+        pipe.send(("ready", trials.facts()))
+    except Exception as error:  # whatever a model of any content makes of transformers
+        pipe.send(("usage" if is_usage(error) else "failed", str(error) or type(error).__name__))
+        return
+    # Not raised by the handler: in a callback of the interpreter it would get lost.
+    signal.signal(signal.SIGTERM, lambda number, cache_slot: ending.set())
+    try:
+        with suppress(EOFError, ConnectionError):
+            while not ending.is_set():
+                if pipe.poll(_LOOK_SECONDS):
+                    candidate, bounds = pipe.recv()
+                    pipe.send(trials.run(settings, candidate, folders, bounds))
+    finally:
+        if orphaned.is_set():
+            _remove_all(settings, folders)
+
+
+def _end_with_parent(
+    ending: threading.Event, orphaned: threading.Event, settings: Config, folders: Sequence[str]
+) -> None:
+    """Wait for the end of the process that started this one, and end then, with nothing left behind."""
+    parent = mp.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    orphaned.set()
+    ending.set()
+    time.sleep(_PATIENCE)  # the main thread ends the process; unless it hangs
+    _remove_all(settings, folders)
+    os._exit(1)
+
+
+def _remove_all(settings: Config, folders: Sequence[str]) -> None:
+    for folder in folders:
+        remove(Path(folder).parent, settings.telemetry)

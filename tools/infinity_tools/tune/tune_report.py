@@ -1,0 +1,175 @@
+"""What a search leaves: `infinity.toml`, `tune.json`, `tune.png`, and what it prints at its end."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infinity.config import Config
+from infinity.errors import ConfigError
+from infinity.units import format_size
+from infinity.untrusted_files import replacing
+from infinity_tools.toml import settings_toml
+from infinity_tools.tune.outcome import Result, Trial
+from infinity_tools.tune.search_space import describe
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def write_settings(file: Path, settings: Config, heading: Sequence[str]) -> None:
+    """Write the settings that differ from the defaults.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    text = settings_toml(settings, heading)
+    try:
+        with replacing(file, 0o666) as out:
+            out.write(text.encode())
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}; name another folder with --out") from error
+
+
+def summarise(result: Result, trials: Sequence[Trial], facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """Return the content of tune.json."""
+    kinds = [trial.outcome.kind for trial in trials]
+    changes = {name: value for name, value in result.best.items() if value != result.start[name]}
+    return {
+        **facts,
+        "faster": result.is_faster,
+        "gain": {
+            "over_start": result.gain if result.is_faster else 1.0,
+            "min": min(result.gains, default=1.0) if result.is_faster else 1.0,
+            "max": max(result.gains, default=1.0) if result.is_faster else 1.0,
+            "rounds": len(result.gains),
+            "over_worst": result.worst_ratio,
+        },
+        "noise": result.noise,
+        "step_seconds": {"start": result.start_seconds, "best": result.step_seconds},
+        "start": result.start,
+        "best": result.best,
+        "changes": changes,
+        "worst": result.worst,
+        "put_back": result.put_back,
+        "seconds": seconds,
+        "everything_tried": result.complete,
+        "candidates": result.tried,
+        "trials": {kind: kinds.count(kind) for kind in ("measured", "slow", "skipped", "failed")},
+        "failures": {
+            describe(trial.changes, "the start"): trial.outcome.reason
+            for trial in trials
+            if trial.outcome.kind == "failed"
+        },
+        "written_bytes": sum(trial.outcome.total_written for trial in trials),
+        "effects": list(effects(trials)),
+    }
+
+
+def effects(trials: Sequence[Trial]) -> Iterator[dict[str, Any]]:
+    """Yield what every value did, as single changes have shown it: seconds over those without; the median, by value."""
+    found: dict[tuple[str, Any], list[float]] = {}
+    for trial in trials:
+        single = trial.role in ("change", "again") and len(trial.changes) == 1
+        if single and trial.ratio is not None and trial.outcome.counts:
+            found.setdefault(next(iter(trial.changes.items())), []).append(trial.ratio)
+    for (name, value), ratios in sorted(found.items(), key=lambda row: row[0][0]):
+        yield {"setting": name, "value": value, "ratio": statistics.median(ratios), "trials": len(ratios)}
+
+
+def result_lines(summary: Mapping[str, Any], out: Path) -> list[str]:
+    """Return what is said at the end."""
+    gain, trials = summary["gain"], summary["trials"]
+    before, after = summary["step_seconds"]["start"], summary["step_seconds"]["best"]
+    start, verb = ("the defaults", "are") if summary["start_is_defaults"] else ("the start", "is")
+    if summary["faster"]:
+        rounds = f"{gain['rounds']} round{'s' if gain['rounds'] > 1 else ''}"
+        lines = [
+            f"{gain['over_start']:.2f} times as fast as {start} ({gain['min']:.2f} to {gain['max']:.2f} in {rounds}): "
+            f"{before:.3g} → {after:.3g} s per step",
+            f"with {describe(summary['changes'])}",
+        ]
+    else:
+        noise = f"± {summary['noise']:.1%}"
+        lines = [f"no gain: {start} {verb} as fast as anything tried ({noise}), {before:.3g} s per step"]
+    lines += [
+        f"the slowest of {summary['candidates']} combinations takes {gain['over_worst']:.2f} times as long",
+        f"{sum(trials.values())} trials in {summary['seconds']:.0f} s have written "
+        f"{format_size(summary['written_bytes'])} to the drives",
+    ]
+    if trials["failed"]:
+        lines.append(f"{trials['failed']} could not be trained with; {out / 'tune.json'} says why")
+    return lines
+
+
+def write_results(out: Path, summary: dict[str, Any], trials: Sequence[Trial]) -> None:
+    """Write tune.json and tune.png. Raises `ConfigError`: they cannot be written."""
+    try:
+        with replacing(out / "tune.json", 0o666) as file:
+            file.write(
+                (json.dumps({**summary, "journal": [_row(trial) for trial in trials]}, indent=1) + "\n").encode()
+            )
+        draw(out / "tune.png", summary, trials)
+    except OSError as error:
+        raise ConfigError(f"--out {str(out)!r} takes no file: {error.strerror}; name another one") from error
+
+
+def _row(trial: Trial) -> dict[str, Any]:
+    row = asdict(trial)
+    row["outcome"] = {key: row["outcome"][key] for key in ("kind", "seconds", "stall_seconds", "wall", "reason")}
+    return row
+
+
+def draw(file: Path, summary: Mapping[str, Any], trials: Sequence[Trial]) -> None:
+    """Draw the best so far over time, and what each value did. Raises `OSError`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = summary["effects"]
+    figure = Figure(figsize=(12, max(4.2, 1.2 + 0.24 * len(rows))), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    _draw_time(left, trials)
+    _draw_effects(right, rows, summary["noise"])
+    figure.suptitle(f"{summary['model']} · {summary['parameters'] / 1e6:.4g} M parameters · {summary['device']}")
+    with replacing(file, 0o666) as out:
+        figure.savefig(out, format="png", dpi=120)
+
+
+def _draw_time(axes: Axes, trials: Sequence[Trial]) -> None:
+    counted = [trial for trial in trials if trial.outcome.counts and trial.relative is not None]
+    times, ratios = [trial.at for trial in counted], [trial.relative or 0.0 for trial in counted]
+    axes.plot(times, ratios, "o", color="#bbbbbb", markersize=4, label="a trial")
+    bests, best = [], 1.0
+    for trial in counted:
+        best = min(best, trial.best_relative)
+        bests.append(best)
+    axes.step(times, bests, where="post", color="#4477aa", label="best so far")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.set_xlabel("seconds of the search")
+    axes.set_ylabel("seconds per step, over those of the start")
+    axes.set_title("best so far")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+
+
+def _draw_effects(axes: Axes, rows: Sequence[Mapping[str, Any]], noise: float) -> None:
+    names = [describe({row["setting"]: row["value"]}) for row in rows]
+    ratios = [row["ratio"] for row in rows]
+    colours = ["#228833" if ratio < 1 - noise else "#ee6677" if ratio > 1 + noise else "#bbbbbb" for ratio in ratios]
+    places = range(len(rows))
+    axes.axvspan(1 - noise, 1 + noise, color="#000000", alpha=0.08, linewidth=0)
+    axes.axvline(1, color="#888888", linewidth=1)
+    axes.scatter(ratios, places, color=colours, zorder=3)
+    axes.hlines(places, 1, ratios, color=colours)
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds per step, over those of the best at that time (grey: noise)")
+    axes.set_title("what each value did")
+    axes.grid(alpha=0.3, axis="x")

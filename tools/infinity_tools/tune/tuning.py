@@ -1,0 +1,241 @@
+"""A search of `infinity tune`, from its checks to its files."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from infinity.config import Config, check_config
+from infinity.errors import ConfigError, InfinityError
+from infinity.memory.limits import default_host_cache
+from infinity.units import MIB, align_down, format_size
+from infinity.untrusted_files import why_not_written
+from infinity_tools.signals import StopRequest
+from infinity_tools.tune.journal import Journal, check_file
+from infinity_tools.tune.outcome import Bounds, Outcome, Result, Role, Trial
+from infinity_tools.tune.progress_view import View
+from infinity_tools.tune.search import Search, SearchFailed
+from infinity_tools.tune.search_space import ALLOWED, Candidate, Limits, candidate_of, make_space
+from infinity_tools.tune.trial import Workload
+from infinity_tools.tune.trial_folders import trial_folders
+from infinity_tools.tune.trial_worker import Worker
+from infinity_tools.tune.tune_report import summarise, write_results, write_settings
+
+FILES = ("infinity.toml", "tune.json", "tune.png", "trials.jsonl")
+"""What a search writes."""
+SETTINGS, JOURNAL = FILES[0], FILES[-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is searched for how, checked as far as it can be without a model."""
+
+    workload: Workload
+    settings: Config
+    """Where the search starts; with folders, and the host cache that is never exceeded."""
+    limits: Limits
+    minutes: float
+    repeats: int
+
+    @property
+    def start(self) -> dict[str, Any]:
+        """The tuned settings at the start."""
+        return candidate_of(self.settings, self.limits.host_bytes)
+
+
+def make_plan(workload: Workload, settings: Config, allow_format: str, *, minutes: float, repeats: int) -> Plan:
+    """Return the plan of a search. Raises `ConfigError`: something has to be asked for differently."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: infinity tune trains in a process of its own, on one rank; start "
+            "it without torchrun"
+        )
+    if workload.dtype not in ("auto", "bf16", "fp32"):
+        raise ConfigError(f"--dtype {workload.dtype!r} is not one of auto, bf16, fp32")
+    if allow_format not in ALLOWED:
+        raise ConfigError(f"--allow-format {allow_format!r} is not one of {', '.join(ALLOWED)}")
+    norm = workload.max_grad_norm
+    if norm is not None and not norm > 0:
+        raise ConfigError(f"--max-grad-norm {norm:g} must be above 0; leave it out to train without clipping")
+    if norm is not None and settings.update.schedule == "in_backward":
+        raise ConfigError(
+            'update.update schedule = "in_backward" updates before the global norm is known, which --max-grad-norm needs; '
+            "leave one of them out"
+        )
+    if not settings.storage.paths:
+        raise ConfigError("--nvme is missing: name a folder on the drive that will be trained on")
+    if workload.batch_tokens % workload.seq:
+        near = max(1, round(workload.batch_tokens / workload.seq)) * workload.seq
+        raise ConfigError(
+            f"--batch-tokens {workload.batch_tokens} is not a multiple of --seq {workload.seq}; try {near}"
+        )
+    host = settings.memory.host_bytes or align_down(default_host_cache(1), MIB)
+    settings = settings.with_values(**{"memory.host_bytes": host})
+    check_config(settings)
+    paths = [os.path.abspath(path) for path in settings.storage.paths]  # the file is to be of use in any folder
+    settings = settings.with_values(**{"storage.paths": paths})
+    limits = Limits(
+        host_bytes=host, cores=len(os.sched_getaffinity(0)), formats=allow_format, clipping=norm is not None
+    )
+    return Plan(workload=workload, settings=settings, limits=limits, minutes=minutes, repeats=repeats)
+
+
+class Tuning:
+    """A search with all that it needs: folders, the process for trials, the journal, what is shown."""
+
+    def __init__(self, plan: Plan, out: Path, console: Console, *, json: bool) -> None:
+        self._plan, self._out, self._console, self._json = plan, out, console, json
+        self._trials: list[Trial] = []
+
+    def run(self, *, resume: bool) -> dict[str, Any]:
+        """Search, write what was found, and return the content of tune.json.
+
+        Raises:
+            InfinityError: something has to be asked for differently, or broke. SystemExit: a signal.
+        """
+        plan, began = self._plan, time.monotonic()
+        with ExitStack() as stack:
+            stack.enter_context(_without_leftovers(self._out))
+            _make(self._out)
+            check_file(self._out / JOURNAL, resume=resume)
+            stop = stack.enter_context(StopRequest("" if self._json else "ending; once more ends it at once"))
+            stop.patient = True  # a signal is looked at while a trial runs: raised anywhere, it might get lost
+            stack.enter_context(self._telling_how_to_go_on())
+            view = stack.enter_context(View(self._console, plan.start, minutes=plan.minutes, silent=self._json))
+            folders = stack.enter_context(trial_folders(plan.settings.storage.paths, plan.settings.telemetry))
+            worker = stack.enter_context(Worker(plan.workload, plan.settings, folders, lambda: stop.received))
+            worker.start()
+            self._say_what(view, worker)
+            journal = Journal(self._out / JOURNAL, self._about(worker), began, resume=resume)
+            result, seconds = self._search(view, worker, journal)
+        facts = {
+            **worker.facts,
+            **asdict(plan.workload),
+            "paths": list(plan.settings.storage.paths),
+            "host_bytes": plan.limits.host_bytes,
+            "allow_format": plan.limits.formats,
+            "activations": plan.settings.activations.tier,
+            "machine": _machine(),
+            "minutes": plan.minutes,
+            "start_is_defaults": plan.start == candidate_of(Config(), plan.limits.host_bytes),
+            "model": worker.facts["model"],
+            "dtype": worker.facts["dtype"],
+        }
+        summary = summarise(result, self._trials, facts, seconds)
+        found = plan.settings.with_values(**result.best)
+        write_settings(self._out / SETTINGS, found, self._heading(summary))
+        write_results(self._out, summary, self._trials)
+        return summary
+
+    def _search(self, view: View, worker: Worker, journal: Journal) -> tuple[Result, float]:
+        """Search, and return how long that took altogether."""
+        plan = self._plan
+
+        def measure(candidate: Candidate, role: Role, bounds: Bounds) -> Outcome:
+            outcome = journal.answer(role, candidate)
+            if outcome is None:
+                view.trying(role, candidate, search.best)
+                outcome = worker.measure(candidate, bounds)
+                journal.add(role, candidate, outcome)
+            return outcome
+
+        def tried(trial: Trial) -> None:
+            self._trials.append(trial)
+            view.tried(trial)
+
+        view.begin(journal.clock)
+        search = Search(
+            measure,
+            lambda effective: make_space(plan.start, plan.limits, effective),
+            journal.clock,
+            seconds=60 * plan.minutes,
+            repeats=plan.repeats,
+            seed=plan.workload.seed,
+            on_trial=tried,
+            on_best=view.improved,
+        )
+        try:
+            return search.run(), journal.clock()
+        except SearchFailed as error:
+            (self._out / JOURNAL).unlink(missing_ok=True)  # there is nothing to go on from
+            reason = f"the start cannot be trained with: {error.outcome.reason}"
+            raise (ConfigError if error.outcome.usage else InfinityError)(reason) from None
+
+    def _say_what(self, view: View, worker: Worker) -> None:
+        plan, facts = self._plan, worker.facts
+        view.say(
+            f"{facts['model']}, {facts['dtype']}, {facts['parameters'] / 1e6:.4g} M parameters, "
+            f"{plan.workload.batch_tokens} tokens per step, on {facts['device']}\n"
+            f"host cache up to {format_size(plan.limits.host_bytes)}, folders {', '.join(plan.settings.storage.paths)}"
+        )
+
+    def _about(self, worker: Worker) -> dict[str, Any]:
+        """Return what a journal has to be about, by names of options where there are any."""
+        plan = self._plan
+        workload = {key: value for key, value in asdict(plan.workload).items() if key not in ("model", "dtype")}
+        return {
+            **worker.facts,
+            **{name.replace("_", "-"): value for name, value in workload.items()},
+            "nvme": list(plan.settings.storage.paths),
+            "host-memory": plan.limits.host_bytes,
+            "allow-format": plan.limits.formats,
+            "activations": plan.settings.activations.tier,
+            **plan.start,
+            "machine": _machine(),
+        }
+
+    def _heading(self, summary: dict[str, Any]) -> list[str]:
+        gain = summary["gain"]
+        how = f"{gain['over_start']:.2f} times as fast as the start" if summary["faster"] else "nothing was faster"
+        return [
+            f"Found by infinity tune: {how}.",
+            f"{summary['model']}, {summary['dtype']}, {summary['batch_tokens']} tokens per step, {summary['device']}.",
+        ]
+
+    @contextmanager
+    def _telling_how_to_go_on(self) -> Iterator[None]:
+        """Say what a search that is ended early has left."""
+        try:
+            yield
+        except (SystemExit, KeyboardInterrupt):
+            if not self._json:
+                there = (self._out / JOURNAL).exists() and self._trials
+                left = f"{len(self._trials)} trials are kept; go on with --resume" if there else "nothing is left"
+                with suppress(OSError):
+                    sys.stderr.write(f"stopped: {left}\n")
+            raise
+
+
+def _machine() -> str:
+    return f"{platform.node()}, {os.cpu_count()} cores, {platform.machine()}"
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {str(out)!r} cannot be made: {error.strerror}; name a folder of yours") from error
+    for name in FILES:
+        if why := why_not_written(out / name):
+            raise ConfigError(f"{out / name} cannot be written: {why}; name another folder with --out")
+
+
+@contextmanager
+def _without_leftovers(out: Path) -> Iterator[None]:
+    """Remove the folders again that were made for the results, if they are empty at the end."""
+    made: Sequence[Path] = [folder for folder in (out, *out.parents) if not os.path.lexists(folder)]
+    try:
+        yield
+    finally:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
