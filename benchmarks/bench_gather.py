@@ -30,7 +30,7 @@ def rank_main(rank: int, folder: str, options: argparse.Namespace, pipe: Any) ->
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     import infinity
-    from infinity.fsdp import private
+    from infinity import torch_private
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
@@ -47,11 +47,11 @@ def rank_main(rank: int, folder: str, options: argparse.Namespace, pipe: Any) ->
     }
     optimizer = infinity.offload(model, torch.optim.SGD(model.parameters(), lr=1e-3), settings)
     tokens = torch.randn(options.tokens, options.width)
-    took = private.COPY_IN
+    took = torch_private.COPY_IN
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in range(options.turns + 1):
         for way in WAYS if turn % 2 else reversed(WAYS):
-            private.COPY_IN = took if way == "landed" else None
+            torch_private.COPY_IN = took if way == "landed" else None
             dist.barrier()
             began = time.perf_counter()
             model(tokens).square().mean().backward()

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from infinity import torch_private
 from infinity.accumulation.causal_lm import SlicedCausalLM, causal_lm_in, computes_loss
 from infinity.accumulation.sliced_forward import SlicedForward, SlicedNorm, replace_forward
 from infinity.accumulation.slicing import BatchDim
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.fsdp import private
 
 _log = logging.getLogger("infinity")
 
@@ -74,7 +74,7 @@ def sliced_loss(model: nn.Module, tokens: int) -> None:
     """
     if tokens < 1:
         raise ConfigError(f"sliced_loss needs a number of 1 or more, got {tokens}")
-    if not private.is_sharded_module(model):
+    if not torch_private.is_sharded_module(model):
         raise UnsupportedError("sliced_loss needs a sharded model: call fully_shard on it first")
     found = causal_lm_in(model)
     if found is None:
@@ -90,7 +90,7 @@ def sliced_loss(model: nn.Module, tokens: int) -> None:
 
 
 def _fsdp_modules(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in model.named_modules() if name and private.is_sharded_module(module)}
+    return {name: module for name, module in model.named_modules() if name and torch_private.is_sharded_module(module)}
 
 
 class LayerMajor:
@@ -123,12 +123,12 @@ class LayerMajor:
 def _sliced(model: nn.Module, count: int, batch_dim: BatchDim, *, head: bool) -> list[SlicedForward]:
     """Put sliced forwards in the place of those of the model's FSDP modules."""
     layers = _fsdp_modules(model)
-    if not private.is_sharded_module(model) or not layers:
+    if not torch_private.is_sharded_module(model) or not layers:
         raise UnsupportedError(
             "micro_batches needs a sharded model: call fully_shard on its layers and on itself first"
         )
     for name, module in model.named_modules():
-        if private.recomputes(module):
+        if torch_private.recomputes(module):
             raise UnsupportedError(
                 f"{name or 'the model'} recomputes its activations already, as micro_batches does; leave activation "
                 "checkpointing off"

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from infinity import torch_private
 from infinity.accumulation.slicing import BatchDim, Call, Slicing, SlicingFinder, flatten
 from infinity.errors import ConfigError, UnsupportedError
-from infinity.fsdp import private
 
 _log = logging.getLogger("infinity")
 
@@ -78,7 +78,7 @@ class SlicedForward:
             return tuple(outputs)
 
         if slicing is not None:
-            private.add_up_gradients(self._fsdp_module)
+            torch_private.add_up_gradients(self._fsdp_module)
         # Without it a slice would not be part of the graph where its inputs need no gradient, but parameters do.
         anchor = torch.empty(0, requires_grad=any(param.requires_grad for param in self.module.parameters()))
         recompute = torch.is_grad_enabled() and any(

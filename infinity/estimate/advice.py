@@ -89,4 +89,4 @@ def _changes(of: Estimate) -> Iterator[tuple[str, str, _Inputs]]:
         layers = replace(work, layer_major=True)
         yield "infinity.micro_batches", "sums are rounded otherwise", before._replace(workload=layers)
     if settings.update.schedule != "auto":
-        yield 'update.update schedule = "auto"', "the same bits", before.setting("update.schedule", "auto")
+        yield 'update.schedule = "auto"', "the same bits", before.setting("update.schedule", "auto")

@@ -585,7 +585,7 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
     name = placed(wanted, events, late=workload.clipping)
     if wanted == "in_backward" != name:
         raise ConfigError(
-            'update.update schedule = "in_backward" is impossible with clipping, or a loop over micro-batches; set "auto"'
+            'update.schedule = "in_backward" is impossible with clipping, or a loop over micro-batches; set "auto"'
         )
     on_device = updates_on_device(settings, machine, budget.layout)
     device_bytes = memory.device_bytes

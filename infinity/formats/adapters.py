@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from infinity.fsdp import private
+from infinity import torch_private
 from infinity.ranks import Ranks
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -34,7 +34,7 @@ _COPIES = "modules_to_save"
 
 def peft_model(model: nn.Module) -> Any | None:
     """Return the `PeftModel` that a module is, without modules around it; None where it is none."""
-    inner = private.unwrapped_module(model)
+    inner = torch_private.unwrapped_module(model)
     peft = sys.modules.get("peft")  # not imported: then it is none
     return inner if peft is not None and isinstance(inner, peft.PeftModel) else None
 
@@ -42,7 +42,7 @@ def peft_model(model: nn.Module) -> Any | None:
 def base_model(model: nn.Module) -> nn.Module:
     """Return the model to which adapters were added, without modules around it; the model itself without any."""
     found = peft_model(model)
-    return private.unwrapped_module(model if found is None else found.get_base_model())
+    return torch_private.unwrapped_module(model if found is None else found.get_base_model())
 
 
 def is_adapter(module: nn.Module) -> bool:
@@ -61,11 +61,11 @@ def base_names(model: nn.Module) -> Callable[[str], str | None]:
     None for what is an adapter's. A copy that peft trains in place of a module has the name of that module.
     """
     base = base_model(model)
-    inside = [private.unwrapped_name(f"{name}.") for name, module in model.named_modules() if module is base]
+    inside = [torch_private.unwrapped_name(f"{name}.") for name, module in model.named_modules() if module is base]
     prefix = inside[0].removeprefix(".") if inside else ""
 
     def name_of(name: str) -> str | None:
-        if not private.unwrapped_name(name).startswith(prefix):
+        if not torch_private.unwrapped_name(name).startswith(prefix):
             return None
         *path, key = name.split(".")
         module: nn.Module = model
@@ -81,7 +81,7 @@ def base_names(model: nn.Module) -> Callable[[str], str | None]:
                 return None
         if is_adapter(module) or _is_copied(module):
             return None
-        return private.unwrapped_name(".".join([*parts, key])).removeprefix(prefix)
+        return torch_private.unwrapped_name(".".join([*parts, key])).removeprefix(prefix)
 
     return name_of
 
@@ -112,11 +112,11 @@ def adapters_of(model: nn.Module) -> tuple[Adapter, ...]:
     if found is None:
         return ()
     state = found.state_dict()
-    name_of = {id(value): private.unwrapped_name(name) for name, value in state.items()}
+    name_of = {id(value): torch_private.unwrapped_name(name) for name, value in state.items()}
     adapters = []
     for name in found.peft_config:
         if (prompt := _prompt(found, name)) is None:
-            with private.classes_of_before(found):
+            with torch_private.classes_of_before(found):
                 picked = _picked(found, state, name)
             names = {key: name_of.get(id(value), "") for key, value in picked.items()}
         else:
@@ -155,7 +155,7 @@ def _config(model: Any, adapter: str) -> dict[str, Any]:
     config.base_model_name_or_path = config.base_model_name_or_path or vars(base).get("name_or_path") or None
     mapping = None
     if config.task_type is None:
-        cls = private.original_class(base)
+        cls = torch_private.original_class(base)
         mapping = {"base_model_class": cls.__name__, "parent_library": cls.__module__}
     with TemporaryDirectory() as folder:
         config.save_pretrained(folder, auto_mapping_dict=mapping)
@@ -197,7 +197,7 @@ def _save_whole(
     state: dict[str, Any] = model.state_dict() if given is None else dict(given)
     chosen = selected_adapters or list(model.peft_config)
     wanted: set[int] = set()
-    with _whole_prompts(model, chosen), private.classes_of_before(model):
+    with _whole_prompts(model, chosen), torch_private.classes_of_before(model):
         for adapter in chosen:
             if not model.peft_config[adapter].is_prompt_learning:
                 wanted.update(map(id, _picked(model, state, adapter).values()))

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
+from infinity import torch_private
 from infinity.checkpoint.durable import NewFolder, sync_file
 from infinity.checkpoint.extra import save_extra
 from infinity.checkpoint.full_state import FullState
@@ -36,7 +37,6 @@ from infinity.content.format import MASTER
 from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.formats.dcp_metadata import read_metadata
 from infinity.formats.safetensors import cut, digest_of
-from infinity.fsdp import private
 
 _log = logging.getLogger(__name__)
 
@@ -66,9 +66,9 @@ class DcpExport(DefaultSavePlanner):
     def _state(self) -> dict[str, Any]:
         """Return the state dict, with tensors on the meta device for what is in the pages."""
         reader, scalars = self._reader, self._reader.scalars()
-        names = [[private.unwrapped_name(name) for name in spec.names] for spec in reader.tensors]
+        names = [[torch_private.unwrapped_name(name) for name in spec.names] for spec in reader.tensors]
         model = {name: self._section(f"model.{name}", i, MASTER) for i, all_of in enumerate(names) for name in all_of}
-        model.update((private.unwrapped_name(name), value) for name, value in reader.buffers())
+        model.update((torch_private.unwrapped_name(name), value) for name, value in reader.buffers())
         state = {
             names[index][0]: {
                 **{

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from infinity import torch_private
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.formats.transformers_names import Conversion
-from infinity.fsdp import private
 from infinity.optional_dependencies import needs
 
 _PREFIX = "weight_"
@@ -99,7 +99,7 @@ class QuantisedLinear(nn.Linear):
 class _ToLookAt(torch.Tensor):
     """A dequantised weight for others: a copy, so that what is set there would be lost without a word."""
 
-    __torch_function__ = private.NO_TORCH_FUNCTION  # type: ignore[assignment]
+    __torch_function__ = torch_private.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
     @property  # type: ignore[override]
     def data(self) -> torch.Tensor:

@@ -13,6 +13,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from infinity import torch_private
 from infinity.checkpoint.durable import NewFolder, sync_file
 from infinity.checkpoint.full_state import FullState
 from infinity.errors import ConfigError
@@ -21,7 +22,6 @@ from infinity.formats.adapters import ADAPTER, ADAPTER_CONFIG, Adapter
 from infinity.formats.companions import CONFIG, Companions, companion_files
 from infinity.formats.transformers_names import Conversion
 from infinity.formats.weight_files import INDEX, SINGLE
-from infinity.fsdp import private
 from infinity.units import parse_size
 
 FILE_BYTES = "1GiB"
@@ -195,7 +195,7 @@ def export_bytes(reader: FullState, dtype: torch.dtype | None = None) -> int:
     return sum(
         reader.nbytes(index, dtype)
         for index, spec in enumerate(reader.tensors)
-        if not adapters or chosen.intersection(map(private.unwrapped_name, spec.names))
+        if not adapters or chosen.intersection(map(torch_private.unwrapped_name, spec.names))
     )
 
 
@@ -232,9 +232,11 @@ class _Outgoing:
             advance: told of bytes that were read.
         """
         self._reader, self._dtype, self._advance = reader, dtype, advance
-        self._buffers = {private.unwrapped_name(name): value for name, value in reader.buffers()}
+        self._buffers = {torch_private.unwrapped_name(name): value for name, value in reader.buffers()}
         self._index = {  # of parameters, by all their names
-            private.unwrapped_name(name): index for index, spec in enumerate(reader.tensors) for name in spec.names
+            torch_private.unwrapped_name(name): index
+            for index, spec in enumerate(reader.tensors)
+            for name in spec.names
         }
         conversions = self._conversions(config, loaded_from)
         self.tensors: list[tuple[Conversion, str, torch.Tensor]] = [
@@ -272,7 +274,7 @@ class _Outgoing:
     def _conversions(
         self, config: Mapping[str, Any] | None, loaded_from: Sequence[str] | None
     ) -> tuple[Conversion, ...]:
-        own = [private.unwrapped_name(spec.names[0]) for spec in self._reader.tensors] + [*self._buffers]
+        own = [torch_private.unwrapped_name(spec.names[0]) for spec in self._reader.tensors] + [*self._buffers]
         if config is None:
             return self._plain(own)
         try:
@@ -305,7 +307,7 @@ class _Outgoing:
         there are both written: what is loaded is what was trained.
         """
         all_names = [
-            *([private.unwrapped_name(name) for name in spec.names] for spec in self._reader.tensors),
+            *([torch_private.unwrapped_name(name) for name in spec.names] for spec in self._reader.tensors),
             *([name] for name in self._buffers),
         ]
         order = {name: place for place, name in enumerate(model.kept)}

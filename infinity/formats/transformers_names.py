@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from infinity import torch_private
 from infinity.formats.adapters import base_model
-from infinity.fsdp import private
 from infinity.optional_dependencies import needs
 
 
@@ -107,7 +107,7 @@ def pretrained_model(model: nn.Module) -> Any | None:
 def class_name(model: nn.Module) -> str:
     """Return the name of a model's class before `fully_shard`, and before adapters were added."""
     inner = base_model(model)
-    with private.classes_of_before(inner):
+    with torch_private.classes_of_before(inner):
         return type(inner).__name__
 
 
@@ -130,7 +130,7 @@ def match(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor
         for name in tensors:
             found.place(name, name if inner is None else _with_prefix(name, prefix or "", wanted))
         return found.matched()
-    with private.classes_of_before(inner):
+    with torch_private.classes_of_before(inner):
         rules = _model_rules(inner)
     shapes = _Shapes(inner.config, wanted)
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
@@ -330,7 +330,7 @@ def _model_rules(model: Any, *, add_legacy: bool = True) -> list[Any]:
     rules: list[Any] = get_model_conversion_mapping(model, add_legacy=add_legacy)
     for rule in rules:
         if rule.scope_prefix:
-            rule.scope_prefix = private.unwrapped_name(f"{rule.scope_prefix}.").removesuffix(".")
+            rule.scope_prefix = torch_private.unwrapped_name(f"{rule.scope_prefix}.").removesuffix(".")
     return rules
 
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from infinity import torch_private
 from infinity.errors import UnsupportedError
-from infinity.fsdp import private
 from infinity.fsdp.conversions import refuse_conversions
 from infinity.fsdp.gradient import Gradient, PagedGradient
 from infinity.fsdp.shard import PagedShard, ShardHandle, ShardSource
@@ -55,8 +55,8 @@ class Attachment:
             for shard, (group, member) in enumerate(zip(groups, self._members, strict=True)):
                 self._attach(shard, group, member, source, listener, undo)
             # Before collectives are watched, which puts something else in the place of this; undone behind it.
-            undo.callback(private.reuse_reduce_buffers(sharded.groups))
-            undo.callback(private.watch_collectives(sharded.groups, partial(ledger.part, "collective")))
+            undo.callback(torch_private.reuse_reduce_buffers(sharded.groups))
+            undo.callback(torch_private.watch_collectives(sharded.groups, partial(ledger.part, "collective")))
             undo.callback(refuse_conversions(sharded.model))
 
             running: list[nn.Module] = []  # FSDP modules of the forward that runs, the outermost first
@@ -65,7 +65,7 @@ class Attachment:
             # again.
             def begin(module: nn.Module, args: Any) -> None:
                 again = module is sharded.model or any(other is module for other in running)
-                if again and not private.in_backward():
+                if again and not torch_private.in_backward():
                     running.clear()  # of a forward that was interrupted: torch calls `end` behind an `Exception` only
                 if not running:
                     listener.forward(torch.is_grad_enabled())
@@ -76,7 +76,7 @@ class Attachment:
                     running.pop()
 
             for module in sharded.model.modules():
-                if private.is_sharded_module(module):
+                if torch_private.is_sharded_module(module):
                     undo.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
                     undo.callback(module.register_forward_hook(end, always_call=True).remove)
             unchanged = torch.compiler.disable(lambda module, args: self.check())  # type: ignore[no-untyped-call]
@@ -89,34 +89,34 @@ class Attachment:
     ) -> None:
         param = member.param
         current: nn.Parameter = param.sharded_param
-        local = private.local_tensor(param)
+        local = torch_private.local_tensor(param)
         handle = ShardHandle(
             source=source,
             shard=index,
             name=member.names[0],
-            padded=private.padded_shape(param),
-            gather_dtype=private.compute_dtype(param),
+            padded=torch_private.padded_shape(param),
+            gather_dtype=torch_private.compute_dtype(param),
             device=group.device,
         )
         shard = PagedShard.stored(handle, local.shape, current.dtype, group.device)
         try:
-            private.replace_local_tensor(param, shard)
+            torch_private.replace_local_tensor(param, shard)
         except RuntimeError as error:
             raise UnsupportedError(
                 f"{member.names[0]} is on the meta device and cannot be given a value, since something refers to it "
                 f"weakly ({error}); call infinity.offload before what does"
             ) from error
-        private.watch_local_tensor(param, partial(_check, member))
+        torch_private.watch_local_tensor(param, partial(_check, member))
         if current.requires_grad:
 
             def arrived(parameter: nn.Parameter) -> None:
-                local = private.local_gradient(parameter) if parameter.grad is not None else None
+                local = torch_private.local_gradient(parameter) if parameter.grad is not None else None
                 gradient = listener.gradient_arrived(index, local)
                 if gradient is not None and local is not None:
                     paged = PagedGradient(gradient, local, local.device)
-                    parameter.grad = private.sharded_gradient(param, paged)
+                    parameter.grad = torch_private.sharded_gradient(param, paged)
 
-            undo.callback(private.on_gradient(current, arrived).remove)
+            undo.callback(torch_private.on_gradient(current, arrived).remove)
 
     def check(self) -> None:
         """Check that all parameters are still paged.
@@ -138,7 +138,7 @@ def _check(member: Member, exchanged: bool = False) -> None:
     Args:
         exchanged: whether another parameter was found on the module.
     """
-    if exchanged or not isinstance(private.local_tensor(member.param), PagedShard):
+    if exchanged or not isinstance(torch_private.local_tensor(member.param), PagedShard):
         raise UnsupportedError(
             f"{member.names[0]} is on NVMe, but another tensor was put in its place (load_state_dict(assign=True), "
             "swap_tensors, a new nn.Parameter); use p.copy_(value) or load_state_dict(assign=False)"

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity import torch_private
 from infinity.errors import UnsupportedError
-from infinity.fsdp import private
 from infinity.fsdp.paged_tensor import PagedTensor
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -24,13 +24,13 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 def refuse_conversions(model: nn.Module) -> Callable[[], None]:
     """Let no module of an offloaded model be converted; return what ends that."""
     guarded = list(model.modules())
-    fsdp_modules = [module for module in guarded if private.is_sharded_module(module)]
+    fsdp_modules = [module for module in guarded if torch_private.is_sharded_module(module)]
     for module in guarded:
-        private.replace_apply(module, _Apply(module, fsdp_modules))
+        torch_private.replace_apply(module, _Apply(module, fsdp_modules))
 
     def end() -> None:
         for module in guarded:
-            private.restore_apply(module)
+            torch_private.restore_apply(module)
 
     return end
 
@@ -53,7 +53,7 @@ class _Apply:
         modules = list(self._module.modules()) if recurse else [self._module]
         if not all(map(_is_paged, _parameters(modules))):  # some may be gathered
             for fsdp_module in self._fsdp_modules:
-                private.reshard(fsdp_module)
+                torch_private.reshard(fsdp_module)
         for param in _parameters(modules):
             if _is_paged(param) and (change := _change(function, param)):
                 raise UnsupportedError(
@@ -66,7 +66,7 @@ class _Apply:
                 for name, buffer in module._buffers.items():
                     module._buffers[name] = None if buffer is None else function(buffer)
             else:
-                private.original_apply(module)(module, function, recurse=False)
+                torch_private.original_apply(module)(module, function, recurse=False)
         return self._module
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -79,7 +79,7 @@ def _parameters(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
 
 
 def _is_paged(tensor: torch.Tensor) -> bool:
-    return isinstance(private.local_part(tensor), PagedTensor)
+    return isinstance(torch_private.local_part(tensor), PagedTensor)
 
 
 def _change(function: Function, param: torch.Tensor) -> str:

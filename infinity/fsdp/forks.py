@@ -6,7 +6,7 @@ import ctypes
 import os
 from functools import cache
 
-from infinity.fsdp import private
+from infinity import torch_private
 
 
 @cache
@@ -17,7 +17,7 @@ def keep_process_groups() -> None:
     """
 
     def keep() -> None:
-        for group in private.process_groups():
+        for group in torch_private.process_groups():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     os.register_at_fork(after_in_child=keep)

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
+from infinity import torch_private
 from infinity.errors import UnsupportedError
-from infinity.fsdp import private
 from infinity.fsdp.paged_tensor import WithoutMemory, changes_memory, is_collective, make_view, makes_views, written
 from infinity.memory.device import open_device
 
@@ -155,7 +155,9 @@ class PagedGradient(WithoutMemory):
     ) -> Any:
         """Answer without loading where that is possible."""
         kwargs = kwargs or {}
-        if (decomposed := private.decomposition(func)) is not None:  # what it returns may be a view, and may be a copy
+        if (
+            decomposed := torch_private.decomposition(func)
+        ) is not None:  # what it returns may be a view, and may be a copy
             return decomposed(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, list | tuple) and func is _UNSCALE:

@@ -19,8 +19,8 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from infinity import torch_private
 from infinity.errors import UnsupportedError
-from infinity.fsdp import private
 
 aten = torch.ops.aten
 Paged = TypeVar("Paged", bound="PagedTensor")
@@ -51,7 +51,7 @@ class TensorHandle(Protocol):
 class WithoutMemory(torch.Tensor):
     """A tensor without memory: what Python asks of it without an operation is answered by a copy, or refused."""
 
-    __torch_function__ = private.NO_TORCH_FUNCTION  # type: ignore[assignment]
+    __torch_function__ = torch_private.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
     def dense(self) -> torch.Tensor:
         """Return a copy in memory, of the same shape."""
@@ -95,7 +95,7 @@ class WithoutMemory(torch.Tensor):
 
     def data_ptr(self) -> int:
         """Refuse; but tell torch's CUDA sanitizer, which asks all that an operator is given, that there is none."""
-        if sys._getframe(1).f_globals.get("__name__") == private.SANITIZER:
+        if sys._getframe(1).f_globals.get("__name__") == torch_private.SANITIZER:
             return 0
         self._no_memory()
 
@@ -207,7 +207,9 @@ class PagedTensor(WithoutMemory):
     ) -> Any:
         """Keep views paged; load for everything else, and save what was written to."""
         kwargs = kwargs or {}
-        if (decomposed := private.decomposition(func)) is not None:  # what it returns may be a view, and may be a copy
+        if (
+            decomposed := torch_private.decomposition(func)
+        ) is not None:  # what it returns may be a view, and may be a copy
             return decomposed(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, PagedTensor):

@@ -28,8 +28,8 @@ from typing import Any, Final
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from infinity import torch_private
 from infinity.errors import BudgetError
-from infinity.fsdp import private
 from infinity.fsdp.sharded_model import ShardedModel
 from infinity.memory.device import DeviceEvent
 from infinity.schedule.activation_pages import ActivationPages, StoredActivation
@@ -111,7 +111,7 @@ class SavedActivations:
         """For each forward of the root that runs, what it lets autograd save by."""
         self._warned = False
         """Whether it was said that nothing is paged. [Note: hooks of others]"""
-        fsdp_modules = [module for module in sharded.model.modules() if private.is_sharded_module(module)]
+        fsdp_modules = [module for module in sharded.model.modules() if torch_private.is_sharded_module(module)]
         self._fsdp_modules = sum(fsdp_module is not sharded.model for fsdp_module in fsdp_modules)
         """All that there are, but for the root."""
         with ExitStack() as undo:
@@ -139,14 +139,14 @@ class SavedActivations:
 
     def _begin(self, module: Any, args: Any, kwargs: Any) -> None:
         """Begin a forward of the root."""
-        if not private.in_backward():
+        if not torch_private.in_backward():
             self._drop_interrupted()
         hooks = None
-        if torch.is_grad_enabled() and not private.in_backward():
+        if torch.is_grad_enabled() and not torch_private.in_backward():
             self._inputs.clear()
             self._begun.clear()
             self._paged.clear()
-            if private.saved_tensors_are_hooked():
+            if torch_private.saved_tensors_are_hooked():
                 self._warn()
             else:
                 hooks = saved_tensors_hooks(_eager(self._save), _eager(self._load))
@@ -188,12 +188,12 @@ class SavedActivations:
 
     def _look(self, module: Any, args: Any, kwargs: Any) -> None:
         """Note what an FSDP module is called with, and page what was saved of it before."""
-        if not any(self._entered) or private.in_backward():
+        if not any(self._entered) or torch_private.in_backward():
             return
         self._end_copies()
         for tensor in _tensors((args, kwargs)):
             if self._can_be_paged(tensor) and _is_activation(tensor):
-                memory = private.weak_memory(tensor)
+                memory = torch_private.weak_memory(tensor)
                 self._inputs[memory.cdata] = memory
         for saved in list(self._held.values()):
             if saved.tensor is not None and self._is_input(saved.tensor) and not saved.modified:
@@ -211,7 +211,7 @@ class SavedActivations:
         )
 
     def _is_input(self, tensor: torch.Tensor) -> bool:
-        memory = self._inputs.get(private.weak_memory(tensor).cdata)
+        memory = self._inputs.get(torch_private.weak_memory(tensor).cdata)
         return memory is not None and not memory.expired()
 
     # What autograd calls #
@@ -247,7 +247,7 @@ class SavedActivations:
 
     def _page(self, tensor: torch.Tensor) -> _Paged:
         """Copy the memory of a tensor into pages, unless that has been done. Raises as `ActivationPages.keep`."""
-        memory = private.weak_memory(tensor)
+        memory = torch_private.weak_memory(tensor)
         key: _Key = memory.cdata, int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes
         if key in self._paged:
             before, version, known = self._paged[key]

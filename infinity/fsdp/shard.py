@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
-from infinity.fsdp import private
+from infinity import torch_private
 from infinity.fsdp.paged_tensor import PagedTensor
 
 aten = torch.ops.aten
@@ -133,8 +133,8 @@ class GatherInput(torch.Tensor):
                 else:
                     destination.copy_(source)
             return None
-        if func is private.COPY_IN:
-            return private.copy_in(*args)
+        if func is torch_private.COPY_IN:
+            return torch_private.copy_in(*args)
         if isinstance(first, GatherInput):
             if func is aten.view.default:
                 return GatherInput(first.handle, _viewed(first.shape, args[1]), first.raw)

@@ -13,12 +13,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.profiler import record_function
 
-from infinity import interrupts
+from infinity import interrupts, torch_private
 from infinity.content.format import MASTER
 from infinity.content.layout import Layout, Page, Placed, overlapping
 from infinity.content.views import Content, bytes_of, put, read_section, section, stored, torch_dtype
 from infinity.errors import InfinityError, UnsupportedError
-from infinity.fsdp import private
 from infinity.fsdp.staging import GpuPrefetcher
 from infinity.memory.device import Device
 from infinity.schedule.pager import Pager
@@ -122,7 +121,7 @@ class ShardIO:
         """Copy the compute-dtype elements of a shard, padding included, into a flat tensor."""
         placed, listener = self._layout.shards[shard], self._listener
         name = placed.spec.name
-        shown = record_function(f"infinity::gather ({name})") if private.profiler_is_on() else nullcontext()
+        shown = record_function(f"infinity::gather ({name})") if torch_private.profiler_is_on() else nullcontext()
         with self._ledger.part("python", name, name="gather"), shown:
             planned = listener.gathering(shard)
             with torch.no_grad():

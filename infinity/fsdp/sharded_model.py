@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity import torch_private
 from infinity.content.format import StateFormat
 from infinity.content.layout import FSDPModuleSpec, ShardSpec
 from infinity.content.views import dtype_name
 from infinity.errors import UnsupportedError
-from infinity.fsdp import private
 from infinity.fsdp.shard import PagedShard
 from infinity.schedule.predicted_trace import expected_events
 from infinity.schedule.trace import Event
@@ -79,9 +79,9 @@ class ShardedModel:
                 f"the model is wrapped in {min(wrappers)}, which keeps its weights in memory; leave that out and call "
                 "fully_shard(…, mesh=infinity.mesh()) of torch.distributed.fsdp on its layers and on itself"
             )
-        private.require_names(model)
+        torch_private.require_names(model)
         _refuse_quantised_modules(model)
-        found = list(private.parameter_groups(model))
+        found = list(torch_private.parameter_groups(model))
         if not found:
             raise UnsupportedError("the model is not sharded: call fully_shard on its layers and on itself first")
         names_of: dict[int, list[str]] = {}
@@ -90,30 +90,30 @@ class ShardedModel:
             check_gradient_dtype(name, param)
         members = []
         for name, group in found:
-            if private.uses_cpu_offload(group):
+            if torch_private.uses_cpu_offload(group):
                 raise UnsupportedError(
                     f"FSDP module {name} was sharded with CPUOffloadPolicy; leave offload_policy out, infinity pages instead"
                 )
-            if private.reshards_to_fewer_ranks(group):
+            if torch_private.reshards_to_fewer_ranks(group):
                 raise UnsupportedError(
                     f"FSDP module {name} was sharded with a number for reshard_after_forward, which keeps a part of all "
                     "gathered weights in memory until backward; infinity reads them again from NVMe: pass True (or "
                     "False for FSDP modules whose weights are to stay)"
                 )
-            for param in private.fsdp_params(group):
+            for param in torch_private.fsdp_params(group):
                 if id(param.sharded_param) not in names_of:
-                    module, key = private.owner(param)
+                    module, key = torch_private.owner(param)
                     raise UnsupportedError(
-                        f"{key} of a {private.original_class(module).__name__} in FSDP module {name} is not the parameter "
+                        f"{key} of a {torch_private.original_class(module).__name__} in FSDP module {name} is not the parameter "
                         "that fully_shard has sharded: tie or replace parameters before fully_shard"
                     )
             members.append(
-                tuple(Member(p, tuple(names_of.pop(id(p.sharded_param)))) for p in private.fsdp_params(group))
+                tuple(Member(p, tuple(names_of.pop(id(p.sharded_param)))) for p in torch_private.fsdp_params(group))
             )
         if names_of:
             raise _outside(model, sorted(name for names in names_of.values() for name in names))
         if any(
-            isinstance(private.local_tensor(member.param), PagedShard)
+            isinstance(torch_private.local_tensor(member.param), PagedShard)
             for fsdp_module in members
             for member in fsdp_module
         ):
@@ -147,7 +147,7 @@ class ShardedModel:
             alone: whether there is one rank.
         """
         fsdp_modules = self.parameters()
-        root = self.names[0] == private.ROOT
+        root = self.names[0] == torch_private.ROOT
         of_root = {id(param) for param in fsdp_modules[0]} if root else set()
         before = itertools.takewhile(lambda param: id(param) in of_root, self.model.parameters())
         return expected_events(
@@ -174,11 +174,11 @@ class ShardedModel:
             shards = []
             for member in members:
                 param = member.param.sharded_param
-                gather = dtype_name(private.compute_dtype(member.param))
+                gather = dtype_name(torch_private.compute_dtype(member.param))
                 own = dtype_name(param.dtype)
                 trainable = param.requires_grad
                 kinds = kinds_of(param) if trainable else ()
-                alone = not private.reduces(member.param)
+                alone = not torch_private.reduces(member.param)
                 fmt = StateFormat.of(own, gather, kinds, trainable=trainable, alone=alone)
                 reach = reach_of(member) if trainable else UpdateExtent()
                 key = fmt.key(own, trainable=trainable, slices=reach.slices)
@@ -186,8 +186,8 @@ class ShardedModel:
                 shards.append(
                     ShardSpec(
                         name=member.names[0],
-                        numel=private.local_tensor(member.param).numel(),
-                        padded=private.padded_shape(member.param).numel(),
+                        numel=torch_private.local_tensor(member.param).numel(),
+                        padded=torch_private.padded_shape(member.param).numel(),
                         segment_key=key,
                         trainable=trainable,
                         row=reach.row,
@@ -231,7 +231,7 @@ def _refuse_quantised_modules(model: nn.Module) -> None:
         UnsupportedError: there is one; it is named.
     """
     for name, module in model.named_modules():
-        cls = private.original_class(module)
+        cls = torch_private.original_class(module)
         if cls.__module__.partition(".")[0] == "bitsandbytes" and any(True for _ in module.parameters(recurse=False)):
             raise UnsupportedError(
                 f"{name} is quantised by bitsandbytes ({cls.__name__}), whose scales are no part of its parameters and "
@@ -245,7 +245,7 @@ def _refuse_composed(member: Member) -> None:
     Raises:
         UnsupportedError: it is one; it is named.
     """
-    local = private.local_tensor(member.param)
+    local = torch_private.local_tensor(member.param)
     if hasattr(type(local), "__tensor_flatten__") and not isinstance(local, PagedShard):
         raise UnsupportedError(
             f"{member.names[0]} is of type {type(local).__name__}, a tensor that is made of several; pages hold plain "
@@ -255,7 +255,7 @@ def _refuse_composed(member: Member) -> None:
 
 def check_gradient_dtype(name: str, param: nn.Parameter) -> None:
     """Check that the gradients of a parameter are of its own dtype. Raises `UnsupportedError` where they are not."""
-    if private.has_gradient_dtype(param):
+    if torch_private.has_gradient_dtype(param):
         raise UnsupportedError(
             f"{name} has grad_dtype = {param.grad_dtype}, but the gradients of offloaded parameters are kept in the "
             f"dtype of the parameter: set {name}.grad_dtype = {param.dtype}, or leave it"
@@ -264,10 +264,10 @@ def check_gradient_dtype(name: str, param: nn.Parameter) -> None:
 
 def local_bounds(param: Any) -> tuple[list[int], list[int]]:
     """Return offsets and sizes of this rank's slice of a whole parameter, one per dimension."""
-    sizes = list(private.full_shape(param))
+    sizes = list(torch_private.full_shape(param))
     offsets = [0] * len(sizes)
-    rank, size = private.shard_rank_and_size(param)
-    dim = private.shard_dim(param)
+    rank, size = torch_private.shard_rank_and_size(param)
+    dim = torch_private.shard_dim(param)
     rows = -(-sizes[dim] // size)
     offsets[dim] = min(rank * rows, sizes[dim])
     sizes[dim] = min(rows, sizes[dim] - offsets[dim])
@@ -276,6 +276,6 @@ def local_bounds(param: Any) -> tuple[list[int], list[int]]:
 
 def local_slice(param: Any, whole: torch.Tensor) -> torch.Tensor:
     """Return this rank's real elements of a whole parameter, flat."""
-    rank, size = private.shard_rank_and_size(param)
-    chunks = torch.chunk(whole, size, dim=private.shard_dim(param))
+    rank, size = torch_private.shard_rank_and_size(param)
+    chunks = torch.chunk(whole, size, dim=torch_private.shard_dim(param))
     return chunks[rank].reshape(-1) if rank < len(chunks) else whole.new_empty(0)

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 import infinity
+from infinity import torch_private
 from infinity.config import Config, load_config
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.formats.safetensors import FILE_BYTES
-from infinity.fsdp import private
 from infinity.fsdp.sharded_model import ShardedModel
 from infinity.integrations.checkpoint_folders import Checkpoints, Record
 from infinity.optional_dependencies import needs
@@ -177,12 +177,14 @@ def _shard(
         is_main_process=accelerator.is_main_process,
         device=accelerator.device,
     )
-    before = {id(param): private.unwrapped_name(name) for name, param in model.named_parameters()}
+    before = {id(param): torch_private.unwrapped_name(name) for name, param in model.named_parameters()}
     plugin.set_auto_wrap_policy(model)
     if plugin.activation_checkpointing:
         fsdp2_apply_ac(asked, model)
     fsdp2_prepare_model(asked, model)
-    after = {private.unwrapped_name(name): param for name, param in model.named_parameters(remove_duplicate=False)}
+    after = {
+        torch_private.unwrapped_name(name): param for name, param in model.named_parameters(remove_duplicate=False)
+    }
     for group in optimizer.param_groups:
         group["params"] = [after[before[id(p)]] if id(p) in before else p for p in group["params"]]
 
@@ -192,7 +194,7 @@ def _check_precision(accelerator: Accelerator, model: nn.Module) -> None:
     if accelerator.mixed_precision != "bf16":
         return
     for member in ShardedModel.inspect(model).shards:
-        dtype = private.compute_dtype(member.param)
+        dtype = torch_private.compute_dtype(member.param)
         if dtype != torch.bfloat16:
             raise ConfigError(
                 f"mixed_precision = 'bf16', but {member.names[0]} was sharded to compute in {dtype}; pass "

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch import nn
 
+from infinity import torch_private
 from infinity.errors import ConfigError
-from infinity.fsdp import private
 
 _ATTRIBUTE = "_infinity_weights"  # of the model, so that it goes along into copies
 
@@ -23,7 +23,7 @@ def noted_weights(model: nn.Module) -> Path | None:
     Raises:
         ConfigError: it was noted for a module inside of the model, whose names are others.
     """
-    own = private.unwrapped_module(model)
+    own = torch_private.unwrapped_module(model)
     for name, module in own.named_modules():
         found: Path | None = vars(module).get(_ATTRIBUTE)
         if found is None:

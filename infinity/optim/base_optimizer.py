@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from infinity import torch_private
 from infinity.errors import InfinityError, UnsupportedError
-from infinity.fsdp import private
 from infinity.optim.kernel import MODES, Own, UpdateKernel
 from infinity.optim.multi_optimizer import name_of, parts
 from infinity.optim.optimizer_clone import attributes, content, is_plain
@@ -65,7 +65,7 @@ class BaseOptimizer:
 
         What is left on it has no reference to `paged`: it does not keep a closed run in memory.
         """
-        private.share_step_hooks(paged, self.optimizer)
+        torch_private.share_step_hooks(paged, self.optimizer)
         for part in {id(one): one for one in (self.optimizer, *parts(self.optimizer))}.values():
             part.register_step_pre_hook(_reject_step_of_base)
             part.add_param_group = refuse_group  # type: ignore[method-assign]
@@ -144,7 +144,7 @@ class BaseOptimizer:
         if changed := self.changed_setting():
             raise InfinityError(
                 f"{changed} between backward and step(), but updates already ran in backward; change it before "
-                'backward, or set update.update schedule = "after_backward"'
+                'backward, or set update.schedule = "after_backward"'
             )
 
     # What was replaced on it #

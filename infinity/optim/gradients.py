@@ -20,13 +20,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from infinity import interrupts
+from infinity import interrupts, torch_private
 from infinity.content.format import HALVES, MASTER
 from infinity.content.halves import halves
 from infinity.content.layout import Layout, Page, overlapping
 from infinity.content.views import gradient_components, gradient_of, section, torch_dtype
 from infinity.errors import InfinityError, UnsupportedError
-from infinity.fsdp import private
 from infinity.fsdp.gradient import Edit, PagedGradient
 from infinity.memory.device import Device, DeviceEvent, Pinned, Stream, transfer_bytes
 from infinity.optim.planning import StepPlanner
@@ -41,12 +40,12 @@ _MOST_EDITS = 16
 
 USED_IN_BACKWARD = (
     "the gradient of {name} was used up by its update in backward; for clip_grad_norm_, torch.amp.GradScaler, and "
-    "everything that reads, changes or drops gradients between backward and step(), set update.update schedule = "
+    "everything that reads, changes or drops gradients between backward and step(), set update.schedule = "
     '"after_backward" (or "in_forward")'
 )
 SECOND = (
     "a second gradient of FSDP module {FSDP module} arrived after its update in backward; with several backward passes per step set "
-    'update.update schedule = "after_backward"'
+    'update.schedule = "after_backward"'
 )
 USED_BY_STEP = (
     "the gradient of {name} was used up by step(): read it before; and call zero_grad() before the next backward, "
@@ -314,7 +313,7 @@ class Gradients:
         Raises:
             InfinityError: the gradient was used up, by its update in backward or by `step()`.
         """
-        if not private.in_backward() or gradient.arriving:
+        if not torch_private.in_backward() or gradient.arriving:
             return False
         if gradient.gone == USED_IN_BACKWARD:
             fsdp_module = self._layout.fsdp_modules[self._layout.shards[gradient.shard].fsdp_module].name
@@ -422,7 +421,7 @@ class Gradients:
             if grad is None:
                 self._drop(shard)
                 continue
-            local = private.local_gradient(param)
+            local = torch_private.local_gradient(param)
             if self._is_current(shard, local):
                 continue
             if local is grad:
@@ -430,7 +429,7 @@ class Gradients:
             if isinstance(local, PagedGradient):
                 local = local.clone()
             assigned[shard] = local
-        if not private.in_backward():
+        if not torch_private.in_backward():
             self._arrivals = {shard: each for shard, each in self._arrivals.items() if each.held is not None}
         for shard, values in assigned.items():
             self._drop(shard)

@@ -20,8 +20,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from infinity import torch_private
 from infinity.errors import InfinityError, UnsupportedError
-from infinity.fsdp import private
 from infinity.optim.multi_optimizer import name_of, owner
 from infinity.optim.optimizer_clone import (
     Template,
@@ -81,7 +81,7 @@ class UpdateKernel:
         self._optimizer = optimizer
         self.template = Template(optimizer)  # from which copies are made
         self._runner = self.template.over([])  # the copy that updates; has parameters only inside of `update`
-        self._step = private.unhooked_step(self._runner)  # its step, without the hooks of users
+        self._step = torch_private.unhooked_step(self._runner)  # its step, without the hooks of users
         self.shapes: dict[int, tuple[int, ...]] = {}
         """By shard: the shape in which slices are given to the optimizer, where it is not (n,); -1 for what the length
         of a slice decides. Set by the probe while it tries, then once by `give_shapes`, before the first update."""
@@ -236,7 +236,7 @@ class UpdateKernel:
         if not self.modes:
             return
         try:
-            private.unhooked_step(self._clock(self._optimizer.param_groups, dict(self.plain_own())))()
+            torch_private.unhooked_step(self._clock(self._optimizer.param_groups, dict(self.plain_own())))()
         except Exception as error:
             raise InfinityError(f"{self.name} does not step: {error}") from error
 
@@ -255,7 +255,7 @@ class UpdateKernel:
     def reset(self) -> None:
         """Begin anew with a copy of the optimizer, after one has failed."""
         self._runner = self.template.over([])
-        self._step, self._applied = private.unhooked_step(self._runner), {}
+        self._step, self._applied = torch_private.unhooked_step(self._runner), {}
 
     # Updates #
 
@@ -273,7 +273,7 @@ class UpdateKernel:
     def advance_values(self, groups: Sequence[dict[str, Any]], own: dict[str, Any]) -> None:
         """Change, as a step does, what advances in param groups, and in `own` what it changes on the optimizer."""
         clock = self._clock(groups, own)
-        private.unhooked_step(clock)()
+        torch_private.unhooked_step(clock)()
         own.update({name: copied(vars(clock)[name]) for name in own if name in vars(clock)})
         for group, after in zip(groups, clock.param_groups, strict=True):
             group.update({key: in_place_of(group.get(key), after[key]) for key in self.advancing if key in after})

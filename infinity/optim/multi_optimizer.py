@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import torch
 
+from infinity import torch_private
 from infinity.errors import UnsupportedError
-from infinity.fsdp import private
 
 OWNER: Final = "optimizer"
 """Setting of a param group that says of which optimizer it is, by its number among those that were given."""
@@ -39,7 +39,7 @@ class Optimizers(torch.optim.Optimizer):
                 base_optimizer
             ):
                 raise UnsupportedError(f"zero_grad() of {name} is its own: among several optimizers it is not called")
-            if any(hooks for key, hooks in vars(base_optimizer).items() if private.is_hooks(key)):
+            if any(hooks for key, hooks in vars(base_optimizer).items() if torch_private.is_hooks(key)):
                 raise UnsupportedError(
                     f"{name} has hooks, which are not called among several optimizers: register them on the optimizer "
                     "that infinity.offload returns"
@@ -69,7 +69,7 @@ class Optimizers(torch.optim.Optimizer):
             inner.state = self.state
             try:
                 if inner.param_groups:
-                    private.unhooked_step(inner)(*([] if closure is None else [lambda: loss]))
+                    torch_private.unhooked_step(inner)(*([] if closure is None else [lambda: loss]))
             finally:
                 inner.param_groups = []  # what was updated may be views of cache slots, which nobody is to keep
         return loss

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity import torch_private
 from infinity.errors import UnsupportedError
-from infinity.fsdp import private
 from infinity.optim.multi_optimizer import Optimizers, name_of, parts
 
 _LARGEST = 4096
@@ -97,7 +97,7 @@ def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(optimizer).items()
-        if name not in _NOT_COPIED and not private.is_bookkeeping(name, value)
+        if name not in _NOT_COPIED and not torch_private.is_bookkeeping(name, value)
     }
 
 
@@ -168,7 +168,7 @@ class Template:
         memo |= {id(optimizer): made, id(optimizer.param_groups): groups, id(optimizer.state): state}
         made.__dict__.update(param_groups=groups, state=state)
         for name in vars(optimizer):
-            if private.is_hooks(name):
+            if torch_private.is_hooks(name):
                 made.__dict__[name] = OrderedDict()  # they are called once per step, by the optimizer that users hold
         for name, value in attributes(optimizer).items():
             if isinstance(optimizer, Optimizers) and name == "optimizers":

@@ -112,7 +112,7 @@ class StepPlanner:
             self.placed = placed(self._wanted, events, late=late, exchanges=self._exchanges)
             if self._wanted == "in_backward" != self.placed:
                 raise InfinityError(
-                    'update.update schedule = "in_backward" is impossible here: the step clips, or uses gradients '
+                    'update.schedule = "in_backward" is impossible here: the step clips, or uses gradients '
                     'otherwise, or every FSDP module has several gradients per step; set "auto", "in_forward" or '
                     '"after_backward"'
                 )

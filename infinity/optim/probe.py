@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity import torch_private
 from infinity.content.format import ITEMSIZE, SHARD_ALIGNMENT
 from infinity.content.views import dtype_name
 from infinity.errors import UnsupportedError
-from infinity.fsdp import private
 from infinity.optim.kernel import MODES, Own, Piece, Scalars, StateSpec, UpdateKernel
 from infinity.optim.optimizer_clone import Groups, attributes, bits, content, copied, is_plain, settings_of
 from infinity.optim.validation import WatchedNames, WatchedParameter, check_reach, check_zero_grad
@@ -151,7 +151,7 @@ class _Probe:
             if "param_names" in group:  # of all parameters, while slices are of some
                 group["param_names"] = self._names
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._marks = {name for param in params for name in vars(param)} - private.PARAMETER_MARKS
+        self._marks = {name for param in params for name in vars(param)} - torch_private.PARAMETER_MARKS
         """Attributes that were set on parameters."""
         self._of: dict[Case, Case] = {}  # a case -> the one that is tried in its place
         subjects: dict[_Subject, None] = {}
@@ -410,7 +410,7 @@ class _Probe:
         if self._kernel.builds:
             for group in groups:
                 optimizer.state.update(self._kernel.build(group["params"], group).state if group["params"] else {})
-        step, trained = private.unhooked_step(optimizer), _Trained()
+        step, trained = torch_private.unhooked_step(optimizer), _Trained()
         for count in range(self._steps):
             self._set(groups, count)
             for number, param in params.items():

@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from infinity import torch_private
 from infinity.content.format import MASTER
 from infinity.content.layout import Layout
 from infinity.content.views import torch_dtype
 from infinity.errors import InfinityError, UnsupportedError
-from infinity.fsdp import private
 from infinity.fsdp.paged_tensor import PagedTensor
 from infinity.fsdp.shard_io import ShardIO
 from infinity.optim.base_optimizer import NO_ENTRIES
@@ -140,7 +140,7 @@ class StateReader:
             return StatesOfOne()
         shard = self._numbers[id(param)]
         kinds = self._layout.format_of(shard).kinds
-        states = {kind: private.sharded_like(param, self._stored(shard, kind, param.device)) for kind, _ in kinds}
+        states = {kind: torch_private.sharded_like(param, self._stored(shard, kind, param.device)) for kind, _ in kinds}
         return StatesOfOne({**states, **self._runner.updates.scalars[shard]})
 
     def _stored(self, shard: int, kind: str, device: torch.device) -> PagedTensor:

@@ -18,16 +18,15 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from infinity import interrupts
+from infinity import interrupts, torch_private
 from infinity.budget import device_update_bytes
 from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import InfinityError, UnsupportedError
-from infinity.fsdp import private
 from infinity.fsdp.gradient import Gradient
 from infinity.fsdp.staging import GpuPrefetcher
+from infinity.heap import FreedMemory
 from infinity.memory.device import Device
-from infinity.memory.heap import FreedMemory
 from infinity.optim.base_optimizer import BaseOptimizer
 from infinity.optim.full_parameter import FullParameters
 from infinity.optim.gradients import Gradients
@@ -171,29 +170,29 @@ class StepRunner:
         """
         self.check_open()
         fsdp_module = self._layout.shards[shard].fsdp_module
-        training = self._grad_enabled or private.in_backward()
+        training = self._grad_enabled or torch_private.in_backward()
         begins = self._layout.begins_fsdp_module(shard)
         if begins:
-            of = fsdp_module, private.in_backward(), self._grad_enabled
+            of = fsdp_module, torch_private.in_backward(), self._grad_enabled
             first = training and not self._recording.events
             self._freed.bound(of, measure=training and self.planner.plan is None, first=first)
             self._check_frozen(fsdp_module)
         self._ledger.enter(
-            "backward" if private.in_backward() else "forward", self._layout.fsdp_modules[fsdp_module].name
+            "backward" if torch_private.in_backward() else "forward", self._layout.fsdp_modules[fsdp_module].name
         )
         if not training:
             self.look(shard)
         elif begins:
-            if self._gradients.changed and not private.in_backward():
+            if self._gradients.changed and not torch_private.in_backward():
                 self.reconcile()
             self._gradients.close_arrivals()
             # After a forward that was not followed by a backward, FSDP2 gathers FSDP modules ahead in the next one that
             # are
             # done with. An FSDP module that it does use again in the same backward gets a second gradient, which is
             # refused.
-            if not private.in_backward() or private.backward_number() != self._backward:
+            if not torch_private.in_backward() or torch_private.backward_number() != self._backward:
                 self._check_weights(fsdp_module)
-            if private.in_backward() and (
+            if torch_private.in_backward() and (
                 self._gpu_prefetcher.has(fsdp_module) or self._pager.gpu_resident(fsdp_module)
             ):
                 self.updates.bound(_MOST_BEHIND)
@@ -221,8 +220,8 @@ class StepRunner:
         with self._ledger.part("python", name="gradient"):
             if self.planner.recording or self.planner.update_schedule.in_backward:
                 self._base_optimizer.note_settings()
-            if private.in_backward():
-                self._backward = private.backward_number()
+            if torch_private.in_backward():
+                self._backward = torch_private.backward_number()
             return self._gradients.take(shard, local)
 
     def _check_frozen(self, fsdp_module: int) -> None:
@@ -240,7 +239,7 @@ class StepRunner:
                 f"the weights of FSDP module {self._layout.fsdp_modules[fsdp_module].name} were updated in backward, but step() has not "
                 "been called yet. Behind a step that was cut off, end it as it is, with step() and then zero_grad(), "
                 "or resume from the last checkpoint; to look at weights between the two, run an evaluation there, or run "
-                'several backward passes per step, set update.update schedule = "after_backward" (or "in_forward")'
+                'several backward passes per step, set update.schedule = "after_backward" (or "in_forward")'
             )
 
     # Who looks at weights and states #
@@ -255,7 +254,7 @@ class StepRunner:
         """
         self.check_open()
         self._check_weights(self._layout.shards[shard].fsdp_module)
-        if self.planner.recording and not private.in_backward():
+        if self.planner.recording and not torch_private.in_backward():
             self._looked_between |= self.has_gradients
         self.flush_updates()
 
@@ -317,7 +316,7 @@ class StepRunner:
             raise InfinityError(
                 "zero_grad() before step(): updates already ran in backward, and cannot be undone; end the step as it "
                 "is, with step() and then zero_grad(), or resume from the last checkpoint; to be able to drop them set "
-                'update.update schedule = "after_backward"'
+                'update.schedule = "after_backward"'
             )
 
     @_one_at_a_time

@@ -10,14 +10,13 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from infinity import interrupts
+from infinity import interrupts, torch_private
 from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.extra import save_extra
 from infinity.checkpoint.model_state import check_buffers, save_settings
 from infinity.checkpoint.publish import CheckpointWriter, check_tensors, remove_checkpoints
 from infinity.checkpoint.reserved_space import CheckpointSpace, checkpoint_bytes
 from infinity.errors import StorageError
-from infinity.fsdp import private
 from infinity.fsdp.attach import Attachment
 from infinity.fsdp.sharded_model import Member, ShardedModel
 from infinity.optim.base_optimizer import BaseOptimizer
@@ -31,7 +30,7 @@ def describe(run: Run, sharded: ShardedModel) -> RunDescription:
     return RunDescription(
         layout=run.layout,
         tensors=tuple(_whole(member) for member in sharded.shards),
-        buffers=private.persistent_buffers(sharded.model),
+        buffers=torch_private.persistent_buffers(sharded.model),
     )
 
 
@@ -75,14 +74,14 @@ def make_checkpoint_writer(
 
 def _whole(member: Member) -> TensorSpec:
     """Describe the whole parameter of which this rank has a slice."""
-    rank, size = private.shard_rank_and_size(member.param)
+    rank, size = torch_private.shard_rank_and_size(member.param)
     return TensorSpec(
         names=member.names,
-        shape=tuple(private.full_shape(member.param)),
-        dim=private.shard_dim(member.param),
+        shape=tuple(torch_private.full_shape(member.param)),
+        dim=torch_private.shard_dim(member.param),
         shard_rank=rank,
         shard_size=size,
-        tensor_parallel=private.is_tensor_parallel(member.param),
+        tensor_parallel=torch_private.is_tensor_parallel(member.param),
     )
 
 

@@ -13,12 +13,12 @@ from operator import attrgetter
 import torch
 from torch import nn
 
+from infinity import torch_private
 from infinity.budget import Budget, choose_budget
 from infinity.config import Config
 from infinity.content.compiled import prepare
 from infinity.content.layout import Layout
 from infinity.errors import BudgetError, ConfigError, UnsupportedError
-from infinity.fsdp import private
 from infinity.fsdp.sharded_model import Member, ShardedModel, UpdateExtent
 from infinity.memory.device import open_device
 from infinity.memory.limits import default_host_cache
@@ -64,7 +64,7 @@ def check_agreement(settings: Config, ranks: Ranks, **arguments: bool) -> None:
 
 def warn_of_bf16(sharded: ShardedModel) -> None:
     """Say so where the model would compute in bf16 on a processor for which torch has no kernels of it."""
-    computed = any(private.compute_dtype(member.param) is torch.bfloat16 for member in sharded.shards)
+    computed = any(torch_private.compute_dtype(member.param) is torch.bfloat16 for member in sharded.shards)
     if computed and sharded.device.type == "cpu" and crawls_in_bf16():
         _log.warning(
             "the model computes in bf16, for which torch has plain loops only on this processor (no AVX-512): steps "
@@ -141,8 +141,10 @@ def plan_memory(
         if slices not in ("rows", "whole"):
             return UpdateExtent()
         why, whole = "", slices == "whole"
-        _, size = private.shard_rank_and_size(member.param)
-        if private.is_tensor_parallel(member.param) or (private.shard_dim(member.param) and (size > 1 or not whole)):
+        _, size = torch_private.shard_rank_and_size(member.param)
+        if torch_private.is_tensor_parallel(member.param) or (
+            torch_private.shard_dim(member.param) and (size > 1 or not whole)
+        ):
             why = f"{member.names[0]} is not cut along its first dimension only"
         elif settings.state.format != "fp32" and not whole:
             why = 'it needs state.format = "fp32"'
@@ -157,8 +159,8 @@ def plan_memory(
                 f"not possible here: {why}; use an element-wise optimizer such as AdamW"
             )
         if whole:
-            return UpdateExtent(whole=math.prod(private.full_shape(member.param)))
-        return UpdateExtent(row=math.prod(private.local_tensor(member.param).shape[1:]))
+            return UpdateExtent(whole=math.prod(torch_private.full_shape(member.param)))
+        return UpdateExtent(row=math.prod(torch_private.local_tensor(member.param).shape[1:]))
 
     fsdp_modules, found = sharded.describe(kinds_of, reach_of)
     formats = {key: fmt.stored_as(settings.state.format) for key, fmt in found.items()}
@@ -203,9 +205,9 @@ def shared_slices(
     found = {}
     for shard, member in enumerate(sharded.shards):
         param = member.param.sharded_param
-        at, size = private.shard_rank_and_size(member.param)
+        at, size = torch_private.shard_rank_and_size(member.param)
         if size > 1 and param.requires_grad and discover(param).slices == "whole":
-            found[shard] = private.shard_ranks(member.param), at
+            found[shard] = torch_private.shard_ranks(member.param), at
     return found
 
 
@@ -218,7 +220,7 @@ def check_exchange(settings: Config, kernel: UpdateKernel) -> None:
     why = f"{kernel.name} updates whole parameters, of which several ranks have slices, and exchanges them in updates"
     if settings.update.schedule == "in_forward":
         raise ConfigError(
-            f'update.update schedule = "in_forward" is not possible here: {why}, which a rank may run ahead to in the next '
+            f'update.schedule = "in_forward" is not possible here: {why}, which a rank may run ahead to in the next '
             'forward while others do not; set "auto", "in_backward" or "after_backward"'
         )
     if settings.update.device == "cuda":
@@ -233,7 +235,7 @@ def give_shapes(kernel: UpdateKernel, sharded: ShardedModel, optimizer: torch.op
         if param.requires_grad:
             slices = discover(param).slices
             whole = slices == "whole"
-            of = private.full_shape(member.param) if whole else private.local_tensor(member.param).shape
+            of = torch_private.full_shape(member.param) if whole else torch_private.local_tensor(member.param).shape
             shape = view_shape(slices, of)
             if shape is not None:
                 kernel.shapes[shard] = shape

@@ -17,12 +17,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
+from infinity import torch_private
 from infinity.checkpoint.full_state import FullState
 from infinity.checkpoint.model_state import ResumedState
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
 from infinity.formats.dcp import DcpExport
 from infinity.formats.safetensors import FILE_BYTES, export_safetensors, file_size
-from infinity.fsdp import private
 from infinity.optim.base_optimizer import NO_ENTRIES, BaseOptimizer, refuse_group, refuse_loading
 from infinity.optim.kernel import MODES
 from infinity.optim.states import NO_COPIES, PagedStates, StateReader
@@ -210,7 +210,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         Its methods are refused when they are called: they would have to change weights and states on NVMe. Only `train`
         and `eval` of schedule-free optimizers may be called, which go through all pages; by all ranks together.
         """
-        base_optimizer = vars(self).get("_given")
+        base_optimizer = vars(self).get("_base_optimizer")
         if base_optimizer is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         value = getattr(base_optimizer, name)
@@ -502,4 +502,4 @@ class PagedOptimizer(torch.optim.Optimizer):
 
 def _is_left_by_torch(name: str, value: Any) -> bool:
     """Whether an attribute is one that torch's schedulers or `torch.amp.GradScaler` leave on an optimizer."""
-    return private.is_bookkeeping(name, value) or name in ("found_inf", "grad_scale")
+    return torch_private.is_bookkeeping(name, value) or name in ("found_inf", "grad_scale")

@@ -25,10 +25,10 @@ from infinity.content.format import Role
 from infinity.content.layout import Layout, Page
 from infinity.daemon_client import NodeDaemon
 from infinity.errors import ConfigError, InfinityError, StallError
+from infinity.heap import FreedMemory
 from infinity.io import Engine, PacedEngine, Ticket, open_engine
 from infinity.memory.cgroups import cores_of_groups
 from infinity.memory.device import open_device
-from infinity.memory.heap import FreedMemory
 from infinity.memory.host_cache import HostCache, HostCachePart
 from infinity.optim.planning import StepPlanner
 from infinity.optim.update_thread import UpdateWorker

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from infinity import torch_private
 from infinity.checkpoint.extra import load_extra
 from infinity.checkpoint.model_state import ResumedState
 from infinity.content.format import MASTER
@@ -23,7 +24,6 @@ from infinity.content.layout import Layout
 from infinity.content.views import torch_dtype
 from infinity.errors import CheckpointError, ConfigError
 from infinity.formats.dcp import EXTRA, GROUPS, METADATA, STATE, STEP, ReadOne, open_checkpoint
-from infinity.fsdp import private
 from infinity.fsdp.sharded_model import Member, local_bounds
 from infinity.optim.multi_optimizer import OWNER, name_of
 from infinity.optim.probe import make_kernel
@@ -76,17 +76,17 @@ class DcpFolder(FirstValues):
             CheckpointError: something cannot be read.
         """
         self._model = self._find_model(_name(members[0]))
-        if apart := [member.names[0] for member in members if private.is_tensor_parallel(member.param)]:
+        if apart := [member.names[0] for member in members if torch_private.is_tensor_parallel(member.param)]:
             raise ConfigError(
                 f"{apart[0]} is tensor-parallel, and {self._folder} has whole parameters; load it into a model on a "
                 "real device, or without tensor parallelism"
             )
         for member in members:
             key = self._model + _name(member)
-            self._check_tensor(key, tuple(private.full_shape(member.param)))
+            self._check_tensor(key, tuple(torch_private.full_shape(member.param)))
             self._check_kind(key, member.param.sharded_param.dtype)
-        for name in private.persistent_buffers(model):
-            key, buffer = self._model + private.unwrapped_name(name), model.get_buffer(name)
+        for name in torch_private.persistent_buffers(model):
+            key, buffer = self._model + torch_private.unwrapped_name(name), model.get_buffer(name)
             self._check_tensor(key, tuple(buffer.shape))
             self._check_kind(key, buffer.dtype)
         self._optim = self._find_optimizer()
@@ -188,7 +188,7 @@ class DcpFolder(FirstValues):
                     f"{', '.join(sorted({*kinds, *state.scalars})) or 'nothing'}; make the optimizer that was saved"
                 )
             for kind, dtype in kinds.items():
-                self._check_tensor(found[kind], tuple(private.full_shape(member.param)), torch_dtype(dtype))
+                self._check_tensor(found[kind], tuple(torch_private.full_shape(member.param)), torch_dtype(dtype))
             self._slices[name] = {kind: found[kind] for kind in kinds}
             self._scalars[name] = {scalar: found[scalar] for scalar in state.scalars}
 
@@ -211,8 +211,8 @@ class DcpFolder(FirstValues):
     def buffers(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
         """Return the persistent buffers, in the dtypes of the model."""
         return {
-            name: self._read(self._model + private.unwrapped_name(name)).to(model.get_buffer(name).dtype)
-            for name in private.persistent_buffers(model)
+            name: self._read(self._model + torch_private.unwrapped_name(name)).to(model.get_buffer(name).dtype)
+            for name in torch_private.persistent_buffers(model)
         }
 
     def restore(self, model: nn.Module, members: Sequence[Member], groups: list[dict[str, Any]]) -> ResumedState | None:
@@ -258,4 +258,4 @@ class DcpFolder(FirstValues):
 
 
 def _name(member: Member) -> str:
-    return private.unwrapped_name(member.names[0])
+    return torch_private.unwrapped_name(member.names[0])

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity import torch_private
 from infinity.checkpoint.model_state import ResumedState
 from infinity.content.format import MASTER
 from infinity.content.layout import Layout
-from infinity.fsdp import private
 from infinity.fsdp.sharded_model import Member
 
 ValueOf = Callable[[int, str], torch.Tensor | None]
@@ -76,7 +76,7 @@ class OwnValues(FirstValues):
         def value_of(position: int, section: str) -> torch.Tensor | None:
             if section != MASTER:
                 return None
-            return private.local_tensor(members[position].param).detach().reshape(-1).cpu()
+            return torch_private.local_tensor(members[position].param).detach().reshape(-1).cpu()
 
         return value_of
 

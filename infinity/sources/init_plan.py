@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from infinity import torch_private
 from infinity.errors import UnsupportedError
-from infinity.fsdp import private
 from infinity.sources.init_steps import InitFunction, Step, build_again, init_steps, left_out, not_repeated, tie_targets
 
 _FILLS = frozenset(
@@ -92,7 +92,7 @@ class InitPlan:
     def rivals(self, tensor: torch.Tensor) -> list[str]:
         """Return the classes that construct a tied parameter differently, when nothing else initialises it."""
         holders = self._holders[id(tensor)]
-        classes = sorted({private.original_class(holder.module).__name__ for holder in holders})
+        classes = sorted({torch_private.original_class(holder.module).__name__ for holder in holders})
         constructed = all(self._steps[index].kind == "construct" for index in self._needs.get(id(tensor), []))
         return classes if constructed and len(classes) > 1 else []
 
@@ -100,22 +100,22 @@ class InitPlan:
         """Run every call once on tensors without storage, and note what it writes."""
         # What calls have put in places: kept, so that no other tensor gets the identity of its storage.
         replaced: list[torch.Tensor] = []
-        with _apart(), private.classes_of_before(self._model), self._prefetched({}) as prefetched:
-            watch = _Watch({private.storage_key(tensor): key for key, tensor in prefetched.items()})
+        with _apart(), torch_private.classes_of_before(self._model), self._prefetched({}) as prefetched:
+            watch = _Watch({torch_private.storage_key(tensor): key for key, tensor in prefetched.items()})
             for index, step in enumerate(self._steps):
                 watch.begin()
                 inside = [key for m in step.module.modules() for key in self._keys_by_module.get(id(m), ())]
                 try:
                     self._seed_for(step)
-                    with private.init_without_storage(draw=False), watch:
+                    with torch_private.init_without_storage(draw=False), watch:
                         step.call()
                 except Exception:  # it reads values, of which there are none: when it is needed, it says what it lacks
                     watch.written.update(dict.fromkeys(inside, False))
                 for key in inside:
                     tensor = self._current(key)
-                    if watch.slots.get(private.storage_key(tensor)) != key:  # another one was put in its place
+                    if watch.slots.get(torch_private.storage_key(tensor)) != key:  # another one was put in its place
                         replaced.append(tensor)
-                        watch.slots[private.storage_key(tensor)] = key
+                        watch.slots[torch_private.storage_key(tensor)] = key
                         watch.written[key] = True
                 for key, entirely in watch.written.items():
                     self._needs[key] = ([] if entirely else self._needs.get(key, [])) + [index]
@@ -138,19 +138,19 @@ class InitPlan:
 
     def _values(self, wanted: Mapping[int, torch.Tensor], fill: Callable[..., torch.Tensor]) -> dict[int, torch.Tensor]:
         real = {key: fill(tensor, device="cpu") for key, tensor in wanted.items()}
-        with _apart(), private.classes_of_before(self._model), self._prefetched(real):
+        with _apart(), torch_private.classes_of_before(self._model), self._prefetched(real):
             for index in sorted({index for key in wanted for index in self._needs.get(key, ())}):
                 self._call(self._steps[index])
             return {key: self._current(key).detach() for key in wanted}
 
     def _call(self, step: Step) -> None:
         self._seed_for(step)
-        with private.init_without_storage(draw=True), _Draws():  # type: ignore[no-untyped-call]
+        with torch_private.init_without_storage(draw=True), _Draws():  # type: ignore[no-untyped-call]
             try:
                 step.call()
             except Exception as error:  # code of somebody else's
                 kind = "" if isinstance(error, UnsupportedError) else f"{type(error).__name__}: "
-                cls = private.original_class(step.module).__name__
+                cls = torch_private.original_class(step.module).__name__
                 raise UnsupportedError(
                     f"{step.name or 'the model'} ({cls}) cannot be initialised on the meta device: {kind}{error}; "
                     "pass init=function to infinity.offload, or build the model on a real device"
@@ -249,7 +249,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for tensor, alias in _tensor_arguments(func, args, kwargs):
-            key = self.slots.get(private.storage_key(tensor))
+            key = self.slots.get(torch_private.storage_key(tensor))
             if key is None:
                 continue
             if alias is None:

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from infinity import torch_private
 from infinity.errors import UnsupportedError
 from infinity.formats.adapters import is_adapter
-from infinity.fsdp import private
 
 InitFunction = Callable[[nn.Module], None]
 Holder = tuple[nn.Module, str]
@@ -111,7 +111,7 @@ def not_repeated(model: nn.Module, twins: Twins) -> list[str]:
             cls.__name__
             for module in model.modules()
             if id(module) not in twins.counterparts and any(param.is_meta for param in module.parameters())
-            for cls in private.original_class(module).__mro__
+            for cls in torch_private.original_class(module).__mro__
             if cls.__module__.partition(".")[0] not in _KNOWN and _sets_tensors(vars(cls).get("__init__"), cls, set())
         }
     )
@@ -201,7 +201,7 @@ def _constructor(module: nn.Module) -> Callable[[], Any] | None:
 
 def _construct_parametrized(module: Any) -> None:
     """Construct a module that computes some of its weights from others, such as a norm and a direction."""
-    plain = object.__new__(private.original_class(module))
+    plain = object.__new__(torch_private.original_class(module))
     plain.__dict__.update(vars(module), _parameters=dict(module._parameters), _modules={})
     for key in module.parametrizations:
         plain._parameters[key] = nn.Parameter(torch.empty_like(getattr(module, key)))
@@ -260,7 +260,7 @@ def _built_again(root: nn.Module) -> nn.Module | None:
     memory
     stays the bound.
     """
-    cls = private.original_class(root)
+    cls = torch_private.original_class(root)
     register = nn.Module.register_parameter
 
     def register_small(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -281,7 +281,7 @@ def _built_again(root: nn.Module) -> nn.Module | None:
 def outline(module: nn.Module) -> tuple[Any, ...]:
     """Return what tells a module that the model's class has built from one that was put in its place."""
     own = tuple((key, tuple(param.shape)) for key, param in sorted(module._parameters.items()) if param is not None)
-    return (private.original_class(module), own)
+    return (torch_private.original_class(module), own)
 
 
 def _take_from(twin: nn.Module, module: nn.Module) -> None:
@@ -378,8 +378,8 @@ def _transformers_root(root: nn.Module, twins: Twins) -> _Root:
 
 def _is_of_package(module: nn.Module, root: nn.Module) -> bool:
     """Whether a module's class is torch's, transformers', or of the same package as the model's."""
-    packages = {private.original_class(m).__module__.partition(".")[0] for m in (module, root)}
-    return packages <= {"torch", "transformers", private.original_class(root).__module__.partition(".")[0]}
+    packages = {torch_private.original_class(m).__module__.partition(".")[0] for m in (module, root)}
+    return packages <= {"torch", "transformers", torch_private.original_class(root).__module__.partition(".")[0]}
 
 
 def _is_unknown(module: nn.Module, child: str) -> bool:

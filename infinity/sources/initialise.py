@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from infinity import torch_private
 from infinity.content.format import MASTER
 from infinity.content.layout import Layout
 from infinity.errors import UnsupportedError
-from infinity.fsdp import private
 from infinity.fsdp.sharded_model import Member, local_slice
 from infinity.sources.first_values import FirstValues, ValueOf
 from infinity.sources.init_plan import InitPlan
@@ -59,7 +59,7 @@ class ModuleInitialiser(FirstValues):
             )
         members = [member for member in members if member.param.sharded_param.is_meta]
         for member in members:
-            if private.is_tensor_parallel(member.param):
+            if torch_private.is_tensor_parallel(member.param):
                 raise UnsupportedError(
                     f"{member.names[0]} is tensor-parallel and on the meta device; build the model on a real device"
                 )
@@ -95,7 +95,7 @@ class ModuleInitialiser(FirstValues):
         for member in members:
             key = id(member.param.sharded_param)
             if key not in wanted:
-                found.append(private.local_tensor(member.param).detach().reshape(-1).cpu())
+                found.append(torch_private.local_tensor(member.param).detach().reshape(-1).cpu())
             elif (value := whole.pop(key)) is None:
                 found.append(None)
             else:

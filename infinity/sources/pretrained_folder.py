@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from infinity import torch_private
 from infinity.content.format import MASTER
 from infinity.content.layout import Layout
 from infinity.errors import ConfigError, UnsupportedError
@@ -26,7 +27,6 @@ from infinity.formats.adapters import base_names
 from infinity.formats.quantised import Quantised, QuantisedLinear
 from infinity.formats.transformers_names import Conversion
 from infinity.formats.weight_files import WeightFiles, WeightReader, read_json, refuse_quantised
-from infinity.fsdp import private
 from infinity.fsdp.sharded_model import Member, local_bounds, local_slice
 from infinity.sources.first_values import FirstValues, ValueOf, convertible
 
@@ -53,7 +53,7 @@ class PretrainedFolder(FirstValues):
         self._files, self._initialiser, self._strict = WeightFiles(path), initialiser, strict
         # By name in the base of the model, and what gives that name; both are found by `check`.
         self._made_by: dict[str, Conversion] = {}
-        self._base_name: Callable[[str], str | None] = private.unwrapped_name
+        self._base_name: Callable[[str], str | None] = torch_private.unwrapped_name
 
     @property
     def files(self) -> WeightFiles:
@@ -70,14 +70,14 @@ class PretrainedFolder(FirstValues):
             UnsupportedError: a parameter is tensor-parallel, or what is missing cannot be initialised.
         """
         self._refuse_quantised()
-        if apart := [member.names[0] for member in members if private.is_tensor_parallel(member.param)]:
+        if apart := [member.names[0] for member in members if torch_private.is_tensor_parallel(member.param)]:
             raise UnsupportedError(
                 f"{apart[0]} is tensor-parallel and on the meta device; load the weights into a model on a real device"
             )
         self._base_name = base_names(model)
         own = [member for member in members if self._is_of_adapter(member)]
         entries = {self._names(member): _like(member) for member in members}
-        for name in private.persistent_buffers(model):
+        for name in torch_private.persistent_buffers(model):
             if (base_name := self._base_name(name)) is not None:
                 entries[(base_name,)] = model.get_buffer(name).to("meta")
         wanted = {name: tensor for of_one, tensor in entries.items() for name in of_one}
@@ -179,7 +179,7 @@ class PretrainedFolder(FirstValues):
     def _names(self, member: Member) -> tuple[str, ...]:
         """Return the names of a parameter in the base of the model; of what only an adapter has, its own."""
         found = [name for own in member.names if (name := self._base_name(own)) is not None]
-        return tuple(dict.fromkeys(found)) or tuple(map(private.unwrapped_name, member.names))
+        return tuple(dict.fromkeys(found)) or tuple(map(torch_private.unwrapped_name, member.names))
 
     def _sliced(self, name: str, member: Member, reader: WeightReader) -> torch.Tensor:
         (source,) = self._made_by[name].sources
@@ -204,7 +204,7 @@ class PretrainedFolder(FirstValues):
         """Return those persistent buffers that the folder has, in the dtypes of the model."""
         found: dict[str, torch.Tensor] = {}
         with closing(self._files.reader()) as reader:
-            for name in private.persistent_buffers(model):
+            for name in torch_private.persistent_buffers(model):
                 target = self._base_name(name)
                 if target is not None and target in self._made_by:
                     value = self._converted(self._made_by[target], reader)[target]
@@ -260,7 +260,7 @@ class _Misfit:
 
 def _like(member: Member) -> torch.Tensor:
     """Return a whole parameter on the meta device."""
-    return torch.empty(private.full_shape(member.param), dtype=member.param.sharded_param.dtype, device="meta")
+    return torch.empty(torch_private.full_shape(member.param), dtype=member.param.sharded_param.dtype, device="meta")
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity import torch_private
 from infinity.checkpoint.manifest import CheckpointName, read_manifest
 from infinity.checkpoint.model_state import ResumedState
 from infinity.checkpoint.publish import check_optimizer, checkpointed_buffers, restore
@@ -22,7 +23,6 @@ from infinity.checkpoint.reader import CheckpointReader
 from infinity.content.layout import Layout, ShardSpec
 from infinity.content.views import dtype_name
 from infinity.errors import CheckpointError, FolderBusyError
-from infinity.fsdp import private
 from infinity.fsdp.sharded_model import Member, local_slice
 from infinity.optim.multi_optimizer import name_of
 from infinity.ranks import Ranks
@@ -116,7 +116,7 @@ class ReshardSource(FirstValues):
         if index < 0:
             raise CheckpointError(f"{another}it has no parameter {name}")
         param = member.param
-        shape, found = tuple(private.full_shape(param)), self._reader.tensors[index].shape
+        shape, found = tuple(torch_private.full_shape(param)), self._reader.tensors[index].shape
         if shape != found:
             raise CheckpointError(f"{another}{name} has shape {found} there, {shape} here")
         here = (dtype_name(param.sharded_param.dtype), kinds)
@@ -130,9 +130,9 @@ class ReshardSource(FirstValues):
         def value_of(position: int, section: str) -> torch.Tensor:
             param, index = members[position].param, self._index[members[position].names[0]]
             spec = self._reader.tensors[index]
-            if private.shard_dim(param) != spec.dim:
+            if torch_private.shard_dim(param) != spec.dim:
                 return local_slice(param, self._reader.read(index, section))
-            rank, size = private.shard_rank_and_size(param)
+            rank, size = torch_private.shard_rank_and_size(param)
             rows = replace(spec, shard_size=size).slice_of(rank)
             return self._reader.read(index, section, rows=rows).reshape(-1)
 

@@ -160,7 +160,7 @@ def skipped(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[fl
     return losses
 
 
-@pytest.mark.parametrize("schedule", ["in_forward", pytest.param("after_backward", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("update_schedule", ["in_forward", pytest.param("after_backward", marks=pytest.mark.wide)])
 def test_a_step_that_is_skipped(update_schedule: str, tmp_path: Path) -> None:
     """Changes nothing on the device, as it changes no page."""
     recipe, found = Recipe(model="toy"), []

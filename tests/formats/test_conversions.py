@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import conversion_mapping, core_model_loading, modeling_utils
 
+from infinity import torch_private
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import ConfigError
 from infinity.formats import safetensors as export
@@ -23,7 +24,6 @@ from infinity.formats import transformers_names
 from infinity.formats.safetensors import export_safetensors
 from infinity.formats.transformers_names import Conversion
 from infinity.formats.weight_files import WeightReader
-from infinity.fsdp import private
 from infinity.sources import pretrained_folder
 from infinity.store.folder import RunFolder
 from support import families
@@ -193,7 +193,7 @@ def test_wrapped_layers_are_found(wrap: str, tmp_path: Path) -> None:
     model.vit = around(model.vit)
     families.shard(model)
     with families.offload(model, tmp_path, weights=tmp_path / "saved") as optimizer:
-        found = {private.unwrapped_name(name): param.full_tensor() for name, param in model.named_parameters()}
+        found = {torch_private.unwrapped_name(name): param.full_tensor() for name, param in model.named_parameters()}
         assert all(torch.equal(found[name], value) for name, value in expected.named_parameters())
         optimizer.save_checkpoint()
         export_safetensors(CheckpointReader(optimizer.run.folder), tmp_path / "out", file_bytes=MIB)
@@ -307,7 +307,7 @@ def test_rules_are_found_by_the_class_before_sharding() -> None:
     assert [rule.source_patterns for rule in plain] == [["^embed_out\\."]]
     sharded = families.on_meta("gpt_neox")
     assert conversion_mapping.get_model_conversion_mapping(sharded, add_legacy=False) == []
-    with private.classes_of_before(sharded):
+    with torch_private.classes_of_before(sharded):
         assert type(sharded).__name__ == "GPTNeoXForCausalLM"
         assert len(conversion_mapping.get_model_conversion_mapping(sharded, add_legacy=False)) == 1
     assert type(sharded).__name__ == "FSDPGPTNeoXForCausalLM"

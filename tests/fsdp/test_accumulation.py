@@ -464,7 +464,7 @@ def moved(recipe: Recipe, update_schedule: str, folder: Path) -> tuple[list[int]
         return total, traffic.read_bytes + traffic.written_bytes
 
 
-@pytest.mark.parametrize("schedule", ["in_backward", pytest.param("in_forward", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("update_schedule", ["in_backward", pytest.param("in_forward", marks=pytest.mark.wide)])
 def test_bytes_per_step_do_not_depend_on_the_number_of_slices(update_schedule: str, tmp_path: Path) -> None:
     """1, 4 or 16 micro-batches: the plan is one and the same, and so are the bytes; a loop multiplies them.
 

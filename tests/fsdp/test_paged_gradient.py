@@ -292,7 +292,7 @@ def clearing(how: str) -> Loop:
 
 def base_of(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer that `infinity.offload` was given."""
-    return getattr(optimizer, "_given", optimizer)
+    return getattr(optimizer, "_base_optimizer", optimizer)
 
 
 def between(what: Use, micro: int = 1) -> Loop:
@@ -403,7 +403,7 @@ LOOPS: dict[str, Loop] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("loop", "schedule"), one_of(2, in_turn(LOOPS, KEPT)))
+@pytest.mark.parametrize(("loop", "update_schedule"), one_of(2, in_turn(LOOPS, KEPT)))
 def test_loops_are_as_in_memory(loop: str, update_schedule: str, tmp_path: Path) -> None:
     """What is seen, weights, moments and step counts."""
     assert compare(LOOPS[loop], update_schedule, tmp_path) == []
@@ -457,7 +457,7 @@ def test_other_models_and_dtypes_are_as_in_memory(recipe: str, tmp_path: Path) -
 # What cannot be served #
 
 
-@pytest.mark.parametrize("schedule", ["in_backward"])
+@pytest.mark.parametrize("update_schedule", ["in_backward"])
 @pytest.mark.parametrize(
     "use", ["norm_2.0", "norm_not_foreach", "clipped_by_the_optimizer", "value", "logged", "noise", "parts",
             "zeroed_here_and_there", "negated"],
@@ -467,7 +467,7 @@ def test_gradients_that_updates_have_used_up_are_refused(use: str, update_schedu
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule=update_schedule), tmp_path) as (model, optimizer):
         steps(model, optimizer, lambda *_: None, 2)
         backward(model, 2)
-        with pytest.raises(InfinityError, match=r"used up.*update\.update schedule"), torch.no_grad():
+        with pytest.raises(InfinityError, match=r"used up.*update\.schedule"), torch.no_grad():
             USES[use](model, optimizer)
 
 
@@ -531,13 +531,13 @@ def written_before_backward(model: nn.Module, optimizer: torch.optim.Optimizer) 
     return [local(param) for param in model.parameters()]
 
 
-@pytest.mark.parametrize("schedule", [*KEPT, "in_backward"])
+@pytest.mark.parametrize("update_schedule", [*KEPT, "in_backward"])
 def test_backward_adds_to_what_was_written_by_hand(update_schedule: str, tmp_path: Path) -> None:
     """One update with the sum, wherever updates run."""
     assert compare(written_before_backward, update_schedule, tmp_path) == []
 
 
-@pytest.mark.parametrize("schedule", ["auto", *KEPT, "in_backward"])
+@pytest.mark.parametrize("update_schedule", ["auto", *KEPT, "in_backward"])
 def test_gradients_are_gone_after_the_step(update_schedule: str, tmp_path: Path) -> None:
     """Reading them, and adding others to them, says so; so does one that was kept over `zero_grad`."""
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule=update_schedule), tmp_path) as (model, optimizer):

@@ -1,4 +1,4 @@
-"""What `infinity.fsdp.private` expects of each private name of FSDP2. A torch release that changes one fails here."""
+"""What `infinity.torch_private` expects of each private name of FSDP2. A torch release that changes one fails here."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
+from infinity import heap, torch_private
 from infinity.errors import UnsupportedError
-from infinity.fsdp import private
-from infinity.memory import heap
 from support import models
 from support.train import batch
 
@@ -40,7 +39,11 @@ def model() -> nn.Module:
 
 def params(model: nn.Module) -> list[tuple[object, object]]:
     """Return (group, parameter) for every parameter of a model."""
-    return [(group, param) for _, group in private.parameter_groups(model) for param in private.fsdp_params(group)]
+    return [
+        (group, param)
+        for _, group in torch_private.parameter_groups(model)
+        for param in torch_private.fsdp_params(group)
+    ]
 
 
 def hide(found: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +54,9 @@ def hide(found: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(type(found), name)
 
 
-@pytest.mark.parametrize(("cls", "names"), [(cls, each) for cls, names in private._NAMES.items() for each in names])
+@pytest.mark.parametrize(
+    ("cls", "names"), [(cls, each) for cls, names in torch_private.names._NAMES.items() for each in names]
+)
 def test_a_release_of_torch_that_lacks_a_name_is_refused(
     cls: str, names: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,7 +69,7 @@ def test_a_release_of_torch_that_lacks_a_name_is_refused(
                     hide(found, name, monkeypatch)
     said = "has no .*" + re.escape(names.replace("|", " or "))
     with pytest.raises(UnsupportedError, match=UNSUPPORTED.format(said)) as caught:
-        private.require_names(model)
+        torch_private.require_names(model)
     assert "\n" not in str(caught.value)
 
 
@@ -89,7 +94,7 @@ def test_offload_says_so(model: nn.Module, tmp_path: Path, monkeypatch: pytest.M
 def test_a_missing_name_is_said_at_import(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that is imported a second time, under another name."""
     monkeypatch.delattr(importlib.import_module(module), name)
-    spec = importlib.util.spec_from_file_location("private_again", private.__file__)
+    spec = importlib.util.spec_from_file_location("private_again", torch_private.imports.__file__)
     with pytest.raises(UnsupportedError, match=UNSUPPORTED.format(name)) as caught:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     assert "\n" not in str(caught.value)
@@ -101,13 +106,13 @@ def test_private_names_are_in_one_place() -> None:
     others = re.compile(rf"torch(?:\.\w+)*\._(?!{allowed})\w+")
     for file in Path(infinity.__file__).parent.rglob("*.py"):
         found = set(others.findall(file.read_text()))
-        assert file == Path(private.__file__) or not found, f"{file}: {found}"
+        assert file.parent == Path(torch_private.__file__).parent or not found, f"{file}: {found}"
 
 
 def test_parameter_groups_are_the_sharded_modules(model: nn.Module) -> None:
     """`_get_fsdp_state()._fsdp_param_groups`: one group per `fully_shard` call, root first, every parameter once."""
     assert isinstance(model, FSDPModule)
-    assert [name for name, _ in private.parameter_groups(model)] == ["root", "blocks.0", "blocks.1", "blocks.2"]
+    assert [name for name, _ in torch_private.parameter_groups(model)] == ["root", "blocks.0", "blocks.1", "blocks.2"]
     found = {id(param.sharded_param) for _, param in params(model)}
     assert found == {id(param) for param in model.parameters()}
     assert len(params(model)) == len(list(model.parameters()))
@@ -123,25 +128,25 @@ def test_a_tied_parameter_is_one_parameter() -> None:
 
 def test_the_order_of_parameters_is_that_of_the_gather(model: nn.Module) -> None:
     """`fsdp_params` of a layer follow the layer's own order."""
-    groups = dict(private.parameter_groups(model))
+    groups = dict(torch_private.parameter_groups(model))
     names = {id(param): name for name, param in model.blocks[0].named_parameters()}
-    found = [names[id(param.sharded_param)] for param in private.fsdp_params(groups["blocks.0"])]
+    found = [names[id(param.sharded_param)] for param in torch_private.fsdp_params(groups["blocks.0"])]
     assert found == list(names.values())
 
 
 def test_owner_is_module_and_attribute(model: nn.Module) -> None:
     """`_module_info`."""
     for _, param in params(model):
-        module, name = private.owner(param)
+        module, name = torch_private.owner(param)
         assert getattr(module, name) is param.sharded_param
 
 
 def test_gradients_are_reduced_in_the_same_memory_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """`_reduce_scatter_comm` and `allocate` of FSDP2: memory is used again when, and only when, nobody has it."""
-    groups = [group for _, group in private.parameter_groups(models.build("toy"))]
+    groups = [group for _, group in torch_private.parameter_groups(models.build("toy"))]
     for group in groups:
         monkeypatch.setattr(group.mesh_info, "shard_mesh_size", 2)
-    private.reuse_reduce_buffers(groups)
+    torch_private.reuse_reduce_buffers(groups)
     (comm,) = {group._reduce_scatter_comm for group in groups}
     cpu = torch.device("cpu")
     first = comm.allocate((1000,), dtype=torch.float32, device=cpu)
@@ -167,11 +172,12 @@ def test_memory_is_not_given_back_in_every_layer(few: bool, monkeypatch: pytest.
     """Where norms or experts are FSDP modules of their own, all layers are larger than most FSDP modules."""
     given: list[str] = []
     monkeypatch.setattr(heap, "give_back", lambda: given.append("given back"))
-    groups = [group for _, group in private.parameter_groups(models.build("toy"))]
+    groups = [group for _, group in torch_private.parameter_groups(models.build("toy"))]
     assert len(groups) == 4
     if not few:
-        monkeypatch.setattr(private, "median_high", lambda _: 1)  # as of many FSDP modules that are smaller than these
-    private.reuse_reduce_buffers(groups)
+        # As of many FSDP modules that are smaller than these.
+        monkeypatch.setattr(torch_private.collectives, "median_high", lambda _: 1)
+    torch_private.reuse_reduce_buffers(groups)
     reduced = groups[0]._reduce_scatter_comm.allocate((1 << 22,), dtype=torch.float32, device=torch.device("cpu"))
     assert len(reduced.fill_(1.0)) == 1 << 22
     assert given == ["given back"] * few
@@ -180,8 +186,8 @@ def test_memory_is_not_given_back_in_every_layer(few: bool, monkeypatch: pytest.
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to give memory back")
 def test_what_is_free_makes_room_for_a_large_reduction() -> None:
     """Behind the backward of a root with a large vocabulary several pieces of its size are free, in the heap."""
-    groups = [group for _, group in private.parameter_groups(models.build("toy"))]
-    private.reuse_reduce_buffers(groups)
+    groups = [group for _, group in torch_private.parameter_groups(models.build("toy"))]
+    torch_private.reuse_reduce_buffers(groups)
     heap.FreedMemory()
     held = [torch.ones(1 << 22) for _ in range(8)]
     behind = torch.ones(1)  # so that they are no end of the heap, which would be cut off anyway
@@ -195,8 +201,8 @@ def test_what_is_free_makes_room_for_a_large_reduction() -> None:
 
 def test_one_rank_reduces_in_place() -> None:
     """`foreach_reduce` of FSDP2 allocates the input of a reduction, then its output, and copies on one rank."""
-    groups = [group for _, group in private.parameter_groups(models.build("toy"))]
-    private.reuse_reduce_buffers(groups)
+    groups = [group for _, group in torch_private.parameter_groups(models.build("toy"))]
+    torch_private.reuse_reduce_buffers(groups)
     (comm,) = {group._reduce_scatter_comm for group in groups}
 
     def place(number: int, dtype: torch.dtype = torch.float32) -> int:
@@ -226,11 +232,11 @@ def test_collectives_are_watched() -> None:
         yield
         open_now.pop()
 
-    groups = [group for _, group in private.parameter_groups(models.build("toy"))]
+    groups = [group for _, group in torch_private.parameter_groups(models.build("toy"))]
     groups[0]._all_gather_comm = own = Comm()
-    private.reuse_reduce_buffers(groups)
+    torch_private.reuse_reduce_buffers(groups)
     reused = groups[0]._reduce_scatter_comm
-    private.watch_collectives(groups, during)
+    torch_private.watch_collectives(groups, during)
     assert groups[0]._all_gather_comm is own
     for comm in (groups[1]._all_gather_comm, groups[1]._reduce_scatter_comm):
         comm._comm = Comm()
@@ -246,8 +252,8 @@ def test_offload_policy_is_seen() -> None:
     plain = models.build("toy")
     mesh = infinity.mesh("cpu")
     offloaded = fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    assert not any(private.uses_cpu_offload(group) for _, group in private.parameter_groups(plain))
-    assert all(private.uses_cpu_offload(group) for _, group in private.parameter_groups(offloaded))
+    assert not any(torch_private.uses_cpu_offload(group) for _, group in torch_private.parameter_groups(plain))
+    assert all(torch_private.uses_cpu_offload(group) for _, group in torch_private.parameter_groups(offloaded))
 
 
 def test_compute_dtype_is_that_of_the_policy() -> None:
@@ -255,7 +261,7 @@ def test_compute_dtype_is_that_of_the_policy() -> None:
     for dtype in (torch.bfloat16, None):
         made = fully_shard(nn.Linear(4, 4), mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy(dtype))
         for _, param in params(made):
-            assert private.compute_dtype(param) == (dtype or torch.float32)
+            assert torch_private.compute_dtype(param) == (dtype or torch.float32)
 
 
 def test_wrappers_are_left_out_of_names() -> None:
@@ -264,7 +270,7 @@ def test_wrappers_are_left_out_of_names() -> None:
     wrapped = torch.compile(inner)
     names = [name for name, _ in wrapped.named_parameters()]
     assert "_orig_mod.0._checkpoint_wrapped_module.weight" in names
-    assert [private.unwrapped_name(name) for name in names] == list(get_model_state_dict(wrapped))
+    assert [torch_private.unwrapped_name(name) for name in names] == list(get_model_state_dict(wrapped))
 
 
 def test_operations_that_are_made_of_others_are_told_from_those_that_are_not() -> None:
@@ -277,27 +283,27 @@ def test_operations_that_are_made_of_others_are_told_from_those_that_are_not() -
         aten.copy_.default,
         torch.ops.c10d.send.default,
     ):
-        assert private.decomposition(func) is None
+        assert torch_private.decomposition(func) is None
     value = torch.linspace(-1, 1, 12).view(3, 4)
     torch.manual_seed(0)
     expected = torch.nn.functional.dropout(value, 0.5)
     torch.manual_seed(0)
-    assert torch.equal(private.decomposition(aten.dropout.default)(value, 0.5, True), expected)
-    assert torch.equal(private.decomposition(aten.matmul.default)(value, value.T), value @ value.T)
-    assert private.decomposition(aten.to.dtype)(value, torch.float32) is value
+    assert torch.equal(torch_private.decomposition(aten.dropout.default)(value, 0.5, True), expected)
+    assert torch.equal(torch_private.decomposition(aten.matmul.default)(value, value.T), value @ value.T)
+    assert torch_private.decomposition(aten.to.dtype)(value, torch.float32) is value
 
 
 def test_local_tensor_and_shapes(model: nn.Module) -> None:
     """`_sharded_local_tensor`, `padded_sharded_param_size`, `_orig_size`, `fsdp_placement`, `mesh_info`."""
     shapes = {id(p): tuple(p.shape) for p in model.parameters()}
     for _, param in params(model):
-        local = private.local_tensor(param)
+        local = torch_private.local_tensor(param)
         assert local.data_ptr() == param.sharded_param._local_tensor.data_ptr()
-        assert private.padded_shape(param).numel() >= local.numel()
-        assert tuple(private.full_shape(param)) == shapes[id(param.sharded_param)]
-        assert private.shard_dim(param) == 0
-        assert private.shard_rank_and_size(param) == (0, 1)
-        assert not private.is_tensor_parallel(param)
+        assert torch_private.padded_shape(param).numel() >= local.numel()
+        assert tuple(torch_private.full_shape(param)) == shapes[id(param.sharded_param)]
+        assert torch_private.shard_dim(param) == 0
+        assert torch_private.shard_rank_and_size(param) == (0, 1)
+        assert not torch_private.is_tensor_parallel(param)
 
 
 def test_replacing_the_local_tensor_before_the_first_forward_is_seen(model: nn.Module) -> None:
@@ -306,7 +312,7 @@ def test_replacing_the_local_tensor_before_the_first_forward_is_seen(model: nn.M
     twin = models.build("toy", seed=8)
     before = list(model.parameters())
     for (_, param), (_, other) in zip(params(model), params(twin), strict=True):
-        private.replace_local_tensor(param, private.local_tensor(other).clone())
+        torch_private.replace_local_tensor(param, torch_private.local_tensor(other).clone())
     assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
     assert models.loss_of(model, batch(model, 0)).item() == expected
 
@@ -319,7 +325,7 @@ def test_replacing_the_local_tensor_of_a_meta_model_keeps_its_parameters() -> No
     for param in before.values():
         param.register_post_accumulate_grad_hook(called.append)
     for _, param in params(tied):
-        private.replace_local_tensor(param, torch.zeros(private.local_tensor(param).shape))
+        torch_private.replace_local_tensor(param, torch.zeros(torch_private.local_tensor(param).shape))
     assert all(param is before[name] for name, param in tied.named_parameters())
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     assert all(isinstance(param.data, DTensor) and not param.is_meta for param in before.values())
@@ -336,7 +342,7 @@ def test_a_meta_parameter_that_something_refers_to_weakly_is_not_exchanged() -> 
     _, param = params(model)[0]
     reference = weakref.ref(param.sharded_param)
     with pytest.raises(RuntimeError, match="weakref"):
-        private.replace_local_tensor(param, torch.zeros(private.local_tensor(param).shape))
+        torch_private.replace_local_tensor(param, torch.zeros(torch_private.local_tensor(param).shape))
     assert reference().is_meta
 
 
@@ -344,11 +350,11 @@ def test_fsdp2_takes_over_no_other_local_tensor_and_pads_none(model: nn.Module) 
     """`reset_sharded_param` of a parameter: called before the first forward, and after each `load_state_dict`."""
     told: list[tuple[str, bool]] = []
     for _, param in params(model):
-        _, name = private.owner(param)
-        private.watch_local_tensor(param, lambda exchanged, name=name: told.append((name, exchanged)))
+        _, name = torch_private.owner(param)
+        torch_private.watch_local_tensor(param, lambda exchanged, name=name: told.append((name, exchanged)))
     models.loss_of(model, batch(model, 0))
     assert len(told) == len(params(model))
-    private.reshard(model)
+    torch_private.reshard(model)
     told.clear()
     up, before = model.blocks[0].up, dict(model.blocks[0].up.named_parameters())
     up.load_state_dict(up.state_dict())
@@ -363,7 +369,9 @@ def test_conversions_come_down_to_apply(model: nn.Module) -> None:
     """`Module._apply(fn, recurse)`, also of modules that FSDP2 has made its own."""
     called: list[nn.Module] = []
     for module in model.modules():
-        private.replace_apply(module, lambda function, recurse=True, module=module: called.append(module) or module)
+        torch_private.replace_apply(
+            module, lambda function, recurse=True, module=module: called.append(module) or module
+        )
     conversions = ("float", "double", "half", "bfloat16", "cpu", "share_memory")
     for name in conversions:
         getattr(model, name)()
@@ -372,8 +380,8 @@ def test_conversions_come_down_to_apply(model: nn.Module) -> None:
     model.blocks[0].up.type(torch.float64)
     assert called == [model] * (len(conversions) + 2) + [model.blocks[0].up]
     for module in model.modules():
-        private.restore_apply(module)
-    converted = private.original_apply(model)(model, lambda tensor: tensor.double(), recurse=True)
+        torch_private.restore_apply(module)
+    converted = torch_private.original_apply(model)(model, lambda tensor: tensor.double(), recurse=True)
     assert converted is model
     assert {param.dtype for param in model.parameters()} == {torch.float64}
 
@@ -382,21 +390,21 @@ def test_gathered_parameters_are_put_back(model: nn.Module) -> None:
     """`reshard`: the root stays gathered after forward, until then."""
     models.loss_of(model, batch(model, 0))
     assert not isinstance(model.head.weight, DTensor)
-    private.reshard(model)
-    assert private.local_part(model.head.weight) is model.head.weight._local_tensor
+    torch_private.reshard(model)
+    assert torch_private.local_part(model.head.weight) is model.head.weight._local_tensor
     plain = torch.zeros(3)
-    assert private.local_part(plain) is plain
+    assert torch_private.local_part(plain) is plain
 
 
 def test_a_number_for_reshard_after_forward_is_seen(model: nn.Module) -> None:
     """`post_forward_mesh_info` of a group: that of the group for True, none for False, else one of its own."""
     for reshard in (True, False):
         made = fully_shard(nn.Linear(4, 4), mesh=infinity.mesh("cpu"), reshard_after_forward=reshard)
-        ((_, group),) = private.parameter_groups(made)
-        assert not private.reshards_to_fewer_ranks(group)
+        ((_, group),) = torch_private.parameter_groups(made)
+        assert not torch_private.reshards_to_fewer_ranks(group)
         assert (group.post_forward_mesh_info is group.mesh_info) is reshard
     group.post_forward_mesh_info = object()
-    assert private.reshards_to_fewer_ranks(group)
+    assert torch_private.reshards_to_fewer_ranks(group)
 
 
 def test_the_class_before_sharding_and_parametrization() -> None:
@@ -404,15 +412,15 @@ def test_the_class_before_sharding_and_parametrization() -> None:
     model = nn.Sequential(nn.Linear(4, 4), torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
     for module in (*model, model):
         fully_shard(module, mesh=infinity.mesh("cpu"))
-    assert [private.original_class(module) for module in (model, *model)] == [nn.Sequential, nn.Linear, nn.Linear]
+    assert [torch_private.original_class(module) for module in (model, *model)] == [nn.Sequential, nn.Linear, nn.Linear]
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_tensors_in_the_same_memory_have_the_same_key(device: str) -> None:
     """`UntypedStorage._cdata`, also where there is no memory."""
     tensor, other = torch.empty(3, 4, device=device), torch.empty(3, 4, device=device)
-    keys = {private.storage_key(view) for view in (tensor, tensor[1:], tensor.t(), tensor.detach(), tensor.data)}
-    assert keys == {private.storage_key(tensor)} != {private.storage_key(other)}
+    keys = {torch_private.storage_key(view) for view in (tensor, tensor[1:], tensor.t(), tensor.detach(), tensor.data)}
+    assert keys == {torch_private.storage_key(tensor)} != {torch_private.storage_key(other)}
 
 
 INITS = {
@@ -429,11 +437,11 @@ class Written(TorchDispatchMode):
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
-        self.key, self.found = private.storage_key(tensor), []
+        self.key, self.found = torch_private.storage_key(tensor), []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable and private.storage_key(kwargs.get("out", args[0])) == self.key:
+        if func._schema.is_mutable and torch_private.storage_key(kwargs.get("out", args[0])) == self.key:
             self.found.append(func.overloadpacket.__name__)
         return func(*args, **kwargs)
 
@@ -443,7 +451,7 @@ def test_init_functions_write_to_tensors_without_storage(name: str) -> None:
     """`Tensor.is_meta`, `torch.nn.init._no_grad_trunc_normal_`: torch's functions do not leave them out."""
     tensor = torch.empty(6, 6, device="meta")
     written = Written(tensor)
-    with torch.no_grad(), private.init_without_storage(draw=False), written:
+    with torch.no_grad(), torch_private.init_without_storage(draw=False), written:
         getattr(torch.nn.init, name)(tensor, **INITS[name])
     assert written.found
     assert torch.empty(2, device="meta").is_meta
@@ -454,7 +462,7 @@ def test_truncated_draws_are_as_many_as_for_a_real_tensor() -> None:
     after = []
     for device in ("cpu", "meta"):
         torch.manual_seed(3)
-        with private.init_without_storage(draw=True):
+        with torch_private.init_without_storage(draw=True):
             torch.nn.init.trunc_normal_(torch.empty(50, 3, device=device), a=-0.5, b=0.5)
         after.append(torch.rand(4))
     assert torch.equal(*after)
@@ -465,11 +473,11 @@ def test_in_backward_is_true_inside_of_the_autograd_engine_only() -> None:
     seen = []
     x = torch.ones(3, requires_grad=True)
     y = x * 2
-    y.register_hook(lambda grad: seen.append(private.in_backward()))
-    assert not private.in_backward()
+    y.register_hook(lambda grad: seen.append(torch_private.in_backward()))
+    assert not torch_private.in_backward()
     y.sum().backward()
     assert seen == [True]
-    assert not private.in_backward()
+    assert not torch_private.in_backward()
 
 
 def test_gradients_arrive_once_per_backward_after_reduction(model: nn.Module) -> None:
@@ -482,11 +490,11 @@ def test_gradients_arrive_once_per_backward_after_reduction(model: nn.Module) ->
 
     def hook(name: str, param: nn.Parameter) -> None:
         arrived[name] = arrived.get(name, 0) + 1
-        equal.append(torch.equal(private.local_gradient(param), wanted[name]))
+        equal.append(torch.equal(torch_private.local_gradient(param), wanted[name]))
         param.grad = None
 
     for name, param in model.named_parameters():
-        private.on_gradient(param, lambda p, name=name: hook(name, p))
+        torch_private.on_gradient(param, lambda p, name=name: hook(name, p))
     models.loss_of(model, batch(model, 0)).backward()
     assert arrived == dict.fromkeys(wanted, 1)
     assert all(equal)
@@ -498,10 +506,10 @@ def test_gradients_are_added_up_in_the_reduce_dtype_until_they_are_reduced(model
     models.loss_of(model, batch(model, 0))  # lazy init
     block = model.blocks[0]
     block.unshard()
-    private.add_up_gradients(block)
-    private.add_up_gradients(block)  # only once
-    (group,) = private._groups_of(block)
-    for param in private.fsdp_params(group):
+    torch_private.add_up_gradients(block)
+    torch_private.add_up_gradients(block)  # only once
+    (group,) = torch_private.names._groups_of(block)
+    for param in torch_private.fsdp_params(group):
         gathered = param._unsharded_param
         assert len(gathered._post_accumulate_grad_hooks) == 1
         if hasattr(group, "_set_unsharded_grad_dtypes"):
@@ -517,7 +525,7 @@ def test_classes_are_those_of_before_meanwhile(model: nn.Module) -> None:
     """`_orig_cls_mro_index` says where `fully_shard` left the class of a module."""
     sharded = [model, *model.blocks]
     before = list(map(type, sharded))
-    with private.classes_of_before(model):
+    with torch_private.classes_of_before(model):
         assert list(map(type, sharded)) == [models.Toy] + 3 * [models.Block]
     assert list(map(type, sharded)) == before
     assert all(issubclass(cls, FSDPModule) for cls in before)
@@ -527,18 +535,18 @@ def test_modules_are_found_in_what_is_around_them() -> None:
     """`_orig_mod` of compilation, `_checkpoint_wrapped_module` of checkpointing; both in the names of parameters."""
     inner = nn.Linear(2, 2)
     around = torch.compile(checkpoint_wrapper(inner))
-    assert private.unwrapped_module(around) is inner
-    assert private.unwrapped_module(inner) is inner
-    assert {private.unwrapped_name(name) for name, _ in around.named_parameters()} == {"weight", "bias"}
+    assert torch_private.unwrapped_module(around) is inner
+    assert torch_private.unwrapped_module(inner) is inner
+    assert {torch_private.unwrapped_name(name) for name, _ in around.named_parameters()} == {"weight", "bias"}
 
 
 def test_modules_that_recompute_are_known() -> None:
     """`CheckpointWrapper` of torch, `gradient_checkpointing` of transformers."""
-    assert private.recomputes(checkpoint_wrapper(nn.Linear(2, 2)))
-    assert not private.recomputes(nn.Linear(2, 2))
+    assert torch_private.recomputes(checkpoint_wrapper(nn.Linear(2, 2)))
+    assert not torch_private.recomputes(nn.Linear(2, 2))
     for on in (True, False):
         found = models.build("llama", checkpointing=on)
-        assert all(private.recomputes(layer) is on for layer in models.layers_of(found))
+        assert all(torch_private.recomputes(layer) is on for layer in models.layers_of(found))
 
 
 def test_the_hook_comes_after_those_of_the_user(model: nn.Module) -> None:
@@ -548,7 +556,7 @@ def test_the_hook_comes_after_those_of_the_user(model: nn.Module) -> None:
     first, second = [
         param.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name)) for name in ("one", "two")
     ]
-    handle = private.on_gradient(param, lambda _: called.append("last"))
+    handle = torch_private.on_gradient(param, lambda _: called.append("last"))
     param.register_post_accumulate_grad_hook(lambda _: called.append("three"))
 
     def call() -> list[str]:
@@ -568,31 +576,31 @@ def test_the_hook_comes_after_those_of_the_user(model: nn.Module) -> None:
 def test_gradients_of_fsdp2_are_sharded_like_the_parameter(model: nn.Module) -> None:
     """`to_sharded_dtensor`, `DTensor.from_local`, and that FSDP2 adds to `grad._local_tensor` in place."""
     models.loss_of(model, batch(model, 0)).backward()
-    for _, group in private.parameter_groups(model):
-        for each in private.fsdp_params(group):
+    for _, group in torch_private.parameter_groups(model):
+        for each in torch_private.fsdp_params(group):
             param = each.sharded_param
-            wanted = private.local_gradient(param).clone()
-            made = private.sharded_gradient(each, wanted)
+            wanted = torch_private.local_gradient(param).clone()
+            made = torch_private.sharded_gradient(each, wanted)
             assert torch.equal(made.full_tensor(), param.grad.full_tensor())
-            like = private.sharded_like(param, wanted.reshape(-1))
+            like = torch_private.sharded_like(param, wanted.reshape(-1))
             assert torch.equal(like.full_tensor(), param.grad.full_tensor())
             param.grad = made
     models.loss_of(model, batch(model, 0)).backward()
-    for _, group in private.parameter_groups(model):
-        for each in private.fsdp_params(group):
-            assert private.local_gradient(each.sharded_param).count_nonzero()
+    for _, group in torch_private.parameter_groups(model):
+        for each in torch_private.fsdp_params(group):
+            assert torch_private.local_gradient(each.sharded_param).count_nonzero()
 
 
 def test_the_attributes_of_torchs_optimizers_are_known() -> None:
     """What torch and its schedulers put on an optimizer says nothing about updates; hooks are found, and left out."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    own = {name for name, value in vars(optimizer).items() if not private.is_bookkeeping(name, value)}
+    own = {name for name, value in vars(optimizer).items() if not torch_private.is_bookkeeping(name, value)}
     assert {"param_groups", "state", "defaults"} <= own
     assert not own & {"step", "_opt_called", "_zero_grad_profile_name"}
     assert not any("hook" in name for name in own)
     optimizer.note = "mine"
-    assert not private.is_bookkeeping("note", optimizer.note)
+    assert not torch_private.is_bookkeeping("note", optimizer.note)
 
 
 def test_a_step_without_hooks_is_the_step() -> None:
@@ -604,9 +612,9 @@ def test_a_step_without_hooks_is_the_step() -> None:
     handle = register_optimizer_step_pre_hook(lambda *_: calls.append("all"))
     optimizer.register_step_post_hook(lambda *_: calls.append("own"))
     try:
-        private.unhooked_step(optimizer)()
+        torch_private.unhooked_step(optimizer)()
         assert (calls, float(param)) == ([], -1.0)
-        private.share_step_hooks(other, optimizer)
+        torch_private.share_step_hooks(other, optimizer)
         other.step()
         assert (calls, float(param)) == (["all", "own"], -2.0)
     finally:
@@ -617,14 +625,14 @@ def test_each_backward_has_a_number() -> None:
     """-1 outside of all."""
     seen: list[int] = []
     x = torch.ones(1, requires_grad=True)
-    x.register_hook(lambda grad: seen.append(private.backward_number()))
+    x.register_hook(lambda grad: seen.append(torch_private.backward_number()))
     for _ in range(2):
         (2 * x).backward()
     assert len(set(seen)) == 2
     assert -1 not in seen
-    assert private.backward_number() == -1
+    assert torch_private.backward_number() == -1
 
 
 def test_attributes_on_sharded_parameters_are_those_that_torch_sets(model: nn.Module) -> None:
     """`PARAMETER_MARKS`: what else is there was set by somebody else."""
-    assert {name for param in model.parameters() for name in vars(param)} == private.PARAMETER_MARKS
+    assert {name for param in model.parameters() for name in vars(param)} == torch_private.PARAMETER_MARKS

@@ -169,7 +169,7 @@ def test_edits_do_what_they_do_in_memory(name: str, tmp_path: Path) -> None:
     assert compare_edit(name, LEAST, str(tmp_path)) == []
 
 
-@pytest.mark.parametrize("schedule", ["in_forward", "after_backward"])
+@pytest.mark.parametrize("update_schedule", ["in_forward", "after_backward"])
 @pytest.mark.parametrize("name", ["mul_", "row = 0", "copy_"])
 def test_edits_come_after_the_updates_before_them(name: str, update_schedule: str, tmp_path: Path) -> None:
     """Also where these wait for the next forward."""

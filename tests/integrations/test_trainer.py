@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import infinity
+from infinity import torch_private
 from infinity.accumulation.micro_batches import LayerMajor
-from infinity.fsdp import private
 from infinity.fsdp.gradient import PagedGradient
 from support import trainers
 from support.models import POLICIES
@@ -141,8 +141,8 @@ def test_gradients_between_micro_batches(tmp_path: Path) -> None:
 
     class Look(TrainerCallback):
         def on_substep_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-            for _, group in private.parameter_groups(model):
-                for param in private.fsdp_params(group):
+            for _, group in torch_private.parameter_groups(model):
+                for param in torch_private.fsdp_params(group):
                     assert param.unsharded_accumulated_grad is None
                     assert isinstance(param.sharded_param.grad.to_local(), PagedGradient)
                     looked.append(param)

@@ -93,7 +93,7 @@ def test_an_optimizer_that_is_passed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule", all_but(("auto", "in_backward", "in_forward", "after_backward"), "in_backward", "after_backward")
+    "update_schedule", all_but(("auto", "in_backward", "in_forward", "after_backward"), "in_backward", "after_backward")
 )
 def test_a_norm_that_nobody_clips(update_schedule: str, tmp_path: Path) -> None:
     """Is logged where gradients wait for the step anyway, and else keeps no update from running in backward."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.memory.heap import resident_bytes
+from infinity.heap import resident_bytes
 from support import models
 from support.processes import ready_made
 from support.train import MIB, Paging, Recipe, make_optimizer, settings

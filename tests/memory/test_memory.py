@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.memory import heap
+from infinity import heap
 from support.peak import ELEMENTS
 
 MIB = 1 << 20

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import infinity
+from infinity import torch_private
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
-from infinity.fsdp import private
 from support import fine_tune
 from support.wide_models import GQA, VISION, build
 
@@ -225,23 +225,23 @@ def test_precision_and_memory() -> None:
 
     def groups(**options: Any) -> list[Any]:
         model = infinity.from_config(config, **options)
-        return [model, *(group for _, group in private.parameter_groups(model))]
+        return [model, *(group for _, group in torch_private.parameter_groups(model))]
 
     model, _, layer, _ = groups()
-    (param, *_) = private.fsdp_params(layer)
-    assert (param.sharded_param.dtype, private.compute_dtype(param)) == (torch.float32, torch.bfloat16)
+    (param, *_) = torch_private.fsdp_params(layer)
+    assert (param.sharded_param.dtype, torch_private.compute_dtype(param)) == (torch.float32, torch.bfloat16)
     assert param.mp_policy.reduce_dtype == torch.float32
-    assert not any(private.recomputes(module) for module in model.modules())
+    assert not any(torch_private.recomputes(module) for module in model.modules())
     assert layer.post_forward_mesh_info is layer.mesh_info
     model, _, layer, _ = groups(
         dtype="bfloat16", mp_policy=MixedPrecisionPolicy(), activation_checkpointing=True, reshard_after_forward=False
     )
-    (param, *_) = private.fsdp_params(layer)
-    assert private.compute_dtype(param) == param.sharded_param.dtype == torch.bfloat16
-    assert [private.recomputes(module) for module in model.model.layers] == [True, True]
+    (param, *_) = torch_private.fsdp_params(layer)
+    assert torch_private.compute_dtype(param) == param.sharded_param.dtype == torch.bfloat16
+    assert [torch_private.recomputes(module) for module in model.model.layers] == [True, True]
     assert layer.post_forward_mesh_info is None
     config.dtype = torch.float64
-    assert private.fsdp_params(groups(dtype="auto")[1])[0].sharded_param.dtype == torch.float64
+    assert torch_private.fsdp_params(groups(dtype="auto")[1])[0].sharded_param.dtype == torch.float64
     assert infinity.from_config(config, attn_implementation="eager").config._attn_implementation == "eager"
 
 
@@ -265,7 +265,7 @@ def test_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         infinity.from_pretrained(tmp_path / "model")
     model = infinity.from_pretrained(tmp_path / "model", trust_remote_code=True)
     assert type(model).__name__.endswith("OwnForCausalLM")
-    assert len(list(private.parameter_groups(model))) == 3
+    assert len(list(torch_private.parameter_groups(model))) == 3
     assert same_weights(model, original, tmp_path / "run")
 
 

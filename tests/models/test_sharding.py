@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import infinity
+from infinity import torch_private
 from infinity.errors import UnsupportedError
-from infinity.fsdp import private
 from infinity.models.sharding import layers_of, shard
 from support.wide_models import LLAVA, ROWS, ModelRow, build
 
@@ -127,7 +127,7 @@ def test_shared_parameters_stay_with_the_root(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING, "infinity"):
         shard(model, mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy())
     assert "3 layers of Module share parameters with other modules" in caplog.text
-    assert [name for name, _ in private.parameter_groups(model)] == ["root", "list0.1"]
+    assert [name for name, _ in torch_private.parameter_groups(model)] == ["root", "list0.1"]
 
 
 def test_a_model_without_layers_is_one_fsdp_module(caplog: pytest.LogCaptureFixture) -> None:
@@ -136,7 +136,7 @@ def test_a_model_without_layers_is_one_fsdp_module(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING, "infinity"):
         shard(model, mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy())
     assert "Module has no lists of layers, so all of it is one FSDP module" in caplog.text
-    assert [name for name, _ in private.parameter_groups(model)] == ["root"]
+    assert [name for name, _ in torch_private.parameter_groups(model)] == ["root"]
 
 
 def test_what_fully_shard_does_not_take_is_refused() -> None:
@@ -148,4 +148,4 @@ def test_what_fully_shard_does_not_take_is_refused() -> None:
     del model.scale
     with pytest.raises(UnsupportedError, match="Module has no activation checkpointing"):
         shard(model, mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy(), activation_checkpointing=True)
-    assert not list(private.parameter_groups(model))
+    assert not list(torch_private.parameter_groups(model))

@@ -151,7 +151,7 @@ def poisoned(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, bad:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("schedule", ["in_forward", "after_backward"])
+@pytest.mark.parametrize("update_schedule", ["in_forward", "after_backward"])
 def test_a_norm_that_is_not_finite_skips_the_update(update_schedule: str, tmp_path: Path) -> None:
     """As torch.amp.GradScaler does: weights, moments and step counts stay; the step is counted as skipped."""
     bad = (2, 3, 6)
@@ -171,7 +171,7 @@ def test_a_norm_that_is_not_finite_skips_the_update(update_schedule: str, tmp_pa
 
 
 @pytest.mark.parametrize("cores", [0, 1])
-@pytest.mark.parametrize("schedule", ["in_backward", "in_forward"])
+@pytest.mark.parametrize("update_schedule", ["in_backward", "in_forward"])
 def test_a_fsdp_module_that_was_updated_in_part_is_not_checkpointed(
     update_schedule: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

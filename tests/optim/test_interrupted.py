@@ -95,7 +95,7 @@ class Uncopyable:
         raise TypeError("not this one")
 
 
-@pytest.mark.parametrize("schedule", ["after_backward", "in_forward"])
+@pytest.mark.parametrize("update_schedule", ["after_backward", "in_forward"])
 def test_settings_that_cannot_be_copied_cost_no_gradient(update_schedule: str, tmp_path: Path) -> None:
     """The step is refused; when the setting is gone, it is the one that it would have been."""
     model = build(RECIPE)
@@ -126,7 +126,7 @@ def test_a_setting_that_is_added_between_backward_and_step_is_refused(tmp_path: 
             optimizer.step()
 
 
-@pytest.mark.parametrize("schedule", ["in_forward", "after_backward"])
+@pytest.mark.parametrize("update_schedule", ["in_forward", "after_backward"])
 def test_looking_after_drain_is_refused_and_does_not_wait(update_schedule: str, tmp_path: Path) -> None:
     """Updates that were left will not run any more; what was begun has."""
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule=update_schedule, cores=1), tmp_path) as (

@@ -47,7 +47,7 @@ def evaluate(model: nn.Module) -> None:
 # Weights between backward and step #
 
 
-@pytest.mark.parametrize("schedule", ["in_backward"])
+@pytest.mark.parametrize("update_schedule", ["in_backward"])
 @pytest.mark.parametrize(
     "look",
     [
@@ -66,7 +66,7 @@ def test_weights_that_are_a_step_ahead_are_refused(look: Any, update_schedule: s
         step(model, optimizer)
         backward(model, 1)
         with pytest.raises(
-            InfinityError, match=r"weights of FSDP module root were updated in backward.*update\.update schedule"
+            InfinityError, match=r"weights of FSDP module root were updated in backward.*update\.schedule"
         ):
             look(model, optimizer)
 
@@ -110,7 +110,7 @@ def test_training_does_not_go_on_behind_drain(tmp_path: Path) -> None:
 # The optimizer that was given #
 
 
-@pytest.mark.parametrize("schedule", ["auto", *KEPT])
+@pytest.mark.parametrize("update_schedule", ["auto", *KEPT])
 def test_a_step_of_the_optimizer_that_was_given_is_refused(update_schedule: str, tmp_path: Path) -> None:
     """Also through a scheduler's or scaler's call; the other one goes on as if nothing had been."""
     model = build(RECIPE)
@@ -159,7 +159,7 @@ def freezing(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
     return [local(param) for param in model.parameters()]
 
 
-@pytest.mark.parametrize("schedule", [*KEPT, "in_backward"])
+@pytest.mark.parametrize("update_schedule", [*KEPT, "in_backward"])
 def test_parameters_that_are_frozen_later_are_as_in_memory(update_schedule: str, tmp_path: Path) -> None:
     """They keep their values and states, and are trained again when they are unfrozen."""
     model = build(RECIPE)
@@ -215,7 +215,7 @@ def differing(reference: nn.Module, in_memory: Any, model: nn.Module, optimizer:
     return listed
 
 
-@pytest.mark.parametrize("schedule", ["in_forward", "in_backward"])
+@pytest.mark.parametrize("update_schedule", ["in_forward", "in_backward"])
 @pytest.mark.parametrize("name", ["adamw", "sgd_nesterov", "adagrad", "sgd"])
 def test_states_are_those_of_memory(name: str, update_schedule: str, tmp_path: Path) -> None:
     """Sharded like the parameter; none where there was never a gradient."""
@@ -311,7 +311,7 @@ def changing(model: nn.Module, optimizer: Any, change: Any, before_step: bool) -
 
 
 @pytest.mark.parametrize("before_step", [False, True], ids=["after", "before"])
-@pytest.mark.parametrize("schedule", ["auto", *KEPT])
+@pytest.mark.parametrize("update_schedule", ["auto", *KEPT])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_set_counts_as_in_memory(change: Any, update_schedule: str, before_step: bool, tmp_path: Path) -> None:
     """Also what is replaced, or changed in place while the updates of the last step have still to run."""

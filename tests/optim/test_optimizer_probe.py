@@ -54,7 +54,7 @@ def test_what_can_be_served_keeps_its_bits(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule"),
+    ("name", "update_schedule"),
     [
         ("counter_in_group", "in_backward"),
         ("counter_on_self", "in_forward"),
@@ -83,7 +83,7 @@ def compare_by_name(name: str, folder: str) -> list[str]:
     return compare(EQUAL[name], Path(folder))
 
 
-@pytest.mark.parametrize("schedule", ["in_forward", "after_backward"])
+@pytest.mark.parametrize("update_schedule", ["in_forward", "after_backward"])
 def test_a_step_that_is_skipped_counts_nothing_and_one_without_gradients_does(
     update_schedule: str, tmp_path: Path
 ) -> None:
@@ -314,7 +314,7 @@ class ByObject(own.Ruled):
         return float(self.rule.factors[0])
 
 
-@pytest.mark.parametrize("schedule", ["auto", "in_forward"])
+@pytest.mark.parametrize("update_schedule", ["auto", "in_forward"])
 def test_an_object_on_the_optimizer_may_be_changed(update_schedule: str, tmp_path: Path) -> None:
     """As a number may: it counts from the next step on, and not for updates that wait."""
 

@@ -59,7 +59,7 @@ def in_memory(name: str) -> Found:
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule", "format"),
+    ("name", "update_schedule", "format"),
     [
         ("adamw", "in_backward", "fp32"),
         ("adamw", "in_forward", "split"),

@@ -22,15 +22,15 @@ from support.whole import MAKES, compare, compare_by_name, muon_and_adamw, paged
 
 SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
     "in backward, on a thread": ("muon and adamw", {}),
-    "in forward": ("muon and adamw", {"schedule": "in_forward"}),
-    "after backward, at once": ("muon and adamw", {"schedule": "after_backward", "cores": 0}),
-    "resumed": ("muon and adamw", {"schedule": "in_forward", "checkpoint": 3}),
+    "in forward": ("muon and adamw", {"update_schedule": "in_forward"}),
+    "after backward, at once": ("muon and adamw", {"update_schedule": "after_backward", "cores": 0}),
+    "resumed": ("muon and adamw", {"update_schedule": "in_forward", "checkpoint": 3}),
     "a matrix of four dimensions": ("muon by flag", {}),
     "a split master": ("muon and adamw", {"format": "split"}),
 }
 PAIR: dict[str, tuple[str, dict[str, Any]]] = {
     "in backward, on a thread": ("muon and adamw", {}),
-    "after backward": ("muon and adamw", {"schedule": "after_backward"}),
+    "after backward": ("muon and adamw", {"update_schedule": "after_backward"}),
     "at once, resumed": ("muon by flag", {"cores": 0, "checkpoint": 3}),
 }
 
@@ -72,7 +72,7 @@ def update_schedules(folder: str) -> list[str]:
 def _refused(folder: Path) -> str:
     model = build()
     tree = settings(folder, Paging(update_schedule="in_forward"), 64 << 20)
-    with pytest.raises(ConfigError, match=r"update\.update schedule = .in_forward. .*run ahead"):
+    with pytest.raises(ConfigError, match=r"update\.schedule = .in_forward. .*run ahead"):
         infinity.offload(model, muon_and_adamw(list(model.parameters())), tree)
     return "refused"
 

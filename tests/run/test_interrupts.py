@@ -187,7 +187,7 @@ def paged(folder: Path, update_schedule: str, cores: int = 0, **sections: Any) -
 
 
 @pytest.mark.parametrize(("at", "cores"), [(1, 0), (3, 1)])
-@pytest.mark.parametrize("schedule", ["in_forward", "after_backward"])
+@pytest.mark.parametrize("update_schedule", ["in_forward", "after_backward"])
 def test_a_step_is_taken_whole(
     update_schedule: str, at: int, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +216,7 @@ def test_a_step_is_taken_whole(
     assert losses == in_memory()
 
 
-@pytest.mark.parametrize("schedule", UPDATE_SCHEDULES)
+@pytest.mark.parametrize("update_schedule", UPDATE_SCHEDULES)
 def test_what_is_raised_all_the_same_ends_the_run(
     update_schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

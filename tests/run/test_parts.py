@@ -86,7 +86,7 @@ def delay_copy(patch: pytest.MonkeyPatch, model: torch.nn.Module) -> float:
 
 
 @pytest.mark.parametrize(
-    ("slow", "schedule"),
+    ("slow", "update_schedule"),
     in_turn(
         [("compute", delay_compute), ("update", delay_update), ("copy", delay_copy), ("python", None)],
         ["in_backward", "in_forward", "after_backward"],
@@ -176,7 +176,7 @@ def test_the_norm_is_a_collective(tmp_path: Path, pair: RankPool) -> None:
     assert prompt > 0.8 > tardy
 
 
-@pytest.mark.parametrize("schedule", one_of(2, ["in_backward", "in_forward", "after_backward"]))
+@pytest.mark.parametrize("update_schedule", one_of(2, ["in_backward", "in_forward", "after_backward"]))
 def test_the_timeline_has_every_byte_and_every_stall(update_schedule: str, tmp_path: Path) -> None:
     """Bytes by path and direction as counted, stalls as booked; all within the run."""
     file = tmp_path / "timeline.json"

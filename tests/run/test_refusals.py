@@ -276,7 +276,7 @@ def test_a_second_backward_after_updates_in_backward_is_refused(tmp_path: Path) 
     with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
         train_one(model, optimizer)
         backward(model)
-        with pytest.raises(InfinityError, match=r"several backward passes per step.*update\.update schedule"):
+        with pytest.raises(InfinityError, match=r"several backward passes per step.*update\.schedule"):
             backward(model, 1)
 
 
@@ -326,7 +326,7 @@ def test_a_norm_that_is_not_finite_is_an_error_on_demand(tmp_path: Path) -> None
             optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
-@pytest.mark.parametrize("schedule", ["after_backward", "in_backward"])
+@pytest.mark.parametrize("update_schedule", ["after_backward", "in_backward"])
 def test_a_checkpoint_with_pending_gradients_is_refused(update_schedule: str, tmp_path: Path) -> None:
     """It would hold half a step."""
     with offloaded(Recipe(model="toy"), Paging(update_schedule=update_schedule), tmp_path) as (model, optimizer):

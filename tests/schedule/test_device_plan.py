@@ -61,7 +61,7 @@ def updates(trace: tuple[Access, ...], fsdp_module: int) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("schedule", UPDATE_SCHEDULES)
+@pytest.mark.parametrize("update_schedule", UPDATE_SCHEDULES)
 def test_reads_come_one_gather_earlier_and_are_the_same(update_schedule: UpdateSchedule) -> None:
     """Nothing is read twice or not at all, and never on the wrong side of an update."""
     plain, prefetched = (
@@ -98,7 +98,7 @@ def test_memory_of_the_device_is_for_slots_first_and_then_for_weights() -> None:
         assert with_device(update_schedule, EVENTS, LAYOUT, (SLOTS + kept + 1) * FSDP_MODULE - 1) == found
 
 
-@pytest.mark.parametrize("schedule", UPDATE_SCHEDULES)
+@pytest.mark.parametrize("update_schedule", UPDATE_SCHEDULES)
 def test_weights_that_stay_are_read_once_a_step(update_schedule: UpdateSchedule) -> None:
     """The first gather of a step is not staged, so that FSDP module is not kept."""
     once = len(reads(expand(EVENTS, LAYOUT, update_schedule), 1)) // 2

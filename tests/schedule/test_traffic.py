@@ -16,7 +16,7 @@ from support.train import PAGE, Outcome, Paging, Recipe, offloaded, train
 
 
 @pytest.mark.parametrize(
-    ("model_and_host_cache", "schedule"),
+    ("model_and_host_cache", "update_schedule"),
     in_turn([("even", "least"), ("even", "middle"), ("even", "all"), ("toy", "least")], UPDATE_SCHEDULES),
 )
 def test_measured_bytes_are_the_planned_ones(
@@ -32,7 +32,7 @@ def test_measured_bytes_are_the_planned_ones(
     assert (seen["read"] == 0) == (seen["written"] == 0) == (host_cache == "all")
 
 
-@pytest.mark.parametrize(("share", "schedule"), in_turn([10, 25, 50, 75, 90], UPDATE_SCHEDULES))
+@pytest.mark.parametrize(("share", "update_schedule"), in_turn([10, 25, 50, 75, 90], UPDATE_SCHEDULES))
 def test_measured_bytes_at_every_share(share: int, update_schedule: str, tmp_path: Path) -> None:
     """Within 1 %, above and below, in host caches of a tenth to nine tenths of the state.
 
@@ -55,7 +55,7 @@ def test_measured_bytes_are_the_planned_ones_in_other_loops(recipe: Recipe, tmp_
     assert seen["planned_read"] > 0
 
 
-@pytest.mark.parametrize("schedule", all_but(UPDATE_SCHEDULES, "in_backward", "after_backward"))
+@pytest.mark.parametrize("update_schedule", all_but(UPDATE_SCHEDULES, "in_backward", "after_backward"))
 def test_measured_bytes_are_the_planned_ones_on_two_ranks(update_schedule: str, tmp_path: Path, pair: RankPool) -> None:
     """Each rank moves its own shards."""
     paging = Paging(host_cache="least", update_schedule=update_schedule)
@@ -66,7 +66,7 @@ def test_measured_bytes_are_the_planned_ones_on_two_ranks(update_schedule: str, 
 
 
 @pytest.mark.parametrize(
-    ("schedule", "most"),
+    ("update_schedule", "most"),
     [
         ("in_backward", 30.05),
         pytest.param("in_forward", 32.3, marks=pytest.mark.wide),
@@ -95,7 +95,7 @@ def accounted(folder: Path) -> bool:
     return kernel_bytes()["write_bytes"] - before >= 8 * PAGE
 
 
-@pytest.mark.parametrize(("engine", "schedule"), [("auto", "in_backward"), ("threads", "after_backward")])
+@pytest.mark.parametrize(("engine", "update_schedule"), [("auto", "in_backward"), ("threads", "after_backward")])
 def test_the_kernel_counts_the_same_bytes(engine: str, update_schedule: str, tmp_path: Path) -> None:
     """`/proc/self/io` within 1 %: no byte is moved that is not counted, and no page cache in between."""
     if not Path("/proc/self/io").exists() or not accounted(tmp_path):

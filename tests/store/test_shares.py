@@ -50,7 +50,7 @@ def profile(device: str, read: float | None, write: float | None, mixed: float |
 
 
 @pytest.mark.parametrize(
-    ("alone", "together", "shares"),
+    ("alone", "together", "stripe_weights"),
     [
         ((("a", 9e9, 9e9, 2e9), ("b", 1.0, 1.0, 1e9)), None, [2e9, 1e9]),
         ((("a", 3e9, 1e9, None), ("b", 2e9, 2e9, None)), None, [1.5e9, 2e9]),

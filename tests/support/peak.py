@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-import infinity.memory.heap
+import infinity.heap
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.formats.dcp import DcpExport
 from infinity.store.folder import RunFolder
@@ -44,7 +44,7 @@ def main(mode: str, layers: int, host_bytes: int, folder: str) -> None:
     exported).
     """
     torch.set_num_threads(1)
-    infinity.memory.heap.CREEP_BYTES = 2 << 20
+    infinity.heap.CREEP_BYTES = 2 << 20
     losses = []
     if mode == "export":
         export(Path(folder))

@@ -39,7 +39,7 @@ def one_rank() -> list[object]:
     return one_of(2, rows)
 
 
-@pytest.mark.parametrize(("name", "schedule"), one_rank())
+@pytest.mark.parametrize(("name", "update_schedule"), one_rank())
 def test_a_habit_is_as_its_row_says(name: str, update_schedule: str) -> None:
     """On one rank."""
     assert problems(name, update_schedule) == []

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
+from infinity import torch_private
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.config import Config, check_config, load_config
 from infinity.errors import CheckpointError, ConfigError, InfinityError, UnsupportedError
 from infinity.formats.adapters import peft_model
 from infinity.formats.companions import CONFIG, Companions
-from infinity.fsdp import private
 from infinity.fsdp.sharded_model import ShardedModel
 from infinity.integrations.resume_points import going_on
 from infinity.integrations.run_folders import make_durable
@@ -107,7 +107,7 @@ def attach(
     own.__class__ = type(kind.__name__, (OffloadedTrainer, kind), {"__module__": kind.__module__})
     own._infinity = _Offload(settings, partial(offload, weights=weights, strict=strict, init=init), accumulation)
     own.is_distributed_loading_by_transformers = True  # the Trainer neither moves nor wraps the model
-    name = private.original_class(own.model).__name__
+    name = torch_private.original_class(own.model).__name__
     if own.label_smoother is not None and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         # The Trainer asks for the name of the class, which fully_shard has changed.
         own.label_smoother = partial(own.label_smoother, shift_labels=True)
@@ -186,7 +186,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
             return super().evaluation_loop(*args, **named)
         finally:  # FSDP2 keeps the root's weights behind a forward, so that the next step would not be like the others
             for module in self.model.modules():
-                if private.is_sharded_module(module):
+                if torch_private.is_sharded_module(module):
                     module.reshard()
 
     def end(self) -> None:

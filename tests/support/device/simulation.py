@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from infinity.fsdp import private
+from infinity import torch_private
 from infinity.memory import device as room
 from infinity.memory.device import AcceleratorDevice, Pinned
 from infinity.run import run
@@ -284,7 +284,7 @@ class Simulation:
             stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
             stack.enter_context(patch.object(FSDPCommContext, "lazy_init", named))
             # The CPU reduces into memory of its own, which the host hands out; an accelerator does not.
-            stack.enter_context(patch.object(private, "reuse_reduce_buffers", lambda groups: lambda: None))
+            stack.enter_context(patch.object(torch_private, "reuse_reduce_buffers", lambda groups: lambda: None))
             chosen = patch.object(
                 run, "choose_update_device", lambda *_, **__: (self.updates, "the simulation says so")
             )

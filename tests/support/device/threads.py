@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 
-from infinity.fsdp import gpu_prefetcher, gradient
+from infinity.fsdp import gradient, staging
 from infinity.optim import update_thread
 from infinity.schedule import pager, transfers
 from infinity.store.page_store import PageStore
@@ -38,7 +38,7 @@ def followed(simulation: Simulation) -> Iterator[None]:
             (transfers, "_Lock", lambda: _as_in_runs(_Lock(simulation))),
             (update_thread, "ThreadPoolExecutor", partial(_Executor, simulation)),
             (update_thread, "wait", partial(_wait, simulation)),
-            (gpu_prefetcher, "ThreadPoolExecutor", partial(_Executor, simulation)),
+            (staging, "ThreadPoolExecutor", partial(_Executor, simulation)),
             (pager, "wait_for_futures", partial(_wait, simulation)),
             (PageStore, "read", _transfer(simulation, PageStore.read, "an NVMe read into it", writes=True)),
             (PageStore, "write", _transfer(simulation, PageStore.write, "an NVMe write from it", writes=False)),

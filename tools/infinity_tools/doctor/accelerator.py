@@ -32,7 +32,7 @@ def fsdp2(world: World) -> Verdict:
     from infinity.errors import UnsupportedError
 
     try:
-        import_module("infinity.fsdp.private")
+        import_module("infinity.torch_private")
     except (UnsupportedError, ImportError, AttributeError) as error:
         return problem(" ".join(str(error).split()), f"pip install 'torch>={OLDEST['torch']},<={NEWEST_TORCH}.99'")
     return ok("has what infinity needs")

@@ -22,7 +22,7 @@ BATCHES: list[Key] = [
                "count", auto="args.gradient_accumulation_steps"),
     *unneeded("", "managed_gradient_accumulation", "your loop says where a step ends"),
     translated("gradient_clipping", "optimizer.clip_grad_norm_(x)",
-               "the same norm, exact over all ranks; updates then wait for the next forward (update.update schedule)",
+               "the same norm, exact over all ranks; updates then wait for the next forward (update.schedule)",
                "number", auto="args.max_grad_norm"),
     *lacking("", "dataloader_drop_last", "your loop makes its DataLoader itself", "DataLoader(drop_last=True)"),
 ]  # fmt: skip

@@ -54,7 +54,7 @@ ZERO: list[Key] = [
              _EXACT, changes=True),
     *lacking(_ZERO, "zeropp_loco_param", _QUANTISED, _EXACT, switch="any", changes=True),
     *lacking(_ZERO, "zenflow", "it updates most parameters later, with older gradients; here every update is of this "
-             "step", "leave it out; updates overlap with computation anyway (update.update schedule)", switch="any",
+             "step", "leave it out; updates overlap with computation anyway (update.schedule)", switch="any",
              changes=True),
     *lacking(_ZERO, "save_muon_momentum_buffer_in_memory", "the state of every optimizer is paged",
              "leave it out: what fits the host cache stays there"),

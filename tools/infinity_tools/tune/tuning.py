@@ -68,7 +68,7 @@ def make_plan(workload: Workload, settings: Config, allow_format: str, *, minute
         raise ConfigError(f"--max-grad-norm {norm:g} must be above 0; leave it out to train without clipping")
     if norm is not None and settings.update.schedule == "in_backward":
         raise ConfigError(
-            'update.update schedule = "in_backward" updates before the global norm is known, which --max-grad-norm needs; '
+            'update.schedule = "in_backward" updates before the global norm is known, which --max-grad-norm needs; '
             "leave one of them out"
         )
     if not settings.storage.paths:

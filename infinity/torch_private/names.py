@@ -1,17 +1,14 @@
-"""Every touch of FSDP2's and DTensor's private names, in one place.
+"""Private names of torch: objects of FSDP2, DTensor, autograd and optimizers.
 
-`tests/fsdp/test_private.py` says what is expected of each, so that a torch release that changes one is
-found by a named test and not by a wrong gradient. `make test-torch` runs it on other releases than the pinned one.
+`tests/fsdp/test_private.py` states the behavior expected of each name, so that a torch release that changes one
+fails a named test instead of computing a wrong gradient. `make test-torch` runs it on other releases than the pinned one.
 """
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial
-from statistics import median_high
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,60 +17,16 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode
 
-from infinity import hugepages
 from infinity.errors import UnsupportedError
-from infinity.memory import heap
-from infinity.optional_dependencies import NEWEST_TORCH, OLDEST
+from infinity.torch_private.imports import _current_graph_task_id, _disabled_torch_function_impl, lacking
 
-TESTED = f"{OLDEST['torch']} to {NEWEST_TORCH}"
-"""Releases of torch that are supported."""
-
-
-_FEW = 2
-"""FSDP modules much larger than most for which freed memory is given back, in every backward:
-
-a root, and a head beside it.
-"""
 ROOT = "root"
 """The name of the first FSDP module, if the model has parameters that are in no other one."""
 
 
-def _lacking(missing: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"torch {torch.__version__} is not supported: {missing}; install torch {TESTED}, with which this release of "
-        "infinity was tested, or a newer infinity"
-    )
-
-
-try:
-    from torch._C import (
-        _current_graph_task_id,
-        _disabled_torch_function_impl,
-        _storage_Use_Count,  # type: ignore[attr-defined]
-    )
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-    from torch.nn.init import _no_grad_trunc_normal_
-except ImportError as error:
-    raise _lacking(str(error).partition(" (")[0]) from None  # without the path of the file
-
 NO_TORCH_FUNCTION = _disabled_torch_function_impl
 """The `__torch_function__` of a tensor class that wants to be asked in `__torch_dispatch__` only."""
-
-
-@cache
-def decomposition(func: Any) -> Callable[..., Any] | None:
-    """Return what runs an operation that is made of others as these; None for one that is not.
-
-    Outside of inference mode, autograd runs it before `__torch_dispatch__` is asked. The kernel is the same one:
-    `func.decompose` takes torch's Python decompositions where they are loaded, and those of `dropout` and `matmul`
-    need not give the same bits.
-    """
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return partial(func._op_dk, key) if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) else None
 
 
 # What is read from the objects of FSDP2, by class; "a|b": one of them, as releases differ.
@@ -129,7 +82,7 @@ def _require(cls: str, found: Any) -> None:
     has = set(dir(found))
     missing = [name for name in _NAMES[cls] if has.isdisjoint(name.split("|"))]
     if missing:
-        raise _lacking(f"{cls} of its FSDP2 has no {', '.join(missing).replace('|', ' or ')}")
+        raise lacking(f"{cls} of its FSDP2 has no {', '.join(missing).replace('|', ' or ')}")
 
 
 def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -153,17 +106,6 @@ def _groups_of(module: FSDPModule) -> list[Any]:
     return groups
 
 
-def unwrapped_name(name: str) -> str:
-    """Return a name as `get_state_dict` has it: without the modules that compilation and checkpointing put around."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-
-
-def original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module had before `fully_shard` and parametrizations made others of it."""
-    cls = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
-    return cls.__bases__[0] if parametrize.is_parametrized(module) else cls
-
-
 def storage_key(tensor: torch.Tensor) -> int:
     """Return what tells the memory of a tensor from that of others, as long as it lives; also on the meta device."""
     return int(tensor.untyped_storage()._cdata)
@@ -181,66 +123,9 @@ def weak_memory(tensor: torch.Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-@contextmanager
-def init_without_storage(*, draw: bool) -> Iterator[None]:
-    """Let `torch.nn.init` treat tensors without storage as others: torch 2.13 leaves some of them out.
-
-    Args:
-        draw: `trunc_normal_`, which draws until all numbers are within its bounds, draws as many as for a real tensor.
-    """
-    original = _no_grad_trunc_normal_
-
-    def trunc_normal(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if tensor.device.type != "meta":
-            return original(tensor, *args, **kwargs)
-        if draw:
-            original(torch.empty(tensor.shape, dtype=tensor.dtype), *args, **kwargs)
-        return tensor.zero_()
-
-    torch.nn.init._no_grad_trunc_normal_ = trunc_normal
-    try:
-        with _NothingIsMeta():
-            yield
-    finally:
-        torch.nn.init._no_grad_trunc_normal_ = original
-
-
-class _NothingIsMeta(TorchFunctionMode):
-    """Answers `is_meta` with no."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__self__", None) is torch.Tensor.is_meta:
-            return False
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def classes_of_before(model: nn.Module) -> Iterator[None]:
-    """Give the modules of a model, meanwhile, the classes that they had before `fully_shard`."""
-    sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
-    try:
-        for module, cls in sharded:
-            module.__class__ = cls.__mro__[getattr(cls, "_orig_cls_mro_index", 2)]
-        yield
-    finally:
-        for module, cls in sharded:
-            module.__class__ = cls
-
-
-def unwrapped_module(module: nn.Module) -> nn.Module:
-    """Return a module without those that compilation and checkpointing put around."""
-    inner = module._modules.get("_orig_mod") or module._modules.get("_checkpoint_wrapped_module")
-    return module if inner is None else unwrapped_module(inner)
-
-
 def is_sharded_module(module: nn.Module) -> bool:
     """Whether `fully_shard` was called on a module."""
     return isinstance(module, FSDPModule)
-
-
-def recomputes(module: nn.Module) -> bool:
-    """Whether a module computes its activations again in backward, by torch's wrapper or a switch of transformers."""
-    return isinstance(module, CheckpointWrapper) or bool(getattr(module, "gradient_checkpointing", False))
 
 
 class _Hooks(OrderedDict[int, Callable[[nn.Parameter], None]]):
@@ -365,16 +250,6 @@ def is_tensor_parallel(param: Any) -> bool:
     return bool(param.is_dtensor)
 
 
-def persistent_buffers(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the buffers that belong into a `state_dict`."""
-    return tuple(
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    )
-
-
 def replace_local_tensor(param: Any, shard: torch.Tensor) -> None:
     """Make `shard` the local tensor of a sharded parameter, which stays the object that it is.
 
@@ -415,22 +290,6 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def replace_apply(module: nn.Module, function: Callable[..., nn.Module]) -> None:
-    """Let `Module.to` and its like, which come down to `_apply(fn, recurse=True)`, call a function instead."""
-    module.__dict__["_apply"] = function
-
-
-def restore_apply(module: nn.Module) -> None:
-    """Undo `replace_apply`."""
-    module.__dict__.pop("_apply", None)
-
-
-def original_apply(module: nn.Module) -> Callable[..., nn.Module]:
-    """Return `_apply(module, fn, recurse)` of the module's class."""
-    function: Callable[..., nn.Module] = type(module)._apply
-    return function
-
-
 def reshard(module: Any) -> None:
     """Put the sharded parameters of a module back in their places, if it is gathered.
 
@@ -448,149 +307,6 @@ def in_backward() -> bool:
 def backward_number() -> int:
     """Return the number of the backward that runs on this thread; -1 if none does."""
     return int(_current_graph_task_id())
-
-
-class _Collectives:
-    """Collectives that were put in place of those of groups, until `restore`."""
-
-    def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str, Any, Any]] = []  # (group, attribute, what was there, what is there now)
-
-    def replace(self, group: Any, attribute: str, comm: Any) -> None:
-        self._replaced.append((group, attribute, getattr(group, attribute), comm))
-        setattr(group, attribute, comm)
-
-    def restore(self) -> None:
-        """Put back what was there, where nobody has replaced it since."""
-        for group, attribute, before, comm in reversed(self._replaced):
-            if getattr(group, attribute) is comm:
-                setattr(group, attribute, before)
-        self._replaced.clear()
-
-
-def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
-    """Let groups on the CPU reduce gradients in memory that is used again, instead of fresh memory for every FSDP
-    module.
-
-    What FSDP modules need that are much larger than most, such as a root with a large vocabulary, is not kept: it would
-    be
-    unused for all of a step but an instant. Where these are few, the kernel has it back at once, and what else is free
-    in the heap before it: behind the backward of such a root, several pieces of its size. A group of one rank reduces
-    in place: FSDP2 brings the gradients together, and would copy them to as much memory again. A group whose collective
-    somebody has replaced keeps that one.
-
-    Returns:
-        What ends it.
-    """
-    groups = list(groups)
-    sizes = [sum(full_shape(param).numel() for param in fsdp_params(group)) for group in groups]
-    most = 2 * 4 * median_high(sizes)  # bytes of a buffer that is kept: twice what most FSDP modules need, in fp32
-    few = sum(4 * size > most for size in sizes) <= _FEW
-
-    class ReusedBuffers(DefaultReduceScatter):
-        def __init__(self) -> None:
-            # Uint8, all that were ever needed at once; free where nobody else refers to them.
-            self._buffers: list[torch.Tensor] = []
-
-        def allocate(
-            self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-        ) -> torch.Tensor:
-            nbytes = math.prod(map(int, size)) * dtype.itemsize
-            if nbytes > most:
-                if not few:
-                    return torch.empty(tuple(size), dtype=dtype, device=device)
-                heap.give_back()
-                return torch.frombuffer(hugepages.block(nbytes), dtype=dtype).view(tuple(size))
-            free = [buffer for buffer in self._buffers if _is_unused(buffer)]
-            chosen = next((buffer for buffer in free if buffer.numel() >= nbytes), None)
-            if chosen is None:
-                if free:  # the largest FSDP module decides how large they are, the largest number at once how many
-                    self._buffers = [buffer for buffer in self._buffers if buffer is not free[0]]
-                chosen = torch.empty(nbytes, dtype=torch.uint8, device=device)
-                self._buffers.append(chosen)
-            return chosen[:nbytes].view(dtype).view(size)
-
-    class InPlace(ReusedBuffers):
-        def __init__(self) -> None:
-            super().__init__()
-            # What was allocated as the input of a reduction whose output is allocated next, and in which backward: one
-            # that was interrupted in between leaves its input here.
-            self._input: torch.Tensor | None = None
-            self._backward = -1
-
-        def allocate(
-            self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-        ) -> torch.Tensor:
-            output, self._input = self._input, None
-            before, self._backward = self._backward, backward_number()
-            if (
-                before == self._backward
-                and output is not None
-                and output.shape == torch.Size(map(int, size))
-                and output.dtype == dtype
-            ):
-                return output
-            self._input = super().allocate(size, dtype=dtype, device=device)
-            return self._input
-
-    shared, in_place, collectives = ReusedBuffers(), InPlace(), _Collectives()
-    for group in groups:
-        if group.device.type == "cpu" and type(group._reduce_scatter_comm) is DefaultReduceScatter:
-            alone = getattr(group.mesh_info, "shard_mesh_size", 1) == 1
-            collectives.replace(group, "_reduce_scatter_comm", in_place if alone else shared)
-    return collectives.restore
-
-
-def watch_collectives(groups: Iterable[Any], during: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Let groups run their all-gathers and reduce-scatters inside of `during()`.
-
-    A group whose collective somebody has replaced keeps that one. The all-reduce of HSDP cannot be reached.
-
-    Returns:
-        What ends it.
-    """
-
-    class Watched:
-        def __init__(self, comm: Any) -> None:
-            self._comm = comm
-            self.allocate = comm.allocate
-
-        def __call__(self, *args: Any, **settings: Any) -> Any:
-            with during():
-                return self._comm(*args, **settings)
-
-    class WatchedAllGather(Watched, DefaultAllGather): ...
-
-    class WatchedReduceScatter(Watched, DefaultReduceScatter): ...
-
-    collectives = _Collectives()
-    for group in groups:
-        if type(group._all_gather_comm) is DefaultAllGather:
-            collectives.replace(group, "_all_gather_comm", WatchedAllGather(group._all_gather_comm))
-        if isinstance(group._reduce_scatter_comm, DefaultReduceScatter):
-            collectives.replace(group, "_reduce_scatter_comm", WatchedReduceScatter(group._reduce_scatter_comm))
-    return collectives.restore
-
-
-def _is_unused(buffer: torch.Tensor) -> bool:
-    """Whether no other tensor lies in the memory of this one."""
-    storage = buffer.untyped_storage()
-    return bool(_storage_Use_Count(storage._cdata) == 2)  # the buffer and `storage`
-
-
-COPY_IN = torch.ops.fsdp.all_gather_copy_in.default
-"""With several ranks: copies the all-gather inputs of an FSDP module into this rank's part of what will be gathered."""
-
-
-def copy_in(
-    inputs: Sequence[torch.Tensor], output: torch.Tensor, sizes: Sequence[int], numel: int, rank: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do as `COPY_IN`, one input after the other: one without memory copies itself, and is never there as a whole."""
-    own = output.narrow(0, numel * rank, numel)
-    with torch.no_grad():
-        for destination, source in zip(torch.split(own, list(sizes)), inputs, strict=True):
-            destination.copy_(source)
-    return own, output
 
 
 SANITIZER = "torch.cuda._sanitizer"
@@ -611,8 +327,8 @@ def local_gradient(param: nn.Parameter) -> torch.Tensor:
     grad = param.grad
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
         raise UnsupportedError(
-            f"a gradient was assigned with update schedules {grad.placements}, but its parameter has {param.placements}; "
-            "assign grad.redistribute(param.device_mesh, param.update schedules)"
+            f"a gradient was assigned with placements {grad.placements}, but its parameter has {param.placements}; "
+            "assign grad.redistribute(param.device_mesh, param.placements)"
         )
     return grad._local_tensor if isinstance(grad, DTensor) else grad  # type: ignore[return-value]
 
@@ -639,16 +355,6 @@ def _add_up(param: Any, gathered: torch.Tensor) -> None:
     elif gathered.grad is not None and param.unsharded_grad_dtype is not None:
         # FSDP2 leaves the first gradient as it was computed; to a wider one, autograd adds in place.
         gathered.grad = gathered.grad.to(param.unsharded_grad_dtype)
-
-
-def process_groups() -> list[Any]:
-    """Return all process groups of this process, and their stores."""
-    from torch.distributed.distributed_c10d import _world
-
-    return [part for group, (_, store) in _world.pg_map.items() for part in (group, store)]
-
-
-# torch.optim.Optimizer #
 
 
 PARAMETER_MARKS = frozenset({"_is_param"})

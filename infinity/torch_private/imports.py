@@ -1,0 +1,44 @@
+"""Import the private names of torch, and report a release of torch that lacks one of them."""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.errors import UnsupportedError
+from infinity.optional_dependencies import NEWEST_TORCH, OLDEST
+
+__all__ = [
+    "TESTED",
+    "CheckpointWrapper",
+    "DefaultAllGather",
+    "DefaultReduceScatter",
+    "_current_graph_task_id",
+    "_disabled_torch_function_impl",
+    "_no_grad_trunc_normal_",
+    "_storage_Use_Count",
+    "lacking",
+]
+
+TESTED = f"{OLDEST['torch']} to {NEWEST_TORCH}"
+"""Releases of torch that are supported."""
+
+
+def lacking(missing: str) -> UnsupportedError:
+    """Return the error for a release of torch that has no `missing`."""
+    return UnsupportedError(
+        f"torch {torch.__version__} is not supported: {missing}; install torch {TESTED}, with which this release of "
+        "infinity was tested, or a newer infinity"
+    )
+
+
+try:
+    from torch._C import (
+        _current_graph_task_id,
+        _disabled_torch_function_impl,
+        _storage_Use_Count,  # type: ignore[attr-defined]
+    )
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+    from torch.nn.init import _no_grad_trunc_normal_
+except ImportError as error:
+    raise lacking(str(error).partition(" (")[0]) from None  # without the path of the file

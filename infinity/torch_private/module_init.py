@@ -1,0 +1,122 @@
+"""Module classes, names and initialization: undo the effect of wrappers, and run initializers without storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+
+from infinity.torch_private.imports import CheckpointWrapper, _no_grad_trunc_normal_
+
+
+@cache
+def decomposition(func: Any) -> Callable[..., Any] | None:
+    """Return what runs an operation that is made of others as these; None for one that is not.
+
+    Outside of inference mode, autograd runs it before `__torch_dispatch__` is asked. The kernel is the same one:
+    `func.decompose` takes torch's Python decompositions where they are loaded, and those of `dropout` and `matmul`
+    need not give the same bits.
+    """
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return partial(func._op_dk, key) if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) else None
+
+
+def unwrapped_name(name: str) -> str:
+    """Return a name as `get_state_dict` has it: without the modules that compilation and checkpointing put around."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before `fully_shard` and parametrizations made others of it."""
+    cls = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+    return cls.__bases__[0] if parametrize.is_parametrized(module) else cls
+
+
+@contextmanager
+def init_without_storage(*, draw: bool) -> Iterator[None]:
+    """Let `torch.nn.init` treat tensors without storage as others: torch 2.13 leaves some of them out.
+
+    Args:
+        draw: `trunc_normal_`, which draws until all numbers are within its bounds, draws as many as for a real tensor.
+    """
+    original = _no_grad_trunc_normal_
+
+    def trunc_normal(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if tensor.device.type != "meta":
+            return original(tensor, *args, **kwargs)
+        if draw:
+            original(torch.empty(tensor.shape, dtype=tensor.dtype), *args, **kwargs)
+        return tensor.zero_()
+
+    torch.nn.init._no_grad_trunc_normal_ = trunc_normal
+    try:
+        with _NothingIsMeta():
+            yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = original
+
+
+class _NothingIsMeta(TorchFunctionMode):
+    """Answers `is_meta` with no."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__self__", None) is torch.Tensor.is_meta:
+            return False
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def classes_of_before(model: nn.Module) -> Iterator[None]:
+    """Give the modules of a model, meanwhile, the classes that they had before `fully_shard`."""
+    sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        for module, cls in sharded:
+            module.__class__ = cls.__mro__[getattr(cls, "_orig_cls_mro_index", 2)]
+        yield
+    finally:
+        for module, cls in sharded:
+            module.__class__ = cls
+
+
+def unwrapped_module(module: nn.Module) -> nn.Module:
+    """Return a module without those that compilation and checkpointing put around."""
+    inner = module._modules.get("_orig_mod") or module._modules.get("_checkpoint_wrapped_module")
+    return module if inner is None else unwrapped_module(inner)
+
+
+def recomputes(module: nn.Module) -> bool:
+    """Whether a module computes its activations again in backward, by torch's wrapper or a switch of transformers."""
+    return isinstance(module, CheckpointWrapper) or bool(getattr(module, "gradient_checkpointing", False))
+
+
+def persistent_buffers(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the buffers that belong into a `state_dict`."""
+    return tuple(
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    )
+
+
+def replace_apply(module: nn.Module, function: Callable[..., nn.Module]) -> None:
+    """Let `Module.to` and its like, which come down to `_apply(fn, recurse=True)`, call a function instead."""
+    module.__dict__["_apply"] = function
+
+
+def restore_apply(module: nn.Module) -> None:
+    """Undo `replace_apply`."""
+    module.__dict__.pop("_apply", None)
+
+
+def original_apply(module: nn.Module) -> Callable[..., nn.Module]:
+    """Return `_apply(module, fn, recurse)` of the module's class."""
+    function: Callable[..., nn.Module] = type(module)._apply
+    return function
