@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from infinity.schedule.gpu_resident_pages import GpuResidentPages, Home
+from infinity.schedule.homes import GpuResidentPages, Home
 
 import infinity
 from infinity.content.layout import Page

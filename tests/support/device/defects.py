@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from infinity.schedule.gpu_resident_pages import GpuResidentPages
+from infinity.schedule.homes import GpuResidentPages
 
 from infinity.content.format import Role
 from infinity.content.views import section
