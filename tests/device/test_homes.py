@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from infinity.schedule.homes import GpuResidentPages, Home
 
 import infinity
 from infinity.content.layout import Page
+from infinity.schedule.homes import GpuResidentPage, GpuResidentPages
 from infinity.schedule.pager import Pager
 from support import models
 from support.device.cases import troubles
@@ -204,7 +204,7 @@ def test_a_device_that_has_less_room_than_it_said(
     """Goes on with no FSDP module there, and says what to set."""
     build_gpu_resident_pages, built = GpuResidentPages.build, []
 
-    def build_some(gpu_resident_pages: GpuResidentPages, pages: Sequence[Page]) -> dict[int, Home]:
+    def build_some(gpu_resident_pages: GpuResidentPages, pages: Sequence[Page]) -> dict[int, GpuResidentPage]:
         built.append(pages)
         if len(built) == 3:
             raise torch.OutOfMemoryError("out of memory")
