@@ -50,6 +50,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/prose.py --check
 
 types: install
 	$(BIN)/mypy
@@ -135,12 +136,13 @@ bench-tune: install
 	$(BIN)/python -W ignore benchmarks/bench_tune.py $(ARGS)
 
 docs: install
-	$(BIN)/python -W ignore -m infinity.config > docs/settings.md
-	$(BIN)/python -W ignore -m infinity.telemetry.metrics > docs/metrics.md
-	$(BIN)/python -W ignore -m infinity_daemon.daemon_config > docs/daemon-settings.md
-	$(BIN)/python -W ignore -m infinity_tools.migrate.reference_page > docs/migrate.md
-	PYTHONPATH=tests $(BIN)/python -W ignore -m support.wide_page > docs/compatibility.md
-	PYTHONPATH=tests $(BIN)/python -W ignore -m support.doctor_page > docs/doctor.md
+	$(BIN)/python -W ignore -m infinity.config > docs/reference/settings.md
+	$(BIN)/python -W ignore -m infinity.telemetry.metrics > docs/reference/metrics.md
+	$(BIN)/python -W ignore -m infinity_daemon.daemon_config > docs/reference/daemon-settings.md
+	$(BIN)/python -W ignore -m infinity_tools.migrate.reference_page > docs/how-to/migrate.md
+	PYTHONPATH=tests $(BIN)/python -W ignore -m support.wide_page > docs/reference/compatibility.md
+	PYTHONPATH=tests $(BIN)/python -W ignore -m support.doctor_page > docs/reference/doctor.md
+	PYTHONPATH=tests $(BIN)/python -W ignore -m support.cli_page > docs/reference/cli.md
 	$(BIN)/python docker/grafana/dashboard.py > docker/grafana/dashboards/infinity.json
 
 # What commands look like, as pictures in docs/images; needs chromium. ARGS="plan top": those alone.

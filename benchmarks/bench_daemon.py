@@ -203,7 +203,7 @@ def fairness(options: argparse.Namespace, group: Path, folder: Path) -> dict[str
             drive.set_speed(options.megabytes << 20)
             for pipe in pipes:
                 pipe.send("run")
-            time.sleep(options.flush_updates)
+            time.sleep(options.settle)
             rates = moved_while(runtime, runs, options.seconds)
             for pipe in pipes:
                 pipe.send("bytes")
@@ -233,7 +233,7 @@ def two_drives(options: argparse.Namespace, group: Path, folders: list[Path]) ->
             rates = []
             for now in speeds:
                 set_speeds(now)
-                time.sleep(options.flush_updates)
+                time.sleep(options.settle)
                 rates += moved_while(runtime, runs, options.seconds)
             pipe.send("bytes")
             set_speeds({0: 0, 1: 0})
@@ -465,7 +465,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=300, help="speed of the drive in MiB/s, in each direction")
     parser.add_argument("--host-memory", type=parse_size, default=256 << 20)
     parser.add_argument("--device-bytes", type=parse_size, default=9 << 30)
-    parser.add_argument("--flush_updates", type=float, default=40, help="seconds until shares are measured")
+    parser.add_argument("--settle", type=float, default=40, help="seconds until shares are measured")
     parser.add_argument("--seconds", type=float, default=40, help="seconds in which they are")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--steps", type=int, default=8, help="steps of a turn")

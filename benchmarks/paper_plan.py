@@ -121,7 +121,7 @@ def plan(setup: Published) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the set-ups as Markdown: what docs/plan.md has."""
+    """Return the set-ups as Markdown: what docs/how-to/plan.md has."""
     lines = [
         "| set-up | space per node, of | bytes per parameter and step | a step | waits for storage | TFLOP/s per "
         "accelerator | published | ratio |",

@@ -41,7 +41,7 @@ def main() -> None:
         make_weights(name := options.folder / "weights")
 
     # Only the config is read here; the weights are streamed by `offload`, never in memory as a whole. Layers of any
-    # model of transformers are found and sharded, computing in bf16; docs/guide.md has what else may be said.
+    # model of transformers are found and sharded, computing in bf16; docs/how-to/guide.md has what else may be said.
     model = infinity.from_pretrained(name, auto_class=AutoModelForCausalLM)
     optimizer = infinity.offload(
         model,

@@ -1,6 +1,6 @@
-"""Settings: one frozen tree of dataclasses, TOML at the edge, sizes in bytes inside.
+"""Settings of a run: a frozen tree of dataclasses that is read from TOML, with all sizes in bytes.
 
-Every field carries its documentation; `docs/settings.md` is generated from here.
+Every field carries its documentation. `make docs` generates `docs/settings.md` from this module.
 """
 
 from __future__ import annotations
@@ -19,134 +19,139 @@ from infinity.untrusted_files import whose_folder, why_not_written
 
 _SYSTEM = Path("/run/infinity")
 _LEFT_CORES = 3
-"""Cores of a rank that updates leave to the training thread, to transfers and checksums, and to data loaders."""
+"""Cores of a rank that updates leave to the training thread, transfers, checksums and data loaders."""
 _MOST_UPDATE_CORES = 8
-"""Cores that updates take by themselves at most: more gain little, as memory and drives are what updates wait for."""
+"""Most cores that updates use by default. More cores gain little because updates are bound by memory and drives."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorageConfig:
-    """Where pages live and how they are moved."""
+    """NVMe paths that store the pages, and the engine that transfers them."""
 
     paths: tuple[str, ...] = setting(
         (),
-        "Folders on NVMe drives, one or more; pages are spread over them. One that is missing is made, if the folder "
-        "that it lies in is there.",
+        "One or more folders on NVMe drives. Pages are striped over all of them. A missing folder is created if its "
+        "parent exists.",
     )
     engine: Literal["auto", "io_uring", "threads"] = setting(
         "auto",
-        "I/O engine. `auto` takes io_uring where the kernel allows it, unless threads are measured to be faster on "
-        "these drives by more than 3 %; else threads. The first run of 1 GiB of state or more measures for about two "
-        "seconds, and the result is kept in the runtime folder.",
+        "I/O engine. `auto` uses io_uring unless it is unavailable or threads measure over 3 % faster. A state of 1 "
+        "GiB or more is measured once (about 2 s), and the result is kept in the runtime folder.",
     )
     request_bytes: int = setting(
         2 * MIB,
-        "Largest single request to a drive; a page is moved as several.",
+        "Largest single request to a drive. Larger pages are transferred as several requests.",
         size=True,
         minimum=4 * KIB,
         maximum=GIB,
     )
     queue_depth: int = setting(
         32,
-        "Requests in flight on each path, at most. With `threads` as engine, on all paths together, and up to 32.",
+        "Maximum number of requests in flight per path. With the `threads` engine, the limit applies to all paths "
+        "together and is at most 32.",
         minimum=1,
         maximum=4096,
     )
     weight: int = setting(
         1,
-        "Share of a drive that several runs use at the same time, relative to theirs: of 3 and 1, the first gets three "
-        "quarters. Needs `infinityd`.",
+        "Relative share of a drive's bandwidth when several runs use it at the same time: with weights 3 and 1, the "
+        "first run gets three quarters. Requires `infinityd`.",
         minimum=1,
         maximum=1000,
     )
     balance: bool = setting(
         True,
-        "Move pages to other paths when one has become slower or faster than the others: each when it is next written. "
-        "Data files grow for it if there is room.",
+        "Rebalance pages between paths when the bandwidth of a path changes. A page moves when it is next written. "
+        "Data files grow for this if there is free space.",
     )
     retries: int = setting(
         3,
-        "How often a transfer of a page that failed with EIO, or brought a page that does not match its checksum, is "
-        "submitted again before it ends the run.",
+        "Number of times to retry a page transfer that failed with EIO or a checksum mismatch before the run fails.",
         maximum=1000,
     )
     timeout_seconds: int = setting(
-        120, "A transfer that takes longer ends the run with a report of what is waited for.", minimum=1, maximum=10**6
+        120,
+        "Time limit for a transfer. If it is exceeded, the run fails with a report that names the pending operation.",
+        minimum=1,
+        maximum=10**6,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """The host cache."""
+    """Memory that caches pages. `host_bytes` bounds the pinned host cache. `device_bytes` bounds a part of GPU memory,
+    which
+    holds the weights of the next FSDP module ahead of its all-gather. The rest of it keeps complete GPU-resident FSDP
+    modules
+    (with their state if updates run on the GPU), and weights of other FSDP modules from one all-gather of a step to the
+    next.
+    """
 
     host_bytes: int = setting(
         0,
-        "Size of the pinned host cache of this rank, allocated once. 0: a quarter of what the machine has free and the "
-        "limits of this process's control groups (containers, Slurm, systemd) leave, shared by the ranks of the node.",
+        "Size of this rank's pinned host cache, allocated once. 0: a quarter of the memory that is free within the "
+        "cgroup limits (containers, Slurm, systemd), divided among the node's ranks.",
         size=True,
     )
     page_bytes: int = setting(
         0,
-        "Largest page, and the size of a cache slot. 0: derived from the host cache and the model, up to 8 MiB; up to 256 MiB "
-        "where there are more than 4096 pages; where a GPU computes, up to 64 MiB where there are more than 1024.",
+        "Largest page and size of a cache slot. 0: chosen from the host cache and the model, up to 8 MiB; up to 256 "
+        "MiB above 4096 pages on a CPU, up to 64 MiB above 1024 pages on a GPU.",
         size=True,
     )
     device_bytes: int = setting(
         0,
-        "Memory of this rank's GPU for weights: those of the next FSDP module are copied there ahead of its gather. What is "
-        "left has whole FSDP modules that never leave it, with their state, where updates run there, and keeps weights of "
-        "others from one gather of a step to the next. 0: what is free after the first step, but for a tenth of all, "
-        "at least 1 GiB. Not used on the CPU.",
+        "GPU memory for prefetched weights and GPU-resident FSDP modules. 0: the memory free after the first step "
+        "minus a reserve of a tenth of the GPU, at least 1 GiB. Ignored on the CPU.",
         size=True,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateConfig:
-    """How the state of a parameter is stored. Bytes are those of bf16 weights, an fp32 master and Adam."""
+    """On-disk format of parameters and optimizer state. Sizes assume bf16 weights, an fp32 master copy and Adam."""
 
     format: Literal["fp32", "split", "bf16-moments", "8bit"] = setting(
         "fp32",
-        "`fp32`: 14 bytes per parameter. `split`: the same values, bit for bit, in 12.125: weight and master share 16 "
-        "bits. `bf16-moments` (8.125) also stores the optimizer's fp32 states in bf16, rounded at random without bias; "
-        "`8bit` (6.1875) in 8 bits with a scale for every 64. A run may go on from a checkpoint in another format.",
+        "Bytes per parameter: `fp32` 14; `split` 12.125, bitwise equal; `bf16-moments` 8.125, stochastic rounding; "
+        "`8bit` 6.1875, a scale per 64 values. A checkpoint in another format is converted.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateConfig:
-    """Where in the step the optimizer's update runs."""
+    """Time and device of the optimizer update; all combinations give bitwise equal results. `in_backward` updates an
+    FSDP
+    module as soon as its gradients are reduced, `in_forward` when the next forward gathers it, and `after_backward` in
+    `step()`. `auto` chooses `after_backward` if ranks exchange full parameters for the update.
+    """
 
     schedule: Literal["auto", "in_backward", "in_forward", "after_backward"] = setting(
         "auto",
-        "`in_backward` updates an FSDP module as soon as its gradients are reduced, `in_forward` when the next forward gathers "
-        "it, `after_backward` in `step()`. `auto` takes in_backward when the first step shows that nothing global is "
-        "needed (no clipping, one backward per step), else in_forward; after_backward where ranks exchange whole "
-        "parameters.",
+        "When updates run: once gradients are reduced, in the next forward, or in `step()`. `auto`: `in_backward` "
+        "without clipping and with one backward per step, else `in_forward`; see the schedules above.",
     )
     cores: int = setting(
         -1,
-        "Cores that updates may take, on a thread beside the training thread; 0: they run on that thread. -1: where a "
-        "GPU computes, this rank's share of the node's cores less 3, at least 1 and at most 8; else 1 if torch leaves "
-        "a core of the share idle, or 0, as they would take turns.",
+        "Cores for updates, on a separate thread; 0: the training thread. -1: with a GPU, this rank's share of the "
+        "cores minus 3, from 1 to 8; on a CPU, 1 if torch leaves a core idle, else 0.",
         minimum=-1,
         maximum=4096,
     )
 
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto",
-        "Where updates compute. `cpu`: on the host, in the host cache. `cuda`: pages are copied to the GPU, updated there, "
-        "and copied back; the bits are those of training in its memory. `auto`: where a checkpoint that is continued was "
-        "updated, else where it is faster, as measured at the start. Formats other than `fp32` are for the CPU.",
+        "Device of updates. `cpu`: in the host cache. `cuda`: on copies in GPU memory. `auto`: as in the resumed "
+        "checkpoint, else the one measured to be faster. Formats other than `fp32` require the CPU.",
     )
 
     def cores_beside(self, device: str, *, cores: int, computing: int) -> int:
-        """Return the cores of the thread for updates; 0: there is none.
+        """Return the number of cores of the update thread, or 0 if updates run on the training thread.
 
         Args:
-            device: that computes, ``cuda`` or ``cpu``.
-            cores: this rank's share of the cores of its node.
-            computing: how many cores torch computes on, where that is a CPU.
+            device: device type that computes, ``cuda`` or ``cpu``.
+            cores: this rank's share of the node's cores.
+            computing: number of cores that torch computes on if the device is a CPU.
         """
         if self.cores >= 0:
             return self.cores
@@ -157,72 +162,70 @@ class UpdateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationsConfig:
-    """Where what a forward keeps for its backward waits for it."""
+    """Storage of the activations that a forward pass saves for its backward pass."""
 
     tier: Literal["device", "host", "nvme"] = setting(
         "device",
-        "Where the inputs of layers wait for backward, which activation checkpointing or `micro_batches` leave of a "
-        "layer. `device`: in the memory that computes, as without infinity. `host`: in the host cache; from a GPU only. "
-        "`nvme`: in the host cache, and on the drives what it has no room for. Changes no bit.",
+        "Storage of layer inputs kept by activation checkpointing or `micro_batches`. `device`: as in plain FSDP2. "
+        "`host`: host cache (GPU only). `nvme`: host cache, then NVMe. Results are bitwise equal.",
     )
     host_bytes: int = setting(
         0,
-        "Part of `memory.host_bytes` for activations. 0: an eighth of it. Not used with `device` as tier.",
+        "Part of `memory.host_bytes` that is used for activations. 0: one eighth. Ignored if `tier` is `device`.",
         size=True,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Identity of a run."""
+    """Seed, resuming and retention of checkpoints. If the number of ranks, the page size or the paths differ from the
+    checkpoint, a new run starts from it; this requires that all files of the old run are accessible.
+    """
 
-    seed: int = setting(0, "Seed of the initialisation of models on the meta device.")
+    seed: int = setting(0, "Random seed for the initialization of models on the meta device.")
     resume: str = setting(
         "",
-        "`latest`, or the id of a run in the first path, to continue from its last checkpoint. `auto`: as `latest`, but a "
-        "new run begins where there is none; a checkpoint that is damaged, or of another model, is still refused. With "
-        "another number of ranks, page size or paths a new run begins from that checkpoint; all files of the old one must "
-        "be reachable.",
+        "Run to resume from its last checkpoint: a run id, or `latest`. `auto`: `latest`, or a new run if there is no "
+        "checkpoint; a damaged or mismatched checkpoint is still an error. Empty: a new run.",
     )
     resume_paths: tuple[str, ...] = setting(
         (),
-        "Where the run to continue from lies, in the order of its storage.paths, if that is elsewhere; it stays there. "
-        "Empty: storage.paths.",
+        "Folders of the run to resume from, in the order of its `storage.paths`, if they differ from the current ones. "
+        "The old run stays there. Empty: `storage.paths`.",
     )
     resume_step: int = setting(
         -1,
-        "Step of the checkpoint to continue from; -1: the newest. Checkpoints of later steps are removed.",
+        "Step of the checkpoint to resume from; -1: the newest. Checkpoints of later steps are removed.",
         minimum=-1,
     )
     retained_checkpoints: int = setting(
         1,
-        "Checkpoints that are kept, the newest ones; each takes the size of the state on NVMe, once more. 0: there is no "
-        "room for any, and `save_checkpoint()` is refused.",
+        "Number of newest checkpoints to keep. Each one takes the size of the state on NVMe again. 0: no space is "
+        "reserved, and `save_checkpoint()` raises an error.",
         minimum=0,
     )
     keep: Literal["auto", "always", "never"] = setting(
         "auto",
-        "What `close()` leaves on disk: `auto` keeps a run that has a checkpoint and removes one that has none; `always` "
-        "keeps everything, `never` nothing, checkpoints included.",
+        "Files kept by `close()`. `auto`: keep a run that has a checkpoint, remove one without. `always`: keep all "
+        "files. `never`: remove all files, including checkpoints.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
-    """Counters for the daemon and the exporter."""
+    """Counters for the daemon and the exporter, and an optional timeline."""
 
     runtime_dir: str = setting(
         "",
-        "Folder of the stats pages that `infinityd` reads; the user's or root's, and nobody else's to write. Empty: "
-        "`infinity` in the folder that `XDG_RUNTIME_DIR` names, if that is the user's; else `/run/infinity`, if that "
-        "is; else `infinity-<user id>` in the system's temporary folder.",
+        "Folder of the stats files that `infinityd` reads, writable only by its owner. Empty: the first usable of "
+        "`$XDG_RUNTIME_DIR/infinity`, `/run/infinity` and `infinity-<user id>` in the temporary folder.",
     )
     timeline: str = setting(
         "",
-        "File that each rank writes at its end for ui.perfetto.dev: when which page was moved, which FSDP module gathered and "
-        "updated, and what was waited for. Ranks above 0 put their number into the name. Empty: none.",
+        "Trace file for ui.perfetto.dev, written by each rank at exit: page transfers, gathers, updates and stalls. "
+        "Ranks above 0 add their rank to the file name. Empty: no trace.",
     )
-    timeline_events: int = setting(200_000, "How many of the latest events the timeline keeps.", minimum=1)
+    timeline_events: int = setting(200_000, "Number of most recent events that the timeline keeps.", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,10 +241,13 @@ class Config:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def with_values(self, **dotted: Any) -> Config:
-        """Return a copy with settings replaced, ``with_values(**{"memory.host_bytes": "2GiB"})``.
+        """Return a copy with some settings replaced, for example ``with_values(**{"memory.host_bytes": "2GiB"})``.
+
+        Args:
+            dotted: new values by setting name, ``section.key``.
 
         Raises:
-            ConfigError: an unknown setting, or a value of the wrong type or range.
+            ConfigError: if a setting is unknown, or a value has the wrong type or is out of range.
         """
         return _SETTINGS.with_values(self, dotted)
 
@@ -250,7 +256,8 @@ _SETTINGS = Settings(Config)
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Return settings whose folders and files stay the same when the program changes its folder."""
+    """Return a copy in which all paths are absolute, so that they stay valid if the program changes its working
+    directory."""
     storage, telemetry = config.storage, config.telemetry
     named = {name: getattr(telemetry, name) for name in ("runtime_dir", "timeline")}
     absolute = {name: os.path.abspath(path) for name, path in named.items() if path}
@@ -262,11 +269,11 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def runtime_dir(config: TelemetryConfig) -> Path:
-    """Return the folder of the stats pages, which whoever uses it makes and checks (`access.own_folder`)."""
+    """Return the folder of the stats files. The caller creates and checks it (`access.own_folder`)."""
     if config.runtime_dir:
         return Path(config.runtime_dir)
     session = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    if session.is_absolute() and _is_own(session):  # `su` leaves that of another user
+    if session.is_absolute() and _is_own(session):  # after `su` it still belongs to the other user
         return session / "infinity"
     if _is_own(_SYSTEM):
         return _SYSTEM
@@ -281,56 +288,64 @@ def _is_own(folder: Path) -> bool:
 
 
 def load_config(source: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
-    """Return the settings from a TOML file, a nested mapping, a ready `Config`, or the defaults.
+    """Return the settings of a TOML file, a nested mapping or a `Config`, or the defaults if `source` is None.
+
+    Args:
+        source: path of a TOML file, a mapping from sections to settings, a `Config`, or None.
 
     Raises:
-        ConfigError: an unknown key (the nearest known one is named), a value of the wrong type or range,
-            or a file that is missing or is not TOML.
+        ConfigError: if a key is unknown (the message names the nearest known key), a value has the wrong type or is out
+            of
+    range, or the file is missing or is not valid TOML.
     """
     return _SETTINGS.load(source)
 
 
 def check_config(config: Config) -> None:
-    """Check what concerns several fields or the machine.
+    """Check constraints between settings, and between settings and this machine.
 
     Raises:
-        ConfigError: naming the setting and the fix.
+        ConfigError: if a constraint is violated. The message names the setting and the fix.
     """
     if not config.storage.paths:
-        raise ConfigError("storage.paths is empty; name at least one folder on an NVMe drive")
+        raise ConfigError('storage.paths is empty. Set it to one or more folders on NVMe, e.g. ["/nvme0/run"].')
     for path in config.storage.paths:
         if not path.strip():
             raise ConfigError(
-                f"storage.paths has an empty name: {list(config.storage.paths)}; name folders on NVMe drives"
+                f"storage.paths contains an empty string: {list(config.storage.paths)}. Set each entry to a folder on "
+                "NVMe."
             )
         if os.path.lexists(path) and not os.path.isdir(path):
-            raise ConfigError(f"storage.paths: {path!r} is not a folder; name another one")
+            raise ConfigError(f"storage.paths: {path!r} is not a folder. Choose another path.")
         if not os.path.isdir(Path(path).parent):
-            raise ConfigError(f"storage.paths: {path!r} cannot be made: {str(Path(path).parent)!r} is not a folder")
+            raise ConfigError(f"storage.paths: {path!r} cannot be created: {str(Path(path).parent)!r} is not a folder")
     for path in config.run.resume_paths:
         if not os.path.isdir(path):
-            raise ConfigError(f"run.resume_paths: {path!r} is not a folder; name the one that the run lies in")
+            raise ConfigError(f"run.resume_paths: {path!r} is not a folder. Set it to the folder that stores the run.")
     if config.run.resume_paths and not config.run.resume:
-        raise ConfigError('run.resume_paths is set, but nothing is resumed; set run.resume to "latest" or a run\'s id')
+        raise ConfigError(
+            'run.resume_paths is set, but run.resume is empty. Set run.resume to "latest" or to a run id.'
+        )
     if config.run.resume_step >= 0 and not config.run.resume:
         raise ConfigError(
-            f'run.resume_step = {config.run.resume_step}, but nothing is resumed; set run.resume to "latest" or a '
-            "run's id"
+            f'run.resume_step = {config.run.resume_step}, but run.resume is empty. Set run.resume to "latest" or to a '
+            "run id."
         )
     if config.run.resume == "auto" and (config.run.resume_paths or config.run.resume_step >= 0):
         name = "run.resume_paths" if config.run.resume_paths else "run.resume_step"
         raise ConfigError(
-            f'{name} with run.resume = "auto" would go back there at every start; take "latest" for the first one'
+            f'{name} with run.resume = "auto" would resume from the same point at every start. Use run.resume = '
+            '"latest" for the first start.'
         )
     if (timeline := config.telemetry.timeline) and (why := why_not_written(Path(timeline))):
-        raise ConfigError(f"telemetry.timeline = {timeline!r} cannot be written: {why}; name another file")
+        raise ConfigError(f"telemetry.timeline = {timeline!r} cannot be written: {why}. Choose another file.")
     resolved = [str(Path(path).resolve()) for path in config.storage.paths]
     if len(set(resolved)) != len(resolved):
-        raise ConfigError(f"storage.paths names the same folder twice: {list(config.storage.paths)}")
+        raise ConfigError(f"storage.paths contains the same folder twice: {list(config.storage.paths)}")
     page, host = config.memory.page_bytes, config.memory.host_bytes
     if page and (page % (64 * KIB) or page < 64 * KIB):
         raise ConfigError(
-            f"memory.page_bytes = {page} must be a multiple of 64 KiB; try {max(1, page // 65536) * 65536}"
+            f"memory.page_bytes = {page} is not a multiple of 64 KiB. Use {max(1, page // 65536) * 65536}, for example."
         )
     if page and host and host < page:
         raise ConfigError(f"memory.host_bytes = {host} is smaller than one page (memory.page_bytes = {page})")
@@ -339,7 +354,7 @@ def check_config(config: Config) -> None:
 
 
 def settings_markdown() -> str:
-    """Return the text of docs/settings.md."""
+    """Return the content of docs/settings.md."""
     return _SETTINGS.markdown("Settings", "python -m infinity.config")
 
 

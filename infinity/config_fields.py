@@ -1,8 +1,7 @@
-"""Trees of settings: frozen dataclasses, one per section, read from TOML, a mapping, or a command line.
+"""Trees of settings: frozen dataclasses, one per section, read from TOML, a mapping or a command line.
 
-`infinity.config` declares those of a run, `infinity_daemon.daemon_config` those of the node's daemon. Every field
-carries its
-documentation; pages of settings are generated from it.
+`infinity.config` declares the settings of a run, `infinity_daemon.daemon_config` the settings of the node daemon. Every
+field carries its documentation, from which the settings pages are generated.
 """
 
 from __future__ import annotations
@@ -25,7 +24,15 @@ T = TypeVar("T")
 
 
 def setting(default: Any, doc: str, *, size: bool = False, minimum: int = 0, maximum: int = LARGEST) -> Any:
-    """Declare a setting; the bounds are those of numbers and sizes (in tables: of their values), both included."""
+    """Declare a setting.
+
+    Args:
+        default: default value.
+        doc: description of the setting, one or more sentences.
+        size: whether the value is a size in bytes, which may be written as text such as ``"64MiB"``.
+        minimum: smallest allowed number or size; for a mapping, of each of its values.
+        maximum: largest allowed number or size; for a mapping, of each of its values.
+    """
     metadata = {"doc": doc, "size": size, "minimum": minimum, "maximum": maximum}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
@@ -33,15 +40,15 @@ def setting(default: Any, doc: str, *, size: bool = False, minimum: int = 0, max
 
 
 class Settings(Generic[T]):
-    """How trees of one dataclass are read: its fields are sections, whose fields are settings.
+    """Reader of settings trees of one dataclass, whose fields are sections and whose sections' fields are settings.
 
-    A setting is an int, a float, a bool, a str, one of several texts (`Literal`), a tuple of str, or a `Mapping` from
+    A setting is an int, a float, a bool, a str, one of several strings (`Literal`), a tuple of str, or a `Mapping` from
     names to numbers or sizes.
     """
 
     def __init__(self, kind: type[T]) -> None:
         self._kind = kind
-        # By section, the rule of each setting.
+        # Rules by section and setting.
         self._rules = {
             section: {item.name: _rule_of(typing.get_type_hints(of)[item.name], item.metadata) for item in fields(of)}
             for section, of in typing.get_type_hints(kind).items()
@@ -50,21 +57,25 @@ class Settings(Generic[T]):
         self._record = record(lacking=sections, **sections)  # type: ignore[arg-type]
 
     def load(self, source: T | Mapping[str, Any] | str | os.PathLike[str] | None) -> T:
-        """Return the settings from a TOML file, a nested mapping, a ready tree, or the defaults.
+        """Return the settings of a TOML file, a nested mapping or a ready tree, or the defaults if `source` is None.
+
+        Args:
+            source: path of a TOML file, a mapping from sections to settings, a ready tree, or None.
 
         Raises:
-            ConfigError: an unknown key (the nearest known one is named), a value of the wrong type or range,
-                or a file that is missing or is not TOML.
+            ConfigError: if a key is unknown (the message names the nearest known key), a value has the wrong type or is
+                out of
+        range, or the file is missing or is not valid TOML.
         """
         if source is None:
             return self._kind()
         if isinstance(source, self._kind):
-            return self.merged(self._kind(), _plain(source))  # nothing has looked at its values yet
+            return self.merged(self._kind(), _plain(source))  # a dataclass does not check its values
         if isinstance(source, Mapping):
             return self.merged(self._kind(), source)
         if not isinstance(source, str | os.PathLike):
             raise ConfigError(
-                f"config = {source!r:.80} is neither a TOML file nor a mapping nor a {self._kind.__name__}"
+                f"config = {source!r:.80} is not a path of a TOML file, a mapping or a {self._kind.__name__}"
             )
         try:
             data = tomllib.loads(read_regular(os.path.realpath(source), _FILE_LIMIT).decode())
@@ -75,7 +86,11 @@ class Settings(Generic[T]):
         return self.merged(self._kind(), data)
 
     def with_values(self, base: T, dotted: Mapping[str, Any]) -> T:
-        """Return a copy with settings replaced, named like ``memory.host_bytes``. Raises `ConfigError`."""
+        """Return a copy of `base` with the settings replaced that `dotted` names, such as ``memory.host_bytes``.
+
+        Raises:
+            ConfigError: if a setting is unknown, or a value has the wrong type or is out of range.
+        """
         tree: dict[str, Any] = {}
         for name, value in dotted.items():
             section, dot, key = name.partition(".")
@@ -86,7 +101,11 @@ class Settings(Generic[T]):
         return self.merged(base, tree)
 
     def merged(self, base: T, values: Mapping[str, Any]) -> T:
-        """Return the settings with those replaced that a tree of plain data names. Raises `ConfigError`."""
+        """Return a copy of `base` with the settings replaced that the nested mapping `values` contains.
+
+        Raises:
+            ConfigError: if a setting is unknown, or a value has the wrong type or is out of range.
+        """
         try:
             changed = self._record(values)
         except UnknownKey as error:
@@ -103,7 +122,7 @@ class Settings(Generic[T]):
         return replace(base, **sections)  # type: ignore[type-var]
 
     def _nearest(self, key: str, value: Any, prefix: str) -> str:
-        """Return the section or setting that was meant, if any is near: the same word elsewhere, or a similar one."""
+        """Return the most similar section or setting, or an empty string. The same key in another section is preferred."""
         rules = self._rules
         if not prefix and isinstance(value, Mapping):
             return "".join(difflib.get_close_matches(key, rules, n=1, cutoff=0.4))
@@ -115,17 +134,22 @@ class Settings(Generic[T]):
         return "".join(everywhere[near] for near in difflib.get_close_matches(key, everywhere, n=1, cutoff=0.6))
 
     def markdown(self, heading: str, origin: str) -> str:
-        """Return a page about all settings; `origin` says how it is generated."""
+        """Return a Markdown page that documents all settings.
+
+        Args:
+            heading: title of the page.
+            origin: command that generates the page.
+        """
         lines = [
             f"# {heading}",
             "",
-            f"Generated by `{origin}`; do not edit. A TOML file has one table per section; sizes are bytes",
-            'or text such as `"64MiB"`. Unknown keys are refused.',
+            f"Generated by `{origin}`; do not edit. A TOML file has one table per section. Sizes are integers in bytes",
+            'or strings such as `"64MiB"`. Unknown keys are errors.',
             "",
         ]
         for section, of in typing.get_type_hints(self._kind).items():
             lines += [f"## [{section}]", "", (of.__doc__ or "").strip(), ""]
-            lines += ["| setting | default | range | meaning |", "|---|---|---|---|"]
+            lines += ["| setting | default | range | description |", "|---|---|---|---|"]
             defaults = of()
             for item in fields(of):
                 value = getattr(defaults, item.name)
@@ -138,23 +162,21 @@ class Settings(Generic[T]):
 
 
 def _word(value: Any) -> str:
-    """A text that may be a path."""
     if not isinstance(value, str):
-        raise Mismatch(value, "must be a text")
+        raise Mismatch(value, "must be a string")
     if "\0" in value:
-        raise Mismatch(value, "has a zero byte in it, which no path can have")
+        raise Mismatch(value, "contains a null byte, which is not allowed in a path")
     return value
 
 
 def _words(value: Any) -> tuple[str, ...]:
-    """Texts that may be paths; also from Python, as tuples and objects of `pathlib`."""
+    # Python callers may pass tuples and pathlib objects.
     if not isinstance(value, list | tuple) or not all(isinstance(item, str | os.PathLike) for item in value):
-        raise Mismatch(value, "must be a list of texts")
+        raise Mismatch(value, "must be a list of strings")
     return tuple(_word(os.fspath(item)) for item in value)
 
 
 def _rule_of(kind: Any, metadata: Mapping[str, Any]) -> Rule:
-    """Return the rule of a setting of this type."""
     low, high = metadata["minimum"], metadata["maximum"]
     if typing.get_origin(kind) is Literal:
         return one_of(*typing.get_args(kind))
@@ -170,7 +192,7 @@ def _rule_of(kind: Any, metadata: Mapping[str, Any]) -> Rule:
 
 
 def _range(metadata: Mapping[str, Any]) -> str:
-    """Return the bounds of a number in words."""
+    """Return the bounds of a number as text."""
     shown = format_setting if metadata["size"] else str
     if metadata["maximum"] == LARGEST:
         return f"{shown(metadata['minimum'])} or more"
@@ -178,7 +200,7 @@ def _range(metadata: Mapping[str, Any]) -> str:
 
 
 def _plain(tree: Any) -> dict[str, Any]:
-    """Return a ready tree as a file would have it."""
+    """Return a settings tree as the nested mapping that a TOML file would contain."""
     return {
         section.name: {
             name: list(value) if isinstance(value, tuple) else value

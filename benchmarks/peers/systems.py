@@ -218,7 +218,7 @@ class DeepSpeed(System):
         return self._count
 
     def configuration(self) -> dict[str, Any]:
-        """Return its settings: the best that were found, see docs/results.md."""
+        """Return its settings: the best that were found, see docs/reference/results.md."""
         zero: dict[str, Any] = {
             "stage": 3,
             "overlap_comm": True,

@@ -1,4 +1,4 @@
-"""Settings of the daemon, read as those of a run are; `docs/daemon-settings.md` is generated from here."""
+"""Settings of the daemon, read as those of a run are; `docs/reference/daemon-settings.md` is generated from here."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def load_daemon_config(source: str | os.PathLike[str] | None, given: Mapping[str
 
 
 def settings_markdown() -> str:
-    """Return the text of docs/daemon-settings.md."""
+    """Return the text of docs/reference/daemon-settings.md."""
     return _SETTINGS.markdown("Settings of infinityd", "python -m infinity_daemon.daemon_config")
 
 

@@ -17,7 +17,7 @@ from infinity_daemon.service import run
 def _daemon(
     config: Annotated[
         Path | None,
-        typer.Option(help="Settings as TOML (docs/daemon-settings.md); options override it. SIGHUP reads it again."),
+        typer.Option(help="Settings as TOML (docs/reference/daemon-settings.md); options override it. SIGHUP reads it again."),
     ] = None,
     runtime_folder: Annotated[
         str | None,

@@ -1,6 +1,6 @@
 """What the pages of a rank hold, a part of every manifest: enough to read them without the model.
 
-docs/on-disk-format.md describes the fields.
+docs/reference/on-disk-format.md describes the fields.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: one JSON file per rank, all that is needed to read its pages; docs/on-disk-format.md.
+"""The manifest of a checkpoint: one JSON file per rank, all that is needed to read its pages; docs/reference/on-disk-format.md.
 
 [Note: the identity of a checkpoint] Every checkpoint has an identity of its own, which all its ranks have in the names
 of their

@@ -1,1 +1,1 @@
-"""What a run would do on a machine, before there is one: the planner and its clock, given shapes. No torch, no I/O."""
+"""Estimates of a run before it starts, made by the planner and its timing model from shapes. No torch, no I/O."""

@@ -1,4 +1,4 @@
-"""What would help most: changes of a run, each planned anew."""
+"""Suggestions that reduce the step time: single changes of a run, each with its own estimate."""
 
 from __future__ import annotations
 
@@ -14,31 +14,36 @@ from infinity.estimate.machine import Machine
 from infinity.units import MIB, align_up, format_setting, format_size
 
 LEAST_GAIN = 0.02
-"""A change that saves less of the time per token is not worth a word."""
+"""Smallest fraction of the time per token that a suggested change must save."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One change, and what it does."""
+    """A suggested change with its cost and effect."""
 
     what: str
-    """In a few words."""
+    """Short description of the change."""
     price: str
-    """What it costs, or that it changes no bit."""
+    """Cost of the change, or a note that results stay bitwise equal."""
     result: Estimate
-    """The run with it."""
+    """Estimate of the run with the change."""
     saved: float
-    """Share of the seconds per token that it saves."""
+    """Fraction of the seconds per token that the change saves."""
 
 
 def best_changes(before: Estimate, number: int = 3) -> list[Change]:
-    """Return the changes that save most seconds per token, the best one first; at most `number`."""
+    """Return the changes that save the most seconds per token, the best one first.
+
+    Args:
+        before: Estimate of the unchanged run.
+        number: Maximum number of changes.
+    """
     found = []
     each = before.seconds.step / before.workload.batch_tokens
     for what, price, one in _changes(before):
         try:
             after = _after(before, one)
-        except InfinityError:  # it is not possible here
+        except InfinityError:  # this change is not possible for this run
             continue
         saved = 1 - after.step_seconds(after.workload.batch_tokens) / after.workload.batch_tokens / each
         if saved >= LEAST_GAIN and len(after.problems) <= len(before.problems):
@@ -47,7 +52,7 @@ def best_changes(before: Estimate, number: int = 3) -> list[Change]:
 
 
 def _after(before: Estimate, one: _Inputs) -> Estimate:
-    """Return the estimate with other inputs; the plan is the same where only the speed of things is another."""
+    """Return the estimate for other inputs. The plan is reused if only speeds or the batch differ."""
     same = one.settings is before.settings and one.workload.layer_major == before.workload.layer_major
     if same and one.machine.threaded == before.machine.threaded:
         return replace(before, workload=one.workload, machine=one.machine)
@@ -55,19 +60,18 @@ def _after(before: Estimate, one: _Inputs) -> Estimate:
 
 
 class _Inputs(NamedTuple):
-    """What an estimate is made of, beside the model."""
+    """Inputs of an estimate, except for the model."""
 
     workload: Workload
     machine: Machine
     settings: Config
 
     def setting(self, name: str, value: object) -> _Inputs:
-        """Return the inputs with another setting."""
         return self._replace(settings=self.settings.with_values(**{name: value}))
 
 
 def _changes(of: Estimate) -> Iterator[tuple[str, str, _Inputs]]:
-    """Yield what to change, what that costs, and the inputs then."""
+    """Yield (description, cost, changed inputs) for each candidate."""
     before = _Inputs(of.workload, of.machine, of.settings)
     work, drives, settings = before.workload, before.machine.drives, before.settings
     if len(of.plan.resident) < len(of.layout.pages):
@@ -76,17 +80,17 @@ def _changes(of: Estimate) -> Iterator[tuple[str, str, _Inputs]]:
         yield f"{format_size(host_cache / 2)} more host memory", price, before.setting("memory.host_bytes", host_cache)
     formats = tuple(FORMATS)
     for name in formats[formats.index(settings.state.format) + 1 :]:
-        price = "the same bits" if name == "split" else "moments are rounded"
+        price = "bitwise equal" if name == "split" else "moments are rounded"
         yield f'state.format = "{name}"', price, before.setting("state.format", name)
     more = before.machine.with_drives(drives.count + 1)
-    yield "one more drive like these", f"{drives.count + 1} drives", before._replace(machine=more)
+    yield "one more drive of the same kind", f"{drives.count + 1} drives", before._replace(machine=more)
     if cores := of.machine.update_cores:
         faster = before._replace(machine=replace(of.machine, update_cores=2 * cores))
-        yield f"update.cores = {2 * cores}", f"{cores} more cores", faster
+        yield f"update.cores = {2 * cores}", f"{cores} more {'core' if cores == 1 else 'cores'}", faster
     larger = replace(work, batch_tokens=2 * work.batch_tokens)
     yield f"{larger.batch_tokens} tokens per step", "another batch size", before._replace(workload=larger)
     if not work.layer_major and work.micro_batches > 1:
         layers = replace(work, layer_major=True)
-        yield "infinity.micro_batches", "sums are rounded otherwise", before._replace(workload=layers)
+        yield "infinity.micro_batches", "sums are rounded differently", before._replace(workload=layers)
     if settings.update.schedule != "auto":
-        yield 'update.schedule = "auto"', "the same bits", before.setting("update.schedule", "auto")
+        yield 'update.schedule = "auto"', "bitwise equal", before.setting("update.schedule", "auto")

@@ -1,10 +1,9 @@
-"""Will it fit, where does everything lie, how long does a step take, how long do the drives live?
+"""Estimate memory, NVMe traffic, step time and SSD wear of a run before it starts.
 
-What is planned is what a run would plan, by the same budget, update schedule, planner and clock. Only shapes and events
-come
-from `ModelShape`, not from a model and its first step. What else the clock is given is arithmetic: floating-point
-operations over what the device reaches, bytes over links and over the speed of checksums, parameters over the speed of
-updates, accesses over that of Python.
+`estimate` plans with the same budget, update schedule, planner and timing model as a run does. The only difference is
+the input: shapes and events come from a `ModelShape` instead of from a model and its first step. The timing model is
+fed with simple quotients: floating-point operations over the throughput of the device, bytes over the bandwidth of
+links and the speed of checksums, parameters over the speed of updates, and page accesses over the speed of Python.
 """
 
 from __future__ import annotations
@@ -36,63 +35,66 @@ from infinity.store.page_store import state_pages
 from infinity.units import format_setting, format_size
 
 HIDDEN = 1.05
-"""Storage counts as hidden where a step takes at most so much of what it would take without it."""
+"""Ratio of step times with and without storage up to which storage counts as hidden."""
 STORAGE = ("drives", "hashing")
-"""What storage keeps busy, by the names in `Seconds`."""
+"""Resources that storage keeps busy, named as in `Seconds`."""
 DAY = 86_400.0
 BEHIND = 2
-"""FSDP modules whose gradients may be between their computation and their update."""
+"""Number of FSDP modules whose gradients may be waiting between their computation and their update."""
 _AT_ONCE = 1e18
-"""Bytes per second of drives that take no time."""
+"""Bandwidth in bytes per second that makes drives take no time."""
 _MOST_TOKENS = 1 << 34
 _ACTIVATIONS = 34
-"""Bytes per token and element of `hidden` that a layer keeps for backward in 16 bits, with an attention that keeps no
-matrix (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4)."""
+"""Bytes per token and element of `hidden` that a layer keeps for backward in 16 bits, with an attention implementation
+that stores no attention matrix (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+2022, section 4).
+"""
 _AT_A_TIME = 4
-"""Tensors of the size of a layer's input that are there at a time where those are paged."""
+"""Number of tensors of the size of a layer's input that exist at the same time if layer inputs are paged."""
 _LOGIT_BYTES = 12
-"""Bytes per logit: in 16 bits, in fp32 for the loss, and the gradients of both."""
+"""Bytes per logit: the logit in 16 bits, its fp32 copy for the loss, and the gradients of both."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is trained how."""
+    """Training setup that an estimate is made for: batch, parallelism, accumulation and optimizer."""
 
     batch_tokens: int
     """Tokens per step, over all ranks."""
     sequence: int
     """Tokens per sequence."""
     world_size: int = 1
-    """Ranks among which the model is sharded."""
+    """Number of ranks over which the model is sharded."""
     micro_batches: int = 1
-    """Parts of a rank's batch that are computed one after the other."""
+    """Number of micro-batches per rank and step."""
     layer_major: bool = True
-    """Whether each layer runs all micro-batches before the next one (`infinity.micro_batches`), or a loop runs each
-    micro-batch through the whole model."""
+    """``True`` if each layer runs all micro-batches before the next layer starts (`infinity.micro_batches`), ``False``
+    if a loop runs each micro-batch through the whole model.
+    """
     loss_tokens: int | None = None
-    """Tokens whose logits are there at a time (`infinity.sliced_loss`); None: those of a micro-batch."""
+    """Tokens whose logits exist at the same time (`infinity.sliced_loss`). ``None``: all tokens of a micro-batch."""
     checkpointing: bool = False
-    """Whether only the inputs of layers are kept, and layers are computed again in backward."""
+    """Whether activation checkpointing is on: only layer inputs are kept, and layers are recomputed in backward."""
     clipping: bool = False
-    """Whether the global norm of the gradients is clipped, or they are needed together otherwise."""
+    """Whether an operation such as gradient clipping needs all gradients together before the update."""
     optimizer: str = "adamw"
-    """One of `OPTIMIZERS`."""
+    """Name of an optimizer in `OPTIMIZERS`."""
     computed: str = "bfloat16"
     """Dtype of the computation."""
 
     @property
     def tokens(self) -> float:
-        """Tokens per step of one rank."""
+        """Tokens per step and rank."""
         return self.batch_tokens / self.world_size
 
     @property
     def passes(self) -> int:
-        """Forwards and backwards through the whole model in a step."""
+        """Number of forward and backward passes through the whole model per step."""
         return 1 if self.layer_major else self.micro_batches
 
     @property
     def recomputes(self) -> bool:
-        """Whether layers are computed again in backward."""
+        """Whether layers are recomputed in backward."""
         return self.checkpointing or self.slices_layers
 
     @property
@@ -102,16 +104,17 @@ class Workload:
 
     @property
     def slices_head(self) -> bool:
-        """Whether head and loss are cut into slices; each is computed again in backward, also where it is the only one.
+        """Whether head and loss run in slices, each of which is recomputed in backward even if it is the only one.
 
-        Without slices they are computed once, with activation checkpointing too.
+        Unsliced, they are computed only once, with activation checkpointing too.
         """
         return self.slices_layers or self.loss_tokens is not None
 
     def flops(self, model: ModelShape) -> float:
-        """Return the floating-point operations of a step of one rank.
+        """Return the floating-point operations per step and rank.
 
-        A forward, as many again for gradients of inputs, and again for those of the weights that are trained.
+        A backward counts one forward for the gradients of inputs, and one more for the gradients of weights, scaled by
+        the trainable fraction. Recomputation adds the parts that run again.
         """
         root, layers = model.forward_flops(self.sequence)
         weights = model.trainable_parameters / model.parameters
@@ -121,81 +124,88 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a step asks of one resource, in seconds."""
+    """Time that one resource takes in a step, in seconds."""
 
     busy: float
-    """How long it works in a step."""
+    """Seconds per step for which the resource is busy."""
     exposed: float
-    """What the step would be shorter if that took no time: what nothing else hides."""
+    """Seconds by which the step would be shorter if the resource took no time, that is, the time that is not
+    overlapped.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """Where the time of a step goes; of one rank, in seconds. What runs beside each other does not add up."""
+    """Time per step of one rank by resource, in seconds. Resources overlap, so their times do not add up to the step."""
 
     step: float
-    """The whole step."""
+    """Duration of the step."""
     computation: Load
     """Forward and backward."""
     weights: Load
     """Copies of weights to the device."""
     gradients: Load
-    """Copies of gradients back."""
+    """Copies of gradients to the host."""
     collectives: Load
-    """Gathers and reductions between ranks."""
+    """All-gathers and reduce-scatters between ranks."""
     updates: Load
-    """Updates on CPU; on the device, copies of their pages there and back, of which the longer counts as busy."""
+    """Updates on the CPU, or, for updates on the device, copies of their pages in both directions. The slower direction
+    counts as busy.
+    """
     drives: Load
     """Reads and writes of the drives."""
     hashing: Load
-    """Checksums of pages, by the busier of two threads: one for those that are read, one for those written."""
+    """Checksums of pages. One thread verifies pages that are read, another hashes pages that are written; the busier
+    one counts.
+    """
     interpreter: Load
-    """Python of accesses to pages."""
+    """Python code of page accesses."""
     fixed: Load
-    """What else a step costs whatever its tokens: hooks, copies in host memory."""
+    """Cost of a step that does not depend on the number of tokens: hooks and copies in host memory."""
     reads: float
-    """Reads from the drives, if nothing else used them."""
+    """Reads from the drives, assuming that they do nothing else."""
     writes: float
-    """Writes to them."""
+    """Writes to the drives, assuming that they do nothing else."""
 
     @property
     def loads(self) -> dict[str, Load]:
-        """What the step asks of each resource, by its name."""
+        """Load of each resource, by name."""
         return {name: load for name, load in vars(self).items() if isinstance(load, Load)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a run would do. All of one rank, unless it says otherwise."""
+    """Predicted plan, traffic, time and space of a run. All values are per rank unless stated otherwise."""
 
     model: ModelShape
     workload: Workload
     machine: Machine
     settings: Config
     budget: Budget
-    """Page size, cache slots, and the layout of pages."""
+    """Page size, number of cache slots, and layout of pages."""
     events: tuple[Event, ...]
-    """Of one step."""
+    """Events of one step."""
     update_schedule: str
-    """Where updates run, by name."""
+    """Name of the chosen update schedule."""
     placed: UpdateSchedule
-    """Where that is in this step, and which weights are on the device ahead of their gather, or stay there, and which
-    FSDP modules live there."""
+    """Update schedule of this step. It also lists the FSDP modules whose weights are prefetched to the GPU or kept
+    there, and the GPU-resident FSDP modules.
+    """
     device_bytes: int
-    """Memory of the device for those; 0: it has none, or there is no device."""
+    """Device memory for prefetched and GPU-resident pages, in bytes. 0: none is left, or there is no device."""
     updates_on_device: bool
-    """Whether pages are updated there."""
+    """Whether updates run on the device."""
     plan: Plan
-    """What the pager would follow."""
+    """Plan that the pager would follow."""
 
     @property
     def layout(self) -> Layout:
-        """The pages."""
+        """Layout of the pages."""
         return self.budget.layout
 
     @cached_property
     def traffic(self) -> Traffic:
-        """Bytes of a step over the drives, those of activations too."""
+        """Bytes per step that the drives transfer, including activations."""
         return self._traffic(self.activations)
 
     def _traffic(self, activations: Activations) -> Traffic:
@@ -204,12 +214,12 @@ class Estimate:
 
     @cached_property
     def activations(self) -> Activations:
-        """What activations take where they are paged."""
+        """Bytes and pages of activations that are paged."""
         return _activations(self.model, self.workload, self.settings, self.budget)
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that the drives give this rank for this mix of reads and writes."""
+        """Bytes per second that the drives give this rank for its mix of reads and writes."""
         return self._bandwidth(self.traffic)
 
     def _bandwidth(self, traffic: Traffic) -> float:
@@ -218,7 +228,7 @@ class Estimate:
 
     @cached_property
     def gathered_bytes(self) -> int:
-        """Bytes of weights that are gathered in a step, as often as they are."""
+        """Bytes of weights gathered per step. Weights that are gathered twice count twice."""
         by_fsdp_module: Counter[int] = Counter()
         for page in self.layout.pages:
             by_fsdp_module[page.fsdp_module] += page.nbytes if page.role is Role.PARAM else 0
@@ -226,12 +236,12 @@ class Estimate:
 
     @cached_property
     def link_traffic(self) -> LinkTraffic:
-        """Bytes that cross the link to the device in a step, each way, but for activations."""
+        """Bytes per step over the link between host and device in each direction, excluding activations."""
         return link_traffic(self.events, self.layout, self.placed, update_on_device=self.updates_on_device)
 
     @cached_property
     def seconds(self) -> Seconds:
-        """Where the time of a step goes."""
+        """Time per step by resource."""
         machine, traffic = self.machine, self.traffic
         busy = self._busy(self.workload, self.activations)
         whole = self.step_seconds(self.workload.batch_tokens)
@@ -248,7 +258,7 @@ class Estimate:
         )
 
     def _busy(self, work: Workload, activations: Activations) -> dict[str, float]:
-        """Return how long each resource works in a step of that workload, by its name in `Seconds`."""
+        """Return the busy time of each resource in a step of the given workload, by its name in `Seconds`."""
         machine, traffic = self.machine, self._traffic(activations)
         link = machine.device.link
         hashed = max(traffic.read_bytes, traffic.written_bytes)
@@ -267,11 +277,11 @@ class Estimate:
         }
 
     def step_seconds(self, batch_tokens: int, *without: str) -> float:
-        """Return how long a step takes with another number of tokens, and all else the same.
+        """Return the step time for another number of tokens, with everything else unchanged.
 
         Args:
-            batch_tokens: per step, over all ranks.
-            without: resources that take no time, by their names in `Seconds`.
+            batch_tokens: Tokens per step, over all ranks.
+            without: Names of resources in `Seconds` that are assumed to take no time.
         """
         work = replace(self.workload, batch_tokens=batch_tokens)
         activations = _activations(self.model, work, self.settings, self.budget)
@@ -301,13 +311,13 @@ class Estimate:
 
     @property
     def _update_copies(self) -> tuple[float, float]:
-        """Seconds of copies of the pages that are updated on the device, there and back."""
+        """Seconds per step of copies to the device and back, for pages that are updated on the device."""
         traffic, link = self.link_traffic, self.machine.device.link
         return (traffic.read / link, traffic.changed / link) if link else (0.0, 0.0)
 
     @property
     def passes(self) -> int:
-        """Forwards and backwards through the whole model in a step."""
+        """Number of forward and backward passes through the whole model per step."""
         return self.workload.passes
 
     @property
@@ -317,13 +327,17 @@ class Estimate:
 
     @property
     def _exchanged_bytes(self) -> float:
-        """Bytes that a rank receives of others in a step: each gather but its own part, and gradients in fp32."""
+        """Bytes that a rank receives from other ranks per step: all-gathers, excluding its own part, and gradients in
+        fp32.
+        """
         ranks = self.workload.world_size
         return (ranks - 1) * (self.gathered_bytes + self._trained * ITEMSIZE["float32"] * self.passes)
 
     @cached_property
     def hidden_from_tokens(self) -> int | None:
-        """Tokens per step from which storage is hidden, to within an eighth; None where no number hides it."""
+        """Smallest number of tokens per step for which storage is hidden, accurate to one eighth. ``None``: no number
+        of tokens hides it.
+        """
         low, high = 0, self.workload.sequence * self.workload.world_size
         while not self._is_hidden(high):
             low, high = high, 2 * high
@@ -339,13 +353,16 @@ class Estimate:
 
     @property
     def drive_bytes(self) -> int:
-        """Space that this rank takes on the drives from the second step on, with that of activations and gradients."""
+        """Bytes that this rank occupies on the drives from the second step on, including activations and gradients."""
         stored = self.traffic.written[Role.GRAD] > 0
-        return self.first_drive_bytes - (0 if stored else self._space_of_gradients)  # of activations: all that is kept
+        # The space for activations stays reserved at its full size.
+        return self.first_drive_bytes - (0 if stored else self._space_of_gradients)
 
     @property
     def first_drive_bytes(self) -> int:
-        """Space that it takes until the end of the first step, which is not planned, and may store gradients."""
+        """Bytes that this rank occupies on the drives during the first step, which runs without a plan and may store
+        gradients.
+        """
         state = self._space(state_pages(self.layout.pages), self.settings.run.retained_checkpoints)
         return state + self._space_of_gradients + self._space_of_activations
 
@@ -367,18 +384,18 @@ class Estimate:
 
     @property
     def node_written_per_day(self) -> float:
-        """Bytes that all ranks of a node write to its drives in a day of training."""
+        """Bytes that all ranks of a node write to its drives per day of training."""
         return self.traffic.written_bytes * self.machine.ranks_per_node * DAY / self.seconds.step
 
     @property
     def drive_days(self) -> float | None:
-        """Days of training until the drives of a node have written what they are rated for; None if that is unknown."""
+        """Days of training until the drives of a node reach their rated endurance. ``None``: the endurance is unknown."""
         rated, daily = self.machine.drives.endurance_bytes, self.node_written_per_day
         return rated / daily if rated and daily else None
 
     @cached_property
     def resident_bytes(self) -> dict[Role, int]:
-        """Bytes in the host cache of pages that always stay, by role."""
+        """Bytes of pages that stay in the host cache, by role."""
         found = dict.fromkeys(Role, 0)
         for index in self.plan.resident:
             page = self.layout.pages[index]
@@ -387,7 +404,9 @@ class Estimate:
 
     @cached_property
     def home_bytes(self) -> dict[Role, int]:
-        """Bytes of pages that live on the device, by role; gradients that updates in backward consume are in none."""
+        """Bytes of GPU-resident pages, by role. Gradients that updates in backward consume have no page and are
+        excluded.
+        """
         found = dict.fromkeys(Role, 0)
         for page in self.layout.pages:
             consumed = page.role is Role.GRAD and page.fsdp_module in self.placed.in_backward
@@ -397,12 +416,12 @@ class Estimate:
 
     @property
     def moves_nothing(self) -> bool:
-        """Whether no byte goes over the drives, whatever the batch."""
+        """Whether a step transfers no bytes over the drives, whatever the batch size."""
         return self.traffic.total_bytes == 0 and self.settings.activations.tier != "nvme"
 
     @cached_property
     def cache_slots_by_use(self) -> dict[str, int]:
-        """Cache slots of the host cache, by what they are for."""
+        """Number of cache slots by purpose."""
         plan = self.plan
         kept = {"resident": len(plan.resident), "streaming": plan.streaming_cache_slots, "kept": plan.kept.cache_slots}
         cache_slots = {**kept, "writing": plan.cache_slots - sum(kept.values())}
@@ -410,52 +429,53 @@ class Estimate:
 
     @property
     def working_bytes(self) -> float:
-        """Memory for computation, in bytes, about: of the device, or of the host beside the host cache."""
+        """Approximate memory for computation, in bytes: on the device, or in host memory in addition to the host cache."""
         return working_bytes(self.model, self.workload, paged=self.settings.activations.tier != "device")
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Why it does not fit, each with the value and what to change; empty where it does."""
+        """Reasons why the run does not fit, each with the value and the setting to change. Empty if it fits."""
         found = []
         drives, device = self.machine.drives, self.machine.device
         need = self.first_drive_bytes * self.machine.ranks_per_node
         if drives.space_bytes and need > drives.space_bytes:
             found.append(
-                f"the drives have {format_size(drives.space_bytes)} free and {format_size(need)} are needed on each "
-                'node; free some, use more drives or ranks, or a smaller state.format ("split" changes no bit)'
+                f"the run needs {format_size(need)} on the drives of each node, which have "
+                f"{format_size(drives.space_bytes)} free; free space, use more drives or ranks, or choose a smaller "
+                'state.format ("split" is bitwise equal)'
             )
         if device.memory_bytes and self.working_bytes > device.memory_bytes:
             found.append(
-                f"computation needs about {format_size(self.working_bytes)} of the {format_size(device.memory_bytes)} "
-                f"that {device.name} has; use more micro-batches, activation checkpointing, or --loss-tokens"
+                f"computation needs about {format_size(self.working_bytes)} of device memory, but {device.name} has "
+                f"{format_size(device.memory_bytes)}; use more micro-batches, activation checkpointing, or --loss-tokens"
             )
         need, cache_slots = len(self.activations.pages) * self.activations.tensors, self.budget.activation_cache_slots
         if self.settings.activations.tier == "host" and need > cache_slots:
             page_bytes = self.layout.page_bytes
             found.append(
-                f"activations need {format_size(need * page_bytes)} of host memory, {need} pages, and "
-                f"{format_size(cache_slots * page_bytes)} are for them; set activations.host_bytes to "
-                f'{format_setting(need * page_bytes)} or more, or activations.tier = "nvme"'
+                f"activations need {format_size(need * page_bytes)} of host memory ({need} pages), but "
+                f"{format_size(cache_slots * page_bytes)} are reserved for them; set activations.host_bytes to "
+                f'{format_setting(need * page_bytes)} or more, or set activations.tier = "nvme"'
             )
         return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """What a step of a rank keeps of activations in pages, in bytes; 0 where they stay where they are computed."""
+    """Paged activations of one rank per step, in bytes. All fields are 0 or empty if activations are not paged."""
 
     kept: int = 0
-    """Inputs of all layers."""
+    """Bytes of the inputs of all layers."""
     moved: int = 0
-    """What of them is written to the drives, and read again."""
+    """Bytes of the inputs that are written to the drives and read back."""
     pages: tuple[int, ...] = ()
-    """Lengths of the pages of an input."""
+    """Lengths of the pages of one input, in bytes."""
     tensors: int = 0
-    """Inputs that there are at once: those of a forward."""
+    """Number of inputs that exist at the same time, which is the number saved by one forward."""
 
 
 def _activations(model: ModelShape, work: Workload, settings: Config, budget: Budget) -> Activations:
-    """Return what `ActivationPages` does with the inputs of layers."""
+    """Predict how `ActivationPages` stores the inputs of layers."""
     tier, page_bytes = settings.activations.tier, budget.layout.page_bytes
     if tier == "device" or not work.recomputes:
         return Activations()
@@ -468,14 +488,18 @@ def _activations(model: ModelShape, work: Workload, settings: Config, budget: Bu
 
 
 def working_bytes(model: ModelShape, work: Workload, *, paged: bool = False) -> float:
-    """Return the memory that computation takes, in bytes, about.
+    """Return the approximate memory for computation, in bytes.
 
-    The root and two layers gathered, and activations; beside them logits of one micro-batch, or of a slice of it, with
-    the gradients of the head, or these and the gradients of a layer that is reduced. Or, where that is more, what is
-    there when all else is gone: the gradients of the root as they are reduced.
+    The peak is the larger of two moments. In forward and backward: the gathered weights of the root and of two layers,
+    activations, and either the logits of one micro-batch or slice with the gradients of the head, or the gradients of
+    the head and those of a layer that is being reduced. At the end of backward: the gradients of the root while they
+    are reduced, when everything else has been freed.
 
     Args:
-        paged: whether inputs of layers are paged: then one, what comes out, and their gradients are there at a time.
+        model: Shapes of the parameters.
+        work: Batch, accumulation and checkpointing.
+        paged: Whether the inputs of layers are paged. Then only one input, one output and their gradients are in memory
+            at a time.
     """
     itemsize = ITEMSIZE[work.computed]
     layer = max((fsdp_module.numel for fsdp_module in model.layers), default=0)
@@ -493,7 +517,7 @@ def working_bytes(model: ModelShape, work: Workload, *, paged: bool = False) -> 
     of_loss = at_once if work.loss_tokens is None else min(of_pass, work.loss_tokens)
     logits = of_loss * model.vocabulary
     head = sum(p.numel for p in model.root.parameters if p.trainable and p.used)
-    # Where slices are added up, backward leaves gradients in fp32, beside which that of the next slice is computed.
+    # Accumulation over slices keeps the gradients in fp32 while the gradient of the next slice is computed.
     of_root = ITEMSIZE["float32"] if work.slices_layers or of_loss < of_pass else itemsize
     of_layer = ITEMSIZE["float32"] if work.slices_layers else itemsize
     at_loss = logits * _LOGIT_BYTES + head * (of_root + (itemsize if of_root > itemsize else 0))
@@ -504,44 +528,47 @@ def working_bytes(model: ModelShape, work: Workload, *, paged: bool = False) -> 
 
 
 def _reduced_bytes(fsdp_module: FSDPModuleShape, work: Workload, left: int) -> float:
-    """Return the most bytes that FSDP2 holds of the gradients of an FSDP module while it reduces them, also on one
-    rank.
+    """Return the peak memory of FSDP2 for the gradients of one FSDP module while it reduces them.
 
-    First those that backward has left and a copy in fp32, which is reduced; then that copy and what comes out of it.
+    The peak is either the gradients from backward with the fp32 copy that is reduced, or that copy with the output of
+    the reduction. FSDP2 makes both copies on a single rank, too.
 
     Args:
-        left: bytes of an element that backward has left.
+        left: Bytes per element of the gradients that backward produces.
     """
     copied = ITEMSIZE["float32"]
     return fsdp_module.trained * (copied + max(left, copied / work.world_size))
 
 
 def spare_bytes(model: ModelShape, workload: Workload, machine: Machine, updates: int, *, paged: bool) -> int:
-    """Return the memory of a device that computation and updates leave, about, less the margin that a run leaves too.
+    """Return the approximate device memory that computation, updates and the safety margin of a run leave free, in
+    bytes.
 
     Args:
-        updates: bytes that updates take there.
-        paged: as for `working_bytes`.
+        model: Shapes of the parameters.
+        workload: Batch, accumulation and checkpointing.
+        machine: Machine with the device.
+        updates: Device memory for updates, in bytes.
+        paged: See `working_bytes`.
     """
     memory = machine.device.memory_bytes
     return max(0, int(memory - working_bytes(model, workload, paged=paged)) - device_margin(memory) - updates)
 
 
 def _step_events(model: ModelShape, workload: Workload) -> tuple[Event, ...]:
-    """Return the events of one step."""
     alone = workload.world_size == 1
     return expected_events(
         [fsdp_module.trainable for fsdp_module in model.fsdp_modules],
         root=True,
         embeds=any(parameter.looked_up and parameter.trainable for parameter in model.root.parameters),
         passes=workload.passes,
-        components=2 if alone and workload.passes > 1 else 1,  # one rank adds gradients up itself
+        components=2 if alone and workload.passes > 1 else 1,  # a single rank accumulates gradients in pages itself
         alone=alone,
     )
 
 
 def updates_on_device(settings: Config, machine: Machine, layout: Layout) -> bool:
-    """Return whether pages are updated on the device: where a run that measures the same would decide so."""
+    """Return whether updates run on the device, by the rule that a run applies to its measurements."""
     wanted, device, form = settings.update.device, machine.device, settings.state.format
     if not device.link or form != "fp32":
         return False
@@ -553,18 +580,25 @@ def updates_on_device(settings: Config, machine: Machine, layout: Layout) -> boo
 
 
 def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: Config) -> Estimate:
-    """Plan a run as it would be planned.
+    """Plan a run without a model and return the estimate.
 
     Args:
-        settings: `memory.host_bytes` must be set; also used are `memory.page_bytes`, `memory.device_bytes`,
-            `state.format`, `update.schedule`, `update.device` and `run.retained_checkpoints`.
+        model: Shapes of the parameters.
+        workload: Batch, parallelism, accumulation and optimizer.
+        machine: Drives, device and CPU of a rank.
+        settings: Configuration. `memory.host_bytes` must be set. `memory.page_bytes`, `memory.device_bytes`,
+            `activations`, `state.format`, `update.schedule`, `update.device` and `run.retained_checkpoints` are used,
+            too.
+
+    Returns:
+        The estimate, even if the run does not fit the drives or the device; see `Estimate.problems`.
 
     Raises:
-        BudgetError: the host cache is too small; the message has the least that works.
-        ConfigError: no such optimizer; the update schedule is impossible; the format would change nothing.
+        BudgetError: If the host cache is too small. The message names the smallest size that works.
+        ConfigError: If the optimizer is unknown, the update schedule is impossible, or the state format has no effect.
     """
     if workload.optimizer not in OPTIMIZERS:
-        raise ConfigError(f"no optimizer {workload.optimizer!r}; there are {', '.join(OPTIMIZERS)}")
+        raise ConfigError(f"unknown optimizer {workload.optimizer!r}; choose one of {', '.join(OPTIMIZERS)}")
     fsdp_modules, formats = model.specs(
         workload.optimizer,
         world_size=workload.world_size,
@@ -572,10 +606,12 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
         state_format=settings.state.format,
     )
     if settings.state.format != "fp32" and not any(one.encodings for one in formats.values()):
-        raise ConfigError(f'state.format = "{settings.state.format}" would change nothing here; set "fp32"')
+        raise ConfigError(f'state.format = "{settings.state.format}" has no effect for this model; set "fp32"')
     memory = settings.memory
     if settings.activations.tier == "host" and not machine.device.link:
-        raise ConfigError('activations.tier = "host" is for an accelerator: nothing computes beside host memory here')
+        raise ConfigError(
+            'activations.tier = "host" needs an accelerator: the model computes in host memory; set "device" or "nvme"'
+        )
     budget = choose_budget(
         fsdp_modules, formats, memory.host_bytes, memory.page_bytes,
         device=machine.device.link > 0, activations=settings.activations,
@@ -585,7 +621,7 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
     name = placed(wanted, events, late=workload.clipping)
     if wanted == "in_backward" != name:
         raise ConfigError(
-            'update.schedule = "in_backward" is impossible with clipping, or a loop over micro-batches; set "auto"'
+            'update.schedule = "in_backward" is impossible with clipping or a loop over micro-batches; set "auto"'
         )
     on_device = updates_on_device(settings, machine, budget.layout)
     device_bytes = memory.device_bytes

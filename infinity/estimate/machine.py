@@ -1,4 +1,4 @@
-"""A machine as far as an estimate needs it: what moves bytes, and what computes."""
+"""Hardware description for estimates: drives, accelerators and update speeds."""
 
 from __future__ import annotations
 
@@ -10,25 +10,30 @@ from infinity.units import GIB
 
 @dataclass(frozen=True, kw_only=True)
 class Drives:
-    """The NVMe drives of a node, all of them together."""
+    """All NVMe drives of a node, taken together."""
 
     count: int
-    """How many; pages are spread over them."""
+    """Number of drives. Pages are striped over them."""
     read: float
-    """Bytes per second that all of them read."""
+    """Combined read bandwidth, in bytes per second."""
     write: float
-    """That they write."""
+    """Combined write bandwidth, in bytes per second."""
     mixed: float = 0.0
-    """That they move where half of them are written; 0: not known, as if reads and writes took turns."""
+    """Combined bandwidth if half of the bytes are written, in bytes per second. 0: unknown; reads and writes are
+    assumed to alternate.
+    """
     space_bytes: int = 0
-    """What is free on all of them; 0: not known."""
+    """Combined free space, in bytes. 0: unknown."""
     endurance_bytes: float = 0.0
-    """What they may be written with in their lives; 0: not known."""
+    """Combined rated endurance, in bytes written. 0: unknown."""
 
     def bandwidth(self, written_share: float) -> float:
-        """Return bytes per second of a load of which so much is written.
+        """Return the bandwidth for a mix of reads and writes, in bytes per second.
 
-        The time per byte is taken to be linear between only reads, half and half, and only writes.
+        The time per byte is interpolated linearly between reads only, an even mix, and writes only.
+
+        Args:
+            written_share: Fraction of the bytes that are written.
         """
         half = 1 / self.mixed if self.mixed else (1 / self.read + 1 / self.write) / 2
         if written_share <= 0.5:
@@ -40,20 +45,21 @@ class Drives:
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """What computes: one device of a rank."""
+    """The device on which a rank computes."""
 
     name: str
-    """What to call it."""
+    """Name shown in messages."""
     flops: float
-    """Floating-point operations per second that training reaches, not the peak."""
+    """Floating-point operations per second that training achieves, as opposed to the peak."""
     memory_bytes: int = 0
-    """Its own memory; 0: it computes in the host's."""
+    """Device memory, in bytes. 0: the device computes in host memory."""
     link: float = 0.0
-    """Bytes per second between host and device, each way; 0: nothing has to be copied."""
+    """Bandwidth between host and device in each direction, in bytes per second. 0: no copies are needed."""
 
 
 REACHED = 0.4
-"""Share of its peak at which an accelerator is taken to compute: what well-tuned training of large models reaches."""
+"""Assumed fraction of its peak that an accelerator achieves, which is typical of well-tuned training of large models.
+"""
 
 _PEAKS: Mapping[str, tuple[float, float, float]] = {
     "a10g": (125e12, 24, 25e9),
@@ -72,54 +78,64 @@ _PEAKS: Mapping[str, tuple[float, float, float]] = {
     "rtx5090": (209e12, 32, 55e9),
     "v100": (125e12, 32, 12e9),
 }
-"""By name, from the makers' data sheets: peak FLOP/s of dense bf16 (fp16 for the V100) with fp32 accumulation, memory
-in GiB, and bytes per second of the link to the host that copies reach (PCIe 3, 4 and 5 with 16 lanes; NVLink-C2C)."""
+"""Data sheet values by name: peak FLOP/s of dense bf16 (fp16 for the V100) with fp32 accumulation, memory in GiB, and
+the bandwidth in bytes per second that copies over the host link achieve (PCIe 3, 4 and 5 with 16 lanes; NVLink-C2C).
+"""
 
 ACCELERATORS: Mapping[str, Accelerator] = {
     name: Accelerator(name=name, flops=REACHED * peak, memory_bytes=int(memory * GIB), link=link)
     for name, (peak, memory, link) in _PEAKS.items()
 }
-"""What `infinity plan --gpu` knows."""
+"""Accelerators that `infinity plan --gpu` knows."""
 
 UPDATE_SECONDS: Mapping[str, float] = {"fp32": 2.9e-9, "split": 8.9e-9, "bf16-moments": 24e-9, "8bit": 34e-9}
-"""Seconds in which one core updates one parameter with AdamW, by `state.format`: of the benchmarks' machine, from
-benchmarks/results/plan.json (`make bench-plan`)."""
+"""Seconds in which one core updates one parameter with AdamW, by `state.format`. Measured on the benchmark machine; see
+benchmarks/results/plan.json (`make bench-plan`).
+"""
 
 HASH_RATE = 10e9
-"""Bytes per second of one thread's checksums, about: XXH3 of pages that come from memory, 5e9 to 15e9 on servers."""
+"""Approximate checksum speed of one thread, in bytes per second. XXH3 over pages in memory runs at 5e9 to 15e9 on
+servers.
+"""
 
 ACCESS_SECONDS = 500e-6
-"""Python of one access to pages where a GPU computes, about: with it the steps of benchmarks/results/gpu.json take as
-long as they did. Threads of a process take turns with Python, so it is for all of them together."""
+"""Approximate Python time per page access if a GPU computes, chosen so that estimates match the step times in
+benchmarks/results/gpu.json. It covers all threads of a process, because they share the GIL.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What one rank has, of a node with others or alone."""
+    """Hardware that one rank uses, possibly shared with other ranks of its node."""
 
     drives: Drives
-    """Of its node."""
+    """Drives of the node."""
     ranks_per_node: int = 1
-    """Ranks that share them."""
+    """Number of ranks that share the drives."""
     device: Accelerator
-    """That computes."""
+    """Device of the rank."""
     update_seconds: Mapping[str, float]
-    """Seconds to update one parameter, by `state.format`: of one core of `update_cores`, or of all that compute."""
+    """Seconds to update one parameter, by `state.format`: on one of `update_cores`, or on all computing cores together
+    if `update_cores` is 0.
+    """
     update_cores: int = 0
-    """Cores of the thread for updates; 0: there is none, updates take the cores that compute."""
+    """Number of cores that the update thread uses. 0: there is no update thread, and updates use the computing cores.
+    """
     fixed_seconds: float = 0.0
-    """Of a step, beside computation, copies and updates: what does not depend on the tokens."""
+    """Seconds per step in addition to computation, copies and updates, independent of the number of tokens."""
     hash_rate: float = 0.0
-    """Bytes per second of checksums, of the thread for pages that are read and of the other for those that are written;
-    0: they take no time."""
+    """Checksum speed in bytes per second of each of two threads: one for pages that are read, one for pages that are
+    written. 0: checksums take no time.
+    """
     access_seconds: float = 0.0
-    """Of Python for each access to pages; 0: it takes no time, or is a part of `fixed_seconds`."""
+    """Python time per page access, in seconds. 0: it takes no time, or is part of `fixed_seconds`."""
     interconnect: float = 0.0
-    """Bytes per second at which a rank exchanges weights and gradients with the others; 0: takes no time."""
+    """Bytes per second at which a rank exchanges weights and gradients with other ranks. 0: the exchange takes no time.
+    """
 
     @property
     def threaded(self) -> bool:
-        """Whether updates run beside computation."""
+        """Whether a separate thread runs updates in parallel with computation."""
         return self.update_cores > 0
 
     def update(self, state_format: str) -> float:
@@ -127,7 +143,7 @@ class Machine:
         return self.update_seconds[state_format] / max(1, self.update_cores)
 
     def with_drives(self, count: int) -> Machine:
-        """Return the machine with another number of drives like these."""
+        """Return a copy of the machine with another number of drives of the same kind."""
         drives = self.drives
 
         def scaled(value: float) -> float:
@@ -144,5 +160,9 @@ class Machine:
         return replace(self, drives=more)
 
     def bandwidth(self, written_share: float) -> float:
-        """Return bytes per second that the rank's transfers get, of which so much is written."""
+        """Return the drive bandwidth of this rank for a mix of reads and writes, in bytes per second.
+
+        Args:
+            written_share: Fraction of the bytes that are written.
+        """
         return self.drives.bandwidth(written_share) / self.ranks_per_node

@@ -1,4 +1,4 @@
-"""A model as far as an estimate needs it: the shapes of its parameters, FSDP module by FSDP module."""
+"""Model description for estimates: parameter shapes, grouped by FSDP module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from infinity.content.layout import FSDPModuleSpec, ShardSpec
 from infinity.errors import ConfigError
 
 Kinds = tuple[tuple[str, str], ...]
-"""An optimizer's element-wise states, as (name, dtype)."""
+"""Element-wise states of an optimizer, as (name, dtype)."""
 
 OPTIMIZERS: dict[str, Kinds] = {
     "adamw": (("exp_avg", "float32"), ("exp_avg_sq", "float32")),
@@ -24,81 +24,86 @@ OPTIMIZERS: dict[str, Kinds] = {
     "momentum": (("momentum_buffer", "float32"),),
     "sgd": (),
 }
-"""The states of optimizers by name: those of torch.optim with fp32 parameters; `amsgrad` is Adam with it, `momentum` is
-SGD with it."""
+"""States of optimizers by name. They correspond to torch.optim with fp32 parameters; `amsgrad` is Adam with
+``amsgrad=True``, and `momentum` is SGD with momentum.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterShape:
-    """One parameter, whole."""
+    """Shape of one full parameter."""
 
     name: str
-    """Its name in the model."""
+    """Name of the parameter in the model."""
     shape: tuple[int, ...]
-    """Elements by dimension; the first one is cut among the ranks."""
+    """Size of each dimension. The first dimension is sharded."""
     dtype: str = "float32"
-    """In which it is trained, or, where it is frozen, kept."""
+    """Dtype of the parameter. A frozen parameter is stored in it."""
     trainable: bool = True
-    """Whether it is trained."""
+    """Whether the parameter is trained."""
     used: float = 1.0
-    """With which share of it a token is multiplied: 0 for a table in which tokens are only looked up; less than 1 for
-    experts, of which each token takes a few. Vectors do not count."""
+    """Fraction of the elements that each token is multiplied by: 0 for an embedding table that is only looked up, less
+    than 1 for experts because each token is routed to a few. Vectors are not counted.
+    """
     looked_up: bool = False
-    """Whether it is a table in which tokens are looked up, before the first layer."""
+    """Whether the parameter is an embedding table that is looked up before the first layer."""
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def shard(self, world_size: int) -> tuple[int, ...]:
-        """Return the shape of the first rank's slice, which is none's smaller one: rows are dealt out as FSDP2 does."""
+        """Return the shape of the slice of rank 0, which is the largest one because FSDP2 deals out rows like
+        `torch.chunk`.
+        """
         rows, *others = self.shape or (1,)
         return (-(-rows // world_size), *others)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPModuleShape:
-    """One `fully_shard` group."""
+    """Parameter shapes of one module on which `fully_shard` is called."""
 
     name: str
-    """Of the module that it was called on."""
+    """Name of the module."""
     parameters: tuple[ParameterShape, ...]
-    """In the order in which they are gathered."""
+    """Parameters in all-gather order."""
 
     @cached_property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return sum(parameter.numel for parameter in self.parameters)
 
     @cached_property
     def used(self) -> float:
-        """Elements that a token is multiplied with in a forward."""
+        """Number of elements that each token is multiplied by in forward."""
         return sum(parameter.used * parameter.numel for parameter in self.parameters if len(parameter.shape) > 1)
 
     @cached_property
     def trained(self) -> int:
-        """Elements that are trained."""
+        """Number of trained elements."""
         return sum(parameter.numel for parameter in self.parameters if parameter.trainable)
 
     @property
     def trainable(self) -> bool:
-        """Whether any of it is trained."""
+        """Whether any parameter is trained."""
         return self.trained > 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A model of a root and layers that are FSDP modules of their own."""
+    """Shapes of a model that consists of a root and layers, each of which is an FSDP module."""
 
     name: str
-    """What to call it."""
+    """Name shown in messages."""
     root: FSDPModuleShape
-    """What is in no layer: embeddings, head, the last norm. FSDP2 gathers it first, and once per step."""
+    """Parameters outside all layers: embeddings, head and last norm. FSDP2 gathers the root first, and once per step.
+    """
     layers: tuple[FSDPModuleShape, ...]
-    """In the order in which they compute."""
+    """Layers in the order of forward."""
     hidden: int
-    """Width of what goes from layer to layer, in elements per token."""
+    """Width of the hidden state between layers, in elements per token."""
     vocabulary: int
     """Logits per token."""
 
@@ -109,19 +114,22 @@ class ModelShape:
 
     @cached_property
     def parameters(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return sum(fsdp_module.numel for fsdp_module in self.fsdp_modules)
 
     @cached_property
     def trainable_parameters(self) -> int:
-        """Elements of those that are trained."""
+        """Number of elements of all trained parameters."""
         return sum(fsdp_module.trained for fsdp_module in self.fsdp_modules)
 
     def forward_flops(self, sequence: int) -> tuple[float, float]:
-        """Return the floating-point operations per token in a forward of the root, and of all layers.
+        """Return the floating-point operations per token in forward, as (root, all layers).
 
-        Two for each element that the token is multiplied with, and 4 · sequence · hidden in the attention of a layer
-        (Chowdhery et al., "PaLM", 2022, appendix B).
+        Each token takes 2 operations per element that it is multiplied by, and 4 · sequence · hidden in the attention
+        of a layer (Chowdhery et al., "PaLM", 2022, appendix B).
+
+        Args:
+            sequence: Tokens per sequence.
         """
         attention = 4.0 * sequence * self.hidden * len(self.layers)
         return 2.0 * self.root.used, 2.0 * sum(layer.used for layer in self.layers) + attention
@@ -129,13 +137,13 @@ class ModelShape:
     def specs(
         self, optimizer: str, *, world_size: int, computed: str, state_format: str
     ) -> tuple[list[FSDPModuleSpec], dict[str, StateFormat]]:
-        """Return the FSDP modules and formats of the first rank, as an offloaded model has them.
+        """Return the FSDP modules and state formats of rank 0, as an offloaded model would have them.
 
         Args:
-            optimizer: one of `OPTIMIZERS`.
-            world_size: ranks among which each parameter is cut.
-            computed: dtype of the computation, such as ``bfloat16``.
-            state_format: setting `state.format`.
+            optimizer: Name of an optimizer in `OPTIMIZERS`.
+            world_size: Number of ranks over which each parameter is sharded.
+            computed: Dtype of the computation, such as ``bfloat16``.
+            state_format: Value of the setting `state.format`.
         """
         formats: dict[str, StateFormat] = {}
         fsdp_modules = []
@@ -155,13 +163,21 @@ class ModelShape:
 
 
 def decoder(*, parameters: float, layers: int, hidden: int, vocabulary: int, tied: bool = False) -> ModelShape:
-    """Return a decoder with gated layers of about so many parameters, such as the Llamas.
+    """Return the shapes of a decoder with gated MLPs, such as Llama, of about the given number of parameters.
 
-    What is not in embedding and head is in the layers: four matrices of attention, of hidden by hidden where that is at
-    most half of a layer, and three of hidden by inner, with the inner width that comes out.
+    All parameters outside the embedding and the head are distributed over the layers. Each layer has four attention
+    matrices, hidden by hidden unless they would exceed half of the layer, and three MLP matrices, hidden by inner, with
+    the inner width that results.
+
+    Args:
+        parameters: Total number of parameters.
+        layers: Number of layers.
+        hidden: Width of the hidden state.
+        vocabulary: Number of tokens in the vocabulary.
+        tied: Whether the head shares the embedding.
 
     Raises:
-        ConfigError: the numbers cannot be those of one model.
+        ConfigError: If the numbers do not fit together in one model.
     """
     outside = vocabulary * hidden * (1 if tied else 2) + hidden
     each = (parameters - outside) / layers - 2 * hidden
@@ -169,7 +185,8 @@ def decoder(*, parameters: float, layers: int, hidden: int, vocabulary: int, tie
     if rows < 1 or inner < 1:
         raise ConfigError(
             f"{parameters:.4g} parameters are too few for {layers} layers of width {hidden} and a vocabulary of "
-            f"{vocabulary}: embedding{'' if tied else ' and head'} alone have {outside:.4g}"
+            f"{vocabulary}: the embedding {'alone has' if tied else 'and the head alone have'} {outside:.4g}; use "
+            "fewer layers, a smaller width or a smaller vocabulary"
         )
     attention = {name: (rows, hidden) for name in ("q_proj", "k_proj", "v_proj")} | {"o_proj": (hidden, rows)}
     mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
@@ -202,21 +219,24 @@ def _ends_with(name: str, target: str) -> bool:
 
 
 def with_lora(model: ModelShape, rank: int, dtype: str, targets: Sequence[str] = ()) -> ModelShape:
-    """Return the model with all that it has frozen and kept in `dtype`, and LoRA beside matrices of the layers.
+    """Return the model with LoRA adapters on the matrices of its layers, and with its own parameters frozen.
 
-    For a matrix of m by n these are rank by n and m by rank elements (Hu et al., "LoRA", 2021).
+    The adapters of an m by n matrix have rank by n and m by rank elements (Hu et al., "LoRA", 2021).
 
     Args:
-        targets: ends of names of the modules whose matrices get them, as peft takes them; none: each matrix.
+        model: Base model.
+        rank: Rank of the adapters.
+        dtype: Dtype of the frozen parameters.
+        targets: Name suffixes of the adapted modules, as in `peft.LoraConfig`. Empty: every matrix of a layer.
 
     Raises:
-        ConfigError: no matrix of a layer has a name with one of these ends.
+        ConfigError: If a target matches no module of a layer.
     """
     matrices = {item.name.removesuffix(".weight") for layer in model.layers for item in layer.parameters}
     for target in targets:
         if not any(_ends_with(name, target) for name in matrices):
             names = sorted({name.rsplit(".", 1)[-1] for name in matrices})
-            raise ConfigError(f"no layer of {model.name} has {target!r}; there are {', '.join(names)}")
+            raise ConfigError(f"no layer of {model.name} has a module {target!r}; choose from {', '.join(names)}")
 
     def frozen(parameter: ParameterShape) -> ParameterShape:
         return replace(parameter, trainable=False, dtype=dtype)
@@ -248,9 +268,12 @@ def with_lora(model: ModelShape, rank: int, dtype: str, targets: Sequence[str] =
 
 
 def with_trainable_share(model: ModelShape, share: float, dtype: str) -> ModelShape:
-    """Return the model of which only the last layers are trained: as many as have about `share` of its parameters.
+    """Return the model with only its last layers trained, and everything else frozen.
 
-    The others, and the root, are frozen and kept in `dtype`.
+    Args:
+        model: Base model.
+        share: Fraction of the parameters that the trained layers hold together, at least.
+        dtype: Dtype of the frozen parameters.
     """
     trained, wanted = 0, share * model.parameters
     layers: list[FSDPModuleShape] = []

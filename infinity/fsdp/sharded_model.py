@@ -217,7 +217,7 @@ def _outside(model: nn.Module, names: list[str]) -> UnsupportedError:
         return UnsupportedError(
             "parameters of adapters of peft are outside of all FSDP modules, since they were added after fully_shard: "
             f"{shown}; give their configuration to infinity.from_pretrained or from_config (adapters=), or call "
-            "get_peft_model before fully_shard (docs/lora.md)"
+            "get_peft_model before fully_shard (docs/how-to/lora.md)"
         )
     return UnsupportedError(f"parameters outside of all FSDP modules: {shown}; call fully_shard(model) too")
 

@@ -1,8 +1,8 @@
-"""One training step: FSDP modules are gathered, gradients come in, pages are updated, wherever the update schedule
-says.
+"""Execution of a training step over paged shards.
 
-The step is a walk over the accesses that `schedule.trace` describes. What listens to the model calls `StepRunner`: the
-shards when they are gathered or looked at, the hooks on gradients when they arrive, the optimizer in `step()`.
+During a step, FSDP modules are gathered, gradients arrive, and pages are updated at the times given by the update
+schedule. `schedule.trace` describes the resulting sequence of page accesses. `StepRunner` is called by the shards when
+they are gathered or read, by the gradient hooks when gradients arrive, and by the optimizer in `step()`.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ from infinity.schedule.trace import Event
 from infinity.telemetry.ledger import Ledger, StepRecord
 
 _log = logging.getLogger("infinity")
-_MOST_BEHIND = 2
-"""FSDP modules whose updates in backward may not have ended when the weights of another one are on the device already:
-nothing
-else keeps the training thread from going on, and gradients from taking the device's memory."""
+_MAX_UNFINISHED_UPDATES = 2
+"""Maximum number of FSDP modules with an unfinished update in backward when the weights of the next one are already on
+the GPU. Without this limit, the training thread could run ahead and fill GPU memory with gradients."""
 
 
-_LOOK_SECONDS = 0.5
-"""After which it is looked whether the training thread is to be interrupted, while another one has its turn."""
+_CHECK_SECONDS = 0.5
+"""Interval at which a thread that waits for the lock checks for interrupts."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def _one_at_a_time(method: Callable[P, R], *, waits: bool = False) -> Callable[P, R]:
-    """Let one thread at a time run a method of a `StepRunner`, and Ctrl-C wait until it has, or until it waits.
+    """Run a method of a `StepRunner` under its lock, and defer Ctrl-C until the method returns or waits.
 
     Args:
-        waits: whether Ctrl-C comes through in none of its waits either.
+        method: method to wrap.
+        waits: whether to defer Ctrl-C during the waits of the method too.
     """
 
     @wraps(method)
     def run(*args: P.args, **keywords: P.kwargs) -> R:
         lock = args[0]._lock  # type: ignore[attr-defined]
         with interrupts.held(waits=waits):
-            while not lock.acquire(timeout=_LOOK_SECONDS):
+            while not lock.acquire(timeout=_CHECK_SECONDS):
                 interrupts.check()
             try:
                 return method(*args, **keywords)
@@ -75,17 +75,37 @@ def _one_at_a_time(method: Callable[P, R], *, waits: bool = False) -> Callable[P
     return run
 
 
-_whole_at_a_time = partial(_one_at_a_time, waits=True)
+_uninterrupted = partial(_one_at_a_time, waits=True)
 
 
 class StepRunner:
-    """Runs training steps over paged shards.
+    """Run training steps over paged shards.
 
-    A step begins with the first gather behind the step before. FSDP modules are gathered in forward and in backward
-    (`gathering`, `gathered`); gradients arrive in backward (`gradient_arrived`) and may be read and changed until
-    `step`, which ends it: what was not updated in backward is updated, or left to the next forward. In between anybody
-    may `look` at weights and states, which are those of the last step then. It ends with `close`. The training thread
-    calls all methods (in backward, autograd's thread for it); another one may look, and waits for its turn.
+    A step begins with the first gather after the previous step. FSDP modules are gathered in forward and in backward
+    (`gathering`, `gathered`). Gradients arrive in backward (`gradient_arrived`) and may be read and changed until
+    `step`. `step` updates the FSDP modules that were not updated in backward, or leaves their updates to the next
+    forward. Between steps, any caller may `look` at weights and states, which are the ones of the last step. `close`
+    ends the runner.
+
+    The training thread calls all methods; in backward, autograd's thread calls them on its behalf. Another thread may
+    call `look`, and waits until the lock is free.
+
+    Args:
+        layout: pages of this rank.
+        pager: provides the pages.
+        device: compute device.
+        gpu_prefetcher: copies weights to the GPU before FSDP2 gathers them.
+        device_bytes: GPU memory for prefetched weights and GPU-resident FSDP modules, in bytes. If 0, it is the memory
+            that is free after the first step, less a margin.
+        update_on_device: whether pages are updated on the GPU.
+        planner: selects the update schedule and the plan.
+        worker: runs updates.
+        base_optimizer: settings and kernel of the optimizer.
+        ledger: records times and traffic.
+        freed: notified when an FSDP module begins.
+        parameters: model parameters, indexed by shard.
+        whole: gathers parameters that must be updated as full parameters; ``None`` if the model has no such parameters.
+        activations: pages activations between forward and backward; ``None`` if they stay on the GPU.
     """
 
     def __init__(
@@ -105,20 +125,6 @@ class StepRunner:
         whole: FullParameters | None = None,
         activations: ActivationPages | None = None,
     ) -> None:
-        """Make what a step consists of, from the bottom up.
-
-        Args:
-            device: what computes.
-            staging: brings weights to it ahead of their gather.
-            device_bytes: memory of the device for those, and for FSDP modules that live there; 0: what it has free
-                behind the
-                first step, less a margin.
-            update_on_device: whether pages are updated there.
-            freed: is told when an FSDP module begins.
-            parameters: by shard.
-            whole: brings together what ranks have of parameters that are updated whole; None where there are none.
-            activations: has what forwards keep for backwards; None where that stays on the device.
-        """
         self._lock = RLock()
         self._activations = activations
         self._layout, self._pager, self._worker, self._base_optimizer = layout, pager, worker, base_optimizer
@@ -126,14 +132,14 @@ class StepRunner:
         self._update_on_device = update_on_device
         self._ledger, self._freed = ledger, freed
         self.planner = planner
-        """Where updates run, and the plan."""
+        """Selects the update schedule and the plan."""
         planner.update_on_device = update_on_device
         self._whole = whole
-        self._recording = Recording()  # what this step shows
+        self._recording = Recording()  # events of the current step
         self.updates = Updates(
             layout, pager, device, gpu_prefetcher, update_on_device, planner, base_optimizer, worker, ledger, whole
         )
-        """What is being updated."""
+        """Running and pending updates."""
         self._gradients = Gradients(layout, pager, device, planner, self.updates, self._recording, ledger, parameters)
         # By FSDP module, the parameters that had no optimizer state when the model was offloaded.
         self._frozen = [
@@ -144,29 +150,34 @@ class StepRunner:
             ]
             for shards in layout.fsdp_module_shards
         ]
-        self._counted = 0  # elements that records of steps have counted as updated
-        self._grad_enabled = True  # whether the forward that is running makes a graph; set by `forward`
-        self._backward = -1  # number of the backward pass in which gradients arrived last; -1: of none in this step
-        self._skip = False  # whether the step that is running is to update nothing
-        self._looked_between = False  # whether the first step looked at weights between backward and step()
-        self._closed = ""  # why nothing can be done any more; empty while it can
+        self._counted = 0  # updated elements that are included in the records of previous steps
+        self._grad_enabled = True  # whether the current forward builds a graph; set by `forward`
+        self._backward = -1  # number of the backward pass in which gradients last arrived; -1: none in this step
+        self._skip = False  # whether the current step updates nothing
+        self._looked_between = False  # whether weights were read between backward and step() in the first step
+        self._closed = ""  # reason why the runner is closed; empty while it is open
 
-    # What listens to the model #
+    # Called by model hooks #
 
     def forward(self, grad_enabled: bool) -> None:
-        """Note that a forward begins that is inside of no other FSDP module's, under `torch.no_grad()` or not."""
+        """Note that a forward begins that is not nested in the forward of another FSDP module.
+
+        Args:
+            grad_enabled: ``False`` under `torch.no_grad()`.
+        """
         self._grad_enabled = grad_enabled
 
     @_one_at_a_time
     def gathering(self, shard: int) -> bool:
-        """Note that a shard's pages are about to be copied out.
+        """Note that the pages of a shard are about to be copied out.
 
         Returns:
-            Whether that is a part of a training step, of which the plan knows: not in an evaluation under no_grad.
+            ``True`` if the gather is part of a training step and therefore in the plan; ``False`` in an evaluation
+            under `torch.no_grad()`.
 
         Raises:
-            InfinityError: the FSDP module was updated in backward, and `step()` has not been called since.
-            UnsupportedError: the FSDP module is to train what it was offloaded without.
+            InfinityError: if the FSDP module was updated in backward and `step()` has not been called since.
+            UnsupportedError: if a parameter that was frozen in `infinity.offload` now requires a gradient.
         """
         self.check_open()
         fsdp_module = self._layout.shards[shard].fsdp_module
@@ -186,16 +197,15 @@ class StepRunner:
             if self._gradients.changed and not torch_private.in_backward():
                 self.reconcile()
             self._gradients.close_arrivals()
-            # After a forward that was not followed by a backward, FSDP2 gathers FSDP modules ahead in the next one that
-            # are
-            # done with. An FSDP module that it does use again in the same backward gets a second gradient, which is
-            # refused.
+            # In the backward after a forward that had no backward of its own, FSDP2 prefetches FSDP modules that are
+            # already finished. These gathers are harmless. If FSDP2 does use such a module again in this backward, the
+            # module receives a second gradient, which raises an error.
             if not torch_private.in_backward() or torch_private.backward_number() != self._backward:
                 self._check_weights(fsdp_module)
             if torch_private.in_backward() and (
                 self._gpu_prefetcher.has(fsdp_module) or self._pager.gpu_resident(fsdp_module)
             ):
-                self.updates.bound(_MOST_BEHIND)
+                self.updates.bound(_MAX_UNFINISHED_UPDATES)
             self._recording.gather(fsdp_module)
             self.updates.run_pending(fsdp_module)
         return training
@@ -214,7 +224,7 @@ class StepRunner:
 
     @_one_at_a_time
     def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
-        """Take over what is in `p.grad` after a reduction; see `Gradients.take`."""
+        """Take over the gradient in `p.grad` after a reduction; see `Gradients.take`."""
         self.check_open()
         self._ledger.enter("backward")
         with self._ledger.part("python", name="gradient"):
@@ -228,29 +238,29 @@ class StepRunner:
         for name, param in self._frozen[fsdp_module]:
             if param.requires_grad:
                 raise UnsupportedError(
-                    f"{name} was frozen when the model was offloaded, so it has no optimizer state, and requires a "
-                    "gradient now: call requires_grad_(True) before infinity.offload (it may be frozen again later)"
+                    f"{name} requires a gradient, but has no optimizer state because it was frozen when the model was "
+                    "offloaded; call requires_grad_(True) before infinity.offload (it may be frozen again later)"
                 )
 
     def _check_weights(self, fsdp_module: int) -> None:
-        """Check that the weights of an FSDP module are those that they would be in memory."""
+        """Check that the weights of an FSDP module are the ones that a model in memory would have."""
         if fsdp_module in self.updates.begun:
             raise InfinityError(
-                f"the weights of FSDP module {self._layout.fsdp_modules[fsdp_module].name} were updated in backward, but step() has not "
-                "been called yet. Behind a step that was cut off, end it as it is, with step() and then zero_grad(), "
-                "or resume from the last checkpoint; to look at weights between the two, run an evaluation there, or run "
-                'several backward passes per step, set update.schedule = "after_backward" (or "in_forward")'
+                f"the weights of FSDP module {self._layout.fsdp_modules[fsdp_module].name} were updated in backward, "
+                "but step() has not been called yet. If the step was interrupted, call step() and then zero_grad(), or "
+                "resume from the last checkpoint. To read weights, evaluate or run several backward passes before "
+                'step(), set update.schedule = "after_backward" (or "in_forward")'
             )
 
-    # Who looks at weights and states #
+    # Access to weights and states #
 
     @_one_at_a_time
     def look(self, shard: int) -> None:
-        """Let the weights and the state of a shard be those of the last step, before anybody looks at them.
+        """Bring the weights and the state of a shard to the last step, before they are read.
 
         Raises:
-            InfinityError: its FSDP module was updated in backward already, and `step()` has not been called; or all has
-                ended.
+            InfinityError: if its FSDP module was updated in backward and `step()` has not been called, or if the runner
+                is closed.
         """
         self.check_open()
         self._check_weights(self._layout.shards[shard].fsdp_module)
@@ -260,49 +270,54 @@ class StepRunner:
 
     @_one_at_a_time
     def flush_updates(self) -> None:
-        """Have all updates done, those too that are left to the next forward: before anybody looks at the state."""
+        """Run all pending updates, including the ones left to the next forward, before the state is read."""
         if self.updates.waiting:
             self.planner.settling(self.updates.waiting)
         self.updates.flush_updates()
 
     @_one_at_a_time
     def switch(self, method: str) -> None:
-        """Run a method of the optimizer that changes its mode over all pages; all ranks together.
+        """Run a method of the optimizer that changes its mode on all pages. All ranks call it together.
+
+        Args:
+            method: one of `MODES`.
 
         Raises:
-            InfinityError: there are gradients, which belong to the weights of the mode that it is in.
+            InfinityError: if there are gradients, because they belong to the weights of the current mode.
         """
         self.check_open()
         self.reconcile()
         if self.has_gradients:
-            raise InfinityError(f"{method}() between backward and step(): call it after step() and zero_grad()")
+            raise InfinityError(
+                f"{method}() was called between backward and step(); call it after step() and zero_grad()"
+            )
         self.flush_updates()
         with self._ledger.phase("update", method), record_function(f"infinity::{method}"):
             self.updates.switch(method)
 
-    # What the optimizer does #
+    # Called by the optimizer #
 
     @property
     def has_gradients(self) -> bool:
-        """Whether gradients have arrived since the last step."""
+        """``True`` if gradients have arrived since the last step."""
         return bool(self.updates.begun) or self._gradients.there
 
     @_one_at_a_time
     def reconcile(self) -> None:
-        """Take over what was done to `p.grad` itself since gradients arrived.
+        """Apply changes that were made to `p.grad` since gradients arrived.
 
         Raises:
-            InfinityError: an FSDP module whose gradient was dropped has been updated in backward already.
-            UnsupportedError: a gradient was assigned that is no DTensor.
+            InfinityError: if a gradient was dropped whose FSDP module was already updated in backward.
+            UnsupportedError: if a gradient was assigned that is not a DTensor.
         """
         self._gradients.reconcile()
-        if not self.has_gradients and self._recording.has_gradients:  # all were dropped, and with them this step
+        if not self.has_gradients and self._recording.has_gradients:  # all gradients were dropped
             self._begin()
             self.planner.follow(self.planner.events, waiting=self.updates.waiting)
 
     @_one_at_a_time
     def close_arrivals(self) -> None:
-        """Store or use the gradients that were coming in: nobody waits for others of their FSDP module."""
+        """Store or use the gradients that have arrived, without waiting for others of their FSDP module."""
         self._gradients.close_arrivals()
 
     @_one_at_a_time
@@ -310,39 +325,43 @@ class StepRunner:
         """Check that gradients can be dropped.
 
         Raises:
-            InfinityError: an FSDP module was already updated in backward: there is no way back.
+            InfinityError: if an FSDP module was already updated in backward, which cannot be undone.
         """
         if self.updates.begun:
             raise InfinityError(
-                "zero_grad() before step(): updates already ran in backward, and cannot be undone; end the step as it "
-                "is, with step() and then zero_grad(), or resume from the last checkpoint; to be able to drop them set "
+                "zero_grad() was called before step(), but updates already ran in backward and cannot be undone; call "
+                "step() and then zero_grad(), or resume from the last checkpoint. To drop gradients before step(), set "
                 'update.schedule = "after_backward"'
             )
 
     @_one_at_a_time
     def check_new(self) -> None:
-        """Check that no `p.grad` is left from the step before. Raises `InfinityError` where one is."""
+        """Check that no gradient of the previous step remains in `p.grad`.
+
+        Raises:
+            InfinityError: if one remains.
+        """
         self._gradients.check_new()
 
     def skip(self) -> None:
-        """Let the step that is running update nothing."""
+        """Make the current step update nothing."""
         self._skip = True
 
-    @_whole_at_a_time
+    @_uninterrupted
     def step(self) -> StepRecord | None:
-        """End the step: update what was not updated in backward, or leave it to the next forward.
+        """End the step. Run the updates that did not run in backward, or leave them to the next forward.
 
         Returns:
-            What the step took; None where there were no gradients, so that it was none.
+            The record of the step, or ``None`` if there were no gradients and therefore no step.
 
         Raises:
-            InfinityError: settings were changed after updates had run in backward, or the update schedule is
-                impossible.
-            UnsupportedError: a setting, or what the optimizer keeps on itself, cannot be copied; nothing is used up.
+            InfinityError: if settings changed after updates had run in backward, or the update schedule is impossible.
+            UnsupportedError: if a setting or an attribute of the optimizer cannot be copied. All gradients remain
+                available.
         """
         gradients, updates = self._gradients, self.updates
         if not self.has_gradients and not gradients.zeros:
-            self._base_optimizer.kernel.advance()  # what optimizers count without any gradient
+            self._base_optimizer.kernel.advance()  # optimizers may count steps without gradients
             return None
         self._base_optimizer.check_copies()
         self._ledger.enter("other")
@@ -357,7 +376,8 @@ class StepRunner:
             updates.run_reduced()
             events = self._recording.end()
             self._choose(events, late)
-            with telling(self._pager.fail):  # FSDP modules of which some are a step ahead are nothing to go on from
+            # a failure here leaves some FSDP modules one step ahead, so the run cannot continue
+            with telling(self._pager.fail):
                 updates.run_left()
                 if self._skip:
                     gradients.discard()
@@ -373,13 +393,13 @@ class StepRunner:
             cache_slots.update(self._activations.census())
             moved, linked = self._activations.traffic, self._device.asynchronous
             self._ledger.predicted_activations(moved.read, moved.written, moved.loaded * linked, moved.kept * linked)
-        elements = updates.elements  # read once: the worker's thread adds to it
+        elements = updates.elements  # read once, because the worker thread changes it
         updated, self._counted = elements - self._counted, elements
         self._ledger.linked(*self._device.take_copied())
         return self._ledger.end_step(updates.step, updated, cache_slots, held, pager.in_flight())
 
     def _choose(self, events: tuple[Event, ...], late: bool) -> None:
-        """Choose update schedule and plan, and have on the device what they need there."""
+        """Select the update schedule and the plan, and allocate the GPU memory that they use."""
         planner = self.planner
         if self._device.asynchronous and (planner.recording or planner.plan is None):
             spare = self._device.spare_bytes() - (device_update_bytes(self._layout) if self._update_on_device else 0)
@@ -390,7 +410,7 @@ class StepRunner:
         try:
             self._provide(events)
         except torch.OutOfMemoryError:
-            _log.warning("the device has no room for weights and whole FSDP modules; set memory.device_bytes lower")
+            _log.warning("not enough GPU memory for prefetched and GPU-resident weights; set memory.device_bytes lower")
             planner.device_bytes = 0
             planner.choose(events, late)
             self._provide(events)
@@ -401,54 +421,69 @@ class StepRunner:
             self._ledger.predicted_link(traffic.to_device, traffic.from_device)
 
     def _provide(self, events: Sequence[Event]) -> None:
-        """Have slots, and FSDP modules GPU-resident, as the update schedule says. Raises `torch.OutOfMemoryError`."""
-        self._gpu_prefetcher.provide(
-            self.planner.update_schedule, events
-        )  # first: nothing is staged then of an FSDP module that moves
+        """Allocate GPU prefetch buffers and move FSDP modules to the GPU, as the update schedule says.
+
+        Raises:
+            torch.OutOfMemoryError: if GPU memory is exhausted.
+        """
+        # Before `house`, so that no FSDP module that moves has prefetched weights.
+        self._gpu_prefetcher.provide(self.planner.update_schedule, events)
         self._pager.house(self.planner.update_schedule.gpu_resident)
 
     def _begin(self) -> None:
-        """Begin a step: nothing was gathered, and no gradients have arrived."""
+        """Reset the state of the step."""
         self._gpu_prefetcher.drop()
         self._recording.clear()
         self._base_optimizer.forget_settings()
         self._backward = -1
         self._skip = False
 
-    # Its beginning and its end #
+    # Start and end of the run #
 
     def resume(self, step: int, scalars: Mapping[int, Scalars]) -> None:
-        """Go on behind a step. `scalars` are those of the optimizer by shard."""
+        """Continue after a step of a checkpoint.
+
+        Args:
+            step: number of completed steps.
+            scalars: scalar optimizer states by shard.
+        """
         self.updates.step = step
         self.updates.scalars.update(scalars)
 
     def check_open(self) -> None:
-        """Check that steps can still be taken. Raises `InfinityError`, with the reason, where they cannot."""
+        """Check that the runner is open.
+
+        Raises:
+            InfinityError: if it is closed; the message contains the reason.
+        """
         if self._closed:
             raise InfinityError(self._closed)
 
     def end(self, why: str, *, early: bool = False) -> None:
-        """Refuse everything from now on, with `why`; what was begun goes on, unless it ends `early`."""
+        """Make all further calls raise an error with the reason `why`.
+
+        Running updates continue, unless `early` is set.
+        """
         self._closed = why
         if self._whole is not None and early:
             self._whole.end(early=True)
 
     def drain(self) -> None:
-        """Wait until updates that were begun have run and nothing is in flight, so that byte counters stand still.
+        """Wait for running updates and transfers, so that byte counters no longer change.
 
         Updates that are left to the next forward do not run. No step can be taken afterwards.
         """
         self.updates.drain()
-        self._gpu_prefetcher.close()  # before the worker: what it copies may wait for updates that are queued
+        self._gpu_prefetcher.close()  # before the worker, because its copies may wait for queued updates
         self._worker.close()
         self._pager.drain()
 
     def close(self) -> None:
-        """End the worker; updates that have not begun are dropped, but for those that other ranks wait for.
+        """Stop the worker and drop all gradients.
 
-        Gradients are gone.
+        Updates that have not begun are dropped, except for updates that other ranks wait for.
         """
-        self._gpu_prefetcher.close()  # before the worker: what it copies may wait for updates that are queued
+        self._gpu_prefetcher.close()  # before the worker, because its copies may wait for queued updates
         if self._whole is not None:
             self._whole.end()
             self.updates.drain()

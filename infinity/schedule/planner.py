@@ -2,7 +2,7 @@
 
 [Note: why a fixed resident set] A training step uses its pages in a fixed cyclic order. On such a sweep any
 recency policy evicts each page just before it is needed again; keeping a *fixed* set of pages is optimal, and
-the traffic that is left is a closed form (docs/architecture.md). A page's benefit is the bytes per step that
+the traffic that is left is a closed form (docs/explanation/architecture.md). A page's benefit is the bytes per step that
 keeping it saves; every page costs one cache slot, so taking the most beneficial pages first is exact. Of those that
 save
 the same, such as the master and moments of all FSDP modules, residents are spread over the step.

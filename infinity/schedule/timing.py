@@ -1,29 +1,28 @@
-"""How long a step takes under a plan: the plan, walked with a clock. Pure, as the planner is.
+"""Step time under a plan, from a simulation of the plan. Pure: no I/O, no torch, no wall clock.
 
-The walk knows one drive, which moves one transfer after the other in the order in which the pager starts them, the
-cache slots of the host cache, and how long the training thread computes between its accesses. Time is counted in bytes
-that the
-drive could have moved meanwhile. So nothing has to be measured, plans are the same on every machine, and what is found
-holds for any drive: computation that takes as long as the transfers hides them only if the window reaches far enough.
-Plans are compared by that alone.
+The simulation models one drive, which performs transfers one at a time in the order in which the pager starts them; the
+cache slots of the host cache; and the time that the training thread computes between its accesses. Time is counted in
+the bytes that the drive could have moved meanwhile. Therefore no measurement is needed, plans are the same on every
+machine, and a comparison of plans holds for any drive: computation that takes as long as the transfers hides them only
+if the window reaches far enough. The planner compares plans by this simulation alone.
 
-Where more is known of a machine (`Beside`), the walk of a plan takes it into account. Each resource does one thing
-after the other, and is known by when it has done all that it was given:
+If more is known about a machine (`Beside`), the simulation takes it into account. Each resource does one thing at a
+time, and is represented by the time at which it will have finished all work that it was given:
 
-- updates, on a thread of their own or on the training thread;
-- checksums: a page is there when it has been read and then verified, and its cache slot is free when it has been hashed
-  and
-  written;
-- the interpreter: each access costs the thread that makes it some Python;
-- the link to a device, both ways. Weights are copied when their pages are there, but not before their update has ended:
-  where they are staged, by a thread of its own that training waits for when it gathers them, else by the training
-  thread. Gradients leave behind the computation of their FSDP module, beside that of the next one, and are waited for
-  by the
-  update or the page that takes them; where updates are in backward, only so many FSDP modules may be between the two.
+- Updates run on a thread of their own or on the training thread.
+- Checksums: a page is available when it has been read and then verified, and its cache slot is free when the page has
+  been hashed and written.
+- The Python interpreter: each access costs its thread some Python time.
+- The link to a device, in both directions. Weights are copied when their pages are available, but not before their
+  update has ended. If they are prefetched to the GPU, a separate thread copies them, and the training thread waits for
+  it at the gather; otherwise the training thread copies them. Gradients are copied to the host after the computation of
+  their FSDP module, overlapping the computation of the next one. The update, or the page that stores them, waits for
+  the copy. If updates run in backward, only a limited number of FSDP modules may have been computed and not yet
+  updated.
 
-What is left out: the training thread launches nothing ahead, so that Python of its accesses adds to computation; no
-thread waits for another one's Python; what is copied shares neither the link with the other direction nor the memory of
-the host with updates.
+The simulation ignores three effects. The training thread launches no work ahead of time, so that the Python time of its
+accesses adds to computation. No thread waits for the Python time of another thread. Copies share neither the link with
+the opposite direction nor host memory bandwidth with updates.
 """
 
 from __future__ import annotations
@@ -41,50 +40,54 @@ from infinity.schedule.trace import Access, Event, EventKind, Mode, gather_acces
 from infinity.schedule.update_schedule import UpdateSchedule, expand_events
 
 BACKWARD = 2.5
-"""Computation of an FSDP module in backward, over that in forward:
-
-between 2, and 3 where backward computes forward again.
-"""
+"""Computation time of an FSDP module in backward, relative to forward: 2 without recomputation, 3 with it."""
 _STEPS = 2
-"""How many steps it takes until one is like those that follow."""
+"""Number of simulated steps. The last one is steady: all later steps take as long."""
 _TRAINING, _UPDATES, _STAGES, _LINK = range(4)
-"""Who makes an access: the training thread, which waits for it; the thread for updates; the one that copies weights to
-a device ahead of their gather; the link back."""
+"""Thread of an access: the training thread, which waits for it; the update thread; the thread that prefetches weights
+to the GPU; the copy of gradients to the host.
+"""
 _Stop = tuple[int, int, int, Sequence[bool], float, Sequence[int]]
-"""An access: who makes it, reads that have been wanted, the last position of the window, whether each page that
-enters is read, how long it computes, and how many bytes each page that leaves has to write."""
+"""An access: its thread, the number of reads requested so far, the last position of the window, whether each page that
+enters is read, the time that the access takes, and the number of bytes that each page that leaves has to write.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
-    """What works in a step beside the drive and computation, and how long all of it takes in a step, if it were alone.
+    """Resources other than the drive and computation, each as the time per step that it would need alone.
 
-    In one FSDP module of time: seconds, or bytes that the drive could move meanwhile. 0: there is none, or it takes no
-    time.
+    All fields have one unit of time: seconds, or bytes that the drive could move meanwhile. 0 means that the resource
+    does not exist or takes no time.
     """
 
     updates: float = 0.0
-    """Updates, beside their transfers and copies."""
+    """Updates, without their transfers and copies."""
     weights: float = 0.0
-    """Copies to the device of all weights that are gathered."""
+    """Copies of all gathered weights to the device."""
     gradients: float = 0.0
-    """Copies of all gradients back."""
+    """Copies of all gradients to the host."""
     read: float = 0.0
-    """Copies to the device of all pages that are updated there; 0: updates are on the CPU."""
+    """Copies to the device of all pages that are updated there. 0 if updates run on the CPU."""
     changed: float = 0.0
-    """Copies of those pages back."""
+    """Copies of these pages back to the host."""
     verifying: float = 0.0
     """Checksums of all pages that are read."""
     hashing: float = 0.0
     """Checksums of all pages that are written."""
     interpreter: float = 0.0
-    """Python of all accesses."""
+    """Python time of all accesses."""
     behind: int = 0
-    """FSDP modules that may have computed their gradients and not been updated, where updates are in backward; 0: any
-    number."""
+    """Maximum number of FSDP modules that have computed their gradients and are not updated yet, if updates run in
+    backward. 0 means no limit.
+    """
 
     def times(self, factor: float) -> Beside:
-        """Return the same in another FSDP module of time."""
+        """Return the same resources in another unit of time.
+
+        Args:
+            factor: value of one current unit in the new unit, e.g. bytes per second.
+        """
         return replace(
             self,
             updates=factor * self.updates,
@@ -99,40 +102,44 @@ class Beside:
 
     @property
     def linked(self) -> bool:
-        """Whether anything is copied to a device or back."""
+        """Return ``True`` if anything is copied to a device or back."""
         return self.weights > 0 or self.gradients > 0 or self.read > 0
 
     @property
     def longest(self) -> float:
-        """What none of them lets a step be shorter than, but updates and Python, which may be on any thread."""
+        """Return a lower bound for the time of a step, in the unit of the fields.
+
+        Updates and Python do not count because they may run on any thread.
+        """
         return max(self.weights + self.read, self.gradients + self.changed, self.verifying, self.hashing)
 
 
 NOTHING = Beside()
-"""Nothing takes any time but the drive and computation."""
+"""No resources: only the drive and computation take time."""
 
 
 def computation(trace: Sequence[Access], layout: Layout) -> list[float]:
-    """Return which share of a step's computation comes before each access; the last item is what comes behind all.
+    """Return the fraction of a step's computation that precedes each access. The last item is the part after all
+    accesses.
 
-    An FSDP module is computed with when all of it has been gathered: before the next access to its pages, or the next
-    gather.
-    It takes time in proportion to its weights, and more when it is gathered again.
+    The computation of an FSDP module begins when all of its pages have been gathered. It precedes the next access to
+    the pages of this FSDP module that is not a gather, or the gather of another FSDP module. Its time is proportional
+    to the size of the weights, and multiplied by `BACKWARD` if they are gathered again.
+
+    Args:
+        trace: accesses of one step.
+        layout: pages of this rank.
     """
     shares = [0.0] * (len(trace) + 1)
     gathered: set[int] = set()
-    fsdp_module, factor, due = (
-        -1,
-        1.0,
-        0.0,
-    )  # what was gathered last, its factor, and its computation that has not come yet
+    # FSDP module that was gathered last, its factor, and its computation that has not been assigned to a position yet.
+    fsdp_module, factor, due = -1, 1.0, 0.0
     for position, access in enumerate(trace):
         page = layout.pages[access[0].page]
         gathers = _gathers(access, layout)
         another = page.fsdp_module != fsdp_module
-        if (gathers and another) or (
-            not gathers and not another
-        ):  # another FSDP module is gathered, or this one written to
+        # Another FSDP module is gathered, or pages of this one are updated or receive gradients.
+        if (gathers and another) or (not gathers and not another):
             shares[position], due = due, 0.0
         if gathers:
             if another:
@@ -147,32 +154,39 @@ def computation(trace: Sequence[Access], layout: Layout) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedComputation:
-    """When a step computes whose weights are staged: its trace does not tell, as pages are read ahead of their gather.
+    """Computation of a step that prefetches weights to the GPU.
 
-    For example, at position 7 the computation with FSDP module 1 has come, then FSDP module 2 is computed with, whose
-    pages were read
-    at positions 3 to 6, and that ends before position 7 too, where FSDP module 3 is on the device already: `shares[7]`
-    is that
-    of FSDP module 1, and `awaited` has (7, 2, share of FSDP module 2).
+    The trace does not show it, because pages are read ahead of their gather. For example, FSDP module 1 has finished
+    its computation before position 7. FSDP module 2, whose pages were read at positions 3 to 6, computes next and
+    finishes before position 7 too, because FSDP module 3 is already on the device. Then `shares[7]` is the fraction of
+    FSDP module 1, and `awaited` contains (7, 2, fraction of FSDP module 2).
     """
 
     shares: tuple[float, ...]
-    """Of a step's computation, by position: what comes before the access and waits for nothing more; the last item is
-    what comes behind all."""
+    """Fractions of a step's computation, by position: the computation before the access that waits for no prefetched
+    weights. The last item is the part after all accesses.
+    """
     prefetched: frozenset[int]
-    """Positions of accesses that another thread makes, ahead of the gather."""
+    """Positions of accesses that another thread performs ahead of the gather."""
     awaited: tuple[tuple[int, int, float], ...]
-    """(position, FSDP module, share), in order: before the access, training waits until the FSDP module's weights are
-    on the device,
-    and then computes so much."""
+    """(position, FSDP module, fraction), in order. Before this access, the training thread waits until the weights of
+    the FSDP module are on the device, and then computes this fraction.
+    """
 
 
 def staged_computation(
     events: Sequence[Event], layout: Layout, update_schedule: UpdateSchedule
 ) -> StagedComputation | None:
-    """Return when a step computes that looks like `events`; None where nothing is staged, and nothing lives there.
+    """Return the computation of a step, or ``None`` if it neither prefetches weights to the GPU nor has GPU-resident
+    modules.
 
-    An FSDP module is computed with from the event of its gather to the next event. Shares are those of `computation`.
+    The computation of an FSDP module lasts from its gather event to the next event. The fractions are equal to those
+    that `computation` returns.
+
+    Args:
+        events: one step.
+        layout: pages of this rank.
+        update_schedule: where updates run, and which weights the device holds.
     """
     if not update_schedule.prefetched and not update_schedule.gpu_resident:
         return None
@@ -199,7 +213,7 @@ def staged_computation(
 
 
 def _computation_of_events(events: Sequence[Event], layout: Layout) -> list[float]:
-    """Return which share of a step's computation comes behind each event."""
+    """Return the fraction of a step's computation that follows each event."""
     gathered: set[int] = set()
     work = [0.0] * len(events)
     for position, event in enumerate(events):
@@ -212,15 +226,21 @@ def _computation_of_events(events: Sequence[Event], layout: Layout) -> list[floa
 
 
 def _gathers(access: Access, layout: Layout) -> bool:
-    """Whether an access copies weights out to be computed with."""
+    """Return whether an access reads weights for a gather."""
     return len(access) == 1 and access[0].mode is Mode.READ and layout.pages[access[0].page].role is Role.PARAM
 
 
 def updating(trace: Sequence[Access], layout: Layout) -> list[float]:
-    """Return which share of a step's updates each access is: as many as it updates of all elements."""
+    """Return the fraction of a step's updates that each access performs, in proportion to the number of updated
+    elements.
+
+    Args:
+        trace: accesses of one step.
+        layout: pages of this rank.
+    """
     pages = layout.pages
     elements = [
-        # Of an update: the range itself, which the pages of weights that it lies in may be longer than.
+        # The smallest modified page is the updated range: weight pages may extend beyond it.
         min((pages[p].count for p, mode in access if mode.modifies and pages[p].role is not Role.GRAD), default=0)
         for access in trace
     ]
@@ -229,40 +249,44 @@ def updating(trace: Sequence[Access], layout: Layout) -> list[float]:
 
 
 class _Side(NamedTuple):
-    """What an access has to do with the device."""
+    """Relation of an access to the device."""
 
     fsdp_module: int
     """FSDP module of its pages."""
     gathers: bool = False
-    """Whether it copies weights to the device."""
+    """Whether the access copies weights to the device."""
     stores: bool = False
-    """Whether it stores gradients that come from the device."""
+    """Whether the access stores gradients that come from the device."""
     updates: bool = False
-    """Whether it uses gradients that come from the device, and are not stored."""
+    """Whether the access uses gradients that come from the device and are not stored."""
     begins: bool = False
-    """Whether it is the first one of a gather, or of an update that uses gradients from the device."""
+    """Whether the access is the first one of a gather, or of an update that uses gradients from the device."""
     copying: float = 0.0
-    """Share of a step's weights that it copies, or of the gradients that it stores or, if it begins, uses."""
+    """Fraction of a step's weights that the access copies, or of the gradients that it stores or (if it is the first
+    one of an update) uses.
+    """
     updating: float = 0.0
-    """Share of a step's updates that it is."""
+    """Fraction of a step's updates that the access performs."""
     weights: tuple[int, ...] = ()
-    """Pages of weights that it copies or changes."""
+    """Weight pages that the access copies or modifies."""
 
 
 def _sides(trace: Sequence[Access], layout: Layout, *, on_device: bool) -> list[_Side]:
-    """Return what each access has to do with the device.
+    """Return the relation of each access to the device.
 
     Args:
-        on_device: whether it updates: then gradients that are used at once stay there.
+        trace: accesses of one step.
+        layout: pages of this rank.
+        on_device: whether updates run on the device. If so, gradients that are used at once stay there.
     """
     pages, param, grad = layout.pages, Role.PARAM, Role.GRAD
-    weights, gradients = Counter[int](), Counter[int]()  # bytes by FSDP module, of gradients as they arrive
+    weights, gradients = Counter[int](), Counter[int]()  # bytes by FSDP module; of gradients, the first component
     for page in pages:
         weights[page.fsdp_module] += page.nbytes if page.role is param else 0
         gradients[page.fsdp_module] += page.nbytes if page.role is grad and not page.component else 0
     accesses = [len(list(gather_accesses(layout, fsdp_module))) for fsdp_module in range(len(layout.fsdp_modules))]
     sides: list[_Side] = []
-    before: tuple[int, bool] | None = None  # FSDP module, and whether it was gathered
+    before: tuple[int, bool] | None = None  # FSDP module of the previous access, and whether that was a gather
     for access in trace:
         first, mode = access[0]
         fsdp_module, gathers = pages[first].fsdp_module, _gathers(access, layout)
@@ -287,14 +311,17 @@ def _sides(trace: Sequence[Access], layout: Layout, *, on_device: bool) -> list[
 
 
 class Timing:
-    """The walks of plans of one trace: what does not depend on the plan is found out once. Nothing of it changes."""
+    """Simulations of plans for one trace. Immutable: the constructor precomputes all values that do not depend on the
+    plan.
+    """
 
     def __init__(self, turn: Cycle, *, threaded: bool, prefetched: StagedComputation | None = None) -> None:
-        """Find out when a step computes.
+        """Precompute the computation before each access.
 
         Args:
-            threaded: whether updates are waited for on a thread of their own.
-            staged: when a step of this trace computes, if its weights are staged.
+            turn: the trace.
+            threaded: whether updates run on a thread of their own.
+            prefetched: computation of a step of this trace, if its weights are prefetched to the GPU.
         """
         self._turn = turn
         self._shares = prefetched.shares if prefetched else computation(turn.trace, turn.layout)
@@ -304,9 +331,8 @@ class Timing:
             for access in turn.trace
         ]
         self._fsdp_modules = [pages[access[0].page].fsdp_module for access in turn.trace]
-        self._awaited: dict[
-            int, list[tuple[int, float]]
-        ] = {}  # by position, FSDP modules and the computation behind each
+        # By position, FSDP modules and the computation that follows each.
+        self._awaited: dict[int, list[tuple[int, float]]] = {}
         if prefetched:
             for position in prefetched.prefetched:
                 self._who[position] = _STAGES
@@ -316,21 +342,21 @@ class Timing:
     def lengths(
         self, reach: Sequence[int], moves: Moves, cache_slots: int, works: Sequence[float], beside: Beside = NOTHING
     ) -> list[float]:
-        """Return how long a steady step takes for each time that its computation may take.
+        """Return the time of a steady step for each of several computation times.
 
-        In bytes that the drive could move meanwhile.
+        All times are counted in the bytes that the drive could move meanwhile.
 
         Args:
-            reach: the last position of the window, by position.
-            moves: what the step moves.
-            cache slots: of the host cache, without those of pages that always stay.
-            works: how long all computation of a step takes but that of updates.
-            beside: what else takes time.
+            reach: last position of the window, by position.
+            moves: transfers of the step.
+            cache_slots: cache slots of the host cache, except those of pages that always stay.
+            works: time that all computation of a step takes, without updates.
+            beside: other resources that take time.
         """
         turn = self._turn
         nbytes = [turn.nbytes[page] for page in turn.pages]
         entering: list[list[bool]] = [[] for _ in turn.trace]
-        leaving: list[list[int]] = [[] for _ in turn.trace]  # by position; 0 for a page that is not written
+        leaving: list[list[int]] = [[] for _ in turn.trace]  # bytes to write, by position; 0: the page is not written
         for use in moves.entering:
             entering[turn.places[use]].append(use in moves.read)
         for use in moves.leaving:
@@ -342,7 +368,7 @@ class Timing:
         if beside.updates:
             each = [beside.updates * share for share in updating(turn.trace, turn.layout)]
         before = [0.0] * (turn.length + 1)
-        if beside.interpreter:  # a gather is a hook of the training thread, whoever copies
+        if beside.interpreter:  # a gather runs a hook on the training thread, no matter which thread copies
             python = beside.interpreter / turn.length
             hooks = [_gathers(access, turn.layout) for access in turn.trace]
             each = [taking if hook else taking + python for taking, hook in zip(each, hooks, strict=True)]
@@ -377,20 +403,22 @@ class Timing:
         awaited: Mapping[int, Sequence[tuple[int, float]]],
         link: _Link | None,
     ) -> float:
-        """Walk some steps; return how long the last one takes.
+        """Simulate `_STEPS` steps and return the time of the last one.
 
         Args:
-            stops: what happens at every position.
-            clockwork: nothing has moved yet.
-            work: how long computation takes before each access, and behind all.
-            awaited: by position, FSDP modules whose weights computation waits for then, and how long it takes with
-                each.
-            link: to the device, where there is one.
+            stops: accesses, by position.
+            clockwork: drive and cache slots; nothing has moved yet.
+            work: time of the computation before each access, and after all accesses.
+            awaited: by position, the FSDP modules whose prefetched weights the computation waits for, and the time that
+                it then takes.
+            link: link to the device, if there is one.
         """
-        before = [work[0] + work[-1], *work[1:-1]]  # what comes behind all is before the first one of the next step
-        training = updated = prefetched = began = 0.0  # how far the training thread has come, and those beside it
-        there: dict[int, float] = {}  # by FSDP module, when its weights have been staged
-        ended: deque[tuple[int, float]] = deque()  # how far the window reaches until others have ended, and when
+        before = [work[0] + work[-1], *work[1:-1]]  # computation after the last access precedes the next step's first
+        training = updated = prefetched = began = 0.0  # times of the training thread and of the other threads
+        there: dict[int, float] = {}  # by FSDP module, when its weights have been prefetched to the GPU
+        # (position, time): until an access of another thread ends at this time, the window does not reach beyond this
+        # position.
+        ended: deque[tuple[int, float]] = deque()
         for step in range(_STEPS):
             began = training
             position = step * len(stops)
@@ -403,6 +431,9 @@ class Timing:
                     training = max(training, there.get(fsdp_module, 0.0)) + behind
                 if link is not None:
                     training = link.leave(place, training)
+                # Keep in step with `Cursor`: its window begins at the oldest access that has not ended, so an open
+                # update limits how far the training thread gets. Without this wait, the simulation hides transfers that
+                # the pager cannot hide, and the planner prefers plans that are slow in practice.
                 while ended and who == _TRAINING and ended[0][0] < position:
                     training = max(training, ended.popleft()[1])
                 if training > clockwork.now or clockwork.wanted > clockwork.started:
@@ -437,31 +468,31 @@ class Timing:
 
 
 class _Link:
-    """The link to a device in time, both ways, for one walk.
+    """Both directions of the link to a device, for one simulation.
 
-    Weights are copied page after page. Life cycle of gradients: they leave when they have been computed, and are there
-    when all have been copied; an update of the FSDP module uses them up.
+    Weights are copied page by page. Life cycle of gradients: they leave the device when they have been computed, arrive
+    when all of them have been copied, and are used up by an update of their FSDP module.
     """
 
     def __init__(self, sides: Sequence[_Side], beside: Beside) -> None:
-        """Begin with nothing on the device.
+        """Start with an idle link.
 
         Args:
-            sides: by position.
-            beside: how long copies take, and how many FSDP modules may wait for their update.
+            sides: relation of each access to the device, by position.
+            beside: time that copies take, and the number of FSDP modules that may wait for their update.
         """
         self._sides, self._behind = sides, beside.behind
         self._weights, self._gradients = beside.weights, beside.gradients
         self._read, self._changed = beside.read, beside.changed
-        self._there = 0.0  # when all that was to be copied to the device so far has been
-        self._back = 0.0  # when all that was to be copied back so far has been
+        self._there = 0.0  # when all copies to the device so far have ended
+        self._back = 0.0  # when all copies to the host so far have ended
         self._arrived: dict[int, float] = {}  # by FSDP module, when its gradients are in host memory
         self._updated: dict[int, float] = {}  # by FSDP module, when its last update from them has ended
-        self._waiting: deque[int] = deque()  # FSDP modules whose gradients have left, those of the last ones
-        self._written: dict[int, float] = {}  # by page, when weights have been changed last
+        self._waiting: deque[int] = deque()  # FSDP modules whose gradients have left most recently
+        self._written: dict[int, float] = {}  # by page, when weights were last modified
 
     def leave(self, place: int, training: float) -> float:
-        """Let gradients leave that an access uses, before all that it does; return when the training thread goes on."""
+        """Start to copy the gradients that an access uses. Return the time at which the training thread continues."""
         side = self._sides[place]
         if side.updates and side.begins:
             if self._behind and len(self._waiting) == self._behind:
@@ -472,16 +503,28 @@ class _Link:
         return training
 
     def begin(self, place: int, at: float) -> float:
-        """Return when an access begins of which the thread is at `at`: its copy, or what waits for one."""
+        """Return the time at which an access begins, after waiting for the link and for copies that it depends on.
+
+        Args:
+            place: position of the access.
+            at: time of its thread.
+        """
         side = self._sides[place]
         if side.gathers:
+            # As in the pager, a prefetch to the GPU waits for the update of its weights: an earlier copy would contain
+            # stale weights.
             return max(at, self._there, self._written.get(side.weights[0], 0.0))
         if side.stores:
             return max(at, self._back)
         return max(at, self._arrived.get(side.fsdp_module, 0.0)) if side.updates else at
 
     def end(self, place: int, at: float) -> tuple[float, float]:
-        """Return when the thread of an access goes on that has its pages at `at`, and when the access ends."""
+        """Return the time at which the thread of an access continues, and the time at which the access ends.
+
+        Args:
+            place: position of the access.
+            at: time at which its pages are available.
+        """
         side = self._sides[place]
         if side.gathers:
             at = self._there = at + side.copying * self._weights
@@ -499,42 +542,41 @@ class _Link:
 
 
 class Clockwork:
-    """The drive and the cache slots of a host cache, in time, which is counted in bytes that the drive could have
-    moved.
+    """The drive and the cache slots of a host cache. Times are counted in bytes that the drive could have moved.
 
-    A model of the pager for one walk, on one thread. Life cycle of a page: wanted, started when there is a cache slot,
-    ready
-    when the drive has read it and it has been verified, arrived when somebody takes it; its cache slot is free when it
-    leaves, or when it has been written. Pages are started, and arrive, in the order in which they are wanted.
+    This class models the pager for one simulation, on one thread. Life cycle of a page: requested; started when a cache
+    slot is free; ready when the drive has read it and its checksum has been verified; arrived when an access takes it.
+    Its cache slot is free when the page leaves or, if it was modified, when it has been written. Pages are started, and
+    arrive, in the order in which they are requested.
     """
 
     def __init__(self, reads: Sequence[int], cache_slots: int, *, verifying: float = 0.0, hashing: float = 0.0) -> None:
-        """Begin with an empty host cache.
+        """Start with an empty host cache.
 
         Args:
-            reads: length of every page that is read in a step, in order; over and over.
-            cache slots: of the host cache.
-            verifying: how long a checksum takes for each byte that has been read.
-            hashing: how long it takes for each byte that is to be written.
+            reads: lengths in bytes of the pages that a step reads, in order; repeated for every step.
+            cache_slots: number of cache slots.
+            verifying: time of a checksum per byte that has been read.
+            hashing: time of a checksum per byte that will be written.
         """
         self.reads = len(reads)
-        """How many pages are read in a step."""
+        """Pages read per step."""
         self._reads = itertools.cycle(reads)
         self._verifying, self._hashing = verifying, hashing
-        self._verified = self._hashed = 0.0  # when all checksums are done of pages that were read, and are written
+        self._verified = self._hashed = 0.0  # when all checksums so far are done, of read pages and of written pages
         self._free = cache_slots  # cache slots that are free now
-        self._drive = 0.0  # when it has done all that it was given, in bytes
-        self._ready: deque[float] = deque()  # when pages that have not arrived have been read, in bytes, in order
-        self._written: deque[float] = deque()  # when cache slots come back from writing, in bytes, in order
+        self._drive = 0.0  # when the drive will have finished its transfers, in bytes
+        self._ready: deque[float] = deque()  # when pages that have not arrived are ready, in bytes, in order
+        self._written: deque[float] = deque()  # when cache slots are free after a write, in bytes, in order
         self.started = 0
-        """How many reads have been started."""
+        """Number of reads that have started."""
         self.wanted = 0
-        """How many reads have been wanted, each as soon as there is a cache slot."""
+        """Number of reads that have been requested. Each starts as soon as there is a cache slot."""
         self.now = 0.0
-        """How far anything has come, in bytes."""
+        """Latest time that the drive or any thread has reached, in bytes."""
 
     def go_on(self, until: float) -> None:
-        """Let the time go on, if it has not come so far."""
+        """Advance the time to `until`, unless it is later already, and start the reads that have a cache slot."""
         now = self.now
         if until > now:
             self.now = until
@@ -542,8 +584,10 @@ class Clockwork:
             self._start(now)
 
     def _start(self, before: float) -> None:
-        """Start reads for which there is a cache slot, since `before` or since the one that was there has
-        been written.
+        """Start requested reads as far as there are cache slots.
+
+        Args:
+            before: earliest time at which a read into a free cache slot starts.
         """
         now, free, drive, written, ready = self.now, self._free, self._drive, self._written, self._ready
         left = self.wanted - self.started
@@ -566,9 +610,11 @@ class Clockwork:
         self._free, self._drive, self.started = free, drive, self.wanted - left
 
     def enter(self, reads: Sequence[bool], at: float) -> float:
-        """Return when somebody has some pages who begins to wait for them:
+        """Return the time at which an access has its pages.
 
-        the next of those read, or just a cache slot.
+        Args:
+            reads: for each page, whether it is the next one that the drive reads; otherwise it only needs a cache slot.
+            at: time at which the access begins to wait.
         """
         ready, written = self._ready, self._written
         for read in reads:
@@ -586,12 +632,16 @@ class Clockwork:
         return at
 
     def leave(self, writes: Sequence[int]) -> None:
-        """Give up the cache slots of pages, which are written first where they were modified: so many bytes, or 0."""
+        """Free the cache slots of pages, after a write if the page was modified.
+
+        Args:
+            writes: number of bytes to write for each page; 0 if it is not written.
+        """
         drive, now = self._drive, self.now
         for nbytes in writes:
             if nbytes:
                 drive = (drive if drive > now else now) + nbytes
-                if self._hashing:  # beside other transfers
+                if self._hashing:  # overlaps the drive's transfers
                     self._hashed = max(self._hashed, now) + self._hashing * nbytes
                     self._written.append(max(drive, self._hashed))
                 else:

@@ -1,18 +1,18 @@
-"""A run's place on the NVMe paths, and who holds it.
+"""Run directories on the NVMe paths, and the locks that give each path to one run at a time.
 
-<path>/infinity.lock.<local rank>       held (flock) by the live run, says who
-<path>/<run id>/infinity.run            says that this is a folder of a run, and which one of its paths
+<path>/infinity.lock.<local rank>       locked (flock) by the live run; contains its run id, process and host
+<path>/<run id>/infinity.run            marker: identifies a run directory and its position among the run's paths
 <path>/<run id>/rank00000.pages         data file of one rank
-<path>/<run id>/checkpoints/                manifests, on the first path only
+<path>/<run id>/checkpoints/            manifests, on the first path only
 
-[Note: who holds what]
-A live run holds a lock file on each of its paths from its start to the end of its process. The folder <path> itself is
-locked too, but for moments: shared by a run that is about to take its lock files, exclusively by who removes runs
-(`no_starts`). So nothing starts between the listing of what is to be removed and its removal, and a run that is live
-when the listing begins is seen in it.
+[Note: ownership of a path]
+A live run holds a lock file on each of its paths until its process ends. In addition, <path> itself is locked for short
+periods: shared by a run that is about to take its lock files, and exclusively by a process that removes runs
+(`no_starts`). Therefore no run can start between listing the runs to remove and removing them, and the listing sees
+every run that was already live.
 
-Whoever only looks takes a shared lock on a lock file for a moment. So a start that does not get the lock tries a
-shared one: if it gets that, nobody owns the path, and it tries again.
+A process that only inspects a lock file takes a shared lock on it for a moment. A starting run that fails to get the
+exclusive lock therefore tries a shared one. If that succeeds, no run owns the path, and the start tries again.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ LOCK_NAME = "infinity.lock"
 _LOCK_FILE = re.compile(rf"{re.escape(LOCK_NAME)}\.\d+", re.ASCII)
 _UNKNOWN = "unknown"
 _MOST_BYTES = 1 << 16
-_MOST_SHOWN = 1 << 10  # characters of who holds a lock
+_MOST_SHOWN = 1 << 10  # characters of a holder's description
 _START_SECONDS = 20.0
-"""How long a start waits for who removes runs, and for who only looks."""
+"""Seconds that a starting run waits for a process that removes runs or inspects lock files."""
 _REMOVE_SECONDS = 2.0
-"""How long who removes runs waits for a start to have its locks."""
+"""Seconds that a process that removes runs waits until a starting run has its locks."""
 _PAUSE = 0.01
 
 _log = logging.getLogger("infinity")
@@ -55,53 +55,53 @@ _log = logging.getLogger("infinity")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folders of one run, one per NVMe path. Only names: what they lead to may be there or not.
+    """Directories of one run, one per NVMe path. The object holds only names; the directories may not exist.
 
-    The life of a run on disk: `create` makes folders, then markers, so that a folder without one is a start that was
-    cut off; data files are reserved, checkpoints come and go. `remove` takes the checkpoints first and the marker last,
-    so that
-    what is left of a removal that was cut off is a run still, and is removed by the next.
+    `create` makes the directories and then writes the markers, so a directory without a marker is an interrupted start.
+    `remove` deletes the checkpoints first and the marker last, so an interrupted removal leaves a directory that is
+    still recognized as a run and that the next removal deletes.
     """
 
     run_id: str
     roots: tuple[Path, ...]
-    """``<path>/<run id>`` for every path, in the run's own order; the first has the checkpoints."""
+    """``<path>/<run id>`` for every path, in the order of the run. The first one contains the checkpoints."""
 
     @classmethod
     def of(cls, paths: Sequence[str | Path], run_id: str) -> RunFolder:
-        """Return the folders of `run_id` on the configured paths."""
+        """Return the directories of run `run_id` on the configured paths."""
         return cls(run_id, tuple(Path(path) / run_id for path in paths))
 
     def data_file(self, path: int, rank: int) -> Path:
-        """Return the data file of a rank on the path with that index."""
+        """Return the data file of a rank on the path with the given index."""
         return self.roots[path] / f"rank{rank:05d}.pages"
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the manifests."""
+        """Directory of the manifests."""
         return self.roots[0] / "checkpoints"
 
     def create(self) -> None:
-        """Make the folders, or check those that are there, and mark them as those of a run.
+        """Create the directories or validate existing ones, and write their markers.
 
         Raises:
-            ConfigError: a path is not writable, or a folder is not this user's alone.
+            ConfigError: if a path is not writable, or if another user can modify a directory.
         """
         folder = self.roots[0]
         try:
+            # The marker is durable before the first checkpoint can exist. Without it, no command finds the run again.
             for number, folder in enumerate(self.roots):
                 own_folder(folder, parents=False)
                 write_marker(folder, Marker(run_id=self.run_id, path=number, paths=len(self.roots)))
             own_folder(self.checkpoints, parents=False)
             sync_folder(self.roots[0])
         except OSError as error:
-            raise ConfigError(f"the run folder {folder} cannot be used: {error.strerror}") from error
+            raise ConfigError(f"cannot use run directory {folder}: {error.strerror}") from error
 
     def remove(self) -> None:
-        """Remove the run from all paths: checkpoints first, and what says that it is a run last. No link is followed.
+        """Remove the run from all paths, checkpoints first and markers last. Symbolic links are not followed.
 
         Raises:
-            OSError: something cannot be removed; what is left is a run without that checkpoint, or without any.
+            OSError: if an entry cannot be removed. The remaining files form a run with fewer checkpoints or none.
         """
         for number, root in enumerate(self.roots):
             with suppress(FileNotFoundError), opened_folder(root) as folder:
@@ -111,10 +111,10 @@ class RunFolder:
                 _remove_empty(folder, root)
 
     def remove_file(self, file: Path) -> None:
-        """Remove a file that lies in one of the folders, at any depth. No link is followed.
+        """Remove a file inside one of the directories, at any depth. Symbolic links are not followed.
 
         Raises:
-            OSError: it cannot be removed.
+            OSError: if the file cannot be removed.
         """
         (root,) = (root for root in self.roots if root in file.parents)
         with suppress(FileNotFoundError), ExitStack() as opened:
@@ -125,32 +125,34 @@ class RunFolder:
                 os.unlink(file.name, dir_fd=folder)
 
     def remove_rank(self, rank: int, *, checkpoints: bool) -> None:
-        """Remove what one rank has of the run; the last one of this node also removes the folders.
+        """Remove the files of one rank. The last rank of this node also removes the directories.
 
         Args:
-            rank: whose.
-            checkpoints: remove the folder of the checkpoints too: of all ranks of this node.
+            rank: Rank whose files are removed.
+            checkpoints: Whether to remove the checkpoint directory as well, for all ranks of this node.
 
         Raises:
-            OSError: something cannot be removed.
+            OSError: if a file or directory cannot be removed.
         """
-        # By name, with one descriptor at most, as a process may have no more left: in these nobody else puts links.
+        # Paths are used instead of directory descriptors because the process may have exhausted its descriptors. This
+        # is safe: only the current user can create links in these directories.
         own = {number: root for number, root in enumerate(self.roots) if _is_own(root)}
         if 0 in own and self.checkpoints.is_dir() and not self.checkpoints.is_symlink():
-            with suppress(FileNotFoundError):  # the first rank of this node removes all of it
+            with suppress(FileNotFoundError):  # the first rank of this node removes the whole directory
                 self._remove_checkpoints("*" if checkpoints else f"step*.rank{rank:05d}[.-]*")
         for number in own:
             self.data_file(number, rank).unlink(missing_ok=True)
         for root in own.values():
-            with suppress(FileNotFoundError):  # another rank does the same
+            with suppress(FileNotFoundError):  # another rank is removing the same entries
                 if not set(os.listdir(root)) - {MARKER_NAME}:
                     (root / MARKER_NAME).unlink(missing_ok=True)
                     root.rmdir()
 
     def _remove_checkpoints(self, pattern: str) -> None:
-        """Remove what is named so, and the folder if that is all of it; for good, before a data file goes."""
+        """Remove matching entries durably, before any data file is removed; remove an emptied directory as well."""
         names = fnmatch.filter(os.listdir(self.checkpoints), pattern)
-        for name in sorted(names, key=lambda name: not name.endswith(".json")):  # manifests first
+        # A manifest must not outlive the state file and the data file that it refers to.
+        for name in sorted(names, key=lambda name: not name.endswith(".json")):
             entry = self.checkpoints / name
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
@@ -165,27 +167,29 @@ class RunFolder:
 def _is_own(root: Path) -> bool:
     try:
         return not whose_folder(root)
-    except FileNotFoundError:  # another rank has removed it
+    except FileNotFoundError:  # removed by another rank
         return False
 
 
 @contextmanager
 def opened_folder(path: Path, parent: int | None = None) -> Iterator[int]:
-    """Yield a descriptor of a folder: what is named through it stays in this folder, whatever happens to its name.
+    """Yield a descriptor of a directory, so that later operations stay in it even if its name is replaced.
 
     Args:
-        path: its last part is not followed if it is a link.
-        parent: descriptor of the folder that it lies in; else the whole path is looked up.
+        path: Directory to open. Its last component must not be a symbolic link.
+        parent: Descriptor of the parent directory. By default the whole path is resolved.
 
     Raises:
-        FileNotFoundError: it is gone. NotADirectoryError: it is a link, or something else. OSError: as of `os.open`.
+        FileNotFoundError: if the directory does not exist.
+        NotADirectoryError: if the path is a symbolic link or not a directory.
+        OSError: if `os.open` fails for another reason.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with _naming(path):
             descriptor = os.open(path if parent is None else path.name, flags, dir_fd=parent)
     except NotADirectoryError as error:
-        raise NotADirectoryError(error.errno, "it is a link, or no folder", str(path)) from error
+        raise NotADirectoryError(error.errno, "symbolic link or not a directory", str(path)) from error
     try:
         yield descriptor
     finally:
@@ -193,7 +197,7 @@ def opened_folder(path: Path, parent: int | None = None) -> Iterator[int]:
 
 
 def _remove_folder(parent: int, path: Path) -> None:
-    """Remove a folder that lies in an open one, if it is there. Raises `OSError`."""
+    """Remove a subdirectory of an open directory if it exists. Raises `OSError`."""
     with suppress(FileNotFoundError):
         with opened_folder(path, parent) as folder:
             _clear(folder, path)
@@ -203,7 +207,7 @@ def _remove_folder(parent: int, path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Give errors the whole path, of which a call on a descriptor knows the last part only."""
+    """Add the whole path to errors, because a call relative to a descriptor reports only the last component."""
     try:
         yield
     except OSError as error:
@@ -213,11 +217,11 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _clear(folder: int, path: Path, but: str = "") -> None:
-    """Remove what is in an open folder; `path` is its name, for errors. Raises `OSError`."""
+    """Remove the contents of an open directory; `path` is used in error messages. Raises `OSError`."""
     for name in os.listdir(folder):
         if name == but:
             continue
-        with suppress(FileNotFoundError), _naming(path / name):  # another rank does the same
+        with suppress(FileNotFoundError), _naming(path / name):  # another rank may have removed it
             if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
                 _remove_folder(folder, path / name)
             else:
@@ -225,18 +229,18 @@ def _clear(folder: int, path: Path, but: str = "") -> None:
 
 
 def _remove_empty(folder: int, root: Path) -> None:
-    """Remove the folder of a run that has nothing but its marker."""
-    with suppress(FileNotFoundError):  # another rank does the same
+    """Remove a run directory that contains only its marker."""
+    with suppress(FileNotFoundError):  # another rank may have removed it
         os.unlink(MARKER_NAME, dir_fd=folder)
     with suppress(FileNotFoundError):
         root.rmdir()
 
 
 def make_paths(paths: Sequence[str | Path]) -> list[Path]:
-    """Make those NVMe paths (mode 0700) that are missing; return them.
+    """Create missing NVMe paths with mode 0700 and return the ones that were created.
 
     Raises:
-        ConfigError: one cannot be made; none is then.
+        ConfigError: if a path cannot be created. The paths created before it are removed again.
     """
     made: list[Path] = []
     for path in map(Path, paths):
@@ -247,58 +251,65 @@ def make_paths(paths: Sequence[str | Path]) -> list[Path]:
                 sync_folder(path.parent)
         except OSError as error:
             unmake_paths(made)
-            raise ConfigError(f"storage.paths: {str(path)!r} cannot be made: {error.strerror}") from error
+            raise ConfigError(f"storage.paths: cannot create {str(path)!r}: {error.strerror}") from error
     return made
 
 
 def unmake_paths(made: Sequence[Path]) -> None:
-    """Remove paths that `make_paths` has made and that hold nothing."""
+    """Remove paths that `make_paths` created, if they are empty."""
     for path in made:
         with suppress(OSError):
             path.rmdir()
 
 
 class FolderLock:
-    """The locks of this process on the NVMe paths: until `release`, or until all that have its descriptors have ended.
+    """Locks of this process on the NVMe paths, held until `release` or until every process with the descriptors exits.
 
-    `acquire` makes and locks one file per path; `name` says in them whose they are; `release` removes the files, then
-    unlocks them. Used by the training thread alone, but for the fork that closes descriptors in a child.
+    `acquire` creates and locks one file per path, `name` writes the run id into the files, and `release` removes and
+    then unlocks them. Only the training thread uses this class, except for the fork handler that closes the descriptors
+    in a child process.
     """
 
     def __init__(self) -> None:
         self._descriptors: list[int] = []
-        """Of the lock files, open and locked, in the order of the paths taken; empty before and after."""
+        """Descriptors of the locked files, in the order of the paths. Empty before `acquire` and after `release`."""
         self._files: list[Path] = []
-        """Names of what the descriptors are open on."""
+        """Paths of the locked files, in the same order."""
         self._made: Sequence[Path] = ()
-        """Paths that this start has made; `release` removes those with nothing in them."""
+        """NVMe paths that this start created. `release` removes the ones that are empty."""
         self._process = os.getpid()
-        """The process that holds them: a child that is forked has the descriptors too, but is not the holder."""
+        """Process that holds the locks. A forked child inherits the descriptors but does not own the locks."""
 
     @classmethod
     def acquire(
         cls, paths: Sequence[str | Path], run_id: str, local_rank: int, made: Sequence[Path] = ()
     ) -> FolderLock:
-        """Take every path. [Note: who holds what]
+        """Lock every path. [Note: ownership of a path]
 
         Args:
-            made: those that this start has made: they go when they are given back with nothing in them.
+            paths: NVMe paths to lock.
+            run_id: Identifier written into the lock files.
+            local_rank: Local rank, part of the name of the lock files.
+            made: Paths that this start created. Empty ones are removed when the locks are released.
 
         Raises:
-            FolderBusyError: another live run holds one; the message says which process.
-            ConfigError: a path is not writable, or cannot be locked.
+            FolderBusyError: if another live run holds a path. The message names its process.
+            ConfigError: if a path is not writable or does not support locks.
         """
         lock = cls()
         lock._made = made
         _held.add(lock)
         try:
             with ExitStack() as starting:
+                # Lock order: first all directories (shared), then all lock files. While a removal holds the directories
+                # exclusively, no start creates a lock file, so the list of live runs that the removal made stays valid.
+                # All waits are bounded, so a start and a removal that lock paths in opposite orders both return.
                 for path in paths:
                     if not starting.enter_context(_folder_locked(Path(path), fcntl.LOCK_SH, _START_SECONDS)):
                         raise FolderBusyError(
-                            f"{path} has been locked for {_START_SECONDS:g} s: `infinity store gc` or `rm` runs there "
-                            f"until its question is answered, or another process that may read the folder has locked "
-                            f"it; {_who_has(path)}"
+                            f"{path} has been locked for {_START_SECONDS:g} s. Answer the prompt of a running "
+                            f"`infinity store gc` or `rm`, or stop the process that locks the directory. "
+                            f"To find it: {_who_has(path)}"
                         )
                 for path in paths:
                     lock._take(Path(path), local_rank)
@@ -316,11 +327,15 @@ class FolderLock:
                 descriptor = open_own(file, os.O_RDWR | os.O_CREAT)
             except OSError as error:
                 stale = _owner_of(file) is not None
-                hint = "; if nobody holds it, its owner or root removes it with `infinity store gc`" if stale else ""
+                hint = (
+                    ". If no run holds the file, its owner or root can remove it: `infinity store gc`" if stale else ""
+                )
                 raise ConfigError(
                     f"storage.paths: {str(path)!r} is not writable: {file.name}: {error.strerror}{hint}"
                 ) from error
             try:
+                # Locking a file that its former holder has just removed protects nothing: the next start would create
+                # a new file under the same name and lock that one.
                 if _locked(descriptor, fcntl.LOCK_EX, file):
                     if _still_there(descriptor, file):
                         self._descriptors.append(descriptor)
@@ -328,11 +343,11 @@ class FolderLock:
                         return
                 elif not _locked(descriptor, fcntl.LOCK_SH, file):
                     raise FolderBusyError(
-                        f"{path} is in use by {describe_holder(file)}; wait for it to end or name another folder"
+                        f"{path} is in use by {describe_holder(file)}. Wait until it ends or use another directory."
                     )
                 elif time.monotonic() > end:
                     raise FolderBusyError(
-                        f"{file} has been locked for {_START_SECONDS:g} s by who only looks at it; {_who_has(file)}"
+                        f"{file} has been locked for {_START_SECONDS:g} s by a process that reads it; {_who_has(file)}"
                     )
             except BaseException:
                 os.close(descriptor)
@@ -341,10 +356,10 @@ class FolderLock:
             time.sleep(_PAUSE)
 
     def name(self, run_id: str) -> None:
-        """Write into the lock files which run of this process is the live one.
+        """Write the run id and the process that holds the locks into the lock files.
 
         Raises:
-            ConfigError: a file system has no room for it.
+            ConfigError: if a lock file cannot be written, e.g. because the file system is full.
         """
         holder = {"run_id": run_id, "pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
         for descriptor, file in zip(self._descriptors, self._files, strict=True):
@@ -352,30 +367,32 @@ class FolderLock:
                 os.truncate(descriptor, 0)
                 os.pwrite(descriptor, json.dumps(holder).encode(), 0)
             except OSError as error:
-                raise ConfigError(f"storage.paths: {file} cannot be written: {error.strerror}") from error
+                raise ConfigError(f"storage.paths: cannot write {file}: {error.strerror}") from error
 
     def release(self) -> None:
-        """Give the paths back; a lock file that cannot be removed is said and left. Idempotent, never raises.
+        """Remove and unlock the lock files. A file that cannot be removed is logged. Idempotent; never raises.
 
-        In a process that was forked from the holder nothing is given back.
+        In a process that was forked from the holder, this method does nothing.
         """
         if os.getpid() != self._process:
             return
         while self._descriptors:
             descriptor, file = self._descriptors.pop(), self._files.pop()
             try:
-                file.unlink(missing_ok=True)  # before the lock is dropped, so nobody's new file is removed
+                # The name is removed while the lock is held, so that this never removes the lock file of another run.
+                file.unlink(missing_ok=True)
             except OSError as error:
-                _log.warning("%s, which nobody holds any more, could not be removed: %s", file, error.strerror)
+                _log.warning("Could not remove lock file %s, which is no longer in use: %s", file, error.strerror)
             with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that is just being started may have it open, too
+                # Closing is not enough: a child process that is just being started may share the open file.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
             with suppress(OSError):
                 os.close(descriptor)
         unmake_paths(self._made)
         _held.discard(self)
 
     def leave_to_parent(self) -> None:
-        """Close the descriptors without unlocking: as long as a child has them, the parent's end frees nothing."""
+        """Close the descriptors without unlocking, because the parent process still owns the locks."""
         for descriptor in self._descriptors:
             with suppress(OSError):
                 os.close(descriptor)
@@ -383,7 +400,7 @@ class FolderLock:
 
 
 _held: set[FolderLock] = set()
-"""What this process has locked; `acquire` adds, `release` and a fork remove."""
+"""Locks held by this process. `acquire` adds, `release` and a fork remove."""
 
 
 def _leave_to_parent() -> None:
@@ -397,7 +414,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """The process that holds a path, as it wrote itself into the lock file; `uid` is the file's own."""
+    """Process that holds a path, as described in its lock file. `uid` is the owner of the file."""
 
     run_id: str
     pid: int
@@ -407,12 +424,12 @@ class Holder:
 
     @classmethod
     def unknown(cls, uid: int) -> Holder:
-        """Return a holder of whom nothing is known but whose lock file it is."""
+        """Return a holder of which only the owner of the lock file is known."""
         return cls(run_id=_UNKNOWN, pid=0, host=_UNKNOWN, since=0.0, uid=uid)
 
     @property
     def known(self) -> bool:
-        """Whether the lock file could be read."""
+        """Return whether the lock file could be read."""
         return self.run_id != _UNKNOWN
 
     def __str__(self) -> str:
@@ -431,11 +448,11 @@ def _user_name(uid: int) -> str:
 
 @contextmanager
 def _folder_locked(path: Path, operation: int, patience: float) -> Iterator[bool]:
-    """Have the folder itself locked; yields whether that worked within `patience` seconds. Raises `ConfigError`."""
+    """Lock the directory itself; yield whether that succeeded within `patience` seconds. Raises `ConfigError`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise ConfigError(f"{str(path)!r} cannot be opened: {error.strerror}") from error
+        raise ConfigError(f"cannot open {str(path)!r}: {error.strerror}") from error
     try:
         end = time.monotonic() + patience
         while not (got := _locked(descriptor, operation, path)) and time.monotonic() < end:
@@ -447,29 +464,29 @@ def _folder_locked(path: Path, operation: int, patience: float) -> Iterator[bool
 
 @contextmanager
 def no_starts(paths: Sequence[str | Path]) -> Iterator[None]:
-    """Let no run start on these paths as long as the body runs; those that are live go on. [Note: who holds what]
+    """Prevent runs from starting on these paths in the body. Live runs continue. [Note: ownership of a path]
 
     Raises:
-        FolderBusyError: a run is starting, or somebody else is removing runs.
-        ConfigError: a path cannot be locked.
+        FolderBusyError: if a run is starting, or if another process is removing runs.
+        ConfigError: if a path cannot be locked.
     """
     with ExitStack() as held:
         for path in {os.path.realpath(path): Path(path) for path in paths}.values():
             if not held.enter_context(_folder_locked(path, fcntl.LOCK_EX, _REMOVE_SECONDS)):
                 raise FolderBusyError(
-                    f"a run is starting on {path}, or runs are being removed there; try again. If it stays so, another "
-                    f"process that may read the folder has locked it; {_who_has(path)}"
+                    f"{path} is locked: a run is starting there, or runs are being removed. Try again later. "
+                    f"If it stays locked, find the process that holds the lock: {_who_has(path)}"
                 )
         yield
 
 
 def _who_has(path: str | Path) -> str:
-    """Return how to find out who holds a lock of which nobody has written whose it is."""
-    return f"as root, `fuser -v {path}` or `lsof {path}` names the process"
+    """Return the command that finds the holder of a lock without a description."""
+    return f"as root, run `fuser -v {path}` or `lsof {path}`"
 
 
 def _locked(descriptor: int, operation: int, file: Path) -> bool:
-    """Take a lock, or return False if somebody holds it. Raises `ConfigError` for whatever else is wrong."""
+    """Take a lock. Return ``False`` if another process holds it; raise `ConfigError` for any other failure."""
     try:
         fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
         return True
@@ -477,13 +494,13 @@ def _locked(descriptor: int, operation: int, file: Path) -> bool:
         return False
     except OSError as error:
         raise ConfigError(
-            f"{file} cannot be locked: {errno.errorcode.get(error.errno or 0, error.errno)} ({error.strerror}); "
-            "storage.paths must be on file systems with flock"
+            f"cannot lock {file}: {errno.errorcode.get(error.errno or 0, error.errno)} ({error.strerror}). Set "
+            "storage.paths to directories on file systems that support flock."
         ) from error
 
 
 def _still_there(descriptor: int, file: Path) -> bool:
-    """Whether the name still leads to the open file: the holder before may have removed it before it was locked."""
+    """Return whether the path still names the open file. The previous holder may have removed it before the lock."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(file))
     except FileNotFoundError:
@@ -491,8 +508,8 @@ def _still_there(descriptor: int, file: Path) -> bool:
 
 
 def describe_holder(file: Path) -> str:
-    """Return who holds a lock file, from what the holder wrote into it."""
-    unknown = f"another run, or a process that holds {file.name}"
+    """Return a description of the process that holds a lock file, from the contents of the file."""
+    unknown = f"another run or another process that holds {file.name}"
     try:
         descriptor = open_regular(file, os.O_RDONLY)
     except OSError:
@@ -504,7 +521,7 @@ def describe_holder(file: Path) -> str:
 
 
 def _read_holder(descriptor: int) -> Holder | None:
-    """Return who wrote a lock file; None if what it says is nothing that a run writes."""
+    """Return the holder described in a lock file, or ``None`` if the contents are malformed."""
     try:
         tree = json.loads(os.pread(descriptor, _MOST_BYTES, 0))
         holder = Holder(
@@ -514,29 +531,29 @@ def _read_holder(descriptor: int) -> Holder | None:
             since=float(tree["since"]),
             uid=os.fstat(descriptor).st_uid,
         )
-        shown = str(holder)  # the time may be none
+        shown = str(holder)  # raises if the time is out of range
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     return holder if shown.isprintable() and len(shown) <= _MOST_SHOWN else None
 
 
 def holders(path: str | Path) -> list[Holder]:
-    """Return who holds a path, one for each lock file that is held; one that cannot be asked counts as held.
+    """Return the holders of a path, one for each locked file. A lock file that cannot be opened counts as locked.
 
-    What they say of themselves is only as good as the owner of the file (`Holder.uid`): see `holder_of`. Nothing is
-    written, so the path may be mounted read-only.
+    A description is only as trustworthy as the owner of its file (`Holder.uid`); see `holder_of`. The function writes
+    no data, so the path may be mounted read-only.
 
     Raises:
-        ConfigError: a lock file cannot be asked.
+        ConfigError: if a lock file does not support locks.
     """
     found = []
     for file in _lock_files(Path(path)):
         try:
             descriptor = open_regular(file, os.O_RDONLY)
-        except FileNotFoundError:  # given back just now
+        except FileNotFoundError:  # just released
             continue
         except OSError:
-            if (uid := _owner_of(file)) is not None:  # else it is no file: a start will say so
+            if (uid := _owner_of(file)) is not None:  # otherwise it is not a file, which the next start reports
                 found.append(Holder.unknown(uid))
             continue
         try:
@@ -548,25 +565,28 @@ def holders(path: str | Path) -> list[Holder]:
 
 
 def believed(holder: Holder, root: Path) -> bool:
-    """Whether a holder can have the run of this folder open: its lock is of the folder's owner, or of root and says so.
+    """Return whether a holder can have the run in this directory open.
 
-    Who does not say which run it has open may have any of its user's: a run is only opened in folders of one's own.
+    That is the case if the owner of the directory also owns the lock, or if root owns it and the description names the
+    run. A holder without a description may have any run of its user open, because a user can only open runs in
+    directories of their own.
 
     Raises:
-        OSError: the folder is gone.
+        OSError: if the directory does not exist.
     """
     mine = holder.uid == root.lstat().st_uid
     return mine if not holder.known else holder.run_id == root.name and (mine or holder.uid == 0)
 
 
 def holder_of(folder: RunFolder) -> Holder | None:
-    """Return who has a run open, None if nobody does.
+    """Return the process that has a run open, or ``None`` if the run is not open.
 
-    Whoever may make files in a shared folder can hold a lock there and write any run's id into it, so it depends on
-    whose the lock is.
+    Any user who can create files in a shared directory can lock a file there and write the id of any run into it.
+    Therefore the owner of the lock file decides (`believed`).
 
     Raises:
-        ConfigError: a lock file cannot be asked. OSError: a folder of the run is gone.
+        ConfigError: if a lock file does not support locks.
+        OSError: if a run directory does not exist.
     """
     for root in folder.roots:
         for holder in holders(root.parent):
@@ -580,7 +600,7 @@ def _lock_files(path: Path) -> list[Path]:
 
 
 def _owner_of(file: Path) -> int | None:
-    """Return whose file it is; None if it is no regular one, or gone."""
+    """Return the owner of a file, or ``None`` if it is not a regular file or does not exist."""
     try:
         return file.lstat().st_uid if file.is_file() and not file.is_symlink() else None
     except OSError:
@@ -588,7 +608,7 @@ def _owner_of(file: Path) -> int | None:
 
 
 def stale_locks(path: Path) -> list[Path]:
-    """Return the lock files that nobody holds. Raises `ConfigError` as `holders`."""
+    """Return the lock files that no process holds. Raises `ConfigError` like `holders`."""
     found = []
     for file in _lock_files(path):
         with suppress(OSError):
@@ -602,27 +622,28 @@ def stale_locks(path: Path) -> list[Path]:
 
 
 def remove_stale_lock(file: Path) -> bool:
-    """Remove a lock file unless somebody holds it; return whether it is gone.
+    """Remove a lock file unless a process holds it. Return whether the file is gone.
 
     Raises:
-        OSError: it cannot be removed. ConfigError: it cannot be locked.
+        OSError: if the file cannot be removed.
+        ConfigError: if the file cannot be locked.
     """
     try:
-        descriptor = open_regular(file, os.O_RDWR)  # NFS: exclusive locks are for what is open for writing
+        descriptor = open_regular(file, os.O_RDWR)  # NFS grants exclusive locks only on files opened for writing
     except FileNotFoundError:
         return True
     try:
         if not _locked(descriptor, fcntl.LOCK_EX, file):
             return False
         if _still_there(descriptor, file):
-            file.unlink(missing_ok=True)  # before the lock is dropped: who waits for it then sees that it is gone
+            file.unlink(missing_ok=True)  # while locked, so that a waiting process sees that the file is gone
         return True
     finally:
         os.close(descriptor)
 
 
 def allocated_bytes(file: Path) -> int:
-    """Return the bytes that a file takes on its drive, which are less than its size if it has holes; 0 without one."""
+    """Return the number of bytes that a file occupies on its drive, or 0 if it does not exist."""
     try:
         return os.lstat(file).st_blocks * 512
     except FileNotFoundError:
@@ -630,20 +651,20 @@ def allocated_bytes(file: Path) -> int:
 
 
 def reserve(file: Path, size: int) -> None:
-    """Make the file `size` bytes long with all its blocks allocated.
+    """Make a file `size` bytes long with all of its blocks allocated.
 
     Raises:
-        BudgetError: the file system has no room; both sizes are named.
-        StorageError: the file cannot be made, or the drive failed.
+        BudgetError: if the file system has too little free space. The message states both sizes.
+        StorageError: if the file cannot be created or the drive fails.
     """
     existed, there = os.path.lexists(file), allocated_bytes(file)
     whole, _, free = shutil.disk_usage(file.parent)
     if not whole:
         raise BudgetError(
-            f"{file.parent} is on a file system without a size, such as ramfs, which is memory and no drive; name a "
-            "folder on an NVMe drive in storage.paths"
+            f"storage.paths: {file.parent} is on a file system without a size (e.g. ramfs), which keeps files in memory. Use "
+            "a directory on an NVMe drive."
         )
-    if size - there > free:  # asked first: a file system may fill itself up before it refuses
+    if size - there > free:  # checked first because some file systems fill up completely before they fail
         raise _no_room(file, size, free, os.strerror(errno.ENOSPC))
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -651,7 +672,8 @@ def reserve(file: Path, size: int) -> None:
         raise StorageError("open", str(file), 0, size, error.errno) from error
     try:
         long = os.fstat(descriptor).st_size
-        first = long if there >= long else 0  # behind what is being written: some file systems have it emulated
+        # Allocation starts after the existing data, because file systems that emulate fallocate write to each block.
+        first = long if there >= long else 0
         if size > first:
             os.posix_fallocate(descriptor, first, size - first)
         os.fsync(descriptor)
@@ -664,16 +686,20 @@ def reserve(file: Path, size: int) -> None:
 
 
 def extend(descriptor: int, file: Path, begin: int, end: int) -> None:
-    """Allocate the blocks of an open file from byte `begin` to `end`, which it is long then.
+    """Extend an open file to byte `end` by allocating the blocks from byte `begin`.
 
     Args:
-        file: what it is called, for errors.
+        descriptor: Descriptor of the file.
+        file: Path of the file, used in error messages and to find the file system.
+        begin: Offset of the first byte to allocate.
+        end: New size of the file, in bytes.
 
     Raises:
-        BudgetError: the file system has no room; both sizes are named. StorageError: the drive failed.
+        BudgetError: if the file system has too little free space. The message states both sizes.
+        StorageError: if the drive fails.
     """
     free = shutil.disk_usage(file.parent)[2]
-    if end - begin > free:  # asked first: a file system may fill itself up before it refuses
+    if end - begin > free:  # checked first because some file systems fill up completely before they fail
         raise _no_room(file, end - begin, free, os.strerror(errno.ENOSPC))
     try:
         os.posix_fallocate(descriptor, begin, end - begin)
@@ -689,7 +715,6 @@ def _not_reserved(file: Path, begin: int, size: int, free: int, error: OSError) 
 
 def _no_room(file: Path, size: int, free: int, reason: str) -> BudgetError:
     return BudgetError(
-        f"{file.parent} has {format_size(free)} free, but this run needs {format_size(size)} there "
-        f"({reason}); free space, add a path to storage.paths, or "
-        "remove runs that nothing goes on from with `infinity store rm`"
+        f"{file.parent} has {format_size(free)} free, but this run needs {format_size(size)} there ({reason}). Free "
+        "space, add a path to storage.paths, or remove runs that you will not resume: `infinity store rm`"
     )

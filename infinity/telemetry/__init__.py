@@ -1,6 +1,6 @@
-"""Counting and serving: the one table of metrics, the stats page of a rank, the exporter.
+"""Metrics: the table of all metrics, the stats file of a rank, and the exporter.
 
-The exporter (`infinity.telemetry.exporter`) is not imported here, so that counting needs no
+The exporter (`infinity.telemetry.exporter`) is not imported here, so that counting does not depend on
 prometheus-client.
 """
 

@@ -1,4 +1,4 @@
-"""What the drives behind some paths do now, from two looks at what the kernel counts; for `infinityd` and commands."""
+"""Current figures of the drives of given paths, from differences of kernel counters; for `infinityd` and commands."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from infinity.io.block_devices import SYSFS, Drive, DriveCounters, Place, counte
 from infinity.telemetry.trees import Tree, known
 
 _RATE_SECONDS: Final = 5.0
-"""Over how long bytes per second are averaged; over two looks, where those are further apart."""
+"""Interval over which bytes per second are averaged; at least the time between two readings."""
 
 
 class DriveLooks:
-    """Looks at drives again and again. Used by one thread at a time; a drive that is dead may keep it waiting."""
+    """Read drive counters repeatedly. Used by one thread at a time; a dead drive may block it."""
 
     def __init__(self, sysfs: Path = SYSFS) -> None:
         self._sysfs = sysfs
         self._counts: dict[str, deque[tuple[float, DriveCounters]]] = {}
-        """By drive, monotonic seconds and bytes since boot of the last `_RATE_SECONDS`."""
+        """Readings of the last `_RATE_SECONDS` by drive: monotonic seconds and counters since boot."""
 
     def look(self, paths: Iterable[str], now: float) -> list[tuple[Drive | None, Tree]]:
-        """Return the drives of the paths at `now` in monotonic seconds; last, paths that cannot be looked at."""
+        """Return the drives of the paths at `now` in monotonic seconds, followed by paths that cannot be examined."""
         places, missing = self._places(paths)
         by_drive: dict[str, list[Place]] = {}
         for place in places:
@@ -32,7 +32,7 @@ class DriveLooks:
         return [*((here[0].drive, self._tree(here, now)) for _, here in sorted(by_drive.items())), *missing]
 
     def _places(self, paths: Iterable[str]) -> tuple[list[Place], list[tuple[None, Tree]]]:
-        """Return where the paths are, and trees for those that cannot be looked at."""
+        """Return the locations of the paths, and trees for paths that cannot be examined."""
         found: list[Place] = []
         missing: list[tuple[None, Tree]] = []
         for path in dict.fromkeys(paths):
@@ -53,9 +53,9 @@ class DriveLooks:
         return {**tree, **self._rates(drive, now)}
 
     def _rates(self, drive: Drive, now: float) -> Mapping[str, float]:
-        """Return what everybody does: bytes per second, share of the time in which it is busy, seconds per request.
+        """Return the activity of all processes: bytes per second, fraction of busy time, seconds per request.
 
-        Nothing where the kernel does not count, or has counted anew.
+        Empty if the kernel does not count, or has restarted its counters.
         """
         counts, found = self._counts[drive.name], counters(drive, self._sysfs)
         if found is None or (counts and found.read + found.written < counts[-1][1].read + counts[-1][1].written):

@@ -1,4 +1,4 @@
-"""Prometheus exposition of stats pages, and serving it."""
+"""Prometheus exporter for stats files."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Buckets = tuple[list[tuple[str, float]], float]
 
 
 class StatsCollector(Collector):
-    """Turns snapshots into metric families: the prefix on every name, ``run`` and ``rank`` on every sample.
+    """Convert snapshots to metric families with the prefix on every name and ``run`` and ``rank`` on every sample.
 
-    There is one page of a rank of a run (`read_stats_page` sees to it), so no two samples are of one series.
+    Each rank of a run has one stats file (`read_stats_page` checks its name), so no two samples share a series.
     """
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
     def describe(self) -> Iterable[Family]:
-        """Return nothing: what is served is known only when it is read."""
+        """Return no families, because the served metrics are known only when they are read."""
         return ()
 
     def collect(self) -> Iterator[Family]:
-        """Yield one family per metric of a rank, with a sample for every label set of every page."""
+        """Yield one family per rank metric, with a sample for every label set of every stats file."""
         pages = sorted(self._source(), key=lambda page: (page.header.run_id, page.header.rank))
         for metric in METRICS:
             if metric.server == "rank":
@@ -44,7 +44,7 @@ class StatsCollector(Collector):
 
 
 def new_family(metric: Metric) -> GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily:
-    """Return the empty family of a metric, with ``run`` and ``rank`` first among its labels if ranks count it."""
+    """Return an empty family for a metric. Rank metrics have ``run`` and ``rank`` as their first labels."""
     labels = (*(("run", "rank") if metric.server == "rank" else ()), *metric.label_names)
     name = PREFIX + metric.name
     if metric.kind == "counter":
@@ -84,13 +84,15 @@ def _buckets(metric: Metric, page: Snapshot, values: tuple[str, ...]) -> Buckets
 
 
 def serve(port: int, source: Source, host: str = LOOPBACK) -> HTTPServer:
-    """Serve the pages that `source` gives, from a thread of this process.
+    """Serve the metrics of `source` from a thread of this process.
 
-    `source` is called for every scrape: ``lambda: [stats.snapshot()]`` serves this rank.
-    Port 0 takes any free one. Whoever reaches `host` may read; empty means all addresses.
+    Args:
+        port: TCP port, or 0 for any free port.
+        source: Called for every scrape; ``lambda: [stats.snapshot()]`` serves this rank.
+        host: Address to listen on. Everyone who can reach it may read the metrics; empty means all addresses.
 
     Raises:
-        ConfigError: the port is taken or may not be used.
+        ConfigError: if the port is in use or not permitted.
     """
     registry = CollectorRegistry()
     registry.register(StatsCollector(source))
@@ -106,15 +108,18 @@ def serve_registry(
     token: str = "",
     more: Mapping[str, Route | Stream] | None = None,
 ) -> HTTPServer:
-    """Serve a registry as `serve` does, under ``/metrics``; and ``/healthz``, for which nobody needs a token.
+    """Serve a registry at ``/metrics`` as `serve` does, and ``/healthz``, which needs no token.
 
     Args:
-        health: adds to the JSON object of ``/healthz``.
-        token: what whoever asks has to send in the header ``Authorization: Bearer <token>``; none if it is empty.
-        more: what else is served, by path.
+        port: TCP port, or 0 for any free port.
+        registry: Registry of the served metrics.
+        health: Returns further entries of the JSON object at ``/healthz``.
+        host: Address to listen on; empty means all addresses.
+        token: Token that clients must send as ``Authorization: Bearer <token>``. Empty means that no token is required.
+        more: Further routes by path.
 
     Raises:
-        ConfigError: the port is taken or may not be used.
+        ConfigError: if the port is in use or not permitted.
     """
 
     def healthz(_: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:

@@ -1,4 +1,4 @@
-"""Curves of any length in bounded memory."""
+"""Time series of any length in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import Final
 MOST_POINTS: Final = 400
 
 Row = tuple[float | None, ...]
-"""One value for each column; None where it is not known."""
+"""One value per column; None if it is unknown."""
 
 
 class History:
-    """Rows of numbers, thinned so that all of their time is kept: each is the mean of as many as were added in turn.
+    """A table of numbers, thinned so that it always covers the whole time. Each row is the mean of several added rows.
 
-    When there are `most` rows, neighbours become one, and from then on each takes twice as many. The rows that do not
-    yet make a full one are the last row, so that what was added last is always there.
+    When there are `most` rows, each pair of neighbours is merged into one row, and from then on each row stands for
+    twice as many added rows. Rows that do not yet fill a new one are returned as a last row, so that the latest value
+    is always included.
     """
 
     def __init__(self, most: int = MOST_POINTS) -> None:
-        """Have no rows yet; `most` is even."""
+        """Start without rows. `most` must be even."""
         self._most = most
         self._rows: list[Row] = []  # fewer than `_most`
-        self._each = 1  # rows added that one of `_rows` stands for
+        self._each = 1  # number of added rows per row in `_rows`
         self._pending: list[Row] = []  # fewer than `_each`
 
     def add(self, row: Row) -> None:
@@ -38,7 +39,7 @@ class History:
             self._each *= 2
 
     def rows(self) -> list[Row]:
-        """Return the rows, the oldest first."""
+        """Return the rows, oldest first."""
         return [*self._rows, *([_mean(self._pending)] if self._pending else [])]
 
 
@@ -47,7 +48,7 @@ def _mean(rows: Sequence[Row]) -> Row:
 
 
 def _mean_of(values: Sequence[float]) -> float | None:
-    """Return the mean of the finite ones; of others, the last: that a loss is not a number is to be seen."""
+    """Return the mean of the finite values, or the last value if none is finite, so that a NaN loss stays visible."""
     finite = [value for value in values if math.isfinite(value)]
     if finite:
         return sum(finite) / len(finite)

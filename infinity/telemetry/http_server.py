@@ -1,4 +1,4 @@
-"""The small HTTP server of exporter and daemon: every client bounded in time, all of them in number."""
+"""Small HTTP server of the exporter and the daemon, with limits on the number of clients and on the time of each."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from infinity.errors import ConfigError
 from infinity.units import KIB
 
 LOOPBACK: Final = "127.0.0.1"
-"""Where a server listens if nothing else is asked for: all users of this machine may read, and nobody else."""
+"""Default address: readable by all users of this machine and not reachable from other machines."""
 
 MAX_STREAMS: Final = 64
 _REQUEST_SECONDS: Final = 5.0
-"""How long a client may take until its request is there, however it sends it."""
+"""Time in which a client must have sent its complete request."""
 _ANSWER_SECONDS: Final = 30.0
-"""How long a client may take, in all; that of a stream, for each part."""
+"""Time for a complete exchange with a client; for a stream, the time for each part."""
 _MAX_CLIENTS: Final = 16
 _STREAM_BUFFER: Final = 64 * KIB
-"""How much the kernel keeps for a stream's reader: what it has not taken, it is told later, or never."""
+"""Size of the kernel's send buffer for a stream. Further parts wait until the client reads."""
 _LOOK_SECONDS: Final = 0.1
 _CONNECTION: Final = "infinity.connection"
 """Key of a request's socket in its WSGI environment."""
@@ -36,7 +36,7 @@ _CONNECTION: Final = "infinity.connection"
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """What is served under a path; `public` if without the token, too."""
+    """An application that is served at a path. `public` routes need no token."""
 
     application: WSGIApplication
     public: bool = False
@@ -44,9 +44,9 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """An answer without an end, of one media type; each client has `parts` of its own.
+    """An endless response of one media type. Each client has its own `parts`.
 
-    `parts` must give something every few seconds: only so is it found out that a client is gone.
+    `parts` must yield at least every few seconds, because a write is the only way to detect that a client is gone.
     """
 
     parts: Callable[[], Iterator[bytes]]
@@ -56,7 +56,7 @@ class Stream:
 
 class _Request(WSGIRequestHandler):
     def parse_request(self) -> bool:
-        """Read the rest of a request; from then on the client is one that is being served."""
+        """Read the rest of a request, and mark the client as waiting for its answer."""
         complete = super().parse_request()
         if complete and isinstance(self.server, _Server):
             self.server.request_is_here(self.connection)
@@ -66,13 +66,13 @@ class _Request(WSGIRequestHandler):
         return {**super().get_environ(), _CONNECTION: self.connection}
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: a line per scrape is noise."""
+        """Log nothing, because a line per scrape is noise."""
 
 
 @dataclass
 class _Client:
-    """Since when (monotonic seconds) a client is connected, or has a stream's part to take; whether its request is
-    complete; whether it is given a stream."""
+    """State of a client: the time (monotonic seconds) at which it connected or was offered the current part of a
+    stream, whether its request is complete, and whether it receives a stream."""
 
     since: float
     asked: bool = False
@@ -80,11 +80,11 @@ class _Client:
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """A WSGI server with a thread per client, a limit on clients, and one on the time that each may take.
+    """A WSGI server with a thread per client and limits on the number of clients and on the time of each.
 
-    Where all places are taken, the client goes that has been connected longest without a complete request, or else
-    longest of all, so that those who send nothing, or a byte now and then, or never read, keep nobody out. Streams have
-    places of their own, which are not taken away but by not reading.
+    If all places are taken, the server disconnects the oldest client without a complete request, or else the oldest
+    client. Clients that send nothing, send a byte now and then, or never read therefore cannot lock out others. Streams
+    have their own places and lose them only if the client stops reading.
     """
 
     daemon_threads = True
@@ -93,14 +93,14 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._clients: dict[socket.socket, _Client] = {}
-        """Those that have a place, in the order in which they came. Changed under `_lock` by the thread that accepts,
-        and by a client's own."""
+        """Connected clients in order of arrival. Changed under `_lock` by the accepting thread and by the client's own
+        thread."""
         self._lock = threading.Lock()
-        """Held for moments only: nothing is sent or received under it."""
+        """Held only briefly: no data is sent or received under it."""
         super().__init__(address, _Request)
 
     def server_bind(self) -> None:
-        # WSGIServer asks the name service for this machine's name here, which can take seconds.
+        # WSGIServer looks up this machine's host name here, which can take seconds.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
@@ -122,13 +122,13 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
                 self._clients.pop(request, None)
 
     def request_is_here(self, request: socket.socket) -> None:
-        """Note that a client has sent all of its request."""
+        """Record that a client has sent its complete request."""
         with self._lock:
             if request in self._clients:
                 self._clients[request].asked = True
 
     def streams_to(self, request: socket.socket) -> bool:
-        """Give a client the place of a stream, or return False where none is left."""
+        """Reserve a stream for a client. Return ``False`` if all streams are in use."""
         with self._lock:
             if request not in self._clients or sum(one.streams for one in self._clients.values()) >= MAX_STREAMS:
                 return False
@@ -137,7 +137,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         return True
 
     def parts_for(self, request: socket.socket, parts: Iterator[bytes]) -> Iterator[bytes]:
-        """Yield the parts of a stream; the time that the client has begins anew with each."""
+        """Yield the parts of a stream. The client's time limit starts again with each part."""
         for part in parts:
             yield part
             with self._lock:
@@ -145,7 +145,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
                     self._clients[request].since = time.monotonic()
 
     def service_actions(self) -> None:
-        """Hang up on those who take too long; called by the thread that accepts, all the time."""
+        """Disconnect clients that exceed their time limit. The accepting thread calls this continuously."""
         now = time.monotonic()
         with self._lock:
             for request, client in list(self._clients.items()):
@@ -159,32 +159,32 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
                 self._hang_up(request)
 
     def _hang_up(self, request: socket.socket) -> None:
-        """Take a client's place and end its connection, which ends its thread."""
+        """Release a client's place and shut down its connection, which ends its thread."""
         self._clients.pop(request, None)
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a client that hangs up in the middle is its own affair."""
+        """Log nothing: clients may disconnect at any time."""
 
 
 class HTTPServer:
-    """A running server; a context manager that closes it."""
+    """A running server. As a context manager, it closes the server on exit."""
 
     def __init__(self, server: _Server) -> None:
-        self._server = server  # its socket listens from before until `close`
-        self._thread = threading.Thread(  # accepts until `close`; the clients have threads of their own
+        self._server = server  # its socket listens until `close`
+        self._thread = threading.Thread(  # accepts until `close`; each client has its own thread
             target=server.serve_forever, args=(_LOOK_SECONDS,), name="infinity-http", daemon=True
         )
         self._thread.start()
 
     @property
     def port(self) -> int:
-        """The TCP port, also where 0 was asked for."""
+        """TCP port of the server. If port 0 was requested, this is the port that the system chose."""
         return self._server.server_port
 
     def close(self) -> None:
-        """Stop serving, hang up, and give the port back. Idempotent."""
+        """Stop serving, disconnect all clients and release the port. Idempotent."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
@@ -200,22 +200,23 @@ class HTTPServer:
 def serve_routes(
     port: int, routes: Mapping[str, Route | Stream], host: str = LOOPBACK, *, token: str = ""
 ) -> HTTPServer:
-    """Serve from a thread of this process what stands under each path.
-
-    Port 0 takes any free one. Whoever reaches `host` may ask; empty means all addresses.
+    """Serve applications and streams by path, from a thread of this process.
 
     Args:
-        routes: by path.
-        token: what must be sent in the header ``Authorization: Bearer <token>`` for what is not public; none if empty.
+        port: TCP port, or 0 for any free port.
+        routes: Applications and streams by path.
+        host: Address to listen on. Everyone who can reach it may send requests; empty means all addresses.
+        token: Token that clients must send as ``Authorization: Bearer <token>`` for routes that are not public. Empty
+            means that no token is required.
 
     Raises:
-        ConfigError: the port is taken or may not be used.
+        ConfigError: if the port is in use or not permitted.
     """
     if not 0 <= port < 1 << 16:
-        raise ConfigError(f"metrics port {port} must be from 0 to 65535")
+        raise ConfigError(f"metrics port {port} is out of range; use 0 to 65535")
     try:
         server = _Server((host, port))
-    except (OSError, UnicodeError) as error:  # the latter for names that no host can have
+    except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
             f"metrics port {port} on {host or 'all addresses'} cannot be used: {reason}; "
@@ -223,7 +224,7 @@ def serve_routes(
         ) from error
 
     def application(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        if environ["REQUEST_METHOD"] == "HEAD":  # as GET, without what it answers
+        if environ["REQUEST_METHOD"] == "HEAD":  # the headers of GET without its body
             answer = application({**environ, "REQUEST_METHOD": "GET"}, start)
             getattr(answer, "close", lambda: None)()
             return []
@@ -233,11 +234,11 @@ def serve_routes(
         if token and not (route and route.public) and not _has(token, environ):
             return answer_json(start, "401 Unauthorized", {"error": "send the header Authorization: Bearer <token>"})
         if route is None:
-            return answer_json(start, "404 Not Found", {"error": f"there are {', '.join(routes)}"})
+            return answer_json(start, "404 Not Found", {"error": f"not found; available paths: {', '.join(routes)}"})
         if isinstance(route, Route):
             return route.application(environ, start)
         if not server.streams_to(environ[_CONNECTION]):
-            busy = {"error": f"{MAX_STREAMS} streams are open already, and no more are served; try again later"}
+            busy = {"error": f"all {MAX_STREAMS} streams are in use; try again later"}
             return answer_json(start, "503 Service Unavailable", busy)
         start("200 OK", [("Content-Type", route.media_type), ("Cache-Control", "no-store")])
         return server.parts_for(environ[_CONNECTION], route.parts())

@@ -1,9 +1,9 @@
-"""The ledger of a run: where every second of a step went, and every byte.
+"""Accounting of the time and the NVMe traffic of each step.
 
-[Note: parts] The training thread is in one *phase* of the step and in one *part* of the ledger at any moment. The
-phase says when (forward, backward, ...), the part what the thread does; where nobody has said, the phase decides
-(`_PART_OF`). A stall is taken out of the part in which the thread stood still. Every switch closes one stretch of time
-and begins the next at the same instant, so the parts of a step add up to its seconds by construction.
+[Note: parts] At any moment the training thread is in one *phase* of the step and in one *part* of the ledger. The phase
+is the stage of the step (forward, backward, ...); the part is the activity of the thread. If no part is set, the phase
+determines it (`_PART_OF`). A stall is subtracted from the part during which the thread was blocked. Every switch ends
+one interval and begins the next at the same instant, so the parts of a step add up to its duration by construction.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ _PART_OF = {"forward": "compute", "backward": "compute", "update": "update", "ch
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One step of this rank: parts of the training thread's time, which add up to `seconds`, and NVMe bytes.
+    """Time and NVMe traffic of one step of this rank. The parts of the training thread's time add up to `seconds`.
 
-    A step begins where the one before (or a checkpoint) ended. `compute` is forward and backward outside of all else;
-    `collective` all-gathers, reduce-scatters and the reduction of the norm; `copy` weights out of pages and gradients
-    into them; `update` clipping and the optimizer; the stalls are waits for a page to be read, for one to be written,
-    and for a free cache slot; `python` is the user's loop between `step()` and the next forward, and our bookkeeping.
-    `transfer_seconds` is beside them: the time in which pages were on their way.
+    A step begins at the end of the previous step or checkpoint. `compute_seconds` is forward and backward outside of
+    all other parts. `collective_seconds` covers all-gathers, reduce-scatters and the reduction of the norm.
+    `copy_seconds` covers copies of weights out of pages and of gradients into pages. `update_seconds` covers clipping
+    and the optimizer. The stalls are waits for a page to be read, for a page to be written, and for a free cache slot.
+    `python_seconds` is the user's loop between `step()` and the next forward plus the bookkeeping of this library.
+    `transfer_seconds` is the time during which page transfers were in flight; it overlaps with the parts.
     """
 
     step: int
@@ -51,27 +52,27 @@ class StepRecord:
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds in which the training thread stood still."""
+        """Seconds during which the training thread was stalled on storage."""
         return self.read_stall_seconds + self.write_stall_seconds + self.host_cache_stall_seconds
 
 
 class _Stretch:
-    """A block in which the training thread is in a phase or in a part of one; hundreds per step, so no generator."""
+    """Context manager for a phase or a part. A class and not a generator because it runs hundreds of times per step."""
 
     __slots__ = ("_before", "_ledger", "_name", "_part", "_phase", "_start", "_what")
 
     def __init__(self, ledger: Ledger, phase: str, part: str, name: str, what: str) -> None:
-        """Nothing is counted yet.
+        """Prepare the interval; counting begins when it is entered.
 
         Args:
-            phase: to be in; empty: that in which the block begins.
-            part: to be in; empty: the one that the phase decides.
-            name: in the timeline.
-            what: for which FSDP module, in the timeline.
+            phase: Phase of the block, or an empty string to keep the phase in which the block begins.
+            part: Part of the block, or an empty string to let the phase determine it.
+            name: Name in the timeline.
+            what: FSDP module shown in the timeline.
         """
         self._ledger, self._phase, self._part, self._name, self._what = ledger, phase, part, name, what
-        self._before = ("", "")  # phase and part around the block; set at its begin
-        self._start = 0.0  # when it began, in seconds of `time.perf_counter`
+        self._before = ("", "")  # phase and part outside the block; set when it is entered
+        self._start = 0.0  # start of the block in seconds of `time.perf_counter`
 
     def __enter__(self) -> None:
         ledger = self._ledger
@@ -87,17 +88,17 @@ class _Stretch:
 
 
 class Ledger:
-    """Counts what the pager and the store do, by phase; fills the rank's stats page.
+    """Count the work of the pager and the store by phase, and fill the rank's stats file.
 
-    The books of a step are open from `restart_step` or the end of the step before until `end_step`. The training thread
-    owns phase, part and books. Each cell of the stats page has one writer at a time: what the store's threads report
-    (`moved`, `gave_up`) goes under `_lock`, and `moving`, `fetched`, `spared` and `diverged` come from any thread that
-    uses the pager, but under its condition.
+    The accounting of a step runs from `restart_step` or the end of the previous step to `end_step`. The training thread
+    owns the phase, the part and the per-step sums. Each cell of the stats file has one writer at a time: reports from
+    the threads of the store (`moved`, `gave_up`) hold `_lock`. `moving`, `fetched`, `spared` and `diverged` are called
+    from any thread that uses the pager, with the pager's condition held.
     """
 
     def __init__(self, stats: Stats, timeline: Timeline | None = None) -> None:
-        self._timeline = timeline  # None: none is written
-        # Cells of the stats page, by the values of their labels. Under `_lock`: these.
+        self._timeline = timeline  # None: no timeline is recorded
+        # Cells of the stats file, by the values of their labels. The next three are protected by `_lock`.
         self._bytes = {
             (op, role, number): stats.counter("io_bytes_total", op=op, state=role, device=device)
             for op in OPS
@@ -106,7 +107,7 @@ class Ledger:
         }
         self._retries = {op: stats.counter("io_retries_total", op=op) for op in OPS}
         self._durations = {op: stats.histogram("io_request_duration_seconds", op=op) for op in OPS}
-        # Not under it: these have one caller at a time, see above.
+        # Not protected by `_lock`: these have one caller at a time (see the class docstring).
         self._inflight = {op: stats.gauge("io_inflight_requests", op=op) for op in OPS}
         self._copied = stats.counter("gather_copied_bytes_total")
         self._link = {way: stats.counter("link_bytes_total", direction=way) for way in LINK_DIRECTIONS}
@@ -141,27 +142,27 @@ class Ledger:
         self._predicted_link = {
             way: stats.gauge("plan_predicted_link_bytes_per_step", direction=way) for way in LINK_DIRECTIONS
         }
-        self._planned: dict[str, int] = {}  # bytes of a step by ``read`` and ``write``, of the plan; empty without one
-        self._planned_link: dict[str, int] = {}  # the same by direction of the link
-        self._activations = dict.fromkeys((*OPS, *LINK_DIRECTIONS), 0)  # bytes that these add to each of them
-        self._stats = stats  # for the cells of errors, which are looked up when there is one
+        self._planned: dict[str, int] = {}  # planned bytes per step by ``read`` and ``write``; empty without a plan
+        self._planned_link: dict[str, int] = {}  # planned bytes per step by direction of the link
+        self._activations = dict.fromkeys((*OPS, *LINK_DIRECTIONS), 0)  # bytes that activations add to both
+        self._stats = stats  # for error cells, which are looked up when an error occurs
         self._lock = Lock()
         """Held while a finished transfer is counted, and while `_moved` is copied."""
-        self._warned = False  # whether a departure from the plan was logged
+        self._warned = False  # whether a divergence from the plan was logged
         self._phase, self._part = "other", ""
-        """Where the training thread is; no part: the one that the phase decides. [Note: parts]"""
-        self._fsdp_module = ""  # what is computed, for the timeline
-        # Seconds of `time.perf_counter`: when the current stretch, the current phase and the step began.
+        """Current phase and part of the training thread. An empty part: the phase determines it. [Note: parts]"""
+        self._fsdp_module = ""  # FSDP module that is computed, for the timeline
+        # Start of the current interval, the current phase and the step, in seconds of `time.perf_counter`.
         self._since = self._phase_since = self._step_start = time.perf_counter()
         self._spent = dict.fromkeys(PARTS, 0.0)
-        """Seconds of this step by part. A stall is taken out of its part before the stretch that it lies in is added,
-        so one may be below zero for a while."""
-        self._moved = dict.fromkeys(OPS, 0)  # NVMe bytes since the start; under `_lock`
-        self._moved_before = dict.fromkeys(OPS, 0)  # the same as this step began
-        self._moving = 0.0  # seconds since the start in which pages were on their way; see `moving`
-        self._moving_before = 0.0  # the same as this step began
+        """Seconds of this step by part. A stall is subtracted from its part before the surrounding interval is added,
+        so a value may be negative for a while."""
+        self._moved = dict.fromkeys(OPS, 0)  # NVMe bytes since the start; protected by `_lock`
+        self._moved_before = dict.fromkeys(OPS, 0)  # value of `_moved` at the start of this step
+        self._moving = 0.0  # seconds since the start with page transfers in flight; see `moving`
+        self._moving_before = 0.0  # value of `_moving` at the start of this step
 
-    # The store and the pager report here #
+    # Reports from the store and the pager #
 
     def moved(
         self, op: str, role: str, device: int, nbytes: int, seconds: float, retries: int, error: Exception | None
@@ -178,7 +179,7 @@ class Ledger:
                 self._count_error(op, error)
 
     def gave_up(self, op: str, error: Exception) -> None:
-        """Count a transfer that has not ended in time. Called from any thread."""
+        """Count a transfer that timed out. Called from any thread."""
         with self._lock:
             self._count_error(op, error)
 
@@ -186,14 +187,14 @@ class Ledger:
         self._stats.counter("io_errors_total", op=op, reason=error_reason(error)).add()
 
     def copied(self, nbytes: int) -> None:
-        """Count weights that the training thread has copied to the device."""
+        """Count weights that the training thread copied to the device."""
         self._copied.add(nbytes)
 
     def stalled(self, cause: str, page: int, seconds: float) -> None:
-        """Count a wait of the training thread that has just ended; `page` is what it needed, or -1.
+        """Count a wait of the training thread that has just ended. `page` is the page it needed, or -1.
 
-        One for an update on another thread, or for a device to copy (`cause` is ``update`` or ``copy``), is no stall of
-        storage: it is update, or copy.
+        A wait for an update on another thread, or for a copy on the device (`cause` is ``update`` or ``copy``), is not
+        a storage stall. It is counted as update or copy time.
         """
         self._spent[self._part or _PART_OF[self._phase]] -= seconds
         if self._timeline is not None:
@@ -207,62 +208,62 @@ class Ledger:
             self._pool_wait.add(seconds)
 
     def fetched(self, result: str) -> None:
-        """Count a page that was needed: ``hit``, ``late`` or ``miss``."""
+        """Count a requested page by result: ``hit``, ``late`` or ``miss``."""
         self._fetches[result].add()
 
     def moving(self, seconds: float) -> None:
-        """Count time in which pages were on their way. Called from any thread, by one at a time."""
+        """Count time during which page transfers were in flight. Called from any thread, one at a time."""
         self._moving += seconds
         self._transferring.add(seconds)
 
     def spared(self, nbytes: int) -> None:
-        """Count a planned read that was not needed."""
+        """Count a planned read that was not necessary."""
         self._spared.add(nbytes)
 
     def diverged(self, detail: str) -> None:
-        """Count a departure from the plan; the first one is logged."""
+        """Count a divergence from the plan. Only the first one is logged."""
         self._divergences.add()
         if not self._warned:
             self._warned = True
             _log.warning(
-                "this step departs from the recorded one (%s): its pages are fetched on demand, and the plan is "
-                "made anew if the next steps look like it; said once",
+                "this step differs from the recorded one (%s). Its pages are read on demand, and the plan is rebuilt "
+                "if the next steps repeat it. This warning is logged once",
                 detail,
             )
 
     def skipped(self) -> None:
-        """Count a step without an update: the norm of its gradients was not finite."""
+        """Count a step without an update because the gradient norm was not finite."""
         self._skipped.add()
 
-    # What is trained #
+    # Training metrics #
 
     def reported(self, loss: float | None, tokens: int) -> None:
-        """Note the loss, where one is given, and count tokens."""
+        """Set the loss, if given, and add to the number of tokens."""
         if loss is not None:
             self._loss.set(loss)
         self._tokens.add(tokens)
 
     def learned_at(self, rate: float) -> None:
-        """Note the learning rate of a step."""
+        """Set the learning rate of a step."""
         self._learning_rate.set(rate)
 
     def clipped(self, norm: float) -> None:
-        """Note the norm of the gradients, before they were clipped."""
+        """Set the gradient norm before clipping."""
         self._gradient_norm.set(norm)
 
     # Phases and steps #
 
     def enter(self, phase: str, fsdp_module: str = "") -> None:
-        """Switch to a phase; `fsdp_module` is what is computed from now on."""
+        """Switch to a phase. `fsdp_module` is the FSDP module that is computed from now on."""
         self._switch(phase, self._part)
         self._fsdp_module = fsdp_module
 
     def phase(self, phase: str, what: str = "") -> AbstractContextManager[None]:
-        """Be in a phase for the length of a block; `what` says in the timeline for which FSDP module."""
+        """Return a context manager that enters a phase. `what` is the FSDP module shown in the timeline."""
         return _Stretch(self, phase, "", phase, what)
 
     def part(self, part: str, what: str = "", *, name: str = "") -> AbstractContextManager[None]:
-        """Be in a part for the length of a block; the timeline shows it as `name`, by default that of the part."""
+        """Return a context manager that enters a part. The timeline shows it as `name`, by default the part's name."""
         return _Stretch(self, "", part, name or part, what)
 
     def _switch(self, phase: str, part: str) -> None:
@@ -280,17 +281,17 @@ class Ledger:
         self._phase, self._part, self._since = phase, part, now
 
     def predicted(self, read: int, written: int) -> None:
-        """Publish what the plan predicts for one step, in bytes."""
+        """Publish the NVMe bytes per step that the plan predicts."""
         self._planned = {"read": read, "write": written}
         self._publish()
 
     def predicted_link(self, to_device: int, from_device: int) -> None:
-        """Publish what the plan predicts to be copied to the device and from it in one step, in bytes."""
+        """Publish the bytes per step that the plan predicts to be copied to and from the device."""
         self._planned_link = dict(zip(LINK_DIRECTIONS, (to_device, from_device), strict=True))
         self._publish()
 
     def predicted_activations(self, read: int, written: int, to_device: int, from_device: int) -> None:
-        """Publish with both what activations add to them, in bytes."""
+        """Publish the predictions with the bytes that activations add to them."""
         found = dict(zip(self._activations, (read, written, to_device, from_device), strict=True))
         if found != self._activations:
             self._activations = found
@@ -303,7 +304,7 @@ class Ledger:
             self._predicted_link[way].set(nbytes + self._activations[way])
 
     def linked(self, to_device: int, from_device: int) -> None:
-        """Count what has been copied to the device and from it, in bytes."""
+        """Count bytes copied to and from the device."""
         for way, nbytes in zip(LINK_DIRECTIONS, (to_device, from_device), strict=True):
             self._link[way].add(nbytes)
 
@@ -315,13 +316,14 @@ class Ledger:
         held: Mapping[str, int],
         inflight: Mapping[str, int],
     ) -> StepRecord:
-        """Close the books of a step.
+        """Complete the accounting of a step and return its record.
 
         Args:
-            updated: parameters updated in it.
-            cache slots: cache slots of the host cache by status.
-            held: bytes in the host cache by role.
-            inflight: page transfers under way by operation.
+            step: Number of the step.
+            updated: Number of parameters updated in the step.
+            cache_slots: Number of host cache slots by status.
+            held: Bytes in the host cache by role.
+            inflight: Page transfers in flight by operation.
         """
         self._switch("other", self._part)
         seconds = self._since - self._step_start
@@ -361,7 +363,7 @@ class Ledger:
         return record
 
     def restart_step(self) -> None:
-        """Begin the books of a step now: what came before (set-up, a checkpoint) belongs to none."""
+        """Start the accounting of a step now. Earlier work (set-up, a checkpoint) belongs to no step."""
         self._switch("other", self._part)
         with self._lock:
             self._begin_step(dict(self._moved))

@@ -1,9 +1,9 @@
-"""The one table of metrics.
+"""Table of all metrics.
 
-The layout of the stats page, the exporter and `docs/metrics.md` are all made from `METRICS`; a metric that
-is not here cannot be counted, served or documented. Conventions: base FSDP modules in the plural, ``_total`` on
-counters, no rates and no percentages, labels only from closed sets. Names are written here without the
-``infinity_`` prefix, which the exporter adds.
+The layout of the stats file, the exporter and `docs/reference/metrics.md` are generated from `METRICS`, so a metric
+that is not in the table cannot be counted, exported or documented. Conventions: base units in the plural, ``_total`` on
+counters, no rates or percentages, and labels only from closed sets. Names in the table have no ``infinity_`` prefix;
+the exporter adds it.
 
 ``python -m infinity.telemetry.metrics`` prints the table as Markdown.
 """
@@ -27,8 +27,8 @@ Server = Literal["rank", "daemon"]
 class Label:
     """A label and the closed set of its values.
 
-    `values` is empty where the set is closed but known only on the machine: the devices of a page, the
-    drives and collectors of a daemon, the texts of an info metric.
+    `values` is empty if the set is closed but depends on the machine: the devices of a stats file, the drives of a
+    node, or the texts of an info metric.
     """
 
     name: str
@@ -39,10 +39,9 @@ class Label:
 class Metric:
     """One row of the table.
 
-    `name` carries the FSDP module; `buckets` are the upper bounds of a histogram, in the FSDP module of the name,
-    without
-    the last (infinite) one. `server` says who counts it: a rank on its stats page, or the daemon. The
-    exporter puts the labels ``run`` and ``rank`` on every metric of a rank.
+    The name of a metric includes its unit. `buckets` holds the upper bounds of a histogram in that unit, except the
+    last (infinite) one. `server` is the process that counts the metric: a rank in its stats file, or the daemon. The
+    exporter adds the labels ``run`` and ``rank`` to every metric of a rank.
     """
 
     name: str
@@ -54,7 +53,7 @@ class Metric:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Names of the labels, in the order of the table, without ``run`` and ``rank``."""
+        """Names of the labels in table order, without ``run`` and ``rank``."""
         return tuple(label.name for label in self.labels)
 
 
@@ -68,7 +67,7 @@ PARTS: Final = (
     "compute", "collective", "copy", "update", "read_stall", "write_stall", "host_cache_stall", "python",
 )  # fmt: skip
 STALLS: Final = ("read_stall", "write_stall", "host_cache_stall")
-"""Parts in which the training thread stands still."""
+"""Parts of a step in which the training thread is stalled."""
 FETCH_RESULTS: Final = ("hit", "late", "miss")
 CACHE_SLOT_STATUSES: Final = ("free", "resident", "streaming", "writing")
 ERROR_REASONS: Final = ("eio", "enospc", "corrupt", "timeout", "other")
@@ -105,7 +104,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _rank(
         "build_info",
         "info",
-        "Versions a rank runs with and the I/O engine it chose; always 1.",
+        "Version of infinity and torch on this rank, and the I/O engine in use; always 1.",
         Label(name="version"),
         Label(name="torch_version"),
         Label(name="io_engine"),
@@ -113,13 +112,13 @@ METRICS: Final[tuple[Metric, ...]] = (
     _rank(
         "run_info",
         "info",
-        "Identity of the run a rank belongs to; always 1.",
+        "World size of the run that the rank belongs to; always 1.",
         Label(name="world_size"),
     ),
     _rank(
         "io_bytes_total",
         "counter",
-        "Bytes moved between the host cache and NVMe, by the role of the page and the configured path.",
+        "Bytes transferred between the host cache and NVMe, by page role and configured path.",
         _OP,
         _ROLE,
         _DEVICE,
@@ -127,180 +126,194 @@ METRICS: Final[tuple[Metric, ...]] = (
     _rank(
         "io_request_duration_seconds",
         "histogram",
-        "Seconds from submission to completion of one request.",
+        "Duration of one I/O request from submission to completion, in seconds.",
         _OP,
         buckets=_REQUEST_BUCKETS,
     ),
     _rank(
         "io_errors_total",
         "counter",
-        "Transfers that failed for good.",
+        "Page transfers that failed after all retries.",
         _OP,
         Label(name="reason", values=ERROR_REASONS),
     ),
     _rank(
         "io_retries_total",
         "counter",
-        "Requests submitted again: the rest of a short or interrupted transfer, or all of one that failed.",
+        "Requests submitted again, either for the rest of a short or interrupted transfer or for a failed one.",
         _OP,
     ),
-    _rank("io_inflight_requests", "gauge", "Requests submitted and not yet completed.", _OP),
+    _rank("io_inflight_requests", "gauge", "Page transfers in flight at the end of the last step.", _OP),
     _rank("tier_used_bytes", "gauge", "Bytes of training state held in a tier.", _TIER, _ROLE),
-    _rank("tier_capacity_bytes", "gauge", "Bytes a tier may hold for this rank.", _TIER),
+    _rank("tier_capacity_bytes", "gauge", "Capacity of a tier for this rank, in bytes.", _TIER),
     _rank(
         "gather_copied_bytes_total",
         "counter",
-        "Bytes of weights copied into the buffers of FSDP2.",
+        "Bytes of weights copied into the all-gather buffers of FSDP2.",
     ),
     _rank(
         "link_bytes_total",
         "counter",
-        "Bytes copied between host memory and the device that computes; none where that is the CPU.",
+        "Bytes copied between host memory and the GPU; 0 if the model trains on the CPU.",
         _LINK,
     ),
-    _rank("transfer_seconds_total", "counter", "Seconds in which pages were on their way from or to NVMe."),
+    _rank("transfer_seconds_total", "counter", "Seconds during which at least one page transfer was in flight."),
     _rank(
         "pool_frames",
         "gauge",
-        "Cache slots of the host cache by what they are used for.",
+        "Host cache slots by status.",
         Label(name="status", values=CACHE_SLOT_STATUSES),
     ),
-    _rank("pool_wait_seconds_total", "counter", "Seconds the pager waited for a free cache slot."),
+    _rank("pool_wait_seconds_total", "counter", "Seconds the training thread waited for a free cache slot."),
     _rank(
         "prefetch_fetches_total",
         "counter",
-        "Pages asked for: ready in time (hit), still being read (late) or not begun (miss).",
+        "Pages requested, by whether they were ready in time (hit), still being read (late) or not yet requested (miss).",
         Label(name="result", values=FETCH_RESULTS),
     ),
     _rank(
         "prefetch_spared_bytes_total",
         "counter",
-        "Bytes that the plan reads and nobody had to: the page came back while it was still being written.",
+        "Planned read bytes that were not read because the page was still being written and could be reused.",
     ),
     _rank(
         "stall_seconds_total",
         "counter",
-        "Seconds the training thread stood still, by phase and by cause.",
+        "Seconds the training thread was stalled on storage, by phase and cause.",
         _PHASE,
         _CAUSE,
     ),
     _rank("steps_total", "counter", "Optimizer steps completed."),
-    _rank("steps_skipped_total", "counter", "Of these, steps without an update: the gradients' norm was not finite."),
+    _rank(
+        "steps_skipped_total", "counter", "Completed steps without an update because the gradient norm was not finite."
+    ),
     _rank(
         "step_duration_seconds",
         "histogram",
-        "Seconds of one optimizer step, from end to end.",
+        "Duration of one optimizer step, in seconds.",
         buckets=_STEP_BUCKETS,
     ),
     _rank(
         "step_part_seconds_total",
         "counter",
-        "Seconds of all completed steps by what the training thread did (docs/architecture.md); the parts add up to "
-        "the sum of `infinity_step_duration_seconds`.",
+        "Seconds of completed steps by activity of the training thread (docs/explanation/architecture.md). The parts add up to the "
+        "sum of `infinity_step_duration_seconds`.",
         _PART,
     ),
     _rank(
         "step_phase_seconds_total",
         "counter",
-        "Seconds by phase, checkpoints and the time between steps included.",
+        "Seconds by phase, including checkpoints and the time between steps.",
         _PHASE,
     ),
     _rank(
         "step_last_completed_timestamp_seconds",
         "gauge",
-        "Unix time at which the last step ended; 0 before.",
+        "Unix time at which the last step ended; 0 before the first step.",
     ),
-    _rank("plan_divergences_total", "counter", "Page uses that were not the next ones in the plan."),
-    _rank("plan_predicted_bytes_per_step", "gauge", "NVMe bytes the plan predicts for one step.", _OP),
+    _rank("plan_divergences_total", "counter", "Page uses that differed from the next use in the plan."),
+    _rank("plan_predicted_bytes_per_step", "gauge", "NVMe bytes per step predicted by the plan.", _OP),
     _rank(
         "plan_predicted_link_bytes_per_step",
         "gauge",
-        "Bytes the plan predicts to be copied between host memory and the device in one step.",
+        "Bytes copied between host memory and the GPU per step, as predicted by the plan.",
         _LINK,
     ),
-    _rank("optimizer_updated_parameters_total", "counter", "Parameters updated, summed over the steps."),
+    _rank("optimizer_updated_parameters_total", "counter", "Parameters updated, summed over all steps."),
     _rank(
         "checkpoint_duration_seconds",
         "histogram",
-        "Seconds from the start of a checkpoint until it is durable.",
+        "Seconds from the start of a checkpoint until it is durable on disk.",
         buckets=_CHECKPOINT_BUCKETS,
     ),
-    _rank("checkpoint_last_success_timestamp_seconds", "gauge", "Unix time of the last durable checkpoint; 0 before."),
-    _rank("training_loss", "gauge", "Loss that was reported last; 0 before."),
-    _rank("training_learning_rate", "gauge", "Learning rate of the first param group in the last step; 0 before."),
-    _rank("training_gradient_norm", "gauge", "Norm of all gradients when they were clipped last, before it; 0 before."),
-    _rank("training_tokens_total", "counter", "Tokens that this rank has trained on, as reported."),
-    _daemon("device_read_bytes_total", "counter", "Bytes read from a drive by everybody, since boot.", _DEVICE),
-    _daemon("device_written_bytes_total", "counter", "Bytes written to a drive by everybody, since boot.", _DEVICE),
+    _rank(
+        "checkpoint_last_success_timestamp_seconds",
+        "gauge",
+        "Unix time of the last durable checkpoint; 0 before the first one.",
+    ),
+    _rank("training_loss", "gauge", "Last reported loss; 0 before the first report."),
+    _rank(
+        "training_learning_rate",
+        "gauge",
+        "Learning rate of the first optimizer param group in the last step; 0 before the first step.",
+    ),
+    _rank(
+        "training_gradient_norm",
+        "gauge",
+        "Total gradient norm before the last clipping; 0 if gradients have not been clipped yet.",
+    ),
+    _rank("training_tokens_total", "counter", "Tokens this rank has trained on, as reported by the training loop."),
+    _daemon("device_read_bytes_total", "counter", "Bytes read from a drive by all processes since boot.", _DEVICE),
+    _daemon("device_written_bytes_total", "counter", "Bytes written to a drive by all processes since boot.", _DEVICE),
     _daemon(
         "device_read_operations_total",
         "counter",
-        "Reads that a drive completed for everybody, since boot, as the kernel merges and splits them.",
+        "Reads completed by a drive for all processes since boot, after merging and splitting by the kernel.",
         _DEVICE,
     ),
     _daemon(
         "device_write_operations_total",
         "counter",
-        "Writes that a drive completed for everybody, since boot, as the kernel merges and splits them.",
+        "Writes completed by a drive for all processes since boot, after merging and splitting by the kernel.",
         _DEVICE,
     ),
     _daemon(
         "device_read_seconds_total",
         "counter",
-        "Seconds that the reads of a drive took, added up; over its reads: their mean latency.",
+        "Total seconds spent by the reads of a drive. Divided by the number of reads, this is the mean latency.",
         _DEVICE,
     ),
     _daemon(
         "device_write_seconds_total",
         "counter",
-        "Seconds that the writes of a drive took, added up; over its writes: their mean latency.",
+        "Total seconds spent by the writes of a drive. Divided by the number of writes, this is the mean latency.",
         _DEVICE,
     ),
     _daemon(
         "device_busy_seconds_total",
         "counter",
-        "Seconds in which a drive had something to do; a drive that does much at once may be busy and still be able to "
-        "do more.",
+        "Seconds during which a drive had at least one request. A drive that serves requests in parallel can be busy and "
+        "still have bandwidth left.",
         _DEVICE,
     ),
     _daemon(
         "device_bandwidth_bytes_per_second",
         "gauge",
-        "What a drive can do, as it was measured (docs/monitoring.md); `mixed` is half reads and half writes.",
+        "Measured bandwidth of a drive (docs/how-to/monitoring.md); `mixed` is half reads and half writes.",
         _DEVICE,
         Label(name="op", values=(*OPS, "mixed")),
     ),
-    _daemon("device_capacity_bytes", "gauge", "Size of the file system on a drive.", _DEVICE),
-    _daemon("device_free_bytes", "gauge", "Bytes of the file system on a drive that are free to users.", _DEVICE),
+    _daemon("device_capacity_bytes", "gauge", "Size of the file system on a drive, in bytes.", _DEVICE),
+    _daemon("device_free_bytes", "gauge", "Bytes available to users on the file system of a drive.", _DEVICE),
     _daemon(
         "device_reserved_bytes",
         "gauge",
-        "Bytes that ranks have reserved on a drive and not released.",
+        "Bytes that ranks have reserved on a drive and not yet released.",
         _DEVICE,
     ),
     _daemon(
         "device_stale_runs",
         "gauge",
-        "Runs in the configured folders of a drive that nobody holds any more (`infinity status`).",
+        "Runs without a live process in the configured folders of a drive (listed by `infinity status`).",
         _DEVICE,
     ),
-    _daemon("device_stale_bytes", "gauge", "Bytes that they take on the drive.", _DEVICE),
+    _daemon("device_stale_bytes", "gauge", "Bytes used by stale runs on a drive.", _DEVICE),
     _daemon(
         "device_wear_ratio",
         "gauge",
-        "Share of its rated life that a drive has used, where it tells.",
+        "Fraction of its rated life that a drive has used, if the drive reports it.",
         _DEVICE,
     ),
     _daemon(
         "device_endurance_days",
         "gauge",
-        "Days until a drive has been written what it is rated for, at the rate of the last hour; where that is set.",
+        "Days until a drive reaches its rated endurance at the write rate of the last hour, if the rating is configured.",
         _DEVICE,
     ),
     _daemon(
         "rank_device_info",
         "info",
-        "Which drive is behind the device number of a rank; always 1.",
+        "Block device that stores the data of a rank's device number; always 1.",
         _RUN,
         Label(name="rank"),
         _DEVICE,
@@ -309,7 +322,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _daemon(
         "daemon_build_info",
         "info",
-        "Versions the daemon runs with; always 1.",
+        "Versions of infinityd and Python; always 1.",
         Label(name="version"),
         Label(name="python_version"),
     ),
@@ -317,11 +330,11 @@ METRICS: Final[tuple[Metric, ...]] = (
     _daemon(
         "daemon_ranks",
         "gauge",
-        "Stats pages found: of ranks that run (live), ended in order or died, and files that are none (broken).",
+        "Stats files found, by status: running ranks (live), ended ranks, dead ranks, and unreadable files (broken).",
         Label(name="status", values=PAGE_STATUSES),
     ),
-    _daemon("daemon_collector_success", "gauge", "1 if the collector's last run succeeded, else 0.", _COLLECTOR),
-    _daemon("daemon_collector_duration_seconds", "gauge", "Seconds of the collector's last run.", _COLLECTOR),
+    _daemon("daemon_collector_success", "gauge", "1 if the last run of the collector succeeded, else 0.", _COLLECTOR),
+    _daemon("daemon_collector_duration_seconds", "gauge", "Duration of the last run of the collector.", _COLLECTOR),
 )
 
 BY_NAME: Final[dict[str, Metric]] = {metric.name: metric for metric in METRICS}
@@ -343,21 +356,20 @@ _SECTIONS = (
     (
         "rank",
         "Per rank",
-        "Counted by each rank, all with the labels `run` (the id of the run) and `rank` as well. `device` is the\n"
-        "number of the configured path (`nvme0` is the first one); `infinity_rank_device_info` tells the drive\n"
-        "behind it.",
+        "Counted by each rank. Every metric also has the labels `run` (run id) and `rank`. `device` is the number of\n"
+        "the configured path (`nvme0` is the first); `infinity_rank_device_info` maps it to the block device.",
     ),
-    ("daemon", "Per node", "Served by `infinityd`. `device` is the kernel's name of the block device."),
+    ("daemon", "Per node", "Served by `infinityd`. `device` is the kernel name of the block device."),
 )
 
 
 def markdown() -> str:
-    """Return the table as the Markdown text of `docs/metrics.md`."""
+    """Return the table as the Markdown text of `docs/reference/metrics.md`."""
     lines = [
         "# Metrics",
         "",
-        "Generated by `python -m infinity.telemetry.metrics`; do not edit. Every label set of a metric",
-        "that a rank counts exists from the start at 0.",
+        "Generated by `python -m infinity.telemetry.metrics`; do not edit. Every label set of a rank's metrics",
+        "exists from the start of the rank, with the value 0.",
         "",
     ]
     for server, title, text in _SECTIONS:

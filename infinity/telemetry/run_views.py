@@ -1,9 +1,9 @@
-"""What the runs of the node do now: figures per rank and per run, from their stats pages; for `infinityd` and commands.
+"""Current figures of the runs of a node, per rank and per run, computed from their stats files.
 
-A rank counts from its start; "now" is the difference of two looks at its page. Two windows are used, because steps may
-take a tenth of a second or a minute: bytes on their way are counted all the time, so their rate is that of the last
-seconds; what is counted once per step is divided by the seconds of the steps between the first and the last end of a
-step that were seen in the last ten seconds, or in the last step where it took longer.
+Used by `infinityd` and by the commands. A rank counts from its start, so a rate is the difference between two readings of
+its stats file. Two windows are used because a step may take a tenth of a second or a minute. Bytes in transfer are counted
+continuously, so their rate covers the last five seconds. Values that are counted once per step are divided by the duration
+of the steps that ended within the last ten seconds, or of the last step if it took longer.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ from infinity.telemetry.trees import Tree, known
 DriveOf = Callable[[str], str | None]
 
 COLUMNS: Final = ("step", "loss", "tokens_per_second", "stalled")
-"""Of the history of a run."""
+"""Columns of a run's history."""
 _IO_SECONDS: Final = 5.0
 _STEP_SECONDS: Final = 10.0
 _MOST_SAMPLES: Final = 32
 _MOST_RUNS: Final = 64
-"""Runs that are told: a page for people is not made longer by what nobody reads."""
+"""Maximum number of runs in a report, so that the page stays readable."""
 _IDLE_STEPS: Final = 5.0
 _IDLE_SECONDS: Final = 15.0
-"""After how many steps' time, and seconds at least, without a step a run is said to stand still."""
+"""A run counts as idle after both this number of step durations and this many seconds without a step."""
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """A page as it was at a moment, in monotonic seconds."""
+    """Contents of a stats file at one moment, in monotonic seconds."""
 
     when: float
     page: Snapshot
 
 
 class _Rank:
-    """A rank that is watched: what its page has said lately. Used by `Runs` only."""
+    """A watched rank and the recent readings of its stats file. Used by `Runs` only."""
 
     def __init__(self, sample: _Sample) -> None:
-        self.last = sample  # the newest look
-        self._looks = deque([sample], maxlen=_MOST_SAMPLES)  # one per look, of the last `_IO_SECONDS`; two at least
-        self._ends: deque[_Sample] = deque(maxlen=_MOST_SAMPLES)  # those that were the first after an end of a step
-        self._before: Snapshot | None = None  # from where the steps that count as now begin; None: from the start on
-        self.stepped = False  # whether the newest look was at such an end
+        self.last = sample  # the newest reading
+        self._looks = deque([sample], maxlen=_MOST_SAMPLES)  # readings of the last `_IO_SECONDS`, at least two
+        self._ends: deque[_Sample] = deque(maxlen=_MOST_SAMPLES)  # the first reading after the end of each step
+        self._before: Snapshot | None = None  # reading at which the window of steps begins; None: at the start of the rank
+        self.stepped = False  # whether a step ended since the previous reading
 
     def is_of(self, page: Snapshot) -> bool:
-        """Whether a page is of the process that is watched; a run that was resumed has others."""
+        """Return whether a stats file belongs to the watched process. A resumed run has new processes."""
         old, new = self.last.page.header, page.header
         return (old.started, old.pid, old.devices) == (new.started, new.pid, new.devices)
 
     def look(self, sample: _Sample) -> None:
-        """Take in what the page says now."""
+        """Record a new reading of the stats file."""
         self.stepped = sample.page.value("steps_total") != self.last.page.value("steps_total")
         if self.stepped:
             self._ends.append(sample)
             old = [end for end in self._ends if sample.when - end.when >= _STEP_SECONDS]
-            # A rank that is seen for the first time is in the middle of a step, so its figures begin at the end of it.
+            # A rank is first seen in the middle of a step, so its figures begin at the end of that step.
             self._before = (old[-1] if old else self._ends[0]).page if len(self._ends) > 1 else None
         self.last = sample
         self._looks.append(sample)
@@ -70,26 +70,26 @@ class _Rank:
             self._looks.popleft()
 
     def total(self, name: str, **labels: str) -> float:
-        """Return what a counter or gauge says now."""
+        """Return the current value of a counter or gauge."""
         return self.last.page.value(name, **labels)
 
     def rate(self, name: str, **labels: str) -> float | None:
-        """Return by how much a counter rises per second now; None where it was seen once only."""
+        """Return the increase of a counter per second, or None if the rank has been read only once."""
         first, last = self._looks[0], self._looks[-1]
         if last.when <= first.when:
             return None
         return max(0.0, last.page.value(name, **labels) - first.page.value(name, **labels)) / (last.when - first.when)
 
     def in_steps(self, name: str, **labels: str) -> float:
-        """Return by how much a counter has risen in the steps that count as now; see the module's text."""
+        """Return the increase of a counter over the window of recent steps (see the module docstring)."""
         return self._in_steps(lambda page: page.value(name, **labels))
 
     def step_seconds(self) -> float:
-        """Return what those steps took together."""
+        """Return the duration of the steps in the window, in seconds."""
         return self._in_steps(lambda page: page.histogram_at(BY_NAME["step_duration_seconds"], ()).sum)
 
     def last_stretch(self, name: str) -> tuple[float, float]:
-        """Return by how much a counter has risen between the two newest ends of steps, and the seconds of the steps."""
+        """Return the increase of a counter between the two newest ends of steps, and the duration in seconds."""
         before = self._ends[-2].page if len(self._ends) > 1 else None
         duration = BY_NAME["step_duration_seconds"]
 
@@ -105,30 +105,31 @@ class _Rank:
 
 @dataclass
 class _Run:
-    """A run that is watched; changed by `Runs.look`."""
+    """A watched run. Changed by `Runs.look`."""
 
     ranks: dict[int, _Rank] = field(default_factory=dict)
     history: History = field(default_factory=History)
 
 
 class Runs:
-    """Watches the runs of the node. Used by one thread at a time."""
+    """Watch the runs of the node. Used by one thread at a time."""
 
     def __init__(self, drive_of: DriveOf) -> None:
-        """Know of none yet; `drive_of` gives the name of the drive that a path is on, or None."""
+        """Start without runs. `drive_of` returns the name of the drive of a path, or None."""
         self._drive_of = drive_of
         self._runs: dict[str, _Run] = {}
-        """By id, those whose pages are served."""
+        """Runs with stats files, by id."""
 
     def look(
         self, pages: Iterable[Snapshot], limits: Mapping[str, Mapping[str, float]], now: float, unix: float
     ) -> list[Tree]:
-        """Take in what the pages say, and return what is known of each run: those that go on first.
+        """Record new readings of the stats files and return the figures of each run, active runs first.
 
         Args:
-            limits: bytes per second that each rank of a run may move, by run and drive, where there is a limit.
-            now: monotonic seconds.
-            unix: the same moment as a Unix time.
+            pages: Readings of the stats files on this node.
+            limits: Bandwidth limits of each rank in bytes per second, by run and drive, where a limit is set.
+            now: Current time in monotonic seconds.
+            unix: The same moment as a Unix time.
         """
         found: dict[str, list[Snapshot]] = defaultdict(list)
         for page in pages:
@@ -151,7 +152,7 @@ def _look_at(run: _Run, pages: Iterable[Snapshot], now: float) -> None:
         sample, rank = _Sample(now, page), known.get(page.header.rank)
         if rank is None or not rank.is_of(page):
             if rank is not None:
-                run.history = History()  # the run was resumed, and counts its steps anew
+                run.history = History()  # the run was resumed, so its step counters start again
             rank = _Rank(sample)
         else:
             rank.look(sample)
@@ -227,17 +228,17 @@ def _rank_tree(rank: _Rank, unix: float) -> Tree:
     )
 
 
-# Of ranks together #
+# Figures of several ranks #
 
 
 def _status(ranks: Sequence[_Rank]) -> str:
-    """Of a run: ``dead`` where a rank is, for its peers will not go on without it."""
+    """Return the status of a run: ``dead`` if any rank is dead, because the other ranks cannot continue without it."""
     statuses = {rank.last.page.status for rank in ranks}
     return next(status for status in ("dead", "live", "ended") if status in statuses)
 
 
 def _steps(ranks: Sequence[_Rank]) -> float:
-    """Return the steps that all of them have completed."""
+        """Return the number of steps that all ranks have completed."""
     return min(rank.total("steps_total") for rank in ranks)
 
 
@@ -252,12 +253,12 @@ def _tokens_per_second(rank: _Rank) -> float | None:
 
 
 def _loss(ranks: Sequence[_Rank]) -> float | None:
-    """Return the mean over ranks; 0 is what a page says before a loss was reported."""
+    """Return the mean over ranks. A stats file holds 0 before the first loss is reported."""
     return _mean(rank.total("training_loss") or None for rank in ranks)
 
 
 def _parts(ranks: Sequence[_Rank]) -> dict[str, float] | None:
-    """Return shares of a step's time by part, which add up to 1; None before the first step."""
+    """Return the fraction of a step's time by part. The fractions add up to 1. None before the first step."""
     seconds = {part: sum(rank.in_steps("step_part_seconds_total", part=part) for rank in ranks) for part in PARTS}
     total = sum(seconds.values())
     return {part: value / total for part, value in seconds.items()} if total else None
@@ -269,7 +270,7 @@ def _stalled(ranks: Sequence[_Rank]) -> float | None:
 
 
 def _fetches(ranks: Sequence[_Rank]) -> dict[str, float] | None:
-    """Return shares of the pages asked for, by whether they were ready."""
+    """Return fractions of the requested pages by fetch result."""
     counts = {
         name: sum(rank.in_steps("prefetch_fetches_total", result=name) for rank in ranks) for name in FETCH_RESULTS
     }
@@ -298,7 +299,7 @@ def _moved(rank: _Rank, op: str, look: Callable[..., float]) -> float:
 
 
 def _io_rate(ranks: Sequence[_Rank], op: str) -> float | None:
-    """Return bytes per second now, of those that run."""
+    """Return the current bytes per second of the live ranks."""
     return _sum(
         rank.rate("io_bytes_total", op=op, state=role, device=device)
         for rank in ranks
@@ -309,7 +310,7 @@ def _io_rate(ranks: Sequence[_Rank], op: str) -> float | None:
 
 
 def _by_drive(ranks: Sequence[_Rank], drive_of: DriveOf) -> dict[str, dict[str, float]]:
-    """Return bytes per second now, by drive and operation."""
+    """Return the current bytes per second, by drive and operation."""
     found: dict[str, dict[str, float]] = {}
     for rank in ranks:
         header = rank.last.page.header
@@ -339,7 +340,7 @@ def _plan(ranks: Sequence[_Rank]) -> Tree:
 
 
 def _checkpoint(ranks: Sequence[_Rank]) -> Tree:
-    """Return when all ranks had checkpointed last, how often they have, and what it takes."""
+    """Return the time of the last checkpoint of all ranks, the number of checkpoints and their mean duration."""
     found = [rank.last.page.histogram_at(BY_NAME["checkpoint_duration_seconds"], ()) for rank in ranks]
     times = [rank.total("checkpoint_last_success_timestamp_seconds") for rank in ranks]
     count = min(sum(checkpoints.counts) for checkpoints in found)
@@ -351,7 +352,7 @@ def _checkpoint(ranks: Sequence[_Rank]) -> Tree:
 
 
 def _host_cache(ranks: Sequence[_Rank]) -> Tree | None:
-    tier = _tier(ranks, "host") if _steps(ranks) else None  # what is in it is told at the end of a step
+    tier = _tier(ranks, "host") if _steps(ranks) else None  # ranks report the host cache at the end of each step
     if tier is None:
         return None
     cache_slots = {
@@ -361,7 +362,7 @@ def _host_cache(ranks: Sequence[_Rank]) -> Tree | None:
 
 
 def _tier(ranks: Sequence[_Rank], tier: str) -> Tree | None:
-    """Return bytes by role, and of how many; None where a page does not tell how many."""
+    """Return the capacity of a tier and its used bytes by role, or None if the capacity is unknown."""
     capacity = sum(rank.total("tier_capacity_bytes", tier=tier) for rank in ranks)
     if not capacity:
         return None

@@ -1,9 +1,9 @@
-"""The stats page of one rank, from the side that counts.
+"""Stats file of one rank: the writing side.
 
-A page is a mapped file of doubles: counting is one read and one write of memory, with no lock and no system
-call, and what was counted survives the rank. **One writer per cell**: an increment is a read followed by a
-write, so two threads that add to the *same* label set lose counts; let one thread own a label set, or hold
-the lock that protects what is counted. Readers: see [Note: torn reads] in `telemetry/stats_file.py`.
+A stats file is a memory-mapped file of doubles. Counting is one read and one write of memory without a lock or a system
+call, and the counts survive the rank. **One writer per cell**: an increment is a read followed by a write, so two
+threads that add to the *same* label set lose counts. Either let one thread own a label set, or hold the lock that
+protects the counted object. For readers, see [Note: torn reads] in `telemetry/stats_file.py`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from infinity.telemetry.stats_file import (
 from infinity.untrusted_files import own_folder
 
 KEEP_CLOSED_SECONDS: Final = 900.0
-"""How long the page of a rank that has ended stays where no daemon runs: nothing is scraped more rarely."""
+"""Time for which the file of an ended rank is kept if no daemon runs; scrape intervals are shorter than this."""
 
 
 class Counter:
-    """A cell that only grows."""
+    """A cell that only increases."""
 
     __slots__ = ("_cells", "_index")
 
@@ -50,12 +50,12 @@ class Counter:
         self._cells, self._index = cells, index
 
     def add(self, amount: float = 1) -> None:
-        """Add `amount`, which must not be negative (unchecked: this is called for every request)."""
+        """Add `amount`, which must not be negative (not checked, because this runs for every request)."""
         self._cells[self._index] += amount
 
 
 class Gauge:
-    """A cell that goes up and down."""
+    """A cell that can be set to any value."""
 
     __slots__ = ("_cells", "_index")
 
@@ -63,12 +63,12 @@ class Gauge:
         self._cells, self._index = cells, index
 
     def set(self, value: float) -> None:
-        """Replace the value."""
+        """Set the value."""
         self._cells[self._index] = value
 
 
 class Histogram:
-    """Cells of a distribution: one per bucket, then the sum."""
+    """Cells of a distribution: one per bucket, followed by the sum."""
 
     __slots__ = ("_bounds", "_cells", "_first", "_last")
 
@@ -77,32 +77,33 @@ class Histogram:
         self._last = first + len(bounds) + 1
 
     def observe(self, value: float) -> None:
-        """Count one observation, in the FSDP module of the metric's name."""
+        """Count one observation in the unit of the metric."""
         self._cells[self._first + bisect_left(self._bounds, value)] += 1
         self._cells[self._last] += value
 
 
 class Stats:
-    """A rank's stats page; made by `Stats.create`.
+    """Stats file of a rank. Created by `Stats.create`.
 
-    Its life: a draft with all blocks taken, mapped and locked, which gets its name when it is complete; *open*, counted
-    in; *closed*, with the time in cell 0. Its file stays then, so that a scrape after the end sees the last values. The
-    daemon removes it, or else the first rank that makes a page in its folder `KEEP_CLOSED_SECONDS` later. Where the
-    process dies, the lock goes with it, and readers see that it is dead.
+    The file begins as a draft with all blocks allocated, mapped and locked, and gets its name once it is complete. It
+    is then *open* and is counted in until it is *closed*, which stores the time in cell 0. The closed file stays, so
+    that a scrape after the end of the rank sees the last values. The daemon removes it, or else the first rank that
+    creates a file in the same folder `KEEP_CLOSED_SECONDS` later. If the process dies, the kernel releases the lock,
+    and readers see that the rank is dead.
 
-    Counters, gauges and histograms handed out keep working after `close` (what they count is then lost), so
-    threads that end late need not be told.
+    Counters, gauges and histograms keep working after `close`, so threads that end late need not be notified. Their
+    counts are then lost.
     """
 
     def __init__(self, header: StatsHeader, memory: mmap.mmap, offset: int, path: Path | None, file: int) -> None:
         self._header = header
-        self._memory = memory  # the whole page; never unmapped, as threads that end late still count
+        self._memory = memory  # the whole file; never unmapped, because threads that end late still count
         self._path = path  # None: anonymous memory
-        self._file = file  # descriptor, locked while the page is open; -1: none
-        self._places = cells_of(header.devices)  # which cell holds what
+        self._file = file  # descriptor, locked while the file is open; -1: none
+        self._places = cells_of(header.devices)  # layout of the cells
         self._cells: memoryview[float] = memoryview(memory)[offset:].cast("B").cast("d")
-        """The counts. One writer per cell, no lock; see above."""
-        self._closed = False  # set by `close`, on the thread that made the page
+        """Values of the cells. One writer per cell, no lock; see above."""
+        self._closed = False  # set by `close`, on the thread that created the file
 
     @classmethod
     def create(
@@ -116,18 +117,23 @@ class Stats:
         devices: Sequence[str],
         info: Mapping[str, str],
     ) -> Stats:
-        """Make the page of this rank with every label set at 0.
+        """Create the stats file of this rank with every label set at 0.
 
-        `path` is the *runtime folder*; the page becomes ``<run_id>.rank<k>.stats`` in it, readable by its
-        owner only, and replaces an earlier one of that name. The folder is made if it is missing, and must not
-        be others' to write; pages in it that were closed long ago are removed. With None the page is anonymous
-        memory and only this process sees it. `devices` are the values of the label ``device`` (``nvme0``,
-        ``nvme1``, … in the order of the configured paths); `info` takes ``version``, ``torch_version``,
-        ``io_engine`` and ``paths`` (a JSON list).
+        Args:
+            path: *Runtime folder*. The file is named ``<run_id>.rank<k>.stats``, is readable by its owner only, and
+                replaces an earlier file of that name. The folder is created if it is missing, and other users must not
+                be able to write to it. Files in it that were closed long ago are removed. With None, the file is
+                anonymous memory that only this process sees.
+            run_id: Id of the run.
+            rank: Rank of this process.
+            local_rank: Rank within the node.
+            world_size: Number of ranks.
+            devices: Values of the label ``device`` (``nvme0``, ``nvme1``, … in the order of the configured paths).
+            info: Texts for ``version``, ``torch_version``, ``io_engine`` and ``paths`` (a JSON list).
 
         Raises:
-            ConfigError: a malformed argument, or a folder in which no file can be made; naming the setting
-                ``telemetry.runtime_dir``.
+            ConfigError: if an argument is malformed, or no file can be created in the folder. In the latter case, the
+                message names the setting ``telemetry.runtime_dir``.
         """
         header = StatsHeader(
             run_id=run_id,
@@ -152,38 +158,39 @@ class Stats:
 
     @property
     def path(self) -> Path | None:
-        """The page's file; None for anonymous memory."""
+        """Path of the stats file, or None for anonymous memory."""
         return self._path
 
     @property
     def header(self) -> StatsHeader:
-        """Who writes this page."""
+        """Identity of the rank that writes the file."""
         return self._header
 
     def counter(self, name: str, **labels: str) -> Counter:
         """Return the counter of a label set.
 
         Raises:
-            ConfigError: an unknown metric, label or label value (the nearest is named), or no counter.
+            ConfigError: if the metric, a label or a label value is unknown (the message suggests the nearest one), or
+                the metric is not a counter.
         """
         return Counter(self._cells, self._index(_metric(name, "counter"), labels))
 
     def gauge(self, name: str, **labels: str) -> Gauge:
-        """Return the gauge of a label set; raises as `counter` does."""
+        """Return the gauge of a label set. Raises the same errors as `counter`."""
         return Gauge(self._cells, self._index(_metric(name, "gauge"), labels))
 
     def histogram(self, name: str, **labels: str) -> Histogram:
-        """Return the histogram of a label set; raises as `counter` does."""
+        """Return the histogram of a label set. Raises the same errors as `counter`."""
         metric = _metric(name, "histogram")
         return Histogram(self._cells, self._index(metric, labels), metric.buckets)
 
     def snapshot(self) -> Snapshot:
-        """Return what was counted until now, for an exporter in this process."""
+        """Return the current values, for an exporter in this process."""
         values = tuple(self._cells)
         return Snapshot(header=self._header, values=values, status="ended" if values[CLOSED_CELL] else "live")
 
     def close(self, *, keep: bool = True) -> None:
-        """Mark the page as closed; its file stays for a while, but where there is nothing to `keep`. Idempotent."""
+        """Mark the file as closed. It stays for a while unless `keep` is false. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -222,16 +229,16 @@ def _metric(name: str, kind: Kind) -> Metric:
 
 
 def _new_file(folder: Path, name: str, head: bytes, size: int) -> tuple[int, mmap.mmap, Path]:
-    """Make a page's file, complete, mapped and locked before it has its name; return descriptor, memory and name."""
+    """Create a file that is complete, mapped and locked before it gets its name. Return descriptor, memory and path."""
     if folder.suffix == SUFFIX:
-        raise ConfigError(f"{folder} looks like a stats page; give the runtime folder instead")
+        raise ConfigError(f"{folder} is the path of a stats file; pass the runtime folder instead")
     draft = folder / f".{name}.{os.getpid()}"
     file = -1
     try:
         own_folder(folder, parents=True)
         draft.unlink(missing_ok=True)
         file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        # The blocks are taken now: a store to a hole of a full disk would end the process with SIGBUS.
+        # Allocate the blocks now: a store to a hole in the file ends the process with SIGBUS if the disk is full.
         os.posix_fallocate(file, 0, size)
         os.pwrite(file, head, 0)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -243,16 +250,16 @@ def _new_file(folder: Path, name: str, head: bytes, size: int) -> tuple[int, mma
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
         raise ConfigError(
-            f"no stats page can be made in {str(folder)!r} ({error.strerror}); set "
-            "telemetry.runtime_dir to a folder that you, and nobody else, may write to"
+            f"cannot create a stats file in {str(folder)!r} ({error.strerror}); set "
+            "telemetry.runtime_dir to a folder that only your user can write to"
         ) from error
     return file, memory, folder / name
 
 
 def _remove_closed(folder: Path, run_id: str) -> None:
-    """Remove the pages of a folder whose ranks ended or died long ago: where no daemon runs, nobody else does.
+    """Remove the files of ranks that ended or died long ago. Without a daemon, no other process does this.
 
-    Not those of a run that begins or goes on: its ranks are just now replacing them.
+    Files of the current run are kept, because its starting or resuming ranks are replacing them.
     """
     for file in stats_page_files(folder):
         with contextlib.suppress(OSError, StatsPageError):

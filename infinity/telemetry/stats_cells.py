@@ -1,4 +1,4 @@
-"""Which cell of a stats page holds what; made from the table of metrics alone."""
+"""Layout of the cells in a stats file, derived from the table of metrics."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ CellKey = tuple[str, tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Cells:
-    """Which cell holds what.
+    """Layout of the cells in a stats file.
 
-    `first` gives the index of the first cell of every (metric, label values); `length` is the number of
-    cells; `counted` are the cells that can only be zero or more; `fingerprint` tells tables of metrics apart.
+    `first` maps (metric, label values) to the index of the first cell. `length` is the number of cells. `counted` holds
+    the cells that cannot be negative. `fingerprint` identifies the table of metrics.
     """
 
     first: Mapping[CellKey, int]
@@ -32,17 +32,17 @@ class Cells:
     fingerprint: str
 
     def metric_at(self, index: int) -> str:
-        """Return the name of the metric that a cell belongs to."""
+        """Return the name of the metric that owns a cell."""
         owners = [name for (name, _), first in self.first.items() if first <= index]
         return owners[-1] if owners else "closed"
 
 
 @lru_cache(maxsize=64)
 def cells_of(devices: tuple[str, ...]) -> Cells:
-    """Return the cells of a stats page with these devices.
+    """Return the layout of a stats file with these devices.
 
-    A counter and a gauge take one cell; a histogram takes one per bucket, not cumulative, one for the
-    infinite bucket and one for the sum.
+    A counter or a gauge takes one cell. A histogram takes one cell per bucket (not cumulative), one for the infinite
+    bucket and one for the sum.
     """
     cells: dict[CellKey, int] = {}
     counted = [CLOSED_CELL]
@@ -62,7 +62,7 @@ def cells_of(devices: tuple[str, ...]) -> Cells:
 
 
 def label_sets(metric: Metric, devices: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield every combination of label values of a metric, in the order of the table."""
+    """Yield every combination of label values of a metric, in table order."""
 
     def values(label: Label) -> tuple[str, ...]:
         return devices if label.name == "device" else label.values
@@ -71,11 +71,11 @@ def label_sets(metric: Metric, devices: tuple[str, ...]) -> Iterator[tuple[str, 
 
 
 def check_values(cells: Cells, values: tuple[float, ...]) -> None:
-    """Check that counting can have made the cells of counters and histograms.
+    """Check that the cells of counters and histograms hold possible values.
 
     Raises:
-        ValueError: a cell is negative or not finite, naming its metric.
+        ValueError: if a cell is negative or not finite. The message names its metric.
     """
     for index in cells.counted:
         if not 0 <= values[index] < math.inf:
-            raise ValueError(f"{cells.metric_at(index)} counts {values[index]} in cell {index}, which cannot be")
+            raise ValueError(f"invalid count for {cells.metric_at(index)}: {values[index]} in cell {index}")

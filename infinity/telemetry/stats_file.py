@@ -1,20 +1,19 @@
-"""The stats page: its format, and reading one that anybody may have written.
+"""Format of the stats file, and a reader that does not trust the file.
 
 [Note: format]
     bytes 0..8     magic ``INFSTATS``
     bytes 8..12    version, unsigned, little-endian
     bytes 12..16   length of the header in bytes, unsigned, little-endian
     bytes 16..     header: a JSON object in UTF-8 (see `StatsHeader`), then zeros up to a multiple of 64
-    then           doubles in the machine's byte order, one per cell (`telemetry/stats_cells.py`), and nothing more
-Cell 0 is the Unix time at which the rank closed its page, 0 while it is open.
+    then           doubles in the machine's byte order, one per cell (`telemetry/stats_cells.py`), up to the end of the file
+Cell 0 is the Unix time at which the rank closed its file, or 0 while the file is open.
 
-[Note: torn reads]
-There is one writer per cell and no lock. A cell is a double at an address that is a multiple of 8, so it
-never straddles a cache line and the writer's store is a single one. The page is read with ``pread`` and not
-through a mapping, because a mapped file that somebody truncates kills the reader with SIGBUS. The kernel
-copies aligned words, but promises nothing, so the values are read twice and cells that differ are read
-once more: of a cell that moves faster than that the later reading is taken. Cells are consistent each for
-itself and not with one another: the sum of a histogram may be one observation ahead of its buckets.
+[Note: torn reads] Each cell has one writer, and there is no lock. A cell is a double at an address that is a multiple
+of 8, so it never straddles a cache line, and the writer stores it with a single instruction. Readers use ``pread`` and
+not a mapping, because a process that reads a mapped file is killed with SIGBUS if another process truncates the file.
+The kernel copies aligned words but guarantees nothing, so the values are read twice, and cells that differ are read a
+third time; for a cell that changes even faster, the last reading counts. Each cell is consistent on its own, but not
+with the others: the sum of a histogram may be one observation ahead of its buckets.
 """
 
 from __future__ import annotations
@@ -47,21 +46,21 @@ _MAX_HEADER = 64 * KIB
 _MAX_PAGE = 4 * MIB
 
 Status = Literal["live", "ended", "dead"]
-"""Of the rank that writes a page: it runs, it has closed the page, or it is gone without."""
+"""Status of the writing rank: it runs, it has closed the file, or it ended without closing it."""
 
 
 class StatsPageError(InfinityError):
-    """A file is not a stats page that this version can read; the message gives path and reason."""
+    """Raised if a file is not a stats file that this version can read. The message gives path and reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatsHeader:
-    """Who writes a page.
+    """Identity of the rank that writes a stats file.
 
-    `started` is the Unix time at which the page was made; `process_started` and `pid_namespace` tell the
-    writer from a later process with the same number (clock ticks since boot, inode; 0: unknown). `devices`
-    are the values of the label ``device``. `info` holds free texts: ``version``, ``torch_version``,
-    ``io_engine``, ``paths`` (a JSON list of the configured paths, in the order of `devices`) and ``weight``.
+    `started` is the Unix time at which the file was created. `process_started` (clock ticks since boot) and
+    `pid_namespace` (an inode) distinguish the writer from a later process with the same PID; 0 means unknown. `devices`
+    are the values of the label ``device``. `info` holds free texts: ``version``, ``torch_version``, ``io_engine``,
+    ``paths`` (a JSON list of the configured paths, in the order of `devices`) and ``weight``.
     """
 
     run_id: str
@@ -78,7 +77,7 @@ class StatsHeader:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The configured paths in the order of `devices`; empty where the writer did not tell."""
+        """Configured paths in the order of `devices`; empty if the writer did not record them."""
         try:
             found = json.loads(self.info.get("paths", "[]"))
         except (ValueError, RecursionError):
@@ -89,14 +88,14 @@ class StatsHeader:
 
     @property
     def weight(self) -> float:
-        """Share of a drive relative to other runs (`storage.weight`), from 1 on; 1 where the writer did not tell."""
+        """Weight relative to other runs (`storage.weight`), at least 1; 1 if the writer did not record it."""
         told = self.info.get("weight", "")
         return float(told) if told.isascii() and told.isdigit() and 0 < len(told) <= 4 and int(told) else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class HistogramValue:
-    """A histogram: observations per bucket (not cumulative, the infinite one last), and their sum."""
+    """A histogram: observations per bucket (not cumulative, the infinite bucket last), and their sum."""
 
     counts: tuple[float, ...]
     sum: float
@@ -104,7 +103,7 @@ class HistogramValue:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A page at one moment: its header, and the values of its cells (`cells.py`)."""
+    """Contents of a stats file at one moment: its header and the values of its cells (`stats_cells.py`)."""
 
     header: StatsHeader
     values: tuple[float, ...]
@@ -112,20 +111,20 @@ class Snapshot:
 
     @property
     def alive(self) -> bool:
-        """Whether the rank still runs and has not closed its page."""
+        """Whether the rank is running and has not closed its stats file."""
         return self.status == "live"
 
     def value(self, name: str, **labels: str) -> float:
-        """Return a counter or a gauge. Raises KeyError for an unknown metric or label set."""
+        """Return the value of a counter or a gauge. Raises KeyError for an unknown metric or label set."""
         metric = BY_NAME[name]
         return self.values[self._index(metric, tuple(labels[key] for key in metric.label_names))]
 
     def value_at(self, metric: Metric, values: tuple[str, ...]) -> float:
-        """Return the counter or gauge of a metric at label values in the order of the table."""
+        """Return the value of a counter or gauge for label values in table order."""
         return self.values[self._index(metric, values)]
 
     def histogram_at(self, metric: Metric, values: tuple[str, ...]) -> HistogramValue:
-        """Return the histogram of a metric at label values in the order of the table."""
+        """Return the value of a histogram for label values in table order."""
         first = self._index(metric, values)
         last = first + len(metric.buckets) + 1
         return HistogramValue(counts=self.values[first:last], sum=self.values[last])
@@ -135,38 +134,38 @@ class Snapshot:
 
 
 def encode_head(header: StatsHeader) -> bytes:
-    """Return everything before the cells, padded to a multiple of 64 bytes.
+    """Return the bytes before the cells, padded to a multiple of 64 bytes.
 
     Raises:
-        ConfigError: a field that a reader would refuse, or texts longer than 64 KiB in all.
+        ConfigError: if a field would be rejected by a reader, or the texts exceed 64 KiB in total.
     """
     body = json.dumps(asdict(header), ensure_ascii=True, sort_keys=True).encode()
     if len(body) > _MAX_HEADER:
-        raise ConfigError(f"the texts of the stats page take {len(body)} bytes, {_MAX_HEADER} at most")
+        raise ConfigError(f"the header of the stats file takes {len(body)} bytes; the limit is {_MAX_HEADER}")
     try:
         _parse_header(body)
     except ValueError as error:
-        raise ConfigError(f"stats page: {error}") from error
+        raise ConfigError(f"stats file: {error}") from error
     head = _PREAMBLE.pack(MAGIC, VERSION, len(body)) + body
     return head.ljust(align_up(len(head), 64), b"\0")
 
 
 def stats_page_name(run_id: str, rank: int) -> str:
-    """Return the file name of a rank's page."""
+    """Return the file name of a rank's stats file."""
     return f"{run_id}.rank{rank}{SUFFIX}"
 
 
 def read_stats_page(path: str | os.PathLike[str]) -> Snapshot:
-    """Return a snapshot of a stats page; nothing about the file is taken on trust.
+    """Return a snapshot of a stats file. The contents of the file are not trusted.
 
     Raises:
-        StatsPageError: the file is missing, unreadable, no regular file, of another user (except for root),
-            truncated, malformed, written by a version with another table of metrics, or not named after the run and
-            the rank that it is of: two pages of one rank would be one series twice.
+        StatsPageError: if the file is missing, unreadable, not a regular file, owned by another user (except for root),
+            truncated, malformed, written by a version with another table of metrics, or not named after its run and
+            rank. The last check prevents two files of one rank from producing the same series twice.
     """
     name = os.fspath(path)
     try:
-        # Root reads the pages of all users.
+        # Root may read the stats files of all users.
         descriptor = open_own(name, os.O_RDONLY) if os.geteuid() else open_regular(name, os.O_RDONLY)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -174,7 +173,7 @@ def read_stats_page(path: str | os.PathLike[str]) -> Snapshot:
     try:
         page = _read_open_page(descriptor)
         if Path(name).name != (expected := stats_page_name(page.header.run_id, page.header.rank)):
-            raise ValueError(f"named as another page than it is, {expected}")
+            raise ValueError(f"wrong file name: the contents belong to {expected}")
         return page
     except (OSError, ValueError) as error:
         raise StatsPageError(f"{name}: {error}") from error
@@ -185,14 +184,14 @@ def read_stats_page(path: str | os.PathLike[str]) -> Snapshot:
 def _read_open_page(descriptor: int) -> Snapshot:
     about = os.fstat(descriptor)
     if not _PREAMBLE.size <= about.st_size <= _MAX_PAGE:
-        raise ValueError(f"{about.st_size} bytes is no size of a stats page")
+        raise ValueError(f"{about.st_size} bytes is not a valid size for a stats file")
     magic, version, length = _PREAMBLE.unpack(_read_exactly(descriptor, _PREAMBLE.size, 0))
     if magic != MAGIC:
-        raise ValueError("not a stats page")
+        raise ValueError("not a stats file")
     if version != VERSION:
         raise ValueError(f"format version {version}; this program reads version {VERSION}")
     if length > _MAX_HEADER:
-        raise ValueError(f"header of {length} bytes is above the limit of {_MAX_HEADER}")
+        raise ValueError(f"the header takes {length} bytes; the limit is {_MAX_HEADER}")
     header = _parse_header(_read_exactly(descriptor, length, _PREAMBLE.size))
     cells = cells_of(header.devices)
     if header.fingerprint != cells.fingerprint:
@@ -252,20 +251,20 @@ _HEADER = record(
 
 
 def _parse_header(data: bytes) -> StatsHeader:
-    """Return the header that these bytes are. Raises ValueError, naming the field."""
+    """Return the header encoded in `data`. Raises ValueError that names an invalid field."""
     try:
         header: StatsHeader = _HEADER(json.loads(data.decode()))
     except RecursionError as error:
-        raise ValueError("header is nested too deep") from error
+        raise ValueError("the header is nested too deeply") from error
     if not header.rank < header.world_size or header.local_rank > header.rank:
-        raise ValueError(f"rank {header.rank} (local {header.local_rank}) of {header.world_size} cannot be")
+        raise ValueError(f"rank {header.rank} (local {header.local_rank}) of {header.world_size} is not possible")
     return header
 
 
 def process_start(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot; 0 if it is gone, a zombie or unknown."""
+    """Return the start time of a process in clock ticks since boot, or 0 if it is gone, a zombie or unknown."""
     try:
-        # The name in parentheses may itself hold spaces and parentheses.
+        # The name in parentheses may contain spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
     except (OSError, ValueError, IndexError):
@@ -273,7 +272,7 @@ def process_start(pid: int) -> int:
 
 
 def pid_namespace() -> int:
-    """Return the inode of this process's PID namespace; 0 if unknown."""
+    """Return the inode of this process's PID namespace, or 0 if unknown."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -285,7 +284,7 @@ def _status(header: StatsHeader, closed: float, descriptor: int) -> Status:
         return "ended"
     if header.process_started and header.pid_namespace and header.pid_namespace == pid_namespace():
         return "live" if process_start(header.pid) == header.process_started else "dead"
-    # Another container or no /proc: the number means nothing here, but the writer holds a lock on its file.
+    # In another container or without /proc, the PID is meaningless here, but the writer holds a lock on its file.
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -294,7 +293,7 @@ def _status(header: StatsHeader, closed: float, descriptor: int) -> Status:
 
 
 def stats_page_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the files of a folder that are named like stats pages, sorted; none if there is no folder."""
+    """Return the files in a folder that are named like stats files, sorted. Empty if the folder does not exist."""
     try:
         return sorted(path for path in Path(folder).iterdir() if _is_stats_page(path.name))
     except OSError:
@@ -302,7 +301,7 @@ def stats_page_files(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def remove_stats_page(path: Path, about: os.stat_result) -> bool:
-    """Remove a page and return True, unless somebody holds it or, since `about`, another has taken its name."""
+    """Remove a stats file and return ``True``, unless it is locked or another file has taken its name since `about`."""
     with contextlib.suppress(OSError):
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:

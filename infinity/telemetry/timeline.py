@@ -1,7 +1,8 @@
-"""The timeline of a run: what happened when, for Perfetto or chrome://tracing.
+"""Timeline of a run for Perfetto or chrome://tracing.
 
-A ring of the last events in memory, written as one JSON file of the Trace Event Format when the run is closed.
-Timestamps are microseconds of the node's monotonic clock, so timelines of the ranks of a node can be laid together.
+The latest events are kept in memory in a ring buffer and written as one JSON file in the Trace Event Format when the
+run is closed. Timestamps are microseconds of the node's monotonic clock, so the timelines of all ranks of a node can be
+combined.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _TRACKS = {"phase": "steps and phases", "thread": "training thread"}
 
 
 class _Span(NamedTuple):
-    """A stretch of time, in seconds of `time.perf_counter`; `args` is shown with it."""
+    """A time interval in seconds of `time.perf_counter`. `args` is shown with it."""
 
     track: str
     name: str
@@ -31,34 +32,36 @@ class _Span(NamedTuple):
 
 
 class Timeline:
-    """Spans of one rank; the rank is the process of its events, a track is a thread of it.
+    """Spans of one rank. In the trace, the rank is a process and each track is a thread.
 
     Args:
-        file: what `write` makes; ranks above 0 put their number into the name.
-        limit: how many of the latest spans are kept.
-        page_name: readable name of a page.
+        file: Output file of `write`. Ranks above 0 add their rank to its name.
+        rank: Rank of this process.
+        limit: Maximum number of spans; older ones are dropped.
+        page_name: Function that returns the readable name of a page.
     """
 
     def __init__(self, file: Path, *, rank: int, limit: int, page_name: Callable[[int], str]) -> None:
         self.file = file if rank == 0 else file.with_suffix(f".rank{rank}{file.suffix}")
         self._rank, self._page_name = rank, page_name
         self._spans: deque[_Span] = deque(maxlen=limit)
-        """The latest spans, in the order in which they ended. Any thread appends, which is one operation of a deque."""
+        """The latest spans, in the order in which they ended. Appending is atomic, so any thread may do it."""
         self._seen = 0
-        """How many there were. Without a lock: two threads at once may lose one, and `write` says a lower "dropped"."""
+        """Number of recorded spans. There is no lock: if two threads count at once, `write` reports one dropped span
+        too few."""
 
     def span(self, track: str, name: str, what: str, start: float, end: float) -> None:
-        """Note a stretch of time of the training thread, in seconds of `time.perf_counter`."""
+        """Record an interval of the training thread, in seconds of `time.perf_counter`."""
         self._add(_Span(track, name, start, end, {"of": what} if what else {}))
 
     def stalled(self, cause: str, page: int, seconds: float) -> None:
-        """Note a wait of the training thread that ends now; `page` is what it needed, or -1."""
+        """Record a wait of the training thread that ends now. `page` is the page it needed, or -1."""
         now = time.perf_counter()
         args = {"page": self._page_name(page)} if page >= 0 else {}
         self._add(_Span("thread", f"{cause} stall", now - seconds, now, args))
 
     def moved(self, op: str, device: int, page: int, nbytes: int, start: float, end: float) -> None:
-        """Note a transfer of a page. From any thread."""
+        """Record the transfer of a page. Called from any thread."""
         name = self._page_name(page)
         self._add(_Span(f"nvme{device} {op}", name, start, end, {"page": name, "bytes": nbytes}))
 
@@ -67,7 +70,7 @@ class Timeline:
         self._spans.append(span)
 
     def write(self) -> None:
-        """Write the file; it is there completely or not at all. Raises `OSError`."""
+        """Write the file atomically. Raises `OSError`."""
         spans = sorted(self._spans, key=lambda span: (span.start, -span.end))
         dropped = max(0, self._seen - len(spans))
         with replacing(self.file, 0o666) as file, io.TextIOWrapper(file) as out:
@@ -76,7 +79,7 @@ class Timeline:
             out.write("\n]}\n")
 
     def _events(self, spans: list[_Span]) -> Iterator[dict[str, Any]]:
-        """Yield events; transfers that overlap lie in lanes of their track, so that spans of a thread nest."""
+        """Yield the events. Overlapping transfers are put on separate lanes of their track, so that spans nest."""
         numbers: dict[tuple[str, int], int] = {}
         ends: dict[str, list[float]] = {}
         fresh = count(1)

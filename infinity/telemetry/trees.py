@@ -1,4 +1,4 @@
-"""Figures as trees that become JSON: what is not known is left out, and no number breaks a reader."""
+"""Trees of figures for JSON. Unknown values are left out, and every number is valid JSON."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ Tree = dict[str, Any]
 
 
 def known(**values: Any) -> Tree:
-    """Return those values that are known."""
+    """Return the values that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def plain(value: Any) -> Any:
-    """Return a tree that every reader of JSON takes, with no more digits than are looked at."""
+    """Return a tree that every JSON reader accepts, with numbers rounded to the digits that people look at."""
     if isinstance(value, Mapping):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
     if isinstance(value, float):
         if not math.isfinite(value):
-            return str(value)  # a loss may be: JSON has no such numbers, so they are texts
+            return str(value)  # a loss may be NaN or infinite; JSON has no such numbers, so they become strings
         rounded = round(value, 1) if abs(value) >= 1000 else float(f"{value:.5g}")
         return int(rounded) if rounded.is_integer() else rounded
     return value

@@ -56,6 +56,6 @@ def test_what_is_resumed_is_what_was_checkpointed(asked: tuple[Ground, dict[str,
 
 
 def test_the_page_says_what_happens(asked: tuple[Ground, dict[str, Answer]]) -> None:
-    """docs/failures.md has this table; `PYTHONPATH=tests python -m support.states` writes it."""
+    """docs/reference/failures.md has this table; `PYTHONPATH=tests python -m support.states` writes it."""
     ground, answers = asked
     assert PAGE.read_text().partition(BEGIN)[2].partition(END)[0] == table(ground, answers)

@@ -34,7 +34,7 @@ def test_the_dashboard_is_what_the_generator_prints():
 
 def test_every_metric_is_shown_or_alerted_on():
     """In a panel, in a rule, or in a query that the guide to monitoring explains."""
-    texts = [*expressions(), (DOCS / "monitoring.md").read_text()]
+    texts = [*expressions(), (DOCS / "how-to" / "monitoring.md").read_text()]
     texts += [(DOCKER / "prometheus" / name).read_text() for name in ("alerts.yaml", "recording.yaml")]
     used = {name for text in texts for name in re.findall(rf"\b{PREFIX}(\w+)", text)}
     unused = [

@@ -148,7 +148,7 @@ def test_runs_can_be_told_apart(ask: Any) -> None:
 
 def test_every_query_of_the_guide_has_an_answer(ask: Any) -> None:
     """The ten that people need."""
-    queries = re.findall(r"```promql\n(.*?)```", (ROOT / "docs/monitoring.md").read_text(), re.DOTALL)
+    queries = re.findall(r"```promql\n(.*?)```", (ROOT / "docs/how-to/monitoring.md").read_text(), re.DOTALL)
     assert len(queries) >= 10
     assert [query for query in queries if can_be_here(query) and not ask(filled(query))] == []
 

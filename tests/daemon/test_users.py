@@ -48,7 +48,7 @@ def expressions() -> str:
             r"expr: (?:>-\n((?:[ ]{10,}.*\n)+)|(.*))", (ROOT / "docker/prometheus" / name).read_text()
         )
     ]
-    guide = re.findall(r"```promql\n(.*?)```", (ROOT / "docs/monitoring.md").read_text(), re.DOTALL)
+    guide = re.findall(r"```promql\n(.*?)```", (ROOT / "docs/how-to/monitoring.md").read_text(), re.DOTALL)
     return "\n".join([*shown, *("".join(match) for match in rules), *guide])
 
 

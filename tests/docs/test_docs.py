@@ -12,7 +12,17 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
+    *(
+        ROOT / name
+        for name in (
+            "README.md",
+            "CONTRIBUTING.md",
+            "CHANGELOG.md",
+            "SECURITY.md",
+            "CODE_OF_CONDUCT.md",
+            "examples/README.md",
+        )
+    ),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
@@ -63,9 +73,19 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     assert list(broken(page)) == ["gone.md", "#e"]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_hold_data_and_no_paragraphs(page: Path) -> None:
+    """A table cell has at most 200 characters, counted as a reader sees them."""
+    rows = [line for line in prose(page).splitlines() if line.startswith("|")]
+    cells = [
+        re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cell).strip() for row in rows for cell in re.split(r"(?<!\\)\|", row)
+    ]
+    assert [cell for cell in cells if len(cell) > 200] == []
+
+
 def test_every_decision_is_in_the_index() -> None:
-    """Each file of docs/decisions is linked from its README."""
-    index = ROOT / "docs" / "decisions" / "README.md"
+    """Each file of docs/explanation/decisions is linked from its README."""
+    index = ROOT / "docs" / "explanation" / "decisions" / "README.md"
     assert set(links(index)) >= {page.name for page in index.parent.glob("*.md")} - {"README.md"}
 
 

@@ -1,4 +1,4 @@
-"""docs/on-disk-format.md is true and complete: a reader written from it alone reads every bit of real checkpoints."""
+"""docs/reference/on-disk-format.md is true and complete: a reader written from it alone reads every bit of real checkpoints."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from support.train import MIB, Paging, batch, settings, state_on_nvme
 
 EXTRA = {"note": [1, "é", (2.5, None)], "milestones": {3: 1, 7: 2}, "marked": {"tuple": []}}
 WEIGHTS = [1.0, 3.7, 0.9]
-DOCUMENT = Path(__file__).parents[2] / "docs" / "on-disk-format.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "on-disk-format.md"
 
 
 class Mixed(models.Toy):

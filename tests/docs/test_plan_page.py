@@ -1,4 +1,4 @@
-"""docs/plan.md: its sample is what the command prints, its tables are what the benchmarks have stored."""
+"""docs/how-to/plan.md: its sample is what the command prints, its tables are what the benchmarks have stored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.command import run_here
 from support.plan_page import SAMPLE, errors, paper
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "plan.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "plan.md").read_text()
 RESULTS = ROOT / "benchmarks" / "results"
 
 

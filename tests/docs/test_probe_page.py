@@ -1,4 +1,4 @@
-"""docs/probe.md has the numbers and the words that the code has."""
+"""docs/how-to/probe.md has the numbers and the words that the code has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from infinity.units import format_size
 from infinity_tools.probe.rounds import ROUNDS
 from support.command import run_here
 
-PAGE = " ".join((Path(__file__).parents[2] / "docs" / "probe.md").read_text().split())
+PAGE = " ".join((Path(__file__).parents[2] / "docs" / "how-to" / "probe.md").read_text().split())
 WORDS = {3: "three"}
 
 

@@ -1,4 +1,4 @@
-"""docs/trainer.md says what the code does: its program runs, and its table is that of the refusals."""
+"""docs/how-to/trainer.md says what the code does: its program runs, and its table is that of the refusals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from infinity.integrations.transformers.unsupported_arguments import REFUSED
 from support.trainers import build, dataset
 
-PAGE = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "trainer.md").read_text()
 
 
 def test_the_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

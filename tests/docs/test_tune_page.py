@@ -1,4 +1,4 @@
-"""docs/tune.md says what `infinity tune` does: settings, values, limits, options and files are those of the code."""
+"""docs/how-to/tune.md says what `infinity tune` does: settings, values, limits, options and files are those of the code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infinity_tools.tune.search_space import ALLOWED, TUNED, Limits, candidate_o
 from infinity_tools.tune.tune_report import result_lines
 from infinity_tools.tune.tuning import FILES
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tune.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "tune.md").read_text()
 WORDS = " ".join(PAGE.split())
 SETTINGS = PAGE.partition("## What is tuned")[2].partition("##")[0]
 ROWS = dict(re.findall(r"^\| `(\w+\.\w+)` \| (.+) \|$", SETTINGS, re.MULTILINE))

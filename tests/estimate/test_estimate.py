@@ -50,7 +50,7 @@ def planned(
 
 
 def test_bytes_are_those_of_the_formula() -> None:
-    """30 per parameter, less three times what stays of the weights: docs/architecture.md, Traffic.
+    """30 per parameter, less three times what stays of the weights: docs/explanation/architecture.md, Traffic.
 
     The device has no room for weights that stay there from forward to backward.
     """

@@ -39,7 +39,7 @@ def trained(model: Any, folder: Path, **options: Any) -> tuple[list[float], dict
 
 
 def by_hand(folder: Path, asked: Any) -> Any:
-    """Return what docs/lora.md shows."""
+    """Return what docs/how-to/lora.md shows."""
     import peft
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,10 +1,11 @@
-"""Imports point downwards only (docs/architecture.md): the structure of the package as a test."""
+"""Imports point downwards only (docs/explanation/architecture.md): the structure of the package as a test."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,107 +13,73 @@ import infinity
 from infinity_tools.cli import COMMANDS
 from support.modules import MODULES, ROOT, imported, modules
 
-LEVELS = {
-    "config": 0, "settings": 0, "schema": 0, "errors": 0, "fsdp_modules": 0, "hugepages": 0, "access": 0, "ending": 0,
-    "variables": 0, "extras": 0, "torchrun": 0, "command": 0, "processor": 0, "waiting": 0, "interrupts": 0,
-    "io": 1, "memory": 1, "telemetry": 1, "content": 1, "node": 1, "ranks": 1, "peers": 1,
-    "store": 2, "schedule": 2, "budget": 2, "checkpoint": 2,
-    "fsdp": 3, "accumulation": 3, "optim": 3, "formats": 3, "sources": 3, "estimate": 3, "models": 3,
-    "run": 4,
-    "integrations": 5,
-    "": 5,
-}  # fmt: skip
+ORDER = (
+    "errors", "untrusted_files", "deadline", "cleanup", "interrupts", "processor", "referrers", "units", "torchrun",
+    "optional_dependencies", "schema", "config_fields", "config", "cli_errors", "hugepages", "heap", "torch_private",
+    "ranks", "daemon_client", "io", "content", "memory", "telemetry", "peer_failures", "store", "schedule", "budget",
+    "checkpoint", "fsdp", "optim", "formats", "accumulation", "estimate", "sources", "models", "run", "integrations",
+)  # fmt: skip
+"""Packages and top-level modules of `infinity`, lowest first: each one imports only names to its left."""
 NO_TORCH = (
-    "config",
-    "settings",
-    "schema",
-    "errors",
-    "fsdp_modules",
-    "hugepages",
-    "access",
-    "ending",
-    "variables",
-    "torchrun",
-    "extras",
-    "processor",
-    "waiting",
-    "interrupts",
-    "content.format",
-    "content.layout",
-    "io",
-    "telemetry",
-    "store",
-    "schedule.trace",
-    "schedule.update_schedule",
-    "schedule.tier",
-    "schedule.turn",
-    "schedule.timing",
-    "schedule.planner",
-    "schedule.stack",
-    "schedule.choice",
-    "budget",
+    "config", "config_fields", "schema", "errors", "units", "hugepages", "heap", "untrusted_files", "cleanup",
+    "referrers", "torchrun", "optional_dependencies", "processor", "deadline", "interrupts", "content.format",
+    "content.layout", "io", "telemetry", "store", "schedule.trace", "schedule.update_schedule", "schedule.tier",
+    "schedule.cycle", "schedule.timing", "schedule.planner", "schedule.stack", "schedule.schedule_choice", "budget",
     "estimate",
-)
-DAEMON_MAY = {
-    "command", "config", "settings", "schema", "errors", "fsdp_modules", "hugepages", "access", "extras", "io", "node",
-    "telemetry",
+)  # fmt: skip
+DAEMON_MAY_IMPORT = {
+    "cli_errors", "config", "config_fields", "schema", "errors", "units", "hugepages", "untrusted_files",
+    "optional_dependencies", "io", "daemon_client", "telemetry",
 }  # fmt: skip
-DAEMON_MAY_ALSO = ("infinity.store.folder.", "infinity.store.marker.")  # what is a run, and who holds it
+DAEMON_MAY_ALSO_IMPORT = ("infinity.store.folder.", "infinity.store.marker.")  # to find runs and their owners
 
 
-def room(name: str) -> str:
-    """Return the room of a dotted name inside of `infinity`."""
+def package(name: str) -> str:
+    """Return the package, or top-level module, that a dotted name is in; empty for `infinity` itself."""
     parts = name.split(".")
-    return parts[1] if len(parts) > 1 and parts[1] in LEVELS else ""
+    return parts[1] if len(parts) > 1 and parts[1] in ORDER else ""
 
 
-def test_every_room_has_a_level() -> None:
-    """A new module or folder says where it stands."""
-    assert {name.split(".")[1] for name in MODULES if "." in name} == set(LEVELS) - {""}
+def packages_imported(file: Path) -> set[str]:
+    """Return the packages of `infinity` that a module imports."""
+    targets = {target for target in imported(file) if target.startswith("infinity.")}
+    return {package(target) for target in targets} - {""}
 
 
-def test_the_document_has_the_same_levels() -> None:
-    """The table of rooms in docs/architecture.md: what stands there in backticks outside of brackets."""
-    table = re.findall(r"^\| (\d) \| (.+) \|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
-    named = [
-        (name, int(level)) for level, rooms in table for name in re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", rooms))
+def test_every_package_has_a_place() -> None:
+    """A new package or top-level module is added to the order."""
+    assert {name.split(".")[1] for name in MODULES if "." in name} == set(ORDER)
+    assert len(ORDER) == len(set(ORDER))
+
+
+def test_the_document_has_the_same_order() -> None:
+    """The table of packages in docs/explanation/architecture.md names the same packages, in the same order."""
+    text = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
+    table = re.search(r"^\| package \|.*?(?=\n\n)", text, re.MULTILINE | re.DOTALL)
+    assert table is not None
+    cells = re.findall(r"^\| (`[^|]+) \|", table[0], re.MULTILINE)
+    assert tuple(name for cell in cells for name in re.findall(r"`(\w+)`", cell)) == ORDER
+
+
+def test_imports_point_downwards() -> None:
+    """Every module imports only packages that come before its own; cycles are impossible by that."""
+    wrong = [
+        f"{name} imports {target}"
+        for name, file in MODULES.items()
+        if name != "infinity"
+        for target in packages_imported(file) - {package(name)}
+        if ORDER.index(target) > ORDER.index(package(name))
     ]
-    assert sorted(named) == sorted((name, level) for name, level in LEVELS.items() if name)
-
-
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_imports_point_downwards(name: str) -> None:
-    """To a lower level, or to a neighbour of the same level."""
-    if name == "infinity":
-        return
-    for target in imported(MODULES[name]):
-        if target.split(".")[0] == "infinity" and target != "infinity":
-            assert LEVELS[room(target)] <= LEVELS[room(name)], f"{name} imports {target}"
+    assert wrong == []
 
 
 def test_store_and_schedule_do_not_know_each_other() -> None:
     """The pager is handed a reader and writer."""
     for name, file in MODULES.items():
-        rooms = {room(target) for target in imported(file) if target.startswith("infinity.")}
-        if room(name) == "schedule":
-            assert "store" not in rooms, name
-        if room(name) == "store":
-            assert "schedule" not in rooms, name
-
-
-def test_rooms_have_no_cycles() -> None:
-    """Neighbours of one level are ordered too."""
-    graph: dict[str, set[str]] = {}
-    for name, file in MODULES.items():
-        targets = {room(target) for target in imported(file) if target.startswith("infinity.")}
-        graph.setdefault(room(name), set()).update(targets - {room(name), ""})
-    order: list[str] = []
-    while graph:
-        ready = [name for name, targets in graph.items() if targets <= set(order)]
-        assert ready, f"a cycle among {sorted(graph)}"
-        order += ready
-        for name in ready:
-            del graph[name]
+        if package(name) == "schedule":
+            assert "store" not in packages_imported(file), name
+        if package(name) == "store":
+            assert "schedule" not in packages_imported(file), name
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
@@ -129,8 +96,8 @@ def test_the_daemon_stays_small(name: str) -> None:
     for target in imported(file):
         head = target.split(".")[0]
         assert head not in {"torch", "transformers", "infinity_tools"}, target
-        known = target == "infinity.__version__" or target.startswith(DAEMON_MAY_ALSO)
-        assert head != "infinity" or known or room(target) in DAEMON_MAY, target
+        known = target == "infinity.__version__" or target.startswith(DAEMON_MAY_ALSO_IMPORT)
+        assert head != "infinity" or known or package(target) in DAEMON_MAY_IMPORT, target
 
 
 def test_nothing_imports_the_tools() -> None:

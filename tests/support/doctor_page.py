@@ -1,4 +1,4 @@
-"""Writes docs/doctor.md: what the command is, and what each check means."""
+"""Writes docs/reference/doctor.md: what the command is, and what each check means."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _SAMPLE = (
 
 
 def page() -> str:
-    """Return the text of docs/doctor.md."""
+    """Return the text of docs/reference/doctor.md."""
     return "\n".join([_HEAD.replace("{sample}", _sample()), *map(_section, GROUPS)])
 
 

@@ -1,4 +1,4 @@
-"""A reader of checkpoints, written from docs/on-disk-format.md alone: nothing of infinity is imported.
+"""A reader of checkpoints, written from docs/reference/on-disk-format.md alone: nothing of infinity is imported.
 
 To be read beside the document, whose sections it follows. Values are NumPy arrays; dtypes that NumPy lacks (bfloat16,
 float8) are unsigned integers with the same bits.

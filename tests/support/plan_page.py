@@ -1,4 +1,4 @@
-"""What docs/plan.md has of results, made from them; as a program it prints all of it."""
+"""What docs/how-to/plan.md has of results, made from them; as a program it prints all of it."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def paper(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Write the blocks of docs/plan.md anew."""
+    """Write the blocks of docs/how-to/plan.md anew."""
     import os
     import re
 
     os.environ["COLUMNS"] = "80"
     from support.command import run_here
 
-    page = ROOT / "docs" / "plan.md"
+    page = ROOT / "docs" / "how-to" / "plan.md"
     results = ROOT / "benchmarks" / "results"
     sample = "\n".join(line.rstrip() for line in run_here(*SAMPLE).output.splitlines())
     blocks = {

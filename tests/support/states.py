@@ -1,6 +1,6 @@
 """Every state that the files of a run can be in when nobody uses them, and what each command says of it.
 
-    PYTHONPATH=tests python -m support.states        writes the table into docs/failures.md
+    PYTHONPATH=tests python -m support.states        writes the table into docs/reference/failures.md
 
 One run of one rank and one of two, with checkpoints of steps 3 and 6. A state is made on a copy.
 """
@@ -29,7 +29,7 @@ from infinity_tools.cli import app
 from support.ranks import RankPool
 from support.session import Session
 
-PAGE = Path(__file__).parents[2] / "docs" / "failures.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "failures.md"
 BEGIN, END = "<!-- states at rest: begin -->\n", "<!-- states at rest: end -->\n"
 
 

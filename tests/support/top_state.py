@@ -76,7 +76,7 @@ SAMPLE = replace(
     snapshot=replace(SNAPSHOT, runs=SNAPSHOT.runs[:2], drives=(DRIVE,), notes=()),
     interactive=False,
 )
-"""What docs/monitoring.md shows, 100 columns wide."""
+"""What docs/how-to/monitoring.md shows, 100 columns wide."""
 
 
 def views() -> dict[str, str]:

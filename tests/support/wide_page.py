@@ -1,4 +1,4 @@
-"""Prints docs/compatibility.md from the tables of the wide suite: ``make docs``."""
+"""Prints docs/reference/compatibility.md from the tables of the wide suite: ``make docs``."""
 
 from __future__ import annotations
 

@@ -126,8 +126,8 @@ def test_server_serves_metrics_and_health_and_gives_its_port_back():
 
 
 def test_the_documentation_is_the_table():
-    """Run `python -m infinity.telemetry.metrics > docs/metrics.md` after a change of the table."""
-    assert (ROOT / "docs" / "metrics.md").read_text() == markdown()
+    """Run `python -m infinity.telemetry.metrics > docs/reference/metrics.md` after a change of the table."""
+    assert (ROOT / "docs" / "reference" / "metrics.md").read_text() == markdown()
 
 
 def test_names_follow_the_conventions():

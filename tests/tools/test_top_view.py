@@ -42,8 +42,8 @@ def test_the_view_at_each_size(name: str) -> None:
 
 
 def test_the_guide_shows_what_is_drawn() -> None:
-    """The sample in docs/monitoring.md."""
-    guide = (Path(__file__).parents[2] / "docs" / "monitoring.md").read_text()
+    """The sample in docs/how-to/monitoring.md."""
+    guide = (Path(__file__).parents[2] / "docs" / "how-to" / "monitoring.md").read_text()
     section = guide[guide.index("## In a terminal") :]
     assert re.search(r"```text\n(.*?)```", section, re.DOTALL)[1] == shown(SAMPLE, 100) + "\n"
 

@@ -10,7 +10,7 @@ import pytest
 from support.wide_page import page, tables
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 
 
 def test_the_page_is_made_from_the_tables() -> None:
@@ -25,7 +25,7 @@ def test_no_row_is_there_twice() -> None:
         assert len(names) == len(set(names)), title
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/reference/results.md"])
 def test_the_rows_are_counted(page: str) -> None:
     """Each table is named once with the number of its rows."""
     named = [int(number) for number in re.findall(r"(\d+) rows (?:of|there)", (ROOT / page).read_text())]

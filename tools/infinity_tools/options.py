@@ -1,4 +1,4 @@
-"""What `infinity train` is asked for, and what of it cannot be."""
+"""Options of `infinity train`, and checks of their combinations."""
 
 from __future__ import annotations
 
@@ -15,89 +15,89 @@ from infinity_tools.presets import ModelSource
 from infinity_tools.tracking import check_trackers
 
 LOSS_ON = ("completions", "all")
-"""What `--loss-on` may name."""
+"""Values of `--loss-on`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """What to train and how; where the state lives is in `Config`."""
+    """Options of a training run. The location of its state is in `Config`."""
 
     model: str
-    """Preset, or folder of a configuration or a pretrained model, see `find_model`."""
+    """Preset, or folder of a configuration or of a pretrained model; see `find_model`."""
     strict: bool
-    """Refuse a pretrained folder that lacks weights of the model, or has others."""
+    """Whether to reject a pretrained folder with missing or unexpected weights."""
     data: tuple[Path, ...]
-    """Data sets to train on, or files of text; none: the sources of Python's standard library."""
+    """Data sets or text files to train on. Empty: the sources of Python's standard library."""
     split: str
-    """Of data sets that have several; empty: `train`, or the only one."""
+    """Split of a data set that has several. Empty: `train`, or the only one."""
     text_column: str
-    """Of data sets; empty: found by the names of columns."""
+    """Column of the data sets. Empty: detected from the column names."""
     loss_on: str
-    """Of data sets: `completions`, what a completion or an assistant says, or `all`."""
+    """Tokens of data sets that contribute to the loss: `completions` (completions and assistant messages) or `all`."""
     tokenizer: Path | None
-    """Folder of the tokenizer; None: that of the model."""
+    """Folder of the tokenizer. None: the tokenizer of the model."""
     lora: str | None
-    """See `Lora`; None: all parameters are trained."""
+    """LoRA options, see `Lora`. None: all parameters are trained."""
     epochs: float | None
-    """How often every sequence of a data set is trained on, instead of `steps`."""
+    """Number of passes over a data set, instead of `steps`."""
     eval_data: tuple[Path, ...]
-    """What to evaluate with; none: `eval_split` of `data`, if that is named."""
+    """Evaluation data. Empty: `eval_split` of `data`, if given."""
     eval_split: str
-    """Split to evaluate with."""
+    """Evaluation split."""
     eval_every: int
-    """Steps between evaluations; 0: only at the end."""
+    """Steps between evaluations. 0: only after the last step."""
     log: tuple[str, ...]
-    """See `TRACKERS`."""
+    """Trackers, see `TRACKERS`."""
     out: Path | None
-    """Folder of summary and log; None: `runs/` and the time."""
+    """Folder of the summary and logs. None: `runs/` and the time."""
     batch_tokens: int
-    """Tokens of a step, over all ranks."""
+    """Tokens per step, summed over all ranks."""
     micro_tokens: int | None
-    """Tokens of a rank's forward pass; None: all of its tokens of a step."""
+    """Tokens per forward pass of a rank. None: all tokens that the rank has in a step."""
     loss_tokens: int | None
-    """Tokens whose logits are there at a time; None: those of a forward pass."""
+    """Tokens whose logits exist at the same time. None: all tokens of a forward pass."""
     seq: int
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     steps: int
-    """Step at which the run ends, counted from the very first."""
+    """Step at which the run ends, counted from the first step of the run."""
     given: Mapping[str, Any]
-    """What the command line says of the recipe."""
+    """Recipe options from the command line."""
     override: bool
-    """Whether what is `given` replaces the recipe of a run that goes on."""
+    """Whether `given` replaces the stored recipe of a resumed run."""
     said: frozenset[str]
-    """Names of the options that the command line has said; the others may be those of the run that goes on."""
+    """Names of the options on the command line. A resumed run takes the other options from its checkpoint."""
     again: tuple[str, ...]
-    """The command line without what a run that goes on gets anew."""
+    """The command line without the options that a resuming command sets itself."""
     checkpoint_every: int
-    """Steps between checkpoints; 0: only one, at the end."""
+    """Steps between checkpoints. 0: only one, at the end."""
     dtype: str
-    """What the model computes in: `bf16`, `fp32`, or `auto`: bf16 where the processor has it."""
+    """Compute dtype: `bf16`, `fp32`, or `auto` (bf16 if the processor supports it)."""
     activation_checkpointing: bool
-    """Whether blocks compute their forward again in backward."""
+    """Whether blocks are recomputed in backward."""
     threads: int
-    """CPU threads of torch; 0: torch's default."""
+    """CPU threads of torch. 0: torch's default."""
     metrics_port: int | None
-    """Where rank 0 serves its metrics; None: nowhere, 0: any free port."""
+    """Port on which rank 0 serves metrics. None: no metrics. 0: any free port."""
     metrics_host: str
-    """Address that it listens on."""
+    """Address to listen on."""
     metrics_linger: float
-    """Seconds that it still serves after the last step."""
+    """Seconds for which metrics stay available after the last step."""
     json: bool
-    """Whether the summary goes to standard output as JSON, and nothing else."""
+    """Whether to print the summary as JSON, and nothing else, to standard output."""
 
 
 def check_settings(options: TrainOptions, settings: Config) -> None:
-    """Refuse settings that do not go together, or not with the options. Raises `ConfigError`."""
+    """Check the settings against each other and against the options. Raises `ConfigError`."""
     if "max_grad_norm" in options.given:
         check_clipping("--max-grad-norm", settings)
     if settings.storage.paths:
         check_config(settings)
     elif settings.run.resume and options.out is None:
-        raise ConfigError("--resume needs --nvme, or the --out of the run that is to go on")
+        raise ConfigError("--resume needs --nvme, or the --out of the run to resume")
 
 
 def check_options(options: TrainOptions) -> None:
-    """Refuse options that do not go together, once those of a checkpoint are taken up.
+    """Check the options against each other, after those of a checkpoint have been applied.
 
     Raises `ConfigError`, `MissingPackageError`.
     """
@@ -105,25 +105,27 @@ def check_options(options: TrainOptions) -> None:
     if options.loss_on not in LOSS_ON:
         raise ConfigError(f"--loss-on {options.loss_on!r} is not one of {', '.join(LOSS_ON)}")
     if options.epochs is not None and not 0 < options.epochs < math.inf:
-        raise ConfigError(f"--epochs {options.epochs:g} must be above 0")
+        raise ConfigError(f"--epochs {options.epochs:g} must be greater than 0")
     if options.epochs is not None and "steps" in options.said:
-        raise ConfigError(f"--epochs {options.epochs:g} and --steps {options.steps} both say when to end; name one")
+        raise ConfigError(
+            f"--epochs {options.epochs:g} and --steps {options.steps} both set the end of the run; pass one of them"
+        )
     if options.eval_every and not (options.eval_data or options.eval_split):
         raise ConfigError(f"--eval-every {options.eval_every} needs --eval-data or --eval-split")
     check_trackers(options.log)
 
 
 def check_clipping(by: str, settings: Config) -> None:
-    """Refuse clipping where updates run in backward; `by` asks for it. Raises `ConfigError`."""
+    """Check that updates do not run in backward if option `by` enables clipping. Raises `ConfigError`."""
     if settings.update.schedule == "in_backward":
         raise ConfigError(
-            f"--update in_backward updates before the global norm is known, which {by} needs; "
-            "use --update in_forward or leave --update out"
+            f"--update in_backward runs updates before the global norm is known, but {by} needs it; "
+            "use --update in_forward or omit --update"
         )
 
 
 class Batch(Protocol):
-    """The tokens of a step, as `TrainOptions` names them."""
+    """Options that define the tokens of a step, named as in `TrainOptions`."""
 
     @property
     def batch_tokens(self) -> int: ...
@@ -136,19 +138,19 @@ class Batch(Protocol):
 
 
 def check_sequences(options: Batch) -> None:
-    """Refuse a batch that is no whole number of sequences. Raises `ConfigError`."""
+    """Check that the batch is a whole number of sequences. Raises `ConfigError`."""
     if options.batch_tokens % options.seq:
         near = max(1, round(options.batch_tokens / options.seq)) * options.seq
         raise ConfigError(f"--batch-tokens {options.batch_tokens} is not a multiple of --seq {options.seq}; try {near}")
 
 
 def check_batch(options: Batch, source: ModelSource, world_size: int) -> None:
-    """Refuse a batch that so many ranks cannot share, or a model that cannot be trained on it. Raises `ConfigError`."""
+    """Check that the batch can be divided among the ranks and suits the model. Raises `ConfigError`."""
     sequences = options.batch_tokens // options.seq
     if sequences % world_size:
         raise ConfigError(
-            f"--batch-tokens {options.batch_tokens} makes {sequences} sequences of {options.seq} tokens, which "
-            f"{world_size} ranks cannot share equally; try {options.seq * world_size}"
+            f"--batch-tokens {options.batch_tokens} makes {sequences} sequences of {options.seq} tokens, which cannot "
+            f"be divided equally among {world_size} ranks; try {options.seq * world_size}"
         )
     if options.micro_tokens is not None and (
         options.micro_tokens % options.seq or options.batch_tokens % (options.micro_tokens * world_size)
@@ -156,28 +158,28 @@ def check_batch(options: Batch, source: ModelSource, world_size: int) -> None:
         each = sequences // world_size
         possible = ", ".join(str(number * options.seq) for number in range(1, each + 1) if each % number == 0)
         raise ConfigError(
-            f"--micro-tokens {options.micro_tokens} cannot share the {options.batch_tokens // world_size} tokens "
-            f"per rank equally in sequences of {options.seq}; possible: {possible}"
+            f"--micro-tokens {options.micro_tokens} does not divide the {options.batch_tokens // world_size} tokens "
+            f"per rank into equal slices of whole sequences of {options.seq}; possible: {possible}"
         )
     vocabulary = getattr(source.config, "vocab_size", None)
     if not isinstance(vocabulary, int):
-        raise ConfigError(f"--model {source.name} is no language model: its configuration has no vocab_size")
+        raise ConfigError(f"--model {source.name} is not a language model: its configuration has no vocab_size")
     if (layers := getattr(source.config, "num_hidden_layers", 1)) < 1:
-        raise ConfigError(f"--model {source.name} has {layers} layers (num_hidden_layers); it needs 1 or more")
+        raise ConfigError(f"--model {source.name} has num_hidden_layers = {layers}; at least 1 is required")
     longest = getattr(source.config, "max_position_embeddings", None)
     if longest is not None and options.seq > longest:
-        raise ConfigError(f"--seq {options.seq} is above the {longest} positions of the model")
+        raise ConfigError(f"--seq {options.seq} exceeds the {longest} positions of the model (max_position_embeddings)")
 
 
 def micro_batches(options: TrainOptions, ranks: Ranks) -> int:
-    """Return the number of micro-batches of a rank in a step."""
+    """Return the number of micro-batches per rank and step."""
     return options.batch_tokens // (options.micro_tokens * ranks.world_size) if options.micro_tokens else 1
 
 
 def batch_words(
     batch_tokens: int, seq: int, micro_tokens: int | None, loss_tokens: int | None, *, checkpointing: bool
 ) -> list[str]:
-    """Return the options of `infinity train` that say what a step computes."""
+    """Return the options of `infinity train` that define the computation of a step."""
     words = ["--batch-tokens", str(batch_tokens), "--seq", str(seq)]
     if micro_tokens is not None:
         words += ["--micro-tokens", str(micro_tokens)]

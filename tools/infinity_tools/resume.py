@@ -1,6 +1,5 @@
-"""A run that goes on:
-
-what of the command line holds, and of the checkpoint; and the commands that go on from an end.
+"""Resuming a run: options and recipe from the command line or the checkpoint, and the commands that continue from a
+finished run.
 """
 
 from __future__ import annotations
@@ -35,22 +34,19 @@ from infinity_tools.training_data import BatchSource, TrainingData
 
 _log = logging.getLogger("infinity")
 _NO_MODEL = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache"}
-"""What a configuration says that is no matter of the model."""
+"""Keys of a model configuration that do not affect the model."""
 
 _KEPT = (
     "model", "data", "split", "text_column", "loss_on", "tokenizer", "epochs", "eval_data", "eval_split", "eval_every",
     "log", "lora", "batch_tokens", "micro_tokens", "loss_tokens", "seq", "dtype", "activation_checkpointing",
 )  # fmt: skip
-"""Options that checkpoints have, so that a command that goes on need not say them again."""
+"""Options that checkpoints store, so that a resuming command need not repeat them."""
 
 _PATHS = {"data", "eval_data", "tokenizer"}
 
 
 def kept_options(options: TrainOptions) -> dict[str, Any]:
-    """Return what a checkpoint keeps of the options;
-
-    folders by their whole path, wherever the next command is given.
-    """
+    """Return the options that a checkpoint stores, with absolute paths so that they hold in any working directory."""
 
     def plain(name: str, value: Any) -> Any:
         if isinstance(value, tuple):
@@ -63,7 +59,7 @@ def kept_options(options: TrainOptions) -> dict[str, Any]:
 
 
 def taken_up(options: TrainOptions, settings: Config, ranks: Ranks) -> TrainOptions:
-    """Return the options, with those of the checkpoint that the run goes on from where the command line says none."""
+    """Return the options, completed with those stored in the checkpoint to resume from."""
 
     def made(name: str, value: Any) -> Any:
         if isinstance(value, list):
@@ -72,22 +68,23 @@ def taken_up(options: TrainOptions, settings: Config, ranks: Ranks) -> TrainOpti
 
     paths = settings.run.resume_paths or settings.storage.paths
     if not all(ranks.collect(all(map(os.path.isdir, paths)))):
-        return options  # there is nothing to go on from, which is said later
+        return options  # no folder to resume from, which is reported later
     held = ranks.agree(_extra_of(checkpoint_of(settings, ranks))).get("options", {})
     held = held if isinstance(held, dict) else {}
     if "steps" in options.said:
         held = {**held, "epochs": None}
     if options.said and "lora" in options.said and held and held.get("lora") != options.lora:
         began = f"--lora {held['lora']}" if held.get("lora") else "all parameters, without --lora"
-        raise ConfigError(f"the run trains {began}, which --lora {options.lora} cannot go on from; leave --lora out")
+        raise ConfigError(f"--lora {options.lora} cannot resume a run that trains {began}; omit --lora")
     changes = {name: made(name, held[name]) for name in _KEPT if name in held and name not in options.said}
     return replace(options, **changes)
 
 
 def last_step(options: TrainOptions, settings: Config, data: TrainingData, ranks: Ranks) -> int:
-    """Return the step at which `--epochs` are over, or `--steps`.
+    """Return the last step of the run: the end of `--epochs`, or `--steps`.
 
-    A run that goes on has had some of the sequences already, maybe with other batches: its steps do not tell how many.
+    A resumed run has already drawn some of the sequences, possibly with another batch size, so its step does not tell
+    how many.
     """
     if options.epochs is None:
         return options.steps
@@ -101,13 +98,14 @@ def last_step(options: TrainOptions, settings: Config, data: TrainingData, ranks
 
 
 def drawn_before(step: int, extra: Mapping[str, Any], facts: Mapping[str, Any], batches: BatchSource) -> int:
-    """Return how many sequences of these data the steps before a checkpoint have had; 0 where they had others.
+    """Return the number of sequences of these data that the steps before a checkpoint have drawn, or 0 if they used
+    other data.
 
     Args:
-        step: of the checkpoint.
-        extra: what it keeps.
-        facts: of the data now.
-        batches: that are drawn from them, counted from the first step.
+        step: Step of the checkpoint.
+        extra: Extra entries of the checkpoint.
+        facts: Description of the current data.
+        batches: Source of the batches, counted from the first step.
     """
     if extra.get("data", {}).get("content") != facts.get("content"):
         return 0
@@ -116,14 +114,14 @@ def drawn_before(step: int, extra: Mapping[str, Any], facts: Mapping[str, Any], 
 
 
 def _extra_of(found: tuple[RunFolder, CheckpointName] | None) -> Mapping[str, Any]:
-    """Return what the checkpoint keeps besides the state; {} where there is no such checkpoint, or it cannot be read.
+    """Return the extra entries of the checkpoint, or {} if no checkpoint exists or it cannot be read.
 
-    What is wrong with it is said by whoever takes it up.
+    Errors in the checkpoint are reported when it is loaded.
     """
     if found is None:
         return {}
     folder, checkpoint = found
-    for rank in range(checkpoint.world_size):  # those of other nodes are not here
+    for rank in range(checkpoint.world_size):  # manifests of other nodes are not on this one
         file = folder.checkpoints / checkpoint.of(rank).file_name
         if file.is_file():
             try:
@@ -134,10 +132,11 @@ def _extra_of(found: tuple[RunFolder, CheckpointName] | None) -> Mapping[str, An
 
 
 def checkpoint_of(settings: Config, ranks: Ranks) -> tuple[RunFolder, CheckpointName] | None:
-    """Return the run that goes on, and its checkpoint; None: a new one begins. Nothing is opened of it or changed.
+    """Return the run to resume and its checkpoint, or None if a new run begins. Does not open or change any file of the
+    run.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: If the checkpoint does not exist.
     """
     paths = settings.run.resume_paths or settings.storage.paths
     run_id = choose_run(paths, settings.run.resume, ranks)
@@ -149,10 +148,10 @@ def checkpoint_of(settings: Config, ranks: Ranks) -> tuple[RunFolder, Checkpoint
 
 
 def finished(settings: Config, options: TrainOptions, ranks: Ranks) -> tuple[str, int] | None:
-    """Return id and step of the run to resume if it has no step left to take.
+    """Return the id and step of the run to resume if it has no steps left to train.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: If the checkpoint does not exist.
     """
     found = checkpoint_of(settings, ranks)
     return (found[0].run_id, found[1].step) if found is not None and found[1].step >= options.steps else None
@@ -161,7 +160,7 @@ def finished(settings: Config, options: TrainOptions, ranks: Ranks) -> tuple[str
 def agreed_recipe(
     asked: Recipe, paged: PagedOptimizer, facts: dict[str, Any], options: TrainOptions, ranks: Ranks
 ) -> Recipe:
-    """Return the recipe to train with; say what of the command line is not as it was in the run that goes on."""
+    """Return the recipe to train with, and warn about options that differ from the resumed run."""
     found = paged.resumed_extra
     if not paged.steps:
         return asked
@@ -175,18 +174,18 @@ def agreed_recipe(
         if name != "content" and now[name] != before.get(name, now[name])
     ]:
         says.append(
-            f"the command line holds, not the checkpoint: {', '.join(other)}; batches are others than they would be"
+            f"these options replace the values in the checkpoint: {', '.join(other)}; the batches differ accordingly"
         )
     before, now = found.get("computation", {}), facts["computation"]
     if other := [f"{name} {now[name]} (was {before[name]})" for name in before if before[name] != now.get(name)]:
-        says.append(f"the command line holds, not the checkpoint: {', '.join(other)}")
+        says.append(f"these options replace the values in the checkpoint: {', '.join(other)}")
     before, now = found.get("model_config", {}), facts["model_config"]
     if other := [
         f"{name} {now.get(name)} (was {before[name]})"
         for name in before
         if name not in _NO_MODEL and before[name] != now.get(name)
     ]:
-        says.append(f"the model is another one than that of the checkpoint: {', '.join(other)}")
+        says.append(f"the model differs from the one in the checkpoint: {', '.join(other)}")
     if ranks.rank == 0:
         for text in says:
             _log.warning("%s", text)
@@ -194,16 +193,16 @@ def agreed_recipe(
 
 
 def _other_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return why a run does not go on with data that are not those of its checkpoint."""
+    """Return the error message for data that differ from the data of the checkpoint."""
     if "content" not in now:
-        what = "the run was trained on a data set, and --data names none"
+        what = "the run was trained on a data set, but --data names none"
     elif "content" not in before:
-        what = "the run was trained on plain text, and --data names a data set"
+        what = "the run was trained on plain text, but --data names a data set"
     elif before.get("seq") != now["seq"]:
-        what = f"its data set was packed for --seq {before.get('seq')}, and --seq {now['seq']} is given"
+        what = f"its data set was packed for --seq {before.get('seq')}, but --seq is {now['seq']}"
     else:
-        what = "its data set has other tokens now: files, tokenizer, columns or --loss-on are not as they were"
-    return f"the checkpoint cannot go on at its next sample: {what}; --override begins with the data anew"
+        what = "the tokens of its data set have changed (files, tokenizer, columns or --loss-on)"
+    return f"cannot resume at the next sample: {what}; pass --override to restart from the first sample"
 
 
 def next_commands(
@@ -216,22 +215,23 @@ def next_commands(
     *,
     stopped: bool,
 ) -> dict[str, str]:
-    """Return the commands for what a run has left: to export it, to go on, and to free its space. None: {}.
+    """Return the commands that export the run, resume it, and free its space, or {} if the run left no checkpoint.
 
-    They name the run: by the time that they are used, another one may be the newest in these folders.
+    The commands name the run explicitly, because another run in these folders may be the newest by the time they are
+    used.
     """
     if settings.run.keep == "never" or not checkpointed:
         return {}
     folders = shlex.join(str(root.parent) for root in run.roots)
     train = ["infinity", "train"]
-    if ranks.world_size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:  # which torchrun sets
+    if ranks.world_size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:  # set by torchrun
         train += ["--nproc", str(ranks.world_size)]
     elif ranks.world_size > 1:
         train = ["torchrun", "--nproc-per-node", str(ranks.local_world_size), "-m", "infinity_tools", "train"]
     again = [*train, *options.again]
     if options.epochs is None:
         until = ["--steps", str(options.steps if stopped else 2 * options.steps)]
-    else:  # the checkpoint has those that the run was begun with
+    else:  # the checkpoint stores the original --epochs
         until = [] if stopped else ["--epochs", f"{2 * options.epochs:g}"]
     return {
         "export": f"infinity export {folders} --run {run.run_id} --step {checkpointed} "

@@ -1,4 +1,4 @@
-"""`infinity store`: list, check, remove and tidy up the runs on NVMe folders."""
+"""`infinity store`: list, verify and remove the runs on NVMe folders."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ if TYPE_CHECKING:
 
 app = typer.Typer(name="store", cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-_PATHS = Annotated[list[Path], typer.Argument(help="The folders of storage.paths, in their order.")]
-_YES = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-_SHOWN = 20  # lines on the bad pages of a run
+_PATHS = Annotated[list[Path], typer.Argument(help="Folders of storage.paths, in the same order.")]
+_YES = Annotated[bool, typer.Option("--yes", "-y", help="Do not prompt for confirmation.")]
+_SHOWN = 20  # bad pages of a run that are printed
 
 
 @app.callback()
 def _store(version: Version = False) -> None:
-    """List, check and remove the runs on NVMe folders."""
+    """List, verify and remove the runs on NVMe folders."""
 
 
 @app.command(cls=Command)
 def ls(paths: _PATHS, json: _JSON = False, version: Version = False) -> None:
-    """List runs and their checkpoints: what they hold, who has them open, and what they take.
+    """List runs and their checkpoints, with sizes and owners.
 
-    A checkpoint's *pages* are the bytes that it names; *its own* are those that no other checkpoint of the run names.
+    The column *pages* is the size of all pages of a checkpoint. The column *exclusive* is the size of the pages that no
+    other checkpoint of the run shares.
     """
     with failures():
         from infinity_tools.stored_runs import other_holders, stored_runs
@@ -71,14 +72,14 @@ def ls(paths: _PATHS, json: _JSON = False, version: Version = False) -> None:
 @app.command(cls=Command)
 def verify(
     paths: _PATHS,
-    run: Annotated[str, typer.Option(help="Only this run. [default: every run that has ended]")] = "",
+    run: Annotated[str, typer.Option(help="Verify only this run. [default: all runs that have ended]")] = "",
     json: _JSON = False,
     version: Version = False,
 ) -> None:
-    """Read every page that a checkpoint names and compare it with its checksum, as fast as the drives allow.
+    """Verify the checksum of every page of the checkpoints at full speed.
 
-    One run, or all that have ended: a live one is refused where it is named, else passed over. Exit status 1 if a page
-    is bad.
+    Checks one run, or all runs that have ended. Live runs are skipped; naming one with --run is an error. Exits with
+    status 1 if a page is bad.
     """
     with failures():
         from infinity_tools.stored_runs import stored_runs
@@ -88,7 +89,7 @@ def verify(
         _say_passed(passed)
         if run and chosen[0].owner:
             raise ConfigError(
-                f"{chosen[0].owner} is running; verify it when it has ended, or use `infinity store scrub`"
+                f"{chosen[0].owner} is running; verify it after it has ended, or use `infinity store scrub`"
             )
         found = _check(
             "verifying", [found for found in chosen if found.owner is None], paths, 0, _live(chosen), json=json
@@ -99,14 +100,14 @@ def verify(
 @app.command(cls=Command)
 def scrub(
     paths: _PATHS,
-    rate: Annotated[str, typer.Option(help="Most bytes per second, such as 200MiB. [default: no limit]")] = "",
+    rate: Annotated[str, typer.Option(help="Maximum bytes per second, such as 200MiB. [default: no limit]")] = "",
     json: _JSON = False,
     version: Version = False,
 ) -> None:
-    """Read every page of every checkpoint of every run, live ones too, at a bounded rate: for cron, beside training.
+    """Verify all checkpoints, including those of live runs, at a limited rate, for example from cron.
 
-    Says for every bad page what to do. What a live run has replaced in the meantime is passed over. Exit status 1 if a
-    page is bad.
+    Reports a remedy for every bad page. Pages that a live run replaces in the meantime are skipped. Exits with status 1
+    if a page is bad.
     """
     with failures():
         from infinity_tools.stored_runs import stored_runs
@@ -114,7 +115,7 @@ def scrub(
         passed: dict[Path, str] = {}
         limit = parse_size(rate, name="--rate") if rate else 0
         if rate and not limit:
-            raise ConfigError("--rate 0 would never end; leave it out for no limit")
+            raise ConfigError("--rate 0 would never finish; omit --rate for no limit")
         runs = stored_runs(paths, passed)
         _say_passed(passed)
         found = _check("scrubbing", runs, paths, limit, [], json=json)
@@ -124,15 +125,15 @@ def scrub(
 def _check(
     doing: str, runs: list[StoredRun], paths: list[Path], rate: int, passed_over: list[str], *, json: bool
 ) -> bool:
-    """Read what the checkpoints of the runs name, report, and return whether something is bad.
+    """Verify the checkpoints of the runs, report the result, and return ``True`` if a page is bad.
 
     Args:
-        doing: what is done, in a word.
-        runs: that are read.
-        paths: on which they are.
-        rate: most bytes per second; 0 is no limit.
-        passed_over: ids of live runs that are not read.
-        json: print JSON and nothing else.
+        doing: Verb for the progress line.
+        runs: Runs to read.
+        paths: Folders of the runs.
+        rate: Maximum number of bytes per second. 0 means no limit.
+        passed_over: Ids of the live runs that are skipped.
+        json: Whether to print JSON and nothing else.
     """
     from infinity_tools.stored_runs import Check, good_step, incomplete, without_manifest
 
@@ -155,37 +156,32 @@ def _check(
         if not json:
             _report(console, run, check.pages, bad, advice)
             for checkpoint in passed:
-                console.print(
-                    f"  step {checkpoint.step}, {checkpoint.problem}: this is no checkpoint and is passed over"
-                )
+                console.print(f"  step {checkpoint.step}, {checkpoint.problem}: incomplete checkpoint, ignored")
             for file in without_manifest(run):
-                console.print(
-                    f"  {file} has no manifest: what it was of is no checkpoint", soft_wrap=True, markup=False
-                )
+                console.print(f"  {file} has no manifest: it belongs to no checkpoint", soft_wrap=True, markup=False)
             if none_left and not bad:
                 console.print(f"  {advice}", style="yellow", soft_wrap=True, markup=False)
     if json:
         found = {"runs": [run.run_id for run in runs], "pages": pages, "bad": bad_pages, "incomplete": partial}
         typer.echo(json_format.dumps(found | {"passed_over": passed_over}))
     elif passed_over:
-        console.print(f"{_passed_over(passed_over)}; `infinity store scrub` reads live runs too", soft_wrap=True)
+        console.print(f"{_passed_over(passed_over)}; `infinity store scrub` also reads live runs", soft_wrap=True)
     elif not runs:
         console.print(f"nothing to do in {', '.join(map(str, paths))}", soft_wrap=True, markup=False)
     return bool(bad_pages) or unusable
 
 
 def _advice(run: StoredRun, bad: list[BadPage], good: int | None, paths: list[Path]) -> str:
-    """Return what to do about bad pages of a run."""
     if good is None:
-        after = ", when it has ended" if run.owner else ""
+        after = " after it has ended" if run.owner else ""
         return (
-            "no checkpoint of this run is good; restore the files from a copy, or remove the run"
+            "no checkpoint of this run is intact; restore the files from a backup, or remove the run"
             f"{after}: infinity store rm {shlex.join(map(str, paths))} {run.run_id}"
         )
     if good > max((page.step for page in bad), default=good):
-        return f"the newest checkpoint, of step {good}, is good: resume from it, or train on"
+        return f"the newest checkpoint, of step {good}, is intact: resume from it, or continue training"
     if run.owner:
-        return f"the run is live: its next checkpoint replaces these pages; until then step {good} is the newest that is good"
+        return f"the run is live: its next checkpoint replaces these pages; until then, step {good} is intact"
     return f"resume from the checkpoint of step {good}: --resume --resume-step {good} (run.resume_step = {good})"
 
 
@@ -193,18 +189,16 @@ def _advice(run: StoredRun, bad: list[BadPage], good: int | None, paths: list[Pa
 def gc(
     paths: _PATHS,
     yes: _YES = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be removed, and remove nothing.")] = False,
     json: _JSON = False,
     version: Version = False,
 ) -> None:
-    """Remove what nobody can use and nobody owns, of runs that have ended.
+    """Remove unusable data of runs that have ended.
 
-    Runs without a checkpoint; checkpoints that not all ranks have published, where all ranks are here; temporary files;
-    state
-    files of no checkpoint; locks that nobody holds. Name all folders of the runs. Only folders that are named as a run
-    and
-    marked as one (`infinity.run`) are touched, and your own that are named so and empty. No run starts on these folders
-    until the command ends.
+    Removes runs without a checkpoint, checkpoints that not all ranks have published (if all ranks are on this node),
+    temporary files, state files without a checkpoint, and stale locks. Pass all folders of the runs. Only folders that
+    are named like a run and contain its marker (`infinity.run`) are touched, as well as your own empty folders named
+    like a run. No run can start on these folders until the command ends.
     """
     with failures():
         from infinity.store.folder import no_starts
@@ -219,7 +213,7 @@ def gc(
             if not json:
                 for item in found:
                     typer.echo(f"{item.name}  {format_size(item.nbytes)}  {item.what}")
-            question = f"remove {_counted(len(found), 'thing')}"
+            question = f"remove {_counted(len(found), 'item')}"
             going = not dry_run and _confirmed(found, question, size, yes=yes, json=json)
             if going:
                 agreed = {item.identity for item in found}
@@ -232,21 +226,21 @@ def gc(
             told = {"waste": listed, "bytes": size, "removed": going, "passed_over": _live(live)}
             typer.echo(json_format.dumps(told))
         else:
-            done = f"{'removed' if going else 'found'} {_counted(len(found), 'thing')}, {format_size(size)}"
+            done = f"{'removed' if going else 'found'} {_counted(len(found), 'item')}, {format_size(size)}"
             typer.echo(_done(done, _live(live)))
 
 
 def _confirmed(found: Sequence[object], question: str, size: int, *, yes: bool, json: bool) -> bool:
-    """Ask whether to remove what was found; whoever says no ends the command."""
+    """Ask for confirmation. Declining aborts the command."""
     if found and not yes:
         if json:
-            raise ConfigError("--json asks nothing; add --yes")
+            raise ConfigError("--json cannot prompt; pass --yes")
         try:
             typer.confirm(f"{question}, {format_size(size)}?", abort=True)
-        except typer.Abort:  # the answer was no; a RuntimeError too
+        except typer.Abort:  # the user declined; Abort is itself a RuntimeError
             raise
-        except RuntimeError as error:  # there is no standard input
-            raise ConfigError("nobody can be asked: standard input is closed; add --yes") from error
+        except RuntimeError as error:  # stdin is closed
+            raise ConfigError("cannot prompt: stdin is closed; pass --yes") from error
     return True
 
 
@@ -263,14 +257,13 @@ def _waste(item: Waste) -> dict[str, Any]:
 def rm(
     arguments: Annotated[
         list[str],
-        typer.Argument(metavar="PATH... RUN...", help="Folders, and ids of runs on them."),
+        typer.Argument(metavar="PATH... RUN...", help="Folders, and the ids of runs on them."),
     ],
     ended: Annotated[
         bool,
         typer.Option(
             "--ended",
-            help="All runs that no process has open, with their checkpoints: those that have finished, and those that were "
-            "cut off.",
+            help="Remove all runs that no process has open, finished or interrupted, with their checkpoints.",
         ),
     ] = False,
     yes: _YES = False,
@@ -279,32 +272,29 @@ def rm(
 ) -> None:
     """Remove runs that have ended, with their checkpoints.
 
-    A live run is refused where it is named, and passed over by --ended. No run starts on these folders until the
-    command ends.
+    Naming a live run is an error; --ended skips live runs. No run can start on these folders until the command ends.
     """
     with failures():
         from infinity.store.folder import no_starts
         from infinity.store.marker import is_run_id
         from infinity_tools import stored_runs as stored
 
-        # By its form, not by what exists: in a folder of runs, the id of a run is a folder too.
+        # Tell ids from folders by their form, because in a folder of runs the id of a run is also the name of a folder.
         names = [text for text in arguments if is_run_id(text)]
         paths = [Path(text) for text in arguments if text not in names]
         if strange := [str(path) for path in paths if not os.path.isdir(path)]:
-            raise ConfigError(
-                f"{strange[0]!r} is neither a folder nor the id of a run; `infinity store ls` lists those"
-            )
+            raise ConfigError(f"{strange[0]!r} is neither a folder nor the id of a run; `infinity store ls` lists runs")
         if not paths:
-            raise ConfigError("name the folders on which the runs are, as well as the runs")
+            raise ConfigError("no folders given; pass the folders that contain the runs")
         if not (names or ended):
-            raise ConfigError("name the runs to remove, or --ended for all that have ended")
+            raise ConfigError("no runs given; pass their ids, or --ended for all runs that have ended")
         with no_starts(paths):
             passed: dict[Path, str] = {}
             found = stored.stored_runs(paths, passed)
             _say_passed(passed)
             chosen = _choose(found, names, paths) if names else []
             if busy := [run for run in chosen if run.owner]:
-                raise ConfigError(f"{busy[0].owner} is running; nothing is removed")
+                raise ConfigError(f"{busy[0].owner} is running; nothing was removed")
             live = _live(found) if ended else []
             chosen += [run for run in found if ended and run.owner is None and run not in chosen]
             size = sum(run.nbytes for run in chosen)
@@ -326,7 +316,7 @@ def rm(
 
 
 def _say_passed(passed: dict[Path, str]) -> None:
-    """Say on stderr which folders look like runs and are none."""
+    """Report on stderr the folders that are named like runs but are not runs."""
     from infinity.store.marker import passed_over
 
     if passed:
@@ -334,27 +324,24 @@ def _say_passed(passed: dict[Path, str]) -> None:
 
 
 def _live(runs: Sequence[StoredRun]) -> list[str]:
-    """Return the ids of those that a process has open."""
     return [run.run_id for run in runs if run.owner]
 
 
 def _passed_over(live: list[str]) -> str:
-    """Return that live runs are passed over."""
-    return f"{_counted(len(live), 'live run')} {'is' if len(live) == 1 else 'are'} passed over: {', '.join(live)}"
+    return f"skipped {_counted(len(live), 'live run')}: {', '.join(live)}"
 
 
 def _done(what: str, live: list[str]) -> str:
-    """Return what was done, and which live runs were passed over."""
     return f"{what}; {_passed_over(live)}" if live else what
 
 
 def _choose(runs: list[StoredRun], names: list[str], paths: list[Path]) -> list[StoredRun]:
-    """Return the runs of these ids, or all where none is named."""
+    """Return the runs with these ids, or all runs if `names` is empty."""
     by_id = {run.run_id: run for run in runs}
     for name in names:
         if name not in by_id:
             known = ", ".join(by_id) or "none"
-            raise ConfigError(f"there is no run {name!r} in {', '.join(map(str, paths))} (runs: {known})")
+            raise ConfigError(f"no run {name!r} in {', '.join(map(str, paths))} (runs: {known})")
     return [by_id[name] for name in dict.fromkeys(names)] if names else runs
 
 
@@ -382,9 +369,7 @@ def _described(run: StoredRun) -> dict[str, Any]:
 
 
 def _table(run: StoredRun) -> Table:
-    table = Table(
-        "  step", "checkpointed", "ranks", "pages", "its own", "", box=None, header_style="dim", pad_edge=False
-    )
+    table = Table("  step", "created", "ranks", "pages", "exclusive", "", box=None, header_style="dim", pad_edge=False)
     for column in (0, 2, 3, 4):
         table.columns[column].justify = "right"
         table.columns[column].no_wrap = True
@@ -406,19 +391,19 @@ def _report(console: Console, run: StoredRun, pages: int, bad: list[BadPage], ad
         console.print(f"{run.run_id}: no checkpoint, nothing to read")
         return
     if not bad:
-        console.print(f"{run.run_id}: [green]all {pages} pages are good[/]")
+        console.print(f"{run.run_id}: [green]all {pages} pages are intact[/]")
         return
     files = sum(page.page is None for page in bad)
     found = [_counted(files, "bad file")] * bool(files)
     found += [f"{_counted(len(bad) - files, 'bad page')} of {pages}"] * (len(bad) > files)
     console.print(f"{run.run_id}: [bold red]{', '.join(found)}[/]")
     for page in bad[:_SHOWN]:
-        what = page.reason  # of a whole file, which it names
+        what = page.reason  # the reason for a whole file includes its path
         if page.page is not None:
             what = f"page {page.page}: {page.path}, offset {page.offset}, {page.length} bytes: {page.reason}"
         console.print(f"  step {page.step}, rank {page.rank}: {what}", soft_wrap=True, markup=False)
     if len(bad) > _SHOWN:
-        console.print(f"  … and {len(bad) - _SHOWN} more; --json has all", markup=False)
+        console.print(f"  … and {len(bad) - _SHOWN} more; --json lists all", markup=False)
     console.print(f"  {advice}", style="yellow", soft_wrap=True, markup=False)
 
 

@@ -1,9 +1,9 @@
-"""What lies on NVMe folders: runs, their checkpoints and bytes, whether these are what was written, and what is waste.
+"""Runs stored on NVMe folders: their checkpoints and sizes, verification of their pages, and data that can be removed.
 
-[Note: reading a live run] The bytes that a manifest names are not written over while the manifest is there: a
-checkpoint
-is removed before its slots are used again. So a page that does not match is bad if, after it was read, its manifest
-still names it; if not, the run has gone on in between and the page is passed over.
+[Note: reading a live run] The bytes that a manifest names are not overwritten while the manifest exists, because a live
+run removes a checkpoint before it reuses the slots of its pages. A page whose checksum does not match is therefore bad
+only if its manifest still names it after the page was read. Otherwise the run has replaced the page in the meantime,
+and the page is skipped.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ _BATCH = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """The manifests of one checkpoint, one per rank; `problem` says why it cannot be used.
+    """Manifests of one checkpoint, one per rank.
 
-    `nbytes` are those of its pages and state files, `own_bytes` those of them that no other checkpoint of the run
-    names:
-    what its end gives back to the run.
+    `nbytes` is the size of the pages and state files of the checkpoint. `own_bytes` is the part that no other
+    checkpoint of the run shares, which is the space that the run regains when it removes the checkpoint.
     """
 
     name: CheckpointName
@@ -55,26 +54,27 @@ class Checkpoint:
     nbytes: int
     own_bytes: int
     problem: str = ""
+    """Reason why the checkpoint cannot be used. Empty if it is usable."""
 
     @property
     def step(self) -> int:
-        """Its step."""
+        """Optimizer step of the checkpoint."""
         return self.name.step
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that made it."""
+        """Number of ranks that wrote the checkpoint."""
         return self.name.world_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRun:
-    """One run on the given paths; `owner` is the process that has it open, if there is one.
+    """A run found on the given paths.
 
-    `ranks` is the number of those that have data files here, `parameters` the number of elements of the model, 0 where
-    no checkpoint says it; `nbytes` is what the run takes on the drives. `paths` is how many folders the run has in all,
-    and
-    `first` says whether that of its checkpoints is among those that are here.
+    `owner` is the process that has the run open, if any. `ranks` is the number of ranks whose data files are on these
+    paths. `parameters` is the number of parameters of the model, or 0 if no checkpoint records it. `nbytes` is the disk
+    space of the run. `paths` is the total number of folders that the run is spread over. `first` is ``True`` if the
+    folder with its checkpoints is among the given ones.
     """
 
     folder: RunFolder
@@ -88,58 +88,58 @@ class StoredRun:
 
     @property
     def run_id(self) -> str:
-        """The run's id."""
+        """Id of the run."""
         return self.folder.run_id
 
     @property
     def identity(self) -> tuple[RunFolder, tuple[tuple[int, float], ...]]:
-        """Which run it is, with which checkpoints."""
+        """Key that identifies the run together with its current checkpoints."""
         return self.folder, tuple((checkpoint.step, checkpoint.created) for checkpoint in self.checkpoints)
 
     @property
     def usable(self) -> tuple[Checkpoint, ...]:
-        """Checkpoints that have no problem, the newest last."""
+        """Usable checkpoints, oldest first."""
         return tuple(checkpoint for checkpoint in self.checkpoints if not checkpoint.problem)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BadPage:
-    """A page, or a whole file (`page` is None), that is not what was checkpointed."""
+    """A page, or a whole file if `page` is None, whose contents differ from the checkpointed contents."""
 
     step: int
-    """Of the checkpoint that names it."""
+    """Step of the checkpoint that names the page."""
     rank: int
-    """Whose page it is."""
+    """Rank that owns the page."""
     page: int | None
     path: str
-    """The file."""
+    """Path of the file."""
     offset: int
-    """Of its first byte in the file."""
+    """Offset of the first byte of the page in the file."""
     length: int
-    """Bytes."""
+    """Size of the page in bytes."""
     reason: str
-    """What is wrong with it."""
+    """Description of the mismatch."""
 
 
 def _meant(paths: Sequence[Path]) -> Path | None:
-    """Return the folder that was meant where a run itself was named, or the folder that the runs' folder lies in."""
+    """Return the folder that contains the runs' folder if the user named a run, or the subfolder that contains runs."""
     for path in paths:
         for folder in (path.absolute().parent, *sorted(path.iterdir())):
-            with suppress(OSError):  # not what was named: whether it can be read is nobody's question
+            with suppress(OSError):  # the user did not name this folder, so it may be unreadable
                 if folder.is_dir() and look_for_runs([folder])[0]:
                     return folder
     return None
 
 
 def stored_runs(paths: Sequence[Path], passed: dict[Path, str] | None = None) -> list[StoredRun]:
-    """Return the runs on `paths`, oldest first, whatever the order of `paths`; other folders are passed over.
+    """Return the runs on `paths`, oldest first, for any order of `paths`. Skip other folders.
 
     Args:
-        paths: the folders of storage.paths.
-        passed: is given those that are named as a run but are passed over, each with the reason.
+        paths: Folders of storage.paths.
+        passed: Dictionary that receives the folders that are named like a run but are skipped, each with the reason.
 
     Raises:
-        ConfigError: a path is not a folder that can be read, or has no runs while one beside it does.
+        ConfigError: If a path is not a readable folder, or has no runs while a folder next to it does.
     """
     for path in paths:
         if not path.is_dir():
@@ -147,15 +147,15 @@ def stored_runs(paths: Sequence[Path], passed: dict[Path, str] | None = None) ->
     try:
         found, odd = look_for_runs(paths)
         if not found and not odd and (meant := _meant(paths)):
-            raise ConfigError(f"{', '.join(map(str, paths))} has no runs, {meant} has: name that folder")
+            raise ConfigError(f"{', '.join(map(str, paths))} contains no runs, but {meant} does; pass that folder")
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
     runs = []
     for run in found:
         try:
             runs.append(_stored_run(run))
-        except OSError as error:  # of another user, or on a drive that fails: the others are not hidden by it
-            if run.in_order[0].exists():  # else it was removed just now
+        except OSError as error:  # belongs to another user, or the drive fails; the other runs are still listed
+            if run.in_order[0].exists():  # otherwise the run was removed in the meantime
                 odd[Path(error.filename or run.in_order[0])] = str(error.strerror)
     if passed is not None:
         passed.update(odd)
@@ -165,7 +165,7 @@ def stored_runs(paths: Sequence[Path], passed: dict[Path, str] | None = None) ->
 def _stored_run(run: FoundRun) -> StoredRun:
     folder = RunFolder(run.run_id, run.in_order)
     if 0 in run.roots and folder.checkpoints.is_dir():
-        os.listdir(folder.checkpoints)  # a folder that cannot be read is not one without checkpoints
+        os.listdir(folder.checkpoints)  # raises if unreadable, which must not look like "no checkpoints"
     read = _read_checkpoints(folder)
     return StoredRun(
         folder=folder,
@@ -180,12 +180,12 @@ def _stored_run(run: FoundRun) -> StoredRun:
 
 
 def other_holders(paths: Sequence[Path], runs: Sequence[StoredRun]) -> list[str]:
-    """Return words on who holds a path without being the owner of one of the runs that are listed.
+    """Return messages about processes that hold a path without owning one of the listed runs.
 
-    Who says to be a run's without being believed (`holder_of`) is named by the user that it is of, not by what it says.
+    A lock file whose claim to a run cannot be trusted (see `holder_of`) is reported by the user who owns the file.
 
     Raises:
-        ConfigError: a lock file cannot be asked.
+        ConfigError: If the state of a lock file cannot be determined.
     """
     shown = {run.owner for run in runs}
     roots = {root for run in runs for root in run.folder.roots}
@@ -200,7 +200,6 @@ def other_holders(paths: Sequence[Path], runs: Sequence[StoredRun]) -> list[str]
 
 
 def _local_ranks(folder: RunFolder) -> set[str]:
-    """Return the names of the data files here, one per rank."""
     return {file.name for root in folder.roots for file in root.glob("rank*.pages")}
 
 
@@ -209,7 +208,7 @@ def _parameters(manifest: Manifest) -> int:
 
 
 def _bytes_in(root: Path) -> int:
-    """Return what a folder takes, at any depth; links are not followed, what cannot be looked at counts as nothing."""
+    """Return the disk space of a folder and its subfolders, without following links. Unreadable entries count as 0."""
     total, places = 0, [os.fspath(root)]
     while places:
         with suppress(OSError), os.scandir(places.pop()) as entries:
@@ -223,7 +222,7 @@ def _bytes_in(root: Path) -> int:
 def _disk_bytes(file: Path) -> int:
     try:
         return file.lstat().st_blocks * 512
-    except OSError:  # a live run removes what it has replaced
+    except OSError:  # a live run removes files that it has replaced
         return 0
 
 
@@ -246,7 +245,7 @@ def _checkpoints(folder: RunFolder, read: Mapping[CheckpointName, _Read]) -> Ite
     for found in read.values():
         named.update((manifest.rank, version) for manifest in found.manifests for version in manifest.pages.values())
     for checkpoint, (names, manifests, problem) in read.items():
-        if not manifests and not problem:  # a live run has removed it just now
+        if not manifests and not problem:  # a live run removed the checkpoint in the meantime
             continue
         if len(names) < checkpoint.world_size:
             problem = f"{len(names)} of {checkpoint.world_size} ranks"
@@ -263,7 +262,7 @@ def _checkpoints(folder: RunFolder, read: Mapping[CheckpointName, _Read]) -> Ite
 
 
 def _manifests(folder: RunFolder, names: Sequence[Published]) -> tuple[list[Manifest], str]:
-    """Return the manifests that can be read, and why another one cannot."""
+    """Return the readable manifests, and the reason why another one cannot be read."""
     found, problem = [], ""
     for name in names:
         file = folder.checkpoints / name.file_name
@@ -276,30 +275,29 @@ def _manifests(folder: RunFolder, names: Sequence[Published]) -> tuple[list[Mani
 
 
 class _Read(NamedTuple):
-    """What can be read of a checkpoint: names and manifests that are here, and why another cannot be read."""
+    """Readable part of a checkpoint: its file names and manifests, and the reason why a manifest cannot be read."""
 
     names: list[Published]
     manifests: list[Manifest]
     problem: str
-    """Empty: none."""
+    """Reason, or an empty string if all manifests were read."""
 
 
 class Check:
-    """Reads what the checkpoints of a run name, every page once, and collects what is not what was checkpointed in
-    `bad`.
+    """Verify every page that the checkpoints of a run name, each page once.
 
-    `nbytes` is what there is to read, in bytes of pages; `pages` their number.
+    Bad pages are collected in `bad`. `pages` is the number of pages to read, and `nbytes` is their size in bytes.
     """
 
     def __init__(self, run: StoredRun) -> None:
         """Read the manifests.
 
         Raises:
-            ConfigError: the run lies on other folders too.
+            ConfigError: If the run also has folders that were not given.
         """
         self.bad: list[BadPage] = []
         self._folder = run.folder
-        # Versions to be read, with the manifests that name them, by rank, page and version.
+        # Versions to read, by rank, page and version, with the manifests that name them.
         self._work: dict[tuple[int, int, Version], list[Path]] = {}
         self._require(run, run.paths)
         for step, rank, file in ((c.step, rank, file) for c in run.checkpoints for rank, file in c.manifests.items()):
@@ -315,11 +313,12 @@ class Check:
     def _require(self, run: StoredRun, paths: int) -> None:
         if len(run.folder.roots) != paths:
             raise ConfigError(
-                f"run {run.run_id} lies on {paths} folders, {len(run.folder.roots)} of them were named; name them all"
+                f"run {run.run_id} is spread over {paths} folders, but {len(run.folder.roots)} of them were given; "
+                "pass all of them"
             )
 
     def _manifest(self, step: int, rank: int, file: Path) -> Manifest | None:
-        """Return a manifest whose state file is good; a run that is live may have removed it."""
+        """Return a manifest whose state file is intact, or None. A live run may remove either of them at any time."""
         bad = file
         try:
             manifest = read_manifest(file)
@@ -337,11 +336,11 @@ class Check:
         )
 
     def run(self, advance: Callable[[int], None], rate: float = 0) -> list[BadPage]:
-        """Read all pages; return what is bad.
+        """Read all pages and return the bad ones.
 
         Args:
-            advance: told the bytes of every page that has been read.
-            rate: most bytes per second; 0 is no limit.
+            advance: Callback that receives the size in bytes of every page that has been read.
+            rate: Maximum number of bytes per second. 0 means no limit.
         """
         pace = Pace(rate)
 
@@ -364,7 +363,7 @@ class Check:
         return self.bad
 
     def _confirm(self, rank: int, page: int, version: Version, reason: str) -> None:
-        """Note a bad page for every checkpoint that names it still. [Note: reading a live run]"""
+        """Record a bad page for every checkpoint that still names it. [Note: reading a live run]"""
         path, offset, length = version.extent
         for file in self._work[rank, page, version]:
             try:
@@ -377,14 +376,14 @@ class Check:
 
 
 class Pace:
-    """Holds threads back to `rate` bytes per second together; 0 is no limit."""
+    """Rate limiter that holds all threads together to `rate` bytes per second. A rate of 0 means no limit."""
 
     def __init__(self, rate: float) -> None:
         self._rate, self._lock = rate, threading.Lock()
-        self._next = 0.0  # when the next bytes may be read, of `time.monotonic`; under the lock
+        self._next = 0.0  # time.monotonic() at which the next read may start; guarded by the lock
 
     def wait(self, nbytes: int) -> None:
-        """Return when these bytes may be read."""
+        """Block until `nbytes` more bytes may be read."""
         if not self._rate:
             return
         with self._lock:
@@ -395,30 +394,33 @@ class Pace:
 
 
 def good_step(run: StoredRun, bad: Sequence[BadPage]) -> int | None:
-    """Return the newest step that the run can be resumed from, None if there is none."""
+    """Return the newest step from which the run can be resumed, or None."""
     spoilt = {page.step for page in bad}
     return max((checkpoint.step for checkpoint in run.usable if checkpoint.step not in spoilt), default=None)
 
 
 def incomplete(run: StoredRun) -> list[Checkpoint]:
-    """Return what not all ranks have published, where all ranks are here; else other nodes may have the rest."""
+    """Return checkpoints that not all ranks have published.
+
+    Checkpoints whose ranks are not all on this node are left out because other nodes may have the missing manifests.
+    """
     return [c for c in run.checkpoints if len(c.manifests) < c.world_size and _all_local(run, c.world_size)]
 
 
 def without_manifest(run: StoredRun) -> list[Path]:
-    """Return the state files of checkpoints that are none, of a run that has ended."""
+    """Return the state files without a checkpoint of a run that has ended."""
     return [] if run.owner else left_over(run.folder.checkpoints, published_in(run.folder.checkpoints))
 
 
 def remove(run: StoredRun) -> None:
-    """Remove a run from its folders, checkpoints first; to be called where nothing starts (`no_starts`).
+    """Remove a run from its folders, checkpoints first. Call it only while no run can start (see `no_starts`).
 
     Raises:
-        ConfigError: the run is live, or a file cannot be removed.
+        ConfigError: If the run is live, or a file cannot be removed.
     """
     try:
         if owner := holder_of(run.folder):
-            raise ConfigError(f"{owner} is running; it is not removed")
+            raise ConfigError(f"{owner} is running; it was not removed")
         run.folder.remove()
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be removed: {error.strerror}") from error
@@ -426,33 +428,33 @@ def remove(run: StoredRun) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Waste:
-    """Something that nobody can use and nobody owns.
+    """Data that no run can use and no process owns.
 
-    A whole run; `files` of a run; or, without a run, a lock that nobody holds, or an empty folder with the name of one.
+    Either a whole run, or some `files` of a run, or (without a run) a stale lock or an empty folder named like a run.
     """
 
     what: str
-    """What it is, in words."""
+    """Description, in words."""
     run: StoredRun | None
     files: tuple[Path, ...]
     nbytes: int
-    """Space that its removal gives back."""
+    """Disk space in bytes that is regained by removing it."""
 
     @property
     def name(self) -> str:
-        """Run, or file."""
+        """Id of the run, or path of the first file."""
         return self.run.run_id if self.run is not None and not self.files else str(self.files[0])
 
     @property
     def identity(self) -> tuple[str, str, tuple[Path, ...]]:
-        """What it is, to tell it from other waste at another time."""
+        """Key that identifies the same data in a later search."""
         return self.what, self.run.run_id if self.run else "", self.files
 
     def remove(self) -> None:
-        """Remove it, in order; to be called where nothing starts (`no_starts`).
+        """Remove the data. Call it only while no run can start (see `no_starts`).
 
         Raises:
-            ConfigError: the run is live by now, or a file cannot be removed.
+            ConfigError: If the run is live by now, or a file cannot be removed.
         """
         if self.run is not None and not self.files:
             remove(self.run)
@@ -466,7 +468,7 @@ class Waste:
                         remove_stale_lock(file)
                 return
             if owner := holder_of(self.run.folder):
-                raise ConfigError(f"{owner} is running; nothing of it is removed")
+                raise ConfigError(f"{owner} is running; none of its files were removed")
             for file in self.files:
                 self.run.folder.remove_file(file)
         except OSError as error:
@@ -474,32 +476,30 @@ class Waste:
 
 
 def _remove_empty(folder: Path) -> None:
-    """Remove the folder of a run that has nothing in it, not even a marker. Raises `ConfigError` or `OSError`."""
+    """Remove the empty folder of a run, which has no marker either. Raises `ConfigError` or `OSError`."""
     with suppress(FileNotFoundError):
         if owner := holder_of(RunFolder(folder.name, (folder,))):
-            raise ConfigError(f"{owner} is running; {folder} is not removed")
+            raise ConfigError(f"{owner} is running; {folder} was not removed")
         folder.rmdir()
 
 
 def waste(
     paths: Sequence[Path], passed: dict[Path, str] | None = None, live: list[StoredRun] | None = None
 ) -> list[Waste]:
-    """Return what can be removed without loss, as far as these folders show.
+    """Return all data that can be removed without loss, judged by these folders.
 
-    Only runs that have ended are looked at, and only where the first of their folders, that of their checkpoints, is
-    among
-    `paths`. Whether a checkpoint is of all ranks is judged only where all its ranks have their data files here: on
-    private
-    drives the manifests of other ranks are on other nodes. A run of which this node has no manifest at all has no
-    checkpoint anywhere.
+    Only runs that have ended are considered, and only if the first of their folders, which holds the checkpoints, is
+    among `paths`. A checkpoint is judged incomplete only if the data files of all its ranks are here. On private drives
+    the manifests of other ranks are on other nodes. A run without any manifest on this node has no checkpoint on any
+    node.
 
     Args:
-        paths: the folders of storage.paths.
-        passed: as of `stored_runs`.
-        live: is given the runs that are live, and so not looked at.
+        paths: Folders of storage.paths.
+        passed: As for `stored_runs`.
+        live: List that receives the live runs, which are not considered.
 
     Raises:
-        ConfigError: a path is not a folder.
+        ConfigError: If a path is not a folder.
     """
     found: list[Waste] = []
     for run in stored_runs(paths, passed):
@@ -512,9 +512,9 @@ def waste(
             with suppress(FileNotFoundError):
                 if holder_of(RunFolder(folder.name, (folder,))) is None:
                     size = _disk_bytes(folder)
-                    found.append(Waste(what="empty folder of a run", run=None, files=(folder,), nbytes=size))
+                    found.append(Waste(what="empty run folder", run=None, files=(folder,), nbytes=size))
         locks = stale_locks(path)
-        found += [Waste(what="lock of nobody", run=None, files=(file,), nbytes=_disk_bytes(file)) for file in locks]
+        found += [Waste(what="stale lock", run=None, files=(file,), nbytes=_disk_bytes(file)) for file in locks]
     return found
 
 
@@ -534,15 +534,18 @@ def _waste_of(run: StoredRun) -> Iterator[Waste]:
     for checkpoint in partial:
         if _all_local(run, checkpoint.world_size):
             gone.update(checkpoint.manifests.values())
-            yield files(f"checkpoint of step {checkpoint.step} of {checkpoint.problem}", *checkpoint.manifests.values())
+            yield files(
+                f"incomplete checkpoint of step {checkpoint.step} ({checkpoint.problem})",
+                *checkpoint.manifests.values(),
+            )
     drafts = [file for root in run.folder.roots for file in root.glob(f".{MARKER_NAME}.*")]
-    drafts += [file for file in folder.rglob("*.tmp") if not file.is_dir()]  # also of companions
+    drafts += [file for file in folder.rglob("*.tmp") if not file.is_dir()]  # includes temporary files of companions
     for file in sorted(drafts):
         yield files("temporary file", file)
     for file in left_over(folder, [name for name in published if folder / name.file_name not in gone]):
-        yield files("state file of no checkpoint", file)
+        yield files("state file without a checkpoint", file)
 
 
 def _all_local(run: StoredRun, world_size: int) -> bool:
-    """Whether all ranks have their data files here."""
+    """Return whether the data files of all ranks are on these folders."""
     return run.ranks >= world_size

@@ -19,23 +19,23 @@ def train(
     model: Annotated[
         str,
         typer.Option(
-            help="A preset (`--model list` shows them), a config.json of transformers, or a folder that "
-            "save_pretrained wrote, whose weights are streamed in.",
+            help="A preset (`--model list` lists them), a config.json of transformers, or a folder written by "
+            "save_pretrained, whose weights are loaded by streaming.",
             rich_help_panel=_MODEL,
         ),
     ] = "llama-100m",
     strict: Annotated[
         bool,
         typer.Option(
-            help="Refuse a folder that lacks weights of the model or has others. --no-strict: initialise what is "
-            "missing and pass over what is unexpected.",
+            help="Reject a pretrained folder with missing or unexpected weights. With --no-strict, initialize "
+            "missing weights and ignore unexpected ones.",
             rich_help_panel=_MODEL,
         ),
     ] = True,
     dtype: Annotated[
         str,
         typer.Option(
-            help="bf16: compute in bf16, reduce and update in fp32. fp32. auto: bf16 where the processor has it.",
+            help="bf16 (with reduction and updates in fp32), fp32, or auto (bf16 if the processor supports it).",
             rich_help_panel=_MODEL,
         ),
     ] = "auto",
@@ -43,21 +43,24 @@ def train(
         str | None,
         typer.Option(
             metavar="r=16",
-            help="Train adapters of this rank beside the matrices of the layers, and freeze the model; r=16 may be "
-            "followed by ,alpha=32 and ,dropout=0.05 and ,targets=q_proj+v_proj. What is not said: alpha 2 r, no "
-            "dropout, all linear layers but the head. `infinity export` writes an adapter of peft.",
+            help="Freeze the model and train LoRA adapters of this rank on the matrices of its layers. r=16 may be "
+            "followed by ,alpha=32 and ,dropout=0.05 and ,targets=q_proj+v_proj. Defaults: alpha = 2 r, no dropout, "
+            "all linear layers except the head. `infinity export` writes a peft adapter.",
             rich_help_panel=_MODEL,
         ),
     ] = None,
     activation_checkpointing: Annotated[
-        bool, typer.Option(help="Keep only the inputs of layers; compute them twice.", rich_help_panel=_MODEL)
+        bool,
+        typer.Option(
+            help="Keep only the inputs of layers and recompute the layers in backward.", rich_help_panel=_MODEL
+        ),
     ] = False,
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="What to train on, repeatable. A data set: a parquet, jsonl, json, csv or arrow file, a folder of "
-            "such files, or one that save_to_disk of `datasets` wrote. Or plain text: a file, or a folder of files, "
-            "whose tokens are bytes unless the model has a tokenizer.json. [default: the sources of Python's standard "
+            help="Training data; repeatable. A data set: a parquet, jsonl, json, csv or arrow file, a folder of such "
+            "files, or a folder written by save_to_disk of `datasets`. Or plain text: a file or a folder of files, "
+            "tokenized as bytes unless the model has a tokenizer.json. [default: the sources of Python's standard "
             "library]",
             rich_help_panel=_DATA,
         ),
@@ -65,7 +68,7 @@ def train(
     split: Annotated[
         str,
         typer.Option(
-            help="Of a data set that has several. [default: train, or the only one]",
+            help="Split of the data set. [default: train, or the only split]",
             rich_help_panel=_DATA,
             show_default=False,
         ),
@@ -73,8 +76,8 @@ def train(
     text_column: Annotated[
         str,
         typer.Option(
-            help="Column of a data set to train on, of texts or chats. [default: messages; or prompt and completion; "
-            "or text; or the only column of text]",
+            help="Column with texts or chats. [default: messages; or prompt and completion; or text; or the only "
+            "text column]",
             rich_help_panel=_DATA,
             show_default=False,
         ),
@@ -82,49 +85,49 @@ def train(
     loss_on: Annotated[
         str,
         typer.Option(
-            help="completions: of prompt and completion the completion, of a chat what the assistant says. all: every "
-            "token.",
+            help="Tokens that contribute to the loss: completions (the completion after a prompt, and assistant "
+            "messages of a chat) or all.",
             rich_help_panel=_DATA,
         ),
     ] = "completions",
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="Folder of the tokenizer and its chat template. [default: --model's]", rich_help_panel=_DATA),
+        typer.Option(help="Folder of the tokenizer and chat template. [default: --model]", rich_help_panel=_DATA),
     ] = None,
     epochs: Annotated[
         float | None,
         typer.Option(
-            help="Train on every sequence of a data set so often, instead of --steps; each epoch in another order.",
+            help="Number of passes over the data set, each in a different order; replaces --steps.",
             rich_help_panel=_DATA,
         ),
     ] = None,
     eval_data: Annotated[
         list[Path] | None,
-        typer.Option(help="What is held out, to show the loss on it; as --data.", rich_help_panel=_DATA),
+        typer.Option(help="Evaluation data, in the same forms as --data.", rich_help_panel=_DATA),
     ] = None,
     eval_split: Annotated[
         str,
         typer.Option(
-            help="Split that is held out, of --eval-data or else of --data. [default: of --eval-data validation, test, "
-            "or the only one]",
+            help="Evaluation split, of --eval-data or else of --data. [default: for --eval-data: validation, test or "
+            "the only split]",
             rich_help_panel=_DATA,
             show_default=False,
         ),
     ] = "",
     eval_every: Annotated[
         int,
-        typer.Option(min=0, help="Evaluate every so many steps, not only after the last one.", rich_help_panel=_DATA),
+        typer.Option(min=0, help="Steps between evaluations. 0: only after the last step.", rich_help_panel=_DATA),
     ] = 0,
     batch_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens per step, over all ranks.", rich_help_panel=_DATA)
+        int, typer.Option(min=1, help="Tokens per step, summed over all ranks.", rich_help_panel=_DATA)
     ] = 512,
     micro_tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Tokens that a rank computes at a time. Each layer runs the whole batch in slices of so many tokens "
-            "before the next layer starts, and computes them again in backward: memory for activations is that of one "
-            "slice and the inputs of layers, and a larger --batch-tokens moves no more state. [default: all at once]",
+            help="Tokens per micro-batch of a rank. Each layer processes all micro-batches of a step before the next "
+            "layer starts, and recomputes them in backward. Activation memory is then limited to one micro-batch and "
+            "the inputs of layers, and NVMe traffic does not depend on --batch-tokens. [default: no micro-batches]",
             rich_help_panel=_DATA,
         ),
     ] = None,
@@ -132,8 +135,8 @@ def train(
         int | None,
         typer.Option(
             min=1,
-            help="Tokens whose logits and loss a rank computes at a time, twice: memory for large vocabularies is that "
-            "of so many. [default: as many as layers do]",
+            help="Tokens per slice of the logits and loss, which are computed twice. Limits the memory of large "
+            "vocabularies. [default: as for the layers]",
             rich_help_panel=_DATA,
         ),
     ] = None,
@@ -141,21 +144,23 @@ def train(
         int,
         typer.Option(
             min=2,
-            help="Tokens per sequence. Texts of a data set are laid end to end and cut; of chats and completions as "
-            "many as fit are in a sequence; what is longer is cut off at its end.",
+            help="Tokens per sequence. Texts are concatenated and cut. Chats and completions are packed whole, as many "
+            "as fit; longer ones are truncated at the end.",
             rich_help_panel=_DATA,
         ),
     ] = 256,
     seed: Annotated[
         int | None,
         typer.Option(
-            callback=setting("run.seed"), help="Of first values and of batches. [default: 0]", rich_help_panel=_DATA
+            callback=setting("run.seed"),
+            help="Seed of the initialization and of the batches. [default: 0]",
+            rich_help_panel=_DATA,
         ),
     ] = None,
     nvme: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Folder for the state; repeat it to spread the state over several drives. [default: OUT/nvme]",
+            help="Folder for the state; repeat to spread the state over several drives. [default: OUT/nvme]",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -163,22 +168,24 @@ def train(
         str | None,
         typer.Option(
             callback=setting("memory.host_bytes"),
-            help="Size of the host cache per rank, such as 512MiB. [default: a quarter of what is free]",
+            help="Size of the host cache per rank, such as 512MiB. [default: a quarter of the available memory]",
             rich_help_panel=_STATE,
         ),
     ] = None,
     page_bytes: Annotated[
         str | None,
         typer.Option(
-            callback=setting("memory.page_bytes"), help="Largest page. [default: derived]", rich_help_panel=_STATE
+            callback=setting("memory.page_bytes"),
+            help="Maximum page size. [default: chosen automatically]",
+            rich_help_panel=_STATE,
         ),
     ] = None,
     state_format: Annotated[
         str | None,
         typer.Option(
             callback=setting("state.format"),
-            help="fp32: 14 bytes per bf16 parameter. split: 12.125, the same bits. bf16-moments: 8.125. 8bit: 6.1875. "
-            "[default: fp32]",
+            help="Bytes per bf16 parameter: fp32 14, split 12.125 (bitwise equal to fp32), bf16-moments 8.125, 8bit "
+            "6.1875. [default: fp32]",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -186,7 +193,7 @@ def train(
         str | None,
         typer.Option(
             callback=setting("storage.engine"),
-            help="auto, io_uring or threads. [default: auto]",
+            help="I/O engine: auto, io_uring or threads. [default: auto]",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -194,7 +201,7 @@ def train(
         str | None,
         typer.Option(
             callback=setting("update.schedule"),
-            help="auto, in_backward, in_forward or after_backward. [default: auto]",
+            help="Update schedule: auto, in_backward, in_forward or after_backward. [default: auto]",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -202,8 +209,8 @@ def train(
         int,
         typer.Option(
             min=0,
-            help="Make the state durable every so many steps, not only at the end of the run, whether that is the last "
-            "step or a signal. With --keep never there is no checkpoint at the end.",
+            help="Steps between checkpoints. 0: only one at the end of the run, which may be the last step or a "
+            "signal. With --keep never, no checkpoint is written at the end.",
             rich_help_panel=_STATE,
         ),
     ] = 0,
@@ -212,8 +219,8 @@ def train(
         typer.Option(
             "--resume",
             metavar="[auto|RUN]",
-            help="Go on from the newest checkpoint on the folders, or from that of a run, by its id. --resume auto: begin "
-            "anew where there is none.",
+            help="Resume from the newest checkpoint in the folders, or from the newest one of the run with this id. "
+            "--resume auto: start a new run if no checkpoint exists.",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -221,15 +228,15 @@ def train(
         bool,
         typer.Option(
             "--override",
-            help="With --resume: --lr, --weight-decay, --warmup-steps, --lr-steps and --max-grad-norm hold where they "
-            "are given. Without, a run goes on with those that it was begun with.",
+            help="With --resume: let --lr, --weight-decay, --warmup-steps, --lr-steps and --max-grad-norm override the "
+            "values stored in the checkpoint. By default the original values are reused.",
             rich_help_panel=_STATE,
         ),
     ] = False,
     resume_path: Annotated[
         list[Path] | None,
         typer.Option(
-            help="With --resume: folder of the run to go on from, if it is not one of --nvme; repeat it as --nvme was.",
+            help="With --resume: folder of the run to resume, if it is not in --nvme; repeat it as for --nvme.",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -237,7 +244,7 @@ def train(
         int | None,
         typer.Option(
             min=0,
-            help="With --resume: from the checkpoint of this step; later ones are removed.",
+            help="With --resume: resume from the checkpoint of this step. Later checkpoints are removed.",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -245,7 +252,7 @@ def train(
         str | None,
         typer.Option(
             callback=setting("activations.tier"),
-            help="Where inputs of layers wait for backward: device, host (from a GPU) or nvme. [default: device]",
+            help="Storage of layer inputs until backward: device, host (requires a GPU) or nvme. [default: device]",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -253,8 +260,8 @@ def train(
         int | None,
         typer.Option(
             min=0,
-            help="Checkpoints to keep; each takes the size of the state once more. 0, with --keep never: no room for any. "
-            "[default: 1]",
+            help="Number of checkpoints to keep; each takes up the size of the state. 0, with --keep never: reserve no "
+            "space for checkpoints. [default: 1]",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -262,81 +269,83 @@ def train(
         str | None,
         typer.Option(
             callback=setting("run.keep"),
-            help="What is left on NVMe at the end. auto: a run that has a checkpoint; always; never. [default: auto]",
+            help="State to keep on NVMe at the end: auto (runs with a checkpoint), always or never. [default: auto]",
             rich_help_panel=_STATE,
         ),
     ] = None,
     steps: Annotated[
         int,
-        typer.Option(min=1, help="Train up to this step, counted from the run's first.", rich_help_panel=_OPTIMIZER),
+        typer.Option(min=1, help="Last step, counted from the first step of the run.", rich_help_panel=_OPTIMIZER),
     ] = 20,
     lr: Annotated[
         float | None,
         typer.Option(
-            min=0, callback=finite, help="Highest learning rate of AdamW. [default: 3e-4]", rich_help_panel=_OPTIMIZER
+            min=0, callback=finite, help="Peak learning rate of AdamW. [default: 3e-4]", rich_help_panel=_OPTIMIZER
         ),
     ] = None,
     warmup_steps: Annotated[
         int | None,
-        typer.Option(min=0, help="Steps in which the rate rises. [default: 4]", rich_help_panel=_OPTIMIZER),
+        typer.Option(min=0, help="Steps of linear warmup. [default: 4]", rich_help_panel=_OPTIMIZER),
     ] = None,
     lr_steps: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Step at which the rate's cosine reaches its end, a tenth. [default: 0, the run's first --steps]",
+            help="Step at which cosine decay reaches a tenth of --lr. [default: 0, the original --steps]",
             rich_help_panel=_OPTIMIZER,
         ),
     ] = None,
     weight_decay: Annotated[
         float | None,
-        typer.Option(min=0, callback=finite, help="Of AdamW. [default: 0.1]", rich_help_panel=_OPTIMIZER),
+        typer.Option(min=0, callback=finite, help="Weight decay of AdamW. [default: 0.1]", rich_help_panel=_OPTIMIZER),
     ] = None,
     max_grad_norm: Annotated[
         float | None,
         typer.Option(
-            help="Clip the global norm of the gradients; updates then wait for the end of backward. [default: off]",
+            help="Clip the global norm of the gradients. Updates then wait until backward has finished. [default: off]",
             rich_help_panel=_OPTIMIZER,
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of summary.json, summary.png and steps.jsonl; one with those of an earlier run is refused "
-            "without --resume. [default: runs/TIME]",
+            help="Folder for summary.json, summary.png and steps.jsonl. A folder with the results of an earlier run "
+            "requires --resume. [default: runs/TIME]",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
     log: Annotated[
         list[str] | None,
-        typer.Option(help="Log figures of steps also to tensorboard or wandb; repeatable.", rich_help_panel=_OUTPUT),
+        typer.Option(help="Also log to tensorboard or wandb; repeatable.", rich_help_panel=_OUTPUT),
     ] = None,
     metrics_port: Annotated[
         int | None,
         typer.Option(
             min=0,
             max=65535,
-            help="Serve Prometheus metrics of this node's ranks; 0: any port.",
+            help="Serve Prometheus metrics of the ranks of this node on this port. 0: any free port.",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
     metrics_host: Annotated[
         str,
-        typer.Option(help="Address to serve them on, without authentication; 0.0.0.0 is all.", rich_help_panel=_OUTPUT),
+        typer.Option(
+            help="Address for the metrics, without authentication. 0.0.0.0: all addresses.", rich_help_panel=_OUTPUT
+        ),
     ] = "127.0.0.1",
     metrics_linger: Annotated[
         float,
         typer.Option(
             min=0,
             callback=at_most(10**6),
-            help="Seconds to go on serving them after the summary is written.",
+            help="Seconds to keep serving metrics after the summary has been written.",
             rich_help_panel=_OUTPUT,
         ),
     ] = 0.0,
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Write what happened when to this file, as JSON for ui.perfetto.dev; other ranks add their number.",
+            help="Write a timeline as JSON for ui.perfetto.dev to this file; other ranks append their number.",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
@@ -344,16 +353,17 @@ def train(
         bool, typer.Option("--json", help="Print the summary as JSON and nothing else.", rich_help_panel=_OUTPUT)
     ] = False,
     config: Annotated[
-        Path | None, typer.Option(help="Settings as TOML (docs/settings.md); options override it.")
+        Path | None,
+        typer.Option(help="Settings as TOML (docs/reference/settings.md); command-line options override it."),
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Start so many ranks on this machine, as torchrun does.")
+        int | None, typer.Option(min=1, help="Number of ranks to start on this machine, like torchrun.")
     ] = None,
-    threads: Annotated[int, typer.Option(min=0, max=4096, help="Threads that compute. 0: torch decides.")] = 0,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    threads: Annotated[int, typer.Option(min=0, max=4096, help="CPU threads per rank. 0: torch's default.")] = 0,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Version = False,
 ) -> None:
-    """Train a causal language model whose parameters and optimizer state live on NVMe.
+    """Train a causal language model with parameters and optimizer state on NVMe.
 
     On several GPUs or nodes: `--nproc 8`, or `torchrun --nproc-per-node 8 -m infinity_tools train …`.
     """
@@ -376,22 +386,21 @@ def train(
             raise ConfigError(f"--dtype {dtype!r} is not one of auto, bf16, fp32")
         if resume is not None and resume not in ("latest", "auto") and not is_run_id(resume):
             raise ConfigError(
-                f"--resume {resume!r}: leave it without a value, or say --resume auto, or the id of a run (`infinity "
-                "store ls` lists them)"
+                f"--resume {resume!r} is not valid; pass no value, auto, or a run id (`infinity store ls` lists them)"
             )
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(
-                f"--max-grad-norm {max_grad_norm:g} must be above 0; leave it out to train without clipping"
+                f"--max-grad-norm {max_grad_norm:g} must be greater than 0; omit it to train without clipping"
             )
         if retained_checkpoints == 0 and (keep != "never" or checkpoint_every):
             raise ConfigError(
-                "--retained-checkpoints 0 leaves no room for the checkpoint at the end, or for those of --checkpoint-every; add "
-                "--keep never and leave --checkpoint-every out, or keep 1"
+                "--retained-checkpoints 0 leaves no space for the final checkpoint or --checkpoint-every; add "
+                "--keep never and omit --checkpoint-every, or set it to 1"
             )
         if retained_checkpoints and keep == "never" and not checkpoint_every:
             raise ConfigError(
-                f"--retained-checkpoints {retained_checkpoints} with --keep never: there is no checkpoint to retain; name "
-                "--checkpoint-every, or leave one of them out"
+                f"--retained-checkpoints {retained_checkpoints} has no effect with --keep never; add "
+                "--checkpoint-every, or omit one of the two"
             )
         recipe = {
             "lr": lr,

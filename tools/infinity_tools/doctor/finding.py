@@ -64,7 +64,7 @@ class Check(Generic[Of]):
     name: str
     """Of one to three words, which stays from release to release."""
     meaning: str
-    """One paragraph for docs/doctor.md."""
+    """One paragraph for docs/reference/doctor.md."""
     ask: Callable[[Of], Verdict] = field(repr=False)
     """Answers it; may raise anything."""
     seconds: float = SECONDS

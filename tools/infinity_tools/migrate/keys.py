@@ -1,4 +1,4 @@
-"""The keys of a DeepSpeed configuration: what becomes of each here, and why. docs/migrate.md is made from this."""
+"""The keys of a DeepSpeed configuration: what becomes of each here, and why. docs/how-to/migrate.md is made from this."""
 
 from __future__ import annotations
 

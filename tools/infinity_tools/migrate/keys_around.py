@@ -63,6 +63,6 @@ GROUPS: dict[str, list[Key]] = {
     "Activation checkpointing": ACTIVATIONS,
     "Around training": AROUND,
 }
-"""The keys by what they are about, as docs/migrate.md shows them."""
+"""The keys by what they are about, as docs/how-to/migrate.md shows them."""
 
 TABLE = Table([key for group in GROUPS.values() for key in group])

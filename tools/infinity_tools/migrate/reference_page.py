@@ -1,4 +1,4 @@
-"""docs/migrate.md, from the table of keys; `make docs` writes it."""
+"""docs/how-to/migrate.md, from the table of keys; `make docs` writes it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _alike(keys: list[Key]) -> list[list[Key]]:
 
 
 def markdown() -> str:
-    """Return the text of docs/migrate.md."""
+    """Return the text of docs/how-to/migrate.md."""
     lines = [_HEAD]
     for title, keys in GROUPS.items():
         lines += [f"### {title}", "", "| key | | counterpart, or what to do instead | why |", "|---|---|---|---|"]

@@ -1,1 +1,1 @@
-"""`infinity plan`: what a run would do, before there is one."""
+"""`infinity plan`: estimates of a run before it starts."""

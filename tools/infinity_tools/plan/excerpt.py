@@ -1,8 +1,8 @@
-"""How fast this machine computes a model: a few steps of an excerpt of it, trained as a run would train it.
+"""Measurement of the compute speed of this machine, by training an excerpt of the model for a few steps.
 
-The excerpt is the same model with one layer, then with three. What the second takes longer is two layers; what is left
-of the first is embedding, head and loss. Its state is paged like that of a run, so what transfers take from computation
-is in what is measured.
+The excerpt is the same model with one layer, then with three. The difference in time is the cost of two layers, and the
+remaining time of the first excerpt is spent on the embedding, the head and the loss. The state of the excerpt is paged
+as in a real run, so the measured time includes the slowdown of computation by transfers.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _LAYERS = (1, 3)
 _WARM, _STEPS = 2, 4
 _LEAST_HOST_CACHE = 64 * MIB
 _BYTES_EACH = 24
-"""Memory that a parameter of an excerpt may take: it is trained in a host cache of any size, and gathered once."""
+"""Memory per parameter of an excerpt, in bytes, for training in a host cache of any size and one gathered copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Seconds of a step of the whole model on this machine, at the tokens that were measured."""
+    """Seconds per step of the whole model on this machine, for the measured number of tokens."""
 
     computation: float
-    """Forward and backward."""
+    """Time of forward and backward."""
     fixed: float
-    """Copies into FSDP2's buffers, hooks, Python."""
+    """Time of copies into FSDP2's buffers, hooks and Python overhead."""
     update: float
-    """To update one parameter."""
+    """Time to update one parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """One step of an excerpt, in seconds."""
+    """Seconds of one step of an excerpt."""
 
     computation: float
     fixed: float
@@ -63,29 +63,29 @@ def measure(
     folder: Path | None,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> Measured:
-    """Train an excerpt of a model and return what the whole one would take.
+    """Train an excerpt of a model and return the extrapolated times of the whole model.
 
     Args:
-        source: the model.
-        work: tokens, sequence, micro-batches and dtype; one rank is measured.
-        share: of its state that the host cache has room for.
-        state_format: setting `state.format`.
-        ranks: of this machine, which share its cores.
-        folder: where its pages lie meanwhile; None: the system's temporary folder.
-        on_progress: is told what is done next.
+        source: Model to measure.
+        work: Tokens, sequence length, micro-batches and dtype. A single rank is measured.
+        share: Fraction of the state that fits in the host cache.
+        state_format: Setting `state.format`.
+        ranks: Number of ranks that share the cores of this machine.
+        folder: Folder for the pages during the measurement. None: the system's temporary folder.
+        on_progress: Callback that receives a description of the next activity.
 
     Raises:
-        ConfigError: it has too few layers, or is too large to be measured here.
+        ConfigError: If the model has too few layers, or is too large to be measured here.
     """
     whole = shape_of(source)
     layers = len(whole.layers)
     if layers < _LAYERS[-1]:
-        raise ConfigError(f"{source.name} has {layers} layers; at least {_LAYERS[-1]} are needed to measure one")
+        raise ConfigError(f"{source.name} has {layers} layers; measuring a layer requires at least {_LAYERS[-1]}")
     need = (whole.root.numel + _LAYERS[-1] * max(layer.numel for layer in whole.layers)) * _BYTES_EACH
     if need > available_memory():
         raise ConfigError(
-            f"measuring three layers of {source.name} takes about {format_size(need)} of memory, and "
-            f"{format_size(available_memory())} are left; name --gpu, or --tflops that the processor reaches"
+            f"measuring three layers of {source.name} takes about {format_size(need)} of memory, but only "
+            f"{format_size(available_memory())} are available; pass --gpu, or --tflops of the processor"
         )
     found, threads = [], torch.get_num_threads()
     torch.set_num_threads(max(1, threads // ranks))
@@ -111,7 +111,7 @@ def measure(
 
 
 def _with_layers(source: ModelSource, number: int) -> ModelSource:
-    """Return the model with so many of its layers."""
+    """Return the model reduced to this number of layers."""
     config = copy.deepcopy(source.config)
     text = config.get_text_config()
     text.num_hidden_layers = number
@@ -121,7 +121,7 @@ def _with_layers(source: ModelSource, number: int) -> ModelSource:
 
 
 def _train(source: ModelSource, work: Workload, share: float, state_format: str, folder: str) -> tuple[_Step, int]:
-    """Take some steps; return the median of those after the first two, and the number of parameters."""
+    """Return the median step after the warmup steps, and the number of parameters."""
     model = on_meta(source)
     shape = shape_of(source)
     mesh = infinity.mesh("cpu")
@@ -155,7 +155,7 @@ def _train(source: ModelSource, work: Workload, share: float, state_format: str,
 
 
 def _offload(model: torch.nn.Module, settings: dict[str, Any]) -> infinity.PagedOptimizer:
-    """Offload with a host cache that is large enough."""
+    """Offload the model, doubling the host cache until it is large enough."""
     while True:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         try:

@@ -1,4 +1,4 @@
-"""From what was asked for to what is planned: model, workload, machine and settings."""
+"""Conversion of the options of `infinity plan` to the model, workload, machine and settings of an estimate."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 _SEQUENCE = 4096
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _ROOM = 0.95
-"""Share of an accelerator's memory that computation may take."""
+"""Fraction of an accelerator's memory that computation may use."""
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The options of `infinity plan`, as they were given; None where one was not."""
+    """Options of `infinity plan`. Options that were not given are None."""
 
     model: str | None
     parameters: float | None
@@ -75,29 +75,31 @@ class Asked:
     nvme_endurance: str | None
     config: Path | None
     settings: Mapping[str, Any]
-    """Settings that options name, by their dotted names."""
+    """Settings given as options, by dotted name."""
 
     @property
     def world_size(self) -> int:
-        """Ranks of all nodes."""
+        """Number of ranks on all nodes."""
         return self.ranks * self.nodes
 
     @property
     def paths(self) -> list[str]:
-        """The folders that the settings name."""
+        """Folders to write to the settings."""
         if self.nvme_bandwidth is not None:
             return [f"/nvme{number}/infinity" for number in range(self.nvme_count or 1)]
         return [os.path.abspath(path) for path in self.nvme or (Path(),)]
 
 
 def plan_of(asked: Asked, report: Report = lambda what: None) -> tuple[Estimate, dict[str, str]]:
-    """Plan what was asked for; return it, and in a few words by subject where figures are from.
+    """Return the estimate of a run, and the source of the measured figures by subject.
 
     Args:
-        report: is told what is being done.
+        asked: Options of the command.
+        report: Callback that receives a description of the current activity.
 
     Raises:
-        ConfigError: an option is wrong, or two do not go together. BudgetError: the host cache is too small.
+        ConfigError: If an option is invalid, or two options conflict.
+        BudgetError: If the host cache is too small.
     """
     _check(asked)
     settings = _settings(asked)
@@ -125,15 +127,15 @@ def plan_of(asked: Asked, report: Report = lambda what: None) -> tuple[Estimate,
 def _check(asked: Asked) -> None:
     shape = {"--layers": asked.layers, "--hidden": asked.hidden, "--vocabulary": asked.vocabulary}
     if asked.model is not None and asked.parameters is not None:
-        raise ConfigError("--model and --parameters both name a model; leave one of them out")
+        raise ConfigError("--model and --parameters both define the model; omit one of them")
     if asked.model is None and asked.parameters is None:
-        raise ConfigError("name a model: --model, or --parameters with --layers, --hidden and --vocabulary")
+        raise ConfigError("no model given; pass --model, or --parameters with --layers, --hidden and --vocabulary")
     if asked.model is not None and (given := [name for name, value in shape.items() if value is not None]):
-        raise ConfigError(f"{given[0]} belongs to --parameters; --model {asked.model!r} has its own")
+        raise ConfigError(f"{given[0]} requires --parameters; --model {asked.model!r} defines its own shape")
     if asked.parameters is not None and (missing := [name for name, value in shape.items() if value is None]):
-        raise ConfigError(f"--parameters {asked.parameters:g} needs {' and '.join(missing)} too")
+        raise ConfigError(f"--parameters {asked.parameters:g} also requires {' and '.join(missing)}")
     if asked.lora is not None and asked.trainable is not None:
-        raise ConfigError("--lora and --trainable both say what is trained; leave one of them out")
+        raise ConfigError("--lora and --trainable both select the trained parameters; omit one of them")
     if asked.dtype not in _DTYPES:
         raise ConfigError(f"--dtype {asked.dtype!r} is not one of {', '.join(_DTYPES)}")
     if asked.optimizer not in OPTIMIZERS:
@@ -141,18 +143,18 @@ def _check(asked: Asked) -> None:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"--optimizer {asked.optimizer!r} is not one of {', '.join(OPTIMIZERS)}{hint}")
     if asked.loop and (asked.micro_batches or 1) < 2:
-        raise ConfigError("--loop is about several micro-batches; give --micro-batches 2 or more")
+        raise ConfigError("--loop requires several micro-batches; pass --micro-batches 2 or more")
     if asked.nvme and asked.nvme_bandwidth is not None:
-        raise ConfigError("--nvme and --nvme-bandwidth both say what the drives do; leave one of them out")
+        raise ConfigError("--nvme and --nvme-bandwidth both define the drives; omit one of them")
     for name, value in (("--nvme-count", asked.nvme_count), ("--nvme-size", asked.nvme_size)):
         if value is not None and asked.nvme_bandwidth is None:
-            raise ConfigError(f"{name} {value} belongs to --nvme-bandwidth; folders of --nvme are looked at")
+            raise ConfigError(f"{name} {value} requires --nvme-bandwidth; folders of --nvme are inspected instead")
     for name, text in (("--gpu-memory", asked.gpu_memory), ("--link", asked.link)):
         if text is not None and asked.gpu is None and asked.tflops is None:
-            raise ConfigError(f"{name} {text} is of an accelerator; name it with --gpu, or give --tflops")
+            raise ConfigError(f"{name} {text} requires an accelerator; pass --gpu or --tflops")
     if asked.world_size > 1 and asked.batch_tokens < 2 * asked.world_size:
         raise ConfigError(
-            f"--batch-tokens {asked.batch_tokens} are too few for {asked.world_size} ranks; each needs a sequence of 2"
+            f"--batch-tokens {asked.batch_tokens} is too small for {asked.world_size} ranks; each needs at least 2"
         )
 
 
@@ -168,11 +170,11 @@ def _workload(asked: Asked) -> Workload:
     sequence = asked.sequence or min(_SEQUENCE, tokens)
     if sequence > tokens:
         each = f"of {tokens} tokens per rank" if asked.world_size > 1 else f"of {tokens} tokens"
-        raise ConfigError(f"--seq {sequence} does not fit a batch {each}; give a shorter one, or more --batch-tokens")
+        raise ConfigError(f"--seq {sequence} exceeds a batch {each}; reduce --seq or increase --batch-tokens")
     parts = asked.micro_batches or 1
     if parts > tokens // sequence:
         raise ConfigError(
-            f"--micro-batches {parts}: a rank has {tokens // sequence} sequences per step; give at most as many"
+            f"--micro-batches {parts} exceeds the {tokens // sequence} sequences per rank and step; reduce it"
         )
     return Workload(
         batch_tokens=asked.batch_tokens,
@@ -193,18 +195,18 @@ def _size(text: str | None, name: str) -> int:
 
 
 def _rate(text: str, name: str) -> float:
-    """Return bytes per second from ``55e9`` or ``55GB``."""
+    """Return bytes per second from text such as ``55e9`` or ``55GB``."""
     try:
         rate = float(text)
     except ValueError:
         rate = float(parse_size(text, name=name))
     if not 1e3 <= rate <= 1e15:
-        raise ConfigError(f"{name} {text!r} must be from 1e3 to 1e15 bytes per second, such as 55e9")
+        raise ConfigError(f"{name} {text!r} must be between 1e3 and 1e15 bytes per second, such as 55e9")
     return rate
 
 
 def _typed_drives(asked: Asked) -> Drives | None:
-    """Return the drives of which numbers were given; None where folders are to be looked at."""
+    """Return the drives described by options, or None if folders must be inspected."""
     endurance = _size(asked.nvme_endurance, "--nvme-endurance")
     if asked.nvme_bandwidth is None:
         return None
@@ -212,7 +214,7 @@ def _typed_drives(asked: Asked) -> Drives | None:
 
 
 def _device(asked: Asked) -> Accelerator | None:
-    """Return what computes; None where this machine's processor is to be measured."""
+    """Return the accelerator, or None if the CPU of this machine must be measured."""
     if asked.gpu is None and asked.tflops is None:
         return None
     if asked.gpu is None:
@@ -220,12 +222,12 @@ def _device(asked: Asked) -> Accelerator | None:
     elif asked.gpu.lower() in ACCELERATORS:
         device = ACCELERATORS[asked.gpu.lower()]
         if asked.dtype == "fp32" and asked.tflops is None:
-            raise ConfigError(f"--gpu {asked.gpu} is known in bf16; give --tflops that it reaches with --dtype fp32")
+            raise ConfigError(f"the speed of --gpu {asked.gpu} is only known in bf16; with --dtype fp32, pass --tflops")
     else:
         near = difflib.get_close_matches(asked.gpu.lower(), ACCELERATORS, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(
-            f"--gpu {asked.gpu!r} is not known (`--gpu list` shows those that are){hint}; or give --tflops, "
+            f"--gpu {asked.gpu!r} is not known (`--gpu list` lists known names){hint}; or pass --tflops, "
             "--gpu-memory and --link"
         )
     if asked.tflops is not None:
@@ -267,7 +269,7 @@ def _model(asked: Asked) -> tuple[ModelSource | None, ModelShape]:
 
 
 def _config_of(model: ModelShape) -> ModelSource:
-    """Return a Llama of the widths of a decoder."""
+    """Return a Llama configuration with the shape of a decoder."""
     from transformers import LlamaConfig
 
     from infinity_tools.presets import ModelSource
@@ -289,7 +291,7 @@ def _config_of(model: ModelShape) -> ModelSource:
 
 def _machine(asked: Asked, device: Accelerator, drives: Drives, settings: Config) -> Machine:
     kind = "cuda" if device.memory_bytes or device.link else "cpu"
-    mine = os.sched_getaffinity(0)  # of this machine, where another one is planned
+    mine = os.sched_getaffinity(0)  # cores of this machine, even if another one is planned
     cores = max(1, share_of_cores(mine, [mine] * asked.ranks, cores_of_groups()))
     beside = settings.update.cores_beside(kind, cores=cores, computing=cores)
     return Machine(
@@ -313,7 +315,7 @@ def _measured(
     settings: Config,
     report: Report,
 ) -> Machine:
-    """Return this machine, as an excerpt of the model was measured on it."""
+    """Return this machine, with the speed of an excerpt of the model measured on it."""
     from infinity_tools.plan.excerpt import measure
 
     name = settings.state.format
@@ -338,7 +340,7 @@ def _measured(
 
 
 def _fitted(asked: Asked, model: ModelShape, work: Workload, device: Accelerator, settings: Config) -> Workload:
-    """Return the workload in as few micro-batches as the device has memory for, unless their number was given."""
+    """Return the workload with the fewest micro-batches that fit the device memory, unless their number was given."""
     if asked.micro_batches is not None or not device.memory_bytes:
         return work
     most = int(work.tokens) // work.sequence
@@ -350,33 +352,33 @@ def _fitted(asked: Asked, model: ModelShape, work: Workload, device: Accelerator
 
 
 def assumptions_of(found: Estimate, asked: Asked, sources: Mapping[str, str]) -> list[str]:
-    """Return what an estimate rests on, a line for each."""
+    """Return the assumptions of an estimate, one line each."""
     machine, work = found.machine, found.workload
     drives, device, cores = machine.drives, machine.device, machine.update_cores
     speeds = f"{drives.read / 1e9:.3g} GB/s read, {drives.write / 1e9:.3g} GB/s written"
-    mixed = f", {drives.mixed / 1e9:.3g} GB/s mixed" if drives.mixed else ", reads and writes take turns"
+    mixed = f", {drives.mixed / 1e9:.3g} GB/s mixed" if drives.mixed else ", reads and writes alternate"
     lines = [
         f"drives of a node: {speeds}{mixed} ({sources.get('drives', 'as given')})",
-        f"computation: {device.flops / 1e12:.3g} TFLOP/s reached by each rank on {device.name} "
+        f"computation: {device.flops / 1e12:.3g} TFLOP/s achieved per rank on {device.name} "
         f"({sources.get('computation') or _how_fast(asked)})",
         f"updates: {1e9 * machine.update(found.settings.state.format):.2g} ns per parameter"
-        + (f", on {cores} core{'s' * (cores > 1)} beside computation" if cores else "")
-        + "; on the device, as its link takes less"
+        + (f", on {cores} reserved core{'s' * (cores > 1)}" if cores else "")
+        + "; on the device, because its link is faster"
         * (found.updates_on_device and found.settings.update.device == "auto"),
     ]
     if device.link:
         lines.append(
-            f"{device.link / 1e9:.3g} GB/s to the device and back; "
-            f"{machine.hash_rate / 1e9:.3g} GB/s of checksums, {1e6 * machine.access_seconds:.2g} µs of Python for an "
-            "access to pages"
+            f"{device.link / 1e9:.3g} GB/s to and from the device; "
+            f"{machine.hash_rate / 1e9:.3g} GB/s of checksums; {1e6 * machine.access_seconds:.2g} µs of Python per "
+            "page access"
         )
     if work.micro_batches > 1:
-        how = "a loop over" if not work.layer_major else "each layer runs all of"
+        how = "a loop over" if not work.layer_major else "each layer processes all"
         lines.append(f"{how} {work.micro_batches} micro-batches")
     if work.world_size > 1 and not machine.interconnect:
-        lines.append("exchange between ranks takes no time (--interconnect)")
+        lines.append("communication between ranks takes no time (set --interconnect)")
     if "memory.host_bytes" not in asked.settings and asked.config is None:
-        lines.append(f"host memory: {format_size(found.settings.memory.host_bytes)}, a quarter of what is free here")
+        lines.append(f"host memory: {format_size(found.settings.memory.host_bytes)}, a quarter of the available memory")
     return lines
 
 

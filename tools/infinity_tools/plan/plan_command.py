@@ -1,4 +1,4 @@
-"""`infinity plan`: will it fit, where does everything lie, how long does a step take, how long do the drives live?"""
+"""`infinity plan`: estimate memory, NVMe traffic, step time and SSD wear before a run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def plan(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A preset (`--model list` shows them), a config.json or folder of transformers, or the id of a "
-            "model in the cache of the Hub.",
+            help="A preset (`--model list` lists them), a config.json or folder of transformers, or the id of a "
+            "model in the Hub cache.",
             rich_help_panel=_MODEL,
         ),
     ] = None,
@@ -30,25 +30,28 @@ def plan(
         typer.Option(
             min=1e3,
             callback=at_most(1e15),
-            help="Instead of --model: parameters of a decoder, such as 70e9, with --layers, --hidden, --vocabulary.",
+            help="Instead of --model: number of parameters of a decoder, such as 70e9; requires --layers, --hidden and "
+            "--vocabulary.",
             rich_help_panel=_MODEL,
         ),
     ] = None,
     layers: Annotated[
-        int | None, typer.Option(min=1, callback=at_most(100_000), help="Its layers.", rich_help_panel=_MODEL)
+        int | None, typer.Option(min=1, callback=at_most(100_000), help="Number of layers.", rich_help_panel=_MODEL)
     ] = None,
     hidden: Annotated[
-        int | None, typer.Option(min=8, callback=at_most(10**6), help="Its width.", rich_help_panel=_MODEL)
+        int | None, typer.Option(min=8, callback=at_most(10**6), help="Hidden size.", rich_help_panel=_MODEL)
     ] = None,
     vocabulary: Annotated[
-        int | None, typer.Option(min=2, callback=at_most(10**8), help="Its tokens.", rich_help_panel=_MODEL)
+        int | None, typer.Option(min=2, callback=at_most(10**8), help="Vocabulary size.", rich_help_panel=_MODEL)
     ] = None,
-    tied: Annotated[bool, typer.Option("--tied", help="Its head is its embedding.", rich_help_panel=_MODEL)] = False,
+    tied: Annotated[
+        bool, typer.Option("--tied", help="Tie the head to the embedding.", rich_help_panel=_MODEL)
+    ] = False,
     lora: Annotated[
         str | None,
         typer.Option(
             metavar="r=16",
-            help="Freeze it and train LoRA beside its matrices, as `infinity train` takes it: a rank, or "
+            help="Freeze the model and train LoRA adapters, as for `infinity train`: a rank, or "
             "r=16,targets=q_proj+v_proj.",
             rich_help_panel=_MODEL,
         ),
@@ -59,21 +62,23 @@ def plan(
             min=0.0,
             max=1.0,
             callback=finite,
-            help="Train only this share of it, the last layers, such as 0.1.",
+            help="Train only this fraction of the parameters, in the last layers, such as 0.1.",
             rich_help_panel=_MODEL,
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="bf16 or fp32: what is computed in.", rich_help_panel=_MODEL)] = "bf16",
+    dtype: Annotated[str, typer.Option(help="Compute dtype: bf16 or fp32.", rich_help_panel=_MODEL)] = "bf16",
     batch_tokens: Annotated[
         int,
-        typer.Option(min=1, callback=at_most(10**12), help="Tokens per step, over all ranks.", rich_help_panel=_RUN),
+        typer.Option(
+            min=1, callback=at_most(10**12), help="Tokens per step, summed over all ranks.", rich_help_panel=_RUN
+        ),
     ] = 8192,
     seq: Annotated[
         int | None,
         typer.Option(
             min=2,
             callback=at_most(10**8),
-            help="Tokens per sequence. [default: 4096, or all of a smaller batch]",
+            help="Tokens per sequence. [default: 4096, or the batch if it is smaller]",
             rich_help_panel=_RUN,
         ),
     ] = None,
@@ -82,41 +87,44 @@ def plan(
         typer.Option(
             min=1,
             callback=at_most(10**6),
-            help="Parts in which a rank computes its batch. [default: as few as the accelerator has memory for]",
+            help="Micro-batches per rank and step. [default: the fewest that fit the accelerator's memory]",
             rich_help_panel=_RUN,
         ),
     ] = None,
     loss_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens whose logits are there at a time, as for `train`.", rich_help_panel=_RUN),
+        typer.Option(min=1, help="Tokens per slice of the logits, as for `train`.", rich_help_panel=_RUN),
     ] = None,
     loop: Annotated[
         bool,
         typer.Option(
             "--loop",
-            help="The micro-batches run one after the other through the whole model, not each layer all of them.",
+            help="Run each micro-batch through the whole model, instead of all micro-batches through each layer.",
             rich_help_panel=_RUN,
         ),
     ] = False,
     activation_checkpointing: Annotated[
-        bool, typer.Option(help="Keep only the inputs of layers; compute them twice.", rich_help_panel=_RUN)
+        bool,
+        typer.Option(help="Keep only the inputs of layers and recompute the layers in backward.", rich_help_panel=_RUN),
     ] = True,
     clip: Annotated[
-        bool, typer.Option("--clip", help="Gradients are clipped by their global norm.", rich_help_panel=_RUN)
+        bool, typer.Option("--clip", help="Clip gradients by their global norm.", rich_help_panel=_RUN)
     ] = False,
     optimizer: Annotated[
         str,
         typer.Option(help="adamw, adam, amsgrad, adagrad, rmsprop, lion, momentum or sgd.", rich_help_panel=_RUN),
     ] = "adamw",
     ranks: Annotated[
-        int, typer.Option(min=1, callback=at_most(100_000), help="Ranks on each node.", rich_help_panel=_MACHINE)
+        int, typer.Option(min=1, callback=at_most(100_000), help="Ranks per node.", rich_help_panel=_MACHINE)
     ] = 1,
-    nodes: Annotated[int, typer.Option(min=1, callback=at_most(100_000), help="Nodes.", rich_help_panel=_MACHINE)] = 1,
+    nodes: Annotated[
+        int, typer.Option(min=1, callback=at_most(100_000), help="Number of nodes.", rich_help_panel=_MACHINE)
+    ] = 1,
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="Accelerator of each rank, by name (`--gpu list`). [default: the processor of this machine, on which "
-            "one layer is measured]",
+            help="Accelerator of each rank, by name (`--gpu list`). [default: the CPU of this machine, on which a "
+            "layer is timed]",
             rich_help_panel=_MACHINE,
         ),
     ] = None,
@@ -125,30 +133,32 @@ def plan(
         typer.Option(
             min=1e-3,
             callback=at_most(1e6),
-            help="Tera-operations per second that training reaches on it. [default: 40 % of its peak in bf16]",
+            help="TFLOP/s that training achieves on the accelerator. [default: 40 % of its bf16 peak]",
             rich_help_panel=_MACHINE,
         ),
     ] = None,
     gpu_memory: Annotated[
-        str | None, typer.Option(help="Its memory. [default: by its name]", rich_help_panel=_MACHINE)
+        str | None, typer.Option(help="Memory of the accelerator. [default: from --gpu]", rich_help_panel=_MACHINE)
     ] = None,
     link: Annotated[
         str | None,
-        typer.Option(help="Bytes per second between host and it, each way, such as 55e9.", rich_help_panel=_MACHINE),
+        typer.Option(
+            help="Host-to-device bandwidth, in bytes per second each way, such as 55e9.", rich_help_panel=_MACHINE
+        ),
     ] = None,
     update_cores: Annotated[
         int | None,
         typer.Option(
             callback=setting("update.cores"),
-            help="Cores of a thread for updates, beside computation; 0: none. [default: with an accelerator, as many "
-            "as a run on this machine takes; else 0]",
+            help="CPU cores per rank reserved for updates. 0: none. [default: with an accelerator, as many as a run "
+            "on this machine uses; otherwise 0]",
             rich_help_panel=_RUN,
         ),
     ] = None,
     interconnect: Annotated[
         str | None,
         typer.Option(
-            help="Bytes per second at which a rank exchanges with the others. [default: takes no time]",
+            help="Bandwidth between ranks, in bytes per second. [default: communication takes no time]",
             rich_help_panel=_MACHINE,
         ),
     ] = None,
@@ -156,60 +166,60 @@ def plan(
         str | None,
         typer.Option(
             callback=setting("memory.host_bytes"),
-            help="Size of the host cache of a rank. [default: a quarter of what is free here]",
+            help="Size of the host cache per rank. [default: a quarter of this machine's available memory]",
             rich_help_panel=_MACHINE,
         ),
     ] = None,
     nvme: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Folder on a drive of this machine; repeat it for several drives. Its bandwidth is what infinityd has "
-            "measured, else it is measured now. [default: those of --config, if they are there, or this folder]",
+            help="Folder on a drive of this machine; repeatable. The bandwidth comes from infinityd, or is "
+            "measured now. [default: the folders of --config if they exist, otherwise the current folder]",
             rich_help_panel=_MACHINE,
         ),
     ] = None,
     nvme_bandwidth: Annotated[
         str | None,
         typer.Option(
-            help="Instead of --nvme: what one drive reads and writes per second, such as 7e9/5e9, or 7e9/5e9/6e9 with "
-            "what it moves when it does both.",
+            help="Instead of --nvme: read and write bandwidth of one drive in bytes per second, such as 7e9/5e9, or "
+            "7e9/5e9/6e9 with the combined bandwidth of simultaneous reads and writes.",
             rich_help_panel=_MACHINE,
         ),
     ] = None,
     nvme_count: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=1024, help="How many such drives each node has. [default: 1]", rich_help_panel=_MACHINE
-        ),
+        typer.Option(min=1, max=1024, help="Number of such drives per node. [default: 1]", rich_help_panel=_MACHINE),
     ] = None,
-    nvme_size: Annotated[
-        str | None, typer.Option(help="What is free on each of them.", rich_help_panel=_MACHINE)
-    ] = None,
+    nvme_size: Annotated[str | None, typer.Option(help="Free space per drive.", rich_help_panel=_MACHINE)] = None,
     nvme_endurance: Annotated[
         str | None,
-        typer.Option(help="Bytes that each may be written with, such as 1200TB.", rich_help_panel=_MACHINE),
+        typer.Option(help="Rated write endurance per drive, such as 1200TB.", rich_help_panel=_MACHINE),
     ] = None,
     runtime: Annotated[
         str | None,
         typer.Option(
             "--runtime-dir",
-            help="Runtime folder of the daemon that may know the drives. [default: as telemetry.runtime_dir]",
+            help="Runtime folder of the daemon, which may have measured the drives. [default: telemetry.runtime_dir]",
             rich_help_panel=_MACHINE,
         ),
     ] = None,
     page_bytes: Annotated[
         str | None,
-        typer.Option(callback=setting("memory.page_bytes"), help="Setting of a run.", rich_help_panel=_RUN),
+        typer.Option(callback=setting("memory.page_bytes"), help="Maximum page size.", rich_help_panel=_RUN),
     ] = None,
     state_format: Annotated[
         str | None,
-        typer.Option(callback=setting("state.format"), help="fp32, split, bf16-moments or 8bit.", rich_help_panel=_RUN),
+        typer.Option(
+            callback=setting("state.format"),
+            help="State format: fp32, split, bf16-moments or 8bit.",
+            rich_help_panel=_RUN,
+        ),
     ] = None,
     update: Annotated[
         str | None,
         typer.Option(
             callback=setting("update.schedule"),
-            help="auto, in_backward, in_forward or after_backward.",
+            help="Update schedule: auto, in_backward, in_forward or after_backward.",
             rich_help_panel=_RUN,
         ),
     ] = None,
@@ -217,18 +227,20 @@ def plan(
         str | None,
         typer.Option(
             callback=setting("activations.tier"),
-            help="Where inputs of layers wait for backward: device, host (from a GPU) or nvme. [default: device]",
+            help="Storage of layer inputs until backward: device, host (requires a GPU) or nvme. [default: device]",
             rich_help_panel=_RUN,
         ),
     ] = None,
     retained_checkpoints: Annotated[
-        int | None, typer.Option(min=0, help="Checkpoints that are kept.", rich_help_panel=_RUN)
+        int | None, typer.Option(min=0, help="Number of checkpoints to keep.", rich_help_panel=_RUN)
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="Settings as TOML to plan with; options override it.", rich_help_panel=_RUN),
+        typer.Option(help="Settings as TOML; command-line options override it.", rich_help_panel=_RUN),
     ] = None,
-    changes: Annotated[bool, typer.Option(help="Plan what would help most, too.", rich_help_panel=_OUTPUT)] = True,
+    changes: Annotated[
+        bool, typer.Option(help="Also list the changes that would help most.", rich_help_panel=_OUTPUT)
+    ] = True,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for plan.json, plan.png and infinity.toml.", rich_help_panel=_OUTPUT),
@@ -236,16 +248,16 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.", rich_help_panel=_OUTPUT)] = False,
     version: Version = False,
 ) -> None:
-    """Plan a run before there is one: does it fit, where does everything lie, how long do steps take, do drives last?
+    """Estimate memory, NVMe traffic, step time and SSD wear before a run.
 
-    The model is not trained, and nothing of its size is allocated; without --gpu or --tflops three of its layers are
-    timed. The planner and the clock are those of a run. The settings that it prints are what `infinity train --config`
-    and `infinity.offload` take; with --model, it ends with the line that trains what was planned.
+    Uses the planner and cost model of a real run. The model is neither allocated nor trained; without --gpu or
+    --tflops, three of its layers are timed on this machine. Prints settings for `infinity train --config` and
+    `infinity.offload`. With --model, also prints the `infinity train` command for the planned run.
 
     For example: `infinity plan --parameters 70e9 --layers 80 --hidden 8192 --vocabulary 128256 --host-memory 256GiB
     --nvme-bandwidth 7e9/5e9 --nvme-count 4 --gpu h100 --batch-tokens 32768`.
 
-    Ends with status 0 if it fits, 1 if it does not, 2 if it was asked for wrongly or the host cache is too small.
+    Exit status: 0 if the run fits, 1 if it does not, 2 if an option is invalid or the host cache is too small.
     """
     if gpu == "list":
         _list_accelerators(json=json)
@@ -255,7 +267,7 @@ def plan(
         return
     if out is not None:
         check_out(out)
-    # What plans is imported now: help needs none of it.
+    # Imported here because --help does not need the planner.
     from infinity.estimate.advice import best_changes
     from infinity_tools.plan.inputs import Asked, assumptions_of, plan_of
     from infinity_tools.plan.plan_report import document, show
@@ -312,14 +324,14 @@ def plan(
     with console.status("planning") as status:
         found, sources = plan_of(asked, status.update)
         assumptions = assumptions_of(found, asked, sources)
-        status.update("planning what would help")
+        status.update("planning alternatives")
         best = best_changes(found) if changes else []
         settings = found.settings.with_values(**{"storage.paths": asked.paths})
-        text = settings_toml(settings, ["Settings of infinity, from `infinity plan`."])
+        text = settings_toml(settings, ["Settings for infinity, written by `infinity plan`."])
         answer = {**document(found, best, assumptions), "toml": text}
         shown = json_format.dumps(answer, indent=2)
         if out is not None:
-            status.update("drawing")
+            status.update("plotting")
             from infinity_tools.plan.plan_plot import figure
 
             write_out(out, {"plan.json": shown + "\n", "infinity.toml": text}, {"plan.png": figure(found)})
@@ -331,7 +343,7 @@ def plan(
         printed.print()
         printed.print(text, markup=False, end="", soft_wrap=True)
         if out is not None:
-            printed.print(f"wrote plan.json, plan.png and infinity.toml in {out}", markup=False)
+            printed.print(f"wrote plan.json, plan.png and infinity.toml to {out}", markup=False)
         if line := train_line(asked, found, settings, None if out is None else out / "infinity.toml"):
             printed.print(f"\n{line}", markup=False, soft_wrap=True)
     raise typer.Exit(1 if found.problems else 0)
@@ -352,12 +364,12 @@ def _list_accelerators(*, json: bool) -> None:
     rows = [
         (one.name, f"{one.flops / 1e12:.0f}", format_size(one.memory_bytes), f"{one.link / 1e9:.0f}") for one in known
     ]
-    headings = ("name", ">TFLOP/s reached", ">memory", ">GB/s to the host")
+    headings = ("name", ">achieved TFLOP/s", ">memory", ">GB/s to host")
     Console(highlight=False).print(table("accelerators", headings, rows))
 
 
 def _paths_of(config: Path | None) -> tuple[Path, ...]:
-    """Return the folders that a file of settings names, if they are all there. Raises `ConfigError`."""
+    """Return the folders named in a settings file, or none if one of them does not exist. Raises `ConfigError`."""
     from infinity.config import load_config
 
     named = tuple(map(Path, load_config(config).storage.paths)) if config is not None else ()

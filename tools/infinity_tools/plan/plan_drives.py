@@ -1,4 +1,4 @@
-"""What drives are planned with: numbers that were typed, the daemon's profile, or a short measurement."""
+"""Drives of an estimate, from typed numbers, the daemon's profile, or a short measurement."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _UNUSABLE = (KeyError, TypeError, ValueError, ArithmeticError)
 
 
 def typed_drives(bandwidth: str, count: int, size: int, endurance: int) -> Drives:
-    """Return drives of which each has the typed bandwidth, ``READ/WRITE`` or ``READ/WRITE/MIXED``, in bytes per second.
+    """Return drives with the given bandwidth each, ``READ/WRITE`` or ``READ/WRITE/MIXED``, in bytes per second.
 
     Args:
-        bandwidth: such as ``7e9/5e9`` or ``7GB/5GB``.
-        count: of drives.
-        size: bytes that are free on each; 0: not known.
-        endurance: bytes that each may be written with; 0: not known.
+        bandwidth: Bandwidth such as ``7e9/5e9`` or ``7GB/5GB``.
+        count: Number of drives.
+        size: Free bytes per drive. 0: unknown.
+        endurance: Rated writes per drive, in bytes. 0: unknown.
 
     Raises:
-        ConfigError: it is not that.
+        ConfigError: If the bandwidth is malformed.
     """
     numbers = [_speed(part, bandwidth) for part in bandwidth.split("/")]
     if len(numbers) not in (2, 3):
         raise ConfigError(
-            f"--nvme-bandwidth {bandwidth!r}: write what one drive reads and writes per second, such as 7e9/5e9, "
-            "or 7e9/5e9/6e9 with what it moves when it does both"
+            f"--nvme-bandwidth {bandwidth!r} is not READ/WRITE or READ/WRITE/MIXED in bytes per second; write, for "
+            "example, 7e9/5e9, or 7e9/5e9/6e9 with the combined bandwidth of simultaneous reads and writes"
         )
     read, write, mixed = (*numbers, 0.0)[:3]
     return Drives(
@@ -57,31 +57,31 @@ def _speed(text: str, whole: str) -> float:
                 f"--nvme-bandwidth {whole!r}: {text!r} {error}, per second; write 7e9/5e9 or 7GB/5GB"
             ) from None
     if not 1e6 <= speed <= 1e13:
-        raise ConfigError(f"--nvme-bandwidth {whole!r}: {text!r} must be from 1e6 to 1e13 bytes per second")
+        raise ConfigError(f"--nvme-bandwidth {whole!r}: {text!r} must be between 1e6 and 1e13 bytes per second")
     return speed
 
 
 def drives_at(paths: Sequence[Path], endurance: int, runtime: Path) -> tuple[Drives, str]:
-    """Return the drives that folders lie on, and in a few words where their bandwidth is from.
+    """Return the drives that hold the folders, and the source of their bandwidth in words.
 
     Args:
-        paths: the folders.
-        endurance: bytes that each drive may be written with; 0: not known.
-        runtime: runtime folder of the node's daemon.
+        paths: Folders on the drives.
+        endurance: Rated writes per drive, in bytes. 0: unknown.
+        runtime: Runtime folder of the node's daemon.
 
     Raises:
-        ConfigError: a folder is not there, or the same one is named twice.
-        InfinityError: it cannot be measured.
+        ConfigError: If a folder does not exist, or is given twice.
+        InfinityError: If the drives cannot be measured.
     """
     for path in paths:
         if not path.is_dir():
-            raise ConfigError(f"--nvme {str(path)!r} is not a folder; make it, or give --nvme-bandwidth instead")
+            raise ConfigError(f"--nvme {str(path)!r} is not a folder; create it, or pass --nvme-bandwidth instead")
     names = [str(path.resolve()) for path in paths]
     places = [locate(name) for name in names]
     if len(set(names)) < len(names):
-        raise ConfigError(f"--nvme names the same folder twice: {', '.join(names)}")
+        raise ConfigError(f"--nvme contains the same folder twice: {', '.join(names)}")
     answer = NodeDaemon(runtime).ask("bandwidth", paths=names) or {}
-    beside = Counter(place.drive.identity for place in places)  # folders on one drive share it
+    beside = Counter(place.drive.identity for place in places)  # folders on one drive share its bandwidth
     free = {place.drive.identity: space(name).free for name, place in zip(names, places, strict=True)}
     try:
         known = answer["together"] or answer["bandwidth"]
@@ -91,7 +91,7 @@ def drives_at(paths: Sequence[Path], endurance: int, runtime: Path) -> tuple[Dri
         try:
             rates = quick_rates(names)
         except InfinityError as error:
-            raise type(error)(f"{error}; or give --nvme-bandwidth") from error
+            raise type(error)(f"{error}; or pass --nvme-bandwidth") from error
         loads = [(rate.read, rate.write, rate.mixed) for rate in rates.values()]
         source = "measured for two seconds"
     read, write, mixed = (sum(column) for column in zip(*loads, strict=True))
@@ -106,7 +106,7 @@ def drives_at(paths: Sequence[Path], endurance: int, runtime: Path) -> tuple[Dri
 
 
 def _profile(found: Any, sharing: int) -> tuple[float, float, float]:
-    """Return a folder's share of what its drive reads, writes and moves mixed. Raises one of `_UNUSABLE`."""
+    """Return a folder's part of the read, write and mixed bandwidth of its drive. Raises one of `_UNUSABLE`."""
     read, write, mixed = float(found["read"]), float(found["write"]), float(found["mixed"] or 0.0)
     if not (1e3 <= read <= 1e15 and 1e3 <= write <= 1e15 and 0 <= mixed <= 1e15):
         raise ValueError("no bandwidth")
@@ -114,7 +114,7 @@ def _profile(found: Any, sharing: int) -> tuple[float, float, float]:
 
 
 def _left(answer: Any, names: Sequence[str], folders: int) -> float:
-    """Return the bytes that the drives may still be written with, as the daemon knows it; 0: it does not."""
+    """Return the remaining rated writes of the drives in bytes, as reported by the daemon, or 0 if unknown."""
     try:
         left = {answer["wear"][name]["device"]: float(answer["wear"][name]["left_bytes"]) for name in names}
     except _UNUSABLE:

@@ -1,4 +1,4 @@
-"""`plan.png`: where the time of a step goes, what hides storage, and what more memory would give."""
+"""`plan.png`: time per step by resource, throughput against batch size, and placement of the state."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from infinity.estimate.estimate import STORAGE, Estimate
 from infinity_tools.plan.plan_report import ROLES, headline, resource, sizes_of
 
 _POINTS = 9
-"""Batch sizes that are drawn, each twice the one before, around that of the plan."""
+"""Number of batch sizes in the plot. Each is twice the previous one, and the planned one is in the middle."""
 _COLOURS = {"read": "#ee6677", "written": "#ccbb44", "stays": "#4477aa", "lives": "#228833"}
 
 
 def figure(found: Estimate) -> Figure:
-    """Draw an estimate."""
     drawn = Figure(figsize=(13, 4.4), layout="constrained")
     FigureCanvasAgg(drawn)
     causes, tokens, state = drawn.subplots(1, 3)
@@ -31,12 +30,10 @@ def _causes(axes: Axes, found: Estimate) -> None:
     loads = {resource(name, found): load for name, load in seconds.loads.items() if load.busy}
     shown = dict(reversed(loads.items()))
     axes.barh(["step"], [seconds.step], color="#222222")
-    axes.barh(list(shown), [load.busy for load in shown.values()], color="#bbbbbb", label="busy")
-    axes.barh(
-        list(shown), [load.exposed for load in shown.values()], color="#ee6677", label="exposed: nothing hides it"
-    )
-    axes.set_ylim(bottom=-2.5)  # for the legend
-    axes.set_title("seconds of a step; side by side where possible")
+    axes.barh(list(shown), [load.busy for load in shown.values()], color="#bbbbbb", label="total")
+    axes.barh(list(shown), [load.exposed for load in shown.values()], color="#ee6677", label="exposed (not overlapped)")
+    axes.set_ylim(bottom=-2.5)  # leaves space for the legend
+    axes.set_title("seconds per step, by resource")
     axes.grid(alpha=0.3, axis="x")
     axes.set_axisbelow(True)
     axes.legend(frameon=False, loc="lower right")
@@ -63,8 +60,8 @@ def _state(axes: Axes, found: Estimate) -> None:
     names = [ROLES[role] for role in sizes]
     columns = {
         "size": [size / 1e9 for size, _, _ in sizes.values()],
-        "stays in host memory": [stays / 1e9 for _, stays, _ in sizes.values()],
-        "lives on the device": [lives / 1e9 for _, _, lives in sizes.values()],
+        "kept in host memory": [stays / 1e9 for _, stays, _ in sizes.values()],
+        "kept on the device": [lives / 1e9 for _, _, lives in sizes.values()],
         "read per step": [found.traffic.read[role] / 1e9 for role in sizes],
         "written per step": [found.traffic.written[role] / 1e9 for role in sizes],
     }
@@ -72,7 +69,7 @@ def _state(axes: Axes, found: Estimate) -> None:
     for number, ((label, heights), colour) in enumerate(zip(columns.items(), colours, strict=True)):
         axes.bar([x + (number - 2) * 0.16 for x in range(len(names))], heights, 0.16, label=label, color=colour)
     axes.set_xticks(range(len(names)), [name.replace(", ", ",\n") for name in names])
-    axes.set_title("GB of a rank")
+    axes.set_title("GB per rank")
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)
     axes.set_ylim(0, 1.6 * max(map(max, columns.values())))

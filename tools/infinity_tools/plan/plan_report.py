@@ -1,4 +1,4 @@
-"""An estimate as a person reads it, as JSON, and as the settings that a run takes."""
+"""Output of `infinity plan`: tables for the terminal, and JSON."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ ROLES = {
     Role.GRAD: "gradients",
     Role.ACTIVATION: "activations",
 }
-"""What the pages of each role are called."""
+"""Label of the pages of each role."""
 RESOURCES = {
     "computation": "forward and backward",
     "weights": "weights to the device",
-    "gradients": "gradients from it",
-    "collectives": "between ranks",
-    "updates": "updates",
-    "drives": "NVMe drives",
+    "gradients": "gradients to the host",
+    "collectives": "communication between ranks",
+    "updates": "optimizer updates",
+    "drives": "NVMe I/O",
     "hashing": "checksums",
-    "interpreter": "Python for accesses to pages",
-    "fixed": "other, fixed",
+    "interpreter": "Python overhead of page accesses",
+    "fixed": "other fixed costs",
 }
-"""What is called how of what `Seconds` says of each resource."""
+"""Label of each resource of `Seconds`."""
 _LEAST_SHOWN = 1e-3
-"""Share of a step below which what is exposed is none."""
-_FSDP_MODULES = (("years", 365 * DAY), ("days", DAY), ("hours", 3600.0))
+"""Fraction of a step below which exposed time is shown as 0."""
+_TIME_UNITS = (("years", 365 * DAY), ("days", DAY), ("hours", 3600.0))
 
 
 def headline(found: Estimate) -> str:
-    """Return in a line what is planned."""
+    """Return a one-line summary of the planned run."""
     work, model = found.workload, found.model
     trained = model.trainable_parameters
     share = "" if trained == model.parameters else f" ({trained / model.parameters:.2%} trained)"
@@ -50,7 +50,7 @@ def headline(found: Estimate) -> str:
 
 
 def count(number: float) -> str:
-    """Return a large number in words of three digits, such as ``70.6 B``."""
+    """Return a large number with three digits and a suffix, such as ``70.6 B``."""
     for factor, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= factor:
             return f"{number / factor:.3g} {letter}"
@@ -58,15 +58,14 @@ def count(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time with three digits, in the FSDP module in which it is at least 2."""
-    for fsdp_module, length in _FSDP_MODULES:
+    """Return a duration with three digits, in the largest time unit in which it is at least 2."""
+    for unit, length in _TIME_UNITS:
         if seconds >= 2 * length:
-            return f"{seconds / length:.3g} {fsdp_module}"
+            return f"{seconds / length:.3g} {unit}"
     return f"{seconds:.3g} s"
 
 
 def show(found: Estimate, changes: Sequence[Change], assumptions: Sequence[str], console: Console) -> None:
-    """Print an estimate."""
     console.print(Text(headline(found), style="bold"))
     for part in _parts(found, changes):
         console.print()
@@ -85,13 +84,13 @@ def _parts(found: Estimate, changes: Sequence[Change]) -> Iterator[RenderableTyp
     yield _facts(found)
     if changes:
         rows = [(change.what, f"-{change.saved:.0%}", change.price) for change in changes]
-        yield table("what would help most", ("change", ">seconds per token", ""), rows)
+        yield table("changes that would help most", ("change", ">time per token", ""), rows)
 
 
 def sizes_of(found: Estimate) -> dict[Role, tuple[int, int, int]]:
-    """Return by role the bytes of pages, and how much of them stays in host memory and lives on the device.
+    """Return by role the size of the pages, and the parts that stay in host memory and on the device.
 
-    Of activations where they are paged.
+    Activations are included if they are paged.
     """
     sizes = {role: (found.layout.bytes_of(role), found.resident_bytes[role], found.home_bytes[role]) for role in Role}
     kept, moved = found.activations.kept, found.activations.moved
@@ -107,8 +106,8 @@ def _places(found: Estimate) -> Table:
     }
     sizes["all"] = tuple(map(sum, zip(*sizes.values(), strict=True)))
     return table(
-        f"state of a rank: size, what stays in host memory{', lives on the device' * gpu_resident}, moved per step",
-        ("", ">size", ">stays", *([">device"] if gpu_resident else []), ">read", ">written"),
+        f"state per rank: size, kept in host memory{', kept on the device' * gpu_resident}, NVMe traffic per step",
+        ("", ">size", ">in host memory", *([">on device"] if gpu_resident else []), ">read", ">written"),
         [(name, *map(format_size, row)) for name, row in sizes.items()],
     )
 
@@ -116,15 +115,16 @@ def _places(found: Estimate) -> Table:
 def _host_cache(found: Estimate) -> Table:
     size = found.layout.page_bytes
     names = {
-        "resident": "pages that stay",
-        "streaming": "pages on their way to use",
+        "resident": "resident pages",
+        "streaming": "pages being read",
         "kept": "pages kept between uses",
         "writing": "pages being written",
         "activations": "activations",
     }
     rows = [(names[use], str(number), format_size(number * size)) for use, number in found.cache_slots_by_use.items()]
-    title = f"host cache: {format_size(found.budget.host_bytes)} in {found.budget.cache_slots} cache slots of {format_size(size)}"
-    return table(title, ("", ">cache_slots", ">bytes"), rows)
+    total, slots = format_size(found.budget.host_bytes), found.budget.cache_slots
+    title = f"host cache: {total} in {slots} cache slots of {format_size(size)}"
+    return table(title, ("", ">cache slots", ">bytes"), rows)
 
 
 def _step(found: Estimate) -> Table:
@@ -145,17 +145,17 @@ def _step(found: Estimate) -> Table:
             rows.append((resource(name, found), size, duration(load.busy), exposed))
         if load.busy and name == "drives":
             rows += [(f"  {part} alone", format_size(size), duration(time), "") for part, (size, time) in parts.items()]
-    rows.append(("a step, with what runs side by side", "", duration(seconds.step), ""))
-    title = "a step of a rank: how long each resource is busy, and what nothing else hides of that"
-    return table(title, ("resource", ">bytes", ">busy", ">exposed"), rows)
+    rows.append(("step, with overlap", "", duration(seconds.step), ""))
+    title = "time per step by resource: total, and exposed (not overlapped)"
+    return table(title, ("resource", ">bytes", ">total", ">exposed"), rows)
 
 
 def resource(name: str, found: Estimate) -> str:
-    """Return what a resource of `Seconds` is called."""
+    """Return the label of a resource of `Seconds`."""
     if name != "updates":
         activations = name in ("weights", "gradients") and found.activations.kept > 0
         return f"activations and {RESOURCES[name]}" if activations else RESOURCES[name]
-    return f"updates ({found.update_schedule}{', pages to the device and back' * found.updates_on_device})"
+    return f"updates ({found.update_schedule}{', on the device' * found.updates_on_device})"
 
 
 def _facts(found: Estimate) -> Table:
@@ -165,43 +165,43 @@ def _facts(found: Estimate) -> Table:
     free = f" of {format_size(machine.drives.space_bytes)} free" if machine.drives.space_bytes else ""
     daily = found.node_written_per_day
     if found.drive_days is not None:
-        life = f"rated writes used up in {duration(DAY * found.drive_days)}"
+        life = f"rated endurance reached in {duration(DAY * found.drive_days)}"
     elif daily:
-        life = f"1 PB of rated writes lasts {duration(DAY * 1e15 / daily)}"
+        life = f"1 PB of rated endurance lasts {duration(DAY * 1e15 / daily)}"
     else:
         life = ""
-    where = f"on {machine.device.name}" if machine.device.memory_bytes else "beside the host cache"
+    where = f"on {machine.device.name}" if machine.device.memory_bytes else "in addition to the host cache"
     if found.moves_nothing:
-        storage = "any batch", "nothing is moved"
+        storage = "any batch size", "no state is moved"
     else:
         storage = (
             "no batch size" if hidden is None else f"{hidden} tokens per step",
-            f"a step then takes at most {HIDDEN - 1:.0%} longer for it",
+            f"storage then adds at most {HIDDEN - 1:.0%} to a step",
         )
     rows = [
         ("tokens per second", f"{work.batch_tokens / found.seconds.step:.4g}", ""),
-        ("storage is hidden from", *storage),
+        ("I/O fully overlapped from", *storage),
         ("drive space per node", format_size(space) + free, _checkpoints(found)),
-        *([("until the second step ends", format_size(first), "the first may store gradients")] * (first > space)),
-        ("written per node", f"{daily / 1e12:.3g} TB per day", life),
-        ("memory to compute in", f"about {format_size(found.working_bytes)}", where),
+        *([("until the end of step 2", format_size(first), "step 1 may store gradients")] * (first > space)),
+        ("writes per node", f"{daily / 1e12:.3g} TB per day", life),
+        ("memory for computation", f"about {format_size(found.working_bytes)}", where),
     ]
     if found.device_bytes:
-        rows.append(("memory beside that", format_size(found.device_bytes), _stays_there(found)))
-    return table("in all", ("", "", ""), rows)
+        rows.append(("additional device memory", format_size(found.device_bytes), _stays_there(found)))
+    return table("summary", ("", "", ""), rows)
 
 
 def _stays_there(found: Estimate) -> str:
-    """Return what the memory of the device is used for beside computation."""
+    """Return the use of the device memory that computation does not take."""
     placed, fsdp_modules = found.placed, len(found.model.fsdp_modules)
     parts = []
     if placed.prefetched:
-        parts.append("weights of the next FSDP module ahead of its gather")
+        parts.append("prefetched weights of the next FSDP module")
     if placed.kept:
-        parts.append(f"those of {len(placed.kept)} of {fsdp_modules} FSDP modules stay from forward to backward")
+        parts.append(f"weights of {len(placed.kept)} of {fsdp_modules} FSDP modules kept from forward to backward")
     if placed.gpu_resident:
-        parts.append(f"{len(placed.gpu_resident)} of {fsdp_modules} FSDP modules live there with their state")
-    return ", ".join(parts) or "too little for the weights of two FSDP modules: each is copied when it is due"
+        parts.append(f"{len(placed.gpu_resident)} of {fsdp_modules} FSDP modules GPU-resident, with their state")
+    return ", ".join(parts) or "too small for the weights of two FSDP modules, so weights are copied on demand"
 
 
 def _checkpoints(found: Estimate) -> str:
@@ -211,7 +211,7 @@ def _checkpoints(found: Estimate) -> str:
 
 
 def document(found: Estimate, changes: Sequence[Change], assumptions: Sequence[str]) -> dict[str, Any]:
-    """Return the estimate as JSON."""
+    """Return the estimate as a JSON document."""
     model, work, machine = found.model, found.workload, found.machine
 
     linked = machine.device.link > 0

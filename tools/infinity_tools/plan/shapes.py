@@ -1,4 +1,4 @@
-"""The shape of a model of transformers, from the model on the meta device."""
+"""Shapes of transformers models, read from the model on the meta device."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from infinity_tools.presets import ModelSource, on_meta
 
 
 def shape_of(source: ModelSource) -> ModelShape:
-    """Return the shape of a model, divided into FSDP modules as `infinity train` does.
+    """Return the shape of a model, divided into FSDP modules as by `infinity train`.
 
     Raises:
-        ConfigError: transformers cannot build it.
+        ConfigError: If transformers cannot build the model.
     """
     return shape_of_module(on_meta(source), source.config, source.name)
 
 
 def shape_of_module(model: nn.Module, config: Any, name: str) -> ModelShape:
-    """Return the shape of a model of transformers that was built of `config`."""
+    """Return the shape of a transformers model that was built from `config`."""
     text = config.get_text_config()
     layers = layers_of(model)
     names = {module: module_name for module_name, module in model.named_modules()}
@@ -63,7 +63,7 @@ def shape_of_module(model: nn.Module, config: Any, name: str) -> ModelShape:
 
 
 def _active_experts(config: Any) -> float:
-    """Return which share of its experts a token is sent to; 1 where there are none."""
+    """Return the fraction of experts that process a token, or 1 for a model without experts."""
     for count in ("num_local_experts", "num_experts", "n_routed_experts"):
         if experts := getattr(config, count, None):
             return min(1.0, float(getattr(config, "num_experts_per_tok", experts)) / float(experts))

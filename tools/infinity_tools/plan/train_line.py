@@ -1,4 +1,4 @@
-"""From what was planned to the line that trains it."""
+"""The `infinity train` command that runs a plan."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _SETTINGS: Final = {
     "activations.tier": "--activations",
     "run.retained_checkpoints": "--retained-checkpoints",
 }
-"""Settings that both commands have an option for, beside the host cache, which is always said."""
+"""Settings for which both commands have an option, except the host cache, which is always passed."""
 _HOST_CACHE: Final = "memory.host_bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """The tokens of a step, as `infinity train` names them."""
+    """Tokens of a step, named as in the options of `infinity train`."""
 
     batch_tokens: int
     micro_tokens: int | None
@@ -36,20 +36,23 @@ class _Batch:
 
 
 def train_line(asked: Asked, found: Estimate, settings: Config, written: Path | None) -> str | None:
-    """Return the line that trains what was planned, or why there is none; None: nothing of it is for `infinity train`.
+    """Return the command that trains the planned run, or the reason why `infinity train` cannot run it.
 
     Args:
-        asked: what was planned.
-        found: its plan.
-        settings: those of the run, with its folders.
-        written: file that has them.
+        asked: Options of `infinity plan`.
+        found: Estimate.
+        settings: Settings of the run, with its folders.
+        written: File that contains the settings, if any.
+
+    Returns:
+        The command or the reason. None if the plan is not meant for `infinity train`.
     """
     if asked.model is None or found.problems or asked.nodes > 1:
         return None
     from infinity_tools.options import batch_words
 
     if why := _why_not(asked, found, written):
-        return f"`infinity train` takes something else: {why}"
+        return f"`infinity train` cannot run this plan: {why}"
     batch = _batch(found)
     words = ["infinity", "train", "--model", asked.model, "--dtype", asked.dtype]
     words += batch_words(
@@ -88,18 +91,18 @@ def _batch(found: Estimate) -> _Batch:
 
 
 def _why_not(asked: Asked, found: Estimate, written: Path | None) -> str:
-    """Return what of it `infinity train` cannot do; empty: nothing."""
+    """Return the reason why `infinity train` cannot run the plan, or an empty string."""
     from infinity_tools.options import check_batch, check_sequences
     from infinity_tools.presets import find_model
 
     if asked.optimizer != "adamw":
-        return "its optimizer is adamw"
+        return "it only supports --optimizer adamw"
     if asked.trainable is not None:
-        return "it trains all parameters, or --lora"
+        return "it does not support --trainable; it trains all parameters or --lora"
     if asked.loop:
-        return "its layers run all micro-batches each (--micro-tokens)"
+        return "it does not support --loop; each layer processes all micro-batches (--micro-tokens)"
     if written is None and (others := [*asked.settings.keys() - _SETTINGS.keys() - {_HOST_CACHE}]):
-        return f"{others[0]} is a setting of --config; plan with --out to have the file"
+        return f"{others[0]} must be set in a --config file; pass --out to write one"
     try:
         check_sequences(_batch(found))
         check_batch(_batch(found), find_model(asked.model or ""), asked.ranks)

@@ -1,1 +1,1 @@
-"""`infinity top`: the runs of this node, live in a terminal."""
+"""`infinity top`: live view of the runs of this node in a terminal."""

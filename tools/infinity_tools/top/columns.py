@@ -1,4 +1,4 @@
-"""Tables of which the less important columns go where there is no room for them."""
+"""Tables that drop their less important columns on narrow screens."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Column(Generic[Row]):
     width: int
     cell: Callable[[Row], str]
     rank: int
-    """The one with the largest goes first."""
+    """Priority of the column. Columns with larger ranks are dropped first."""
     left: bool = False
-    """Whether its cells stand to the left."""
+    """Whether cells are left-aligned."""
 
 
 def fitting(columns: Sequence[Column[Row]], width: int) -> tuple[Column[Row], ...]:
-    """Return as many columns as fit, the most important ones, in their order; one in any case."""
+    """Return the most important columns that fit, at least one, in their original order."""
     kept: set[int] = set()
     room = width + 1
     for column in sorted(columns, key=lambda column: column.rank):
@@ -38,7 +38,7 @@ def fitting(columns: Sequence[Column[Row]], width: int) -> tuple[Column[Row], ..
 
 
 def line(cells: Sequence[str], columns: Sequence[Column[Row]], style: str = "") -> Text:
-    """Return cells below each other's headings; what is longer than its column is cut."""
+    """Return cells aligned with their columns. Text that is longer than its column is truncated."""
     texts = []
     for cell, column in zip(cells, columns, strict=True):
         text = Text(cell)
@@ -49,7 +49,7 @@ def line(cells: Sequence[str], columns: Sequence[Column[Row]], style: str = "") 
 
 
 def headings(columns: Sequence[Column[Row]]) -> Text:
-    """Return the line above a table."""
+    """Return the heading line of a table."""
     return line([column.heading for column in columns], columns, style="dim")
 
 

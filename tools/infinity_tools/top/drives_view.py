@@ -1,4 +1,4 @@
-"""The drives on the screen: what they do, against what they can do."""
+"""Drive table: current throughput compared with the measured profile, free space and wear."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CURVE: Final = 20  # columns
 
 
 def drive_lines(state: State, width: int) -> list[Text]:
-    """Return the drives as lines, headings first; none where there are none."""
+    """Return the table of drives, headings first, or an empty list if no drives are known."""
     drives = state.snapshot.drives
     if not drives:
         return []

@@ -1,4 +1,4 @@
-"""Single keys from a terminal, and what happens to it meanwhile: another size, Ctrl-Z, its end."""
+"""Single key presses from a terminal, and terminal events: resizing, Ctrl-Z and hangup."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ _NAMES: Final = {
 }  # fmt: skip
 _KEY = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO.|\x1b|[^\x1b]", re.DOTALL)
 _BEGUN = re.compile(rb"\x1b(?:O|\[[0-?]*[ -/]*)?\Z")
-"""What may be the begin of a longer key at the end of what was read."""
+"""Possible beginning of a longer key sequence at the end of the input."""
 _REST_SECONDS: Final = 0.05
-"""How long the rest of a key may take: over a network its bytes may come one by one."""
+"""Time limit for the rest of a key sequence, because its bytes may arrive one by one over a network."""
 _EVENTS: Final = {signal.SIGTSTP: "suspend", signal.SIGCONT: "continue", signal.SIGWINCH: "resize"}
 _ENDS: Final = (signal.SIGTERM, signal.SIGHUP)
 _USUAL: Final = os.terminal_size((80, 24))
 
 
 class Terminal:
-    """A terminal that gives keys as they are pressed, without showing them; a context manager that puts it back.
+    """Context manager that reads single key presses without echo, and restores the terminal on exit.
 
-    Within it SIGTERM and SIGHUP raise `SystemExit`, so that whatever is shown is put back too; Ctrl-C stays
+    Within the context SIGTERM and SIGHUP raise `SystemExit`, so that the screen is restored too. Ctrl-C still raises
     `KeyboardInterrupt`.
     """
 
     def __init__(self, file: int) -> None:
         self._file = file
-        self._before: list[Any] = []  # how the terminal was; set by `__enter__`
-        self._handlers: dict[signal.Signals, Any] = {}  # those of before, as `_before`
-        self._wakeup = -1  # descriptor of before, as `_before`
-        self._signals, self._told = socket.socketpair()  # numbers of signals, as the interpreter writes them
-        self._left = b""  # read, but not yet given out as keys
+        self._before: list[Any] = []  # original terminal attributes; set by `__enter__`
+        self._handlers: dict[signal.Signals, Any] = {}  # original signal handlers; set by `__enter__`
+        self._wakeup = -1  # original wakeup descriptor; set by `__enter__`
+        self._signals, self._told = socket.socketpair()  # the interpreter writes signal numbers to `_told`
+        self._left = b""  # bytes that were read but not yet returned as keys
 
     def __enter__(self) -> Terminal:
         self._before = termios.tcgetattr(self._file)
@@ -65,7 +65,7 @@ class Terminal:
 
     @property
     def size(self) -> os.terminal_size:
-        """Columns and lines; those of most terminals where it does not tell."""
+        """Columns and lines of the terminal. 80 x 24 if they cannot be determined."""
         try:
             found = os.get_terminal_size(self._file)
         except OSError:
@@ -73,9 +73,10 @@ class Terminal:
         return found if found.columns and found.lines else _USUAL
 
     def key(self, seconds: float) -> str | None:
-        """Wait for a key and return it: ``up``, ``down``, ``enter``, ``escape``, a character; None if there is none.
+        """Wait for a key and return it, or None on timeout.
 
-        ``resize``, ``suspend`` and ``continue`` are what happened to the terminal; ``q`` is also its end.
+        A key is ``up``, ``down``, ``enter``, ``escape`` or a character. ``resize``, ``suspend`` and ``continue`` are
+        terminal events. ``q`` is also returned when the terminal has been closed.
         """
         end = time.monotonic() + max(0.0, seconds)
         while True:
@@ -88,27 +89,27 @@ class Terminal:
             if self._file in ready:
                 read = self._read()
                 if not read:
-                    return "q"  # nobody is there any more
+                    return "q"  # end of input: the terminal has been closed
                 self._left += read
             elif not ready:
                 return self._next() if self._left else None
 
     def suspend(self) -> None:
-        """Stop this process, as Ctrl-Z does, with the terminal as it was; returns when it goes on."""
+        """Restore the terminal and stop this process, as Ctrl-Z does. Returns when the process is continued."""
         self._put_back()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, _note)
         self.resume()
-        while self._event():  # that it goes on is known
+        while self._event():  # discards the pending `continue` event
             pass
 
     def resume(self) -> None:
-        """Take the terminal again, of which a shell may have made what it likes."""
+        """Set the terminal to single-key mode again, because a shell may have changed it."""
         tty.setcbreak(self._file, termios.TCSANOW)
 
     def _put_back(self) -> None:
-        with contextlib.suppress(termios.error):  # it is gone
+        with contextlib.suppress(termios.error):  # the terminal has been closed
             termios.tcsetattr(self._file, termios.TCSANOW, self._before)
 
     def _read(self) -> bytes:
@@ -124,7 +125,7 @@ class Terminal:
         return _NAMES.get(key) or ("escape" if key.startswith(b"\x1b") else key.decode("latin-1"))
 
     def _event(self) -> str:
-        """Return what a signal said, empty if none came."""
+        """Return the event of a received signal, or an empty string."""
         with contextlib.suppress(BlockingIOError):
             while byte := self._signals.recv(1):
                 for number, event in _EVENTS.items():
@@ -133,9 +134,9 @@ class Terminal:
         return ""
 
 
-def _note(number: int, cache_slot: FrameType | None) -> None:
-    """Do nothing: the interpreter has written the number of the signal where `Terminal.key` reads it."""
+def _note(number: int, frame: FrameType | None) -> None:
+    """Do nothing. The interpreter has already written the signal number to the socket that `Terminal.key` reads."""
 
 
-def _end(number: int, cache_slot: FrameType | None) -> None:
+def _end(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)

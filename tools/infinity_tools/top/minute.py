@@ -1,4 +1,4 @@
-"""What drives have moved in the last minute, for their curves."""
+"""Throughput of the drives during the last minute."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from infinity_tools.top.reading import Snapshot
 SECONDS: Final = 60.0
 
 Curve = tuple[tuple[float, float], ...]
-"""Seconds ago, and bytes per second at that time; the oldest first."""
+"""Pairs of an age in seconds and the throughput in bytes per second at that time, oldest first."""
 
 
 class Minute:
-    """Bytes per second of each drive, read and written together, as one snapshot after the other told."""
+    """Combined read and write throughput of each drive, accumulated from successive snapshots."""
 
     def __init__(self) -> None:
         self._seen: dict[str, deque[tuple[float, float]]] = {}
-        """By drive, Unix times and bytes per second."""
+        """Unix times and bytes per second, by drive."""
 
     def add(self, snapshot: Snapshot) -> Mapping[str, Curve]:
-        """Take in a snapshot, and return the curve of each of its drives."""
+        """Add a snapshot and return the curve of each of its drives."""
         self._seen = {drive.name: self._seen.get(drive.name, deque()) for drive in snapshot.drives}
         for drive in snapshot.drives:
             seen, rates = self._seen[drive.name], (drive.read_bytes_per_second, drive.written_bytes_per_second)
@@ -36,7 +36,7 @@ class Minute:
 
 
 def buckets(curve: Curve, number: int) -> list[float | None]:
-    """Return the mean of each of so many equal parts of the minute; None where nothing was seen."""
+    """Return the mean of each of `number` equal parts of the minute, or None for parts without samples."""
     found: list[list[float]] = [[] for _ in range(number)]
     for ago, rate in curve:
         found[max(0, number - 1 - int(ago / SECONDS * number))].append(rate)

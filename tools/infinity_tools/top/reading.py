@@ -1,8 +1,7 @@
-"""What is shown of the node at one moment, from its daemon or from the stats pages of its ranks.
+"""Snapshots of the node, from its daemon or from the stats files of its ranks.
 
-Both make the same tree: `infinity.telemetry.run_views` turns pages into figures for `infinityd` too. What only the
-daemon
-knows (profiles of drives, their wear) is None without it.
+Both sources produce the same tree, because `infinityd` also uses `infinity.telemetry.run_views` to convert stats files
+into figures. Figures that only the daemon knows (profiles of drives and their wear) are None without it.
 """
 
 from __future__ import annotations
@@ -25,39 +24,40 @@ from infinity.telemetry.stats_cells import CLOSED_CELL
 from infinity.telemetry.trees import Tree, plain
 
 _MOST_PAGES: Final = 1024
-_NO_DAEMON: Final = "without infinityd: profile, worn and days left unknown (-)"
+_NO_DAEMON: Final = "infinityd is not running: profile, worn and days left are unknown (-)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """A rank on this node; None where something is not known (yet)."""
+    """A rank on this node. Unknown figures are None."""
 
     rank: int
     pid: int
     status: str
-    """``live``, ``ended``, or ``dead``: gone without having ended."""
+    """``live``, ``ended``, or ``dead`` (exited unexpectedly)."""
     step: float | None
     step_seconds: float | None
     tokens_per_second: float | None
     parts: Mapping[str, float]
-    """Shares of a step's time by part, which add up to 1; empty before the first step."""
+    """Fractions of the step time by part, which add up to 1. Empty before the first step."""
     stalled: float | None
-    """Share of a step's time in which it waits for pages."""
+    """Fraction of the step time spent waiting for pages."""
     read_bytes_per_second: float | None
     written_bytes_per_second: float | None
     host_cache_used: float | None
     host_cache_bytes: float | None
     errors: float | None
-    """Transfers that failed for good."""
+    """Number of transfers that failed permanently."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run, as its ranks on this node tell; None where something is not known (yet)."""
+    """A run, as reported by its ranks on this node. Unknown figures are None."""
 
     id: str
     status: str
-    """As of a rank: ``dead`` where one is; and ``idle``: live, but without a step for long."""
+    """``dead`` if a rank is dead, ``idle`` if the run is live without a recent step, otherwise ``live`` or ``ended``.
+    """
     world_size: int
     step: float | None
     step_seconds: float | None
@@ -70,14 +70,14 @@ class Run:
     host_cache_used: float | None
     host_cache_bytes: float | None
     checkpointed: float | None
-    """Unix time of the last checkpoint of all ranks."""
+    """Unix time of the last checkpoint that all ranks completed."""
     checkpoint_seconds: float | None
-    """Mean length of a checkpoint."""
+    """Mean duration of a checkpoint."""
     checkpoints: float | None
     prefetch_hit: float | None
-    """Share of the pages asked for that were ready."""
+    """Fraction of requested pages that were ready."""
     prefetch_late: float | None
-    """Share that was still being read, or not begun."""
+    """Fraction of requested pages that were still being read, or not yet requested from the drive."""
     errors: float | None
     retries: float | None
     ranks: tuple[Rank, ...]
@@ -85,51 +85,51 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Drive:
-    """A drive that runs use; None where something is not known (yet)."""
+    """A drive that runs use. Unknown figures are None."""
 
     name: str
     read_bytes_per_second: float | None
-    """By everybody, as of the next two."""
+    """Throughput by all processes, as for the next two."""
     written_bytes_per_second: float | None
     busy: float | None
-    """Share of the time in which it has something to do."""
+    """Fraction of the time during which the drive is busy."""
     free_bytes: float | None
     capacity_bytes: float | None
     profile_bytes_per_second: float | None
-    """What it can do with half reads and half writes, else with reads."""
+    """Measured throughput with half reads and half writes, or with reads only if no mixed result exists."""
     worn: float | None
-    """Share of its rated life that is used."""
+    """Fraction of the rated endurance that has been used."""
     endurance_days: float | None
     error: str
-    """Why it cannot be looked at; empty where it can."""
+    """Reason why the drive cannot be inspected. Empty if it can."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The node at one moment."""
+    """State of the node at one moment."""
 
     time: float
     """Unix time."""
     infinityd: str | None
-    """Version of the daemon that tells it; None: straight from the stats pages."""
+    """Version of the daemon that reported the state. None if it was read from the stats files."""
     runtime_dir: str
     runs: tuple[Run, ...]
     drives: tuple[Drive, ...]
     notes: tuple[str, ...]
-    """What is to be said beside the figures."""
+    """Remarks to show with the figures."""
 
 
 class Reader:
-    """Looks at the node again and again: asks the daemon of a runtime folder, or else reads the pages in it."""
+    """Reader of node snapshots, which asks the daemon of a runtime folder or else reads the stats files in it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._node = NodeDaemon(folder)
-        self._runs = Runs(lambda path: None)  # what was seen while no daemon answered
-        self._drives = DriveLooks()  # as `_runs`
+        self._runs = Runs(lambda path: None)  # history of the time without a daemon
+        self._drives = DriveLooks()  # likewise
 
     def read(self) -> Snapshot:
-        """Return the node as it is now."""
+        """Return the current state of the node."""
         tree = self._node.ask("state")
         if tree is not None and isinstance(tree.get("runs"), list):
             return self._snapshot(tree, _text(_at(tree, "node", "version")), self._daemon_notes(tree))
@@ -144,7 +144,7 @@ class Reader:
         return self._snapshot(plain(tree), None, [_NO_DAEMON, *notes])
 
     def _pages(self) -> tuple[list[Page], list[str]]:
-        """Return the pages of the folder but those that ended long ago, and what to say of files that are none."""
+        """Return the stats files of the folder, except those that ended long ago, and remarks about unreadable files."""
         found: list[Page] = []
         wrong: list[str] = []
         for path in stats_page_files(self._folder)[:_MOST_PAGES]:
@@ -156,14 +156,14 @@ class Reader:
             if page.status != "ended" or time.time() - page.values[CLOSED_CELL] < KEEP_CLOSED_SECONDS:
                 found.append(page)
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        return found, [f"passed over {wrong[0]}{more}"] if wrong else []
+        return found, [f"ignored {wrong[0]}{more}"] if wrong else []
 
     def _daemon_notes(self, tree: Tree) -> list[str]:
         broken = _number(tree, "node", "broken_pages")
         if not broken:
             return []
-        files = "a file that is no stats page" if broken == 1 else f"{broken:.0f} files that are no stats pages"
-        return [f"passed over {files} of this version; infinityd's log names them"]
+        files = "a file that is not a stats file" if broken == 1 else f"{broken:.0f} files that are not stats files"
+        return [f"ignored {files} of this version; the log of infinityd names them"]
 
     def _snapshot(self, tree: Tree, version: str | None, notes: list[str]) -> Snapshot:
         return Snapshot(
@@ -176,7 +176,7 @@ class Reader:
         )
 
 
-# Of trees: what is missing, or is not what it should be, is not known #
+# Readers of trees: an entry that is missing or malformed is unknown (None).
 
 
 def _run(tree: Tree) -> Run:
@@ -256,7 +256,7 @@ def _at(tree: Any, *names: str) -> Any:
 
 
 def _number(tree: Any, *names: str) -> float | None:
-    """Return a number; those that JSON has not are texts (`plain`)."""
+    """Return a number, or None. Non-finite numbers are stored as text because JSON does not support them (`plain`)."""
     value = _at(tree, *names)
     if value in ("nan", "inf", "-inf"):
         return float(value)
@@ -269,6 +269,6 @@ def _list(tree: Tree, name: str) -> list[Tree]:
 
 
 def _text(value: object) -> str:
-    """Return a text that changes nothing of a terminal."""
+    """Return printable text, so that it cannot contain control sequences for the terminal."""
     text = value if isinstance(value, str) else "?"
     return text if text.isprintable() else ascii(text)[1:-1]

@@ -1,4 +1,4 @@
-"""The runs on the screen: a table, with a bar of where the time of a step goes below each run."""
+"""Run table, with a bar below each run that breaks down the time per step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity_tools.top.table_cells import ago, bar, decimal, filled, legend, nu
 from infinity_tools.top.view_state import State
 
 Bars = Literal["all", "runs", "chosen", "none"]
-"""Which have a bar below them: runs and ranks, runs, the chosen run."""
+"""Lines that have a bar below them: runs and ranks, runs, or the chosen run."""
 BARS: Final[tuple[Bars, ...]] = ("all", "runs", "chosen", "none")
 
 _MOST_ID: Final = 22
@@ -24,15 +24,15 @@ _LEAST_BAR: Final = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The lines of all runs, headings first."""
+    """Lines of all runs, headings first."""
 
     lines: tuple[Text, ...]
     chosen: range
-    """Which lines are of the chosen run."""
+    """Range of the lines of the chosen run."""
 
 
 def run_table(state: State, width: int, bars: Bars) -> Table:
-    """Return the runs as lines."""
+    """Return the table of runs."""
     columns = _columns(state)
     shown = fitting(columns, width)
     dropped = [column for column in columns if column not in shown]
@@ -55,11 +55,11 @@ def run_table(state: State, width: int, bars: Bars) -> Table:
 
 
 def window(table: Table, room: int) -> list[Text]:
-    """Return as many lines as there is room for, headings and the begin of the chosen run among them."""
+    """Return the lines that fit in `room` lines, including the headings and the first line of the chosen run."""
     lines = table.lines
     if len(lines) <= room or room < 3:
         return list(lines[: max(0, room)])
-    fit = room - 2  # without headings, and the line that says how many there are
+    fit = room - 2  # excludes the headings and the line "lines 1-4 of 6"
     last = min(max(fit, table.chosen.stop - 1), table.chosen.start + fit - 1)
     first = last - fit + 1
     end = Text(f"  lines {first}-{last} of {len(lines) - 1}", style="dim")
@@ -90,7 +90,7 @@ def _columns(state: State) -> tuple[Column[Run], ...]:
             heading="read/written", rank=7, width=14,
             cell=lambda run: rates(run.read_bytes_per_second, run.written_bytes_per_second),
         ),
-        Column(heading="cache", rank=8, width=15, cell=lambda run: filled(run.host_cache_used, run.host_cache_bytes)),
+        Column(heading="host cache", rank=8, width=15, cell=lambda run: filled(run.host_cache_used, run.host_cache_bytes)),
         Column(heading="last checkpoint", rank=9, width=15, cell=checkpoint),
         Column(
             heading="hit/late", rank=10, width=9,
@@ -114,11 +114,11 @@ def _of_ranks(run: Run) -> str:
     here, of = len(run.ranks), run.world_size
     if here == of:
         return f"  {of} rank{'s' if of != 1 else ''}"
-    return f"  {here} of {of} ranks here"
+    return f"  {here} of {of} ranks on this node"
 
 
 def _bar_line(begin: str, parts: Mapping[str, float], indent: int, width: int, plain: bool) -> Text:
-    """Return a bar from the second column on, and what it consists of, largest first."""
+    """Return a bar that starts at the second column, followed by its legend, largest part first."""
     text = Text(begin)
     text.truncate(indent, overflow="ellipsis", pad=True)
     room = width - indent - 1
@@ -130,7 +130,7 @@ def _bar_line(begin: str, parts: Mapping[str, float], indent: int, width: int, p
 
 
 def _more(run: Run, dropped: Sequence[Column[Run]], width: int) -> list[Text]:
-    """Return what there was no room for in the table, in as many lines as it takes."""
+    """Return the columns that did not fit in the table, wrapped into lines."""
     lines: list[str] = []
     for column in dropped:
         said = f"{column.heading} {column.cell(run)}"

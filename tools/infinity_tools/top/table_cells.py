@@ -1,4 +1,4 @@
-"""Figures as short texts, bars and curves."""
+"""Figures formatted as short text, bars and curves."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ UNKNOWN: Final = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """How a part of a step's time is drawn."""
+    """Appearance of a part of the step time."""
 
     name: str
     mark: str
     plain: str
-    """`mark` for a terminal that has no other characters than those of ASCII."""
+    """Replacement for `mark` on ASCII-only terminals."""
     style: str
 
 
@@ -34,10 +34,10 @@ LOOKS: Final[Mapping[str, Look]] = {
     "update": Look(name="update", mark="▓", plain="=", style="magenta"),
     "read_stall": Look(name="read stall", mark="r", plain="r", style="bold red"),
     "write_stall": Look(name="write stall", mark="w", plain="w", style="bold yellow"),
-    "host_cache_stall": Look(name="host cache stall", mark="a", plain="a", style="bold bright_red"),
+    "host_cache_stall": Look(name="host cache stall", mark="h", plain="h", style="bold bright_red"),
     "python": Look(name="python", mark="·", plain=".", style="dim"),
 }
-"""By part, in the order in which they stand in a bar. Told apart without colours too; stalls are letters."""
+"""Appearance by part, in the order of the bar. Marks differ without colours too, and stalls are letters."""
 _CURVE: Final = "▁▂▃▄▅▆▇█"
 _PLAIN_CURVE: Final = "_.:-=+*#"
 
@@ -62,12 +62,12 @@ def decimal(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return a share in percent."""
+    """Return a fraction in percent."""
     return UNKNOWN if share is None else f"{share:.0%}"
 
 
 def rates(read: float | None, written: float | None) -> str:
-    """Return two data rates in one FSDP module: that of the larger."""
+    """Return two data rates in the unit of the larger one."""
     if read is None and written is None:
         return UNKNOWN
     large = max(read or 0.0, written or 0.0) >= 1e9
@@ -78,19 +78,19 @@ def rates(read: float | None, written: float | None) -> str:
 
 
 def filled(used: float | None, size: float | None) -> str:
-    """Return a share of bytes, and how many all are."""
+    """Return the used fraction of `size`, and `size` itself."""
     if not size:
         return UNKNOWN
     return f"{percent(None if used is None else used / size)} of {format_size(size)}"
 
 
 def ago(seconds: float | None) -> str:
-    """Return how long ago something was."""
+    """Return the time since an event."""
     return UNKNOWN if seconds is None else span(max(0.0, seconds))
 
 
 def bar(parts: Mapping[str, float], width: int, *, plain: bool) -> Text:
-    """Return parts that add up to 1 as one bar; each stands where its share begins and ends."""
+    """Return a bar of fractions that add up to 1. Each boundary is rounded to a whole column."""
     text, at, begun = Text(), 0.0, 0
     for part, look in LOOKS.items():
         at += parts.get(part, 0.0)
@@ -101,7 +101,7 @@ def bar(parts: Mapping[str, float], width: int, *, plain: bool) -> Text:
 
 
 def legend(parts: Mapping[str, float], width: int, *, plain: bool) -> Text:
-    """Return the largest parts with their shares, as many as there is room for; what is below one percent is not."""
+    """Return the largest parts with their fractions, as many as fit. Parts that round to 0% are omitted."""
     text = Text()
     for part, share in sorted(parts.items(), key=lambda item: -item[1]):
         look, gap = LOOKS[part], "  " if text else ""
@@ -114,7 +114,7 @@ def legend(parts: Mapping[str, float], width: int, *, plain: bool) -> Text:
 
 
 def curve(points: Sequence[float | None], top: float, *, plain: bool) -> str:
-    """Return a line of columns as high as the points are, of which `top` is the highest; blank where there is none."""
+    """Return a curve of one column per point, with `top` as full height. Missing points are blank."""
     marks = _PLAIN_CURVE if plain else _CURVE
     return "".join(
         " " if point is None else marks[min(len(marks) - 1, int(point / top * len(marks)) if top > 0 else 0)]

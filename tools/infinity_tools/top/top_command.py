@@ -1,4 +1,4 @@
-"""`infinity top`: what the runs of this node do, live."""
+"""`infinity top`: live view of the runs of this node."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from infinity_tools.top.view import view
 from infinity_tools.top.view_state import State
 
 _LOOKS: Final = 4
-"""In the interval before a single answer: what steps do is known from the second one on that is seen to end."""
+"""Snapshots within the interval of a single answer. Step figures are known from the second observed step on."""
 _ANY_HEIGHT: Final = 100_000
 
 
 def top(
-    interval: Annotated[
-        float, typer.Option(min=0.1, max=3600, callback=finite, help="Seconds from one look to the next.")
-    ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look for one interval, print it as text, and end.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="The same as JSON and nothing else.")] = False,
-    run: Annotated[str, typer.Option(help="Id of the only run to show, or how it begins.")] = "",
+    interval: Annotated[float, typer.Option(min=0.1, max=3600, callback=finite, help="Seconds between updates.")] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Observe one interval, print the result as text, and exit.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Like --once, but print JSON and nothing else.")] = False,
+    run: Annotated[str, typer.Option(help="Show only runs whose id starts with this text.")] = "",
     runtime: Annotated[
-        str, typer.Option("--runtime-dir", help="The runtime folder of the runs. [default: as telemetry.runtime_dir]")
+        str, typer.Option("--runtime-dir", help="Runtime folder of the runs. [default: telemetry.runtime_dir]")
     ] = "",
     version: Version = False,
 ) -> None:
-    """Watch the runs of this node: steps, tokens, loss, where the time of a step goes, drives.
+    """Monitor the runs of this node: steps, tokens, loss, time per step and drives.
 
-    `infinity top` on the node that trains, in a second terminal; **q** ends it, **?** explains keys and figures.
-    Training is not disturbed. With infinityd it also shows what the drives can do and how worn they are; without it,
-    it reads the stats pages of the ranks itself.
+    Run it in a second terminal on the training node. Press **q** to quit and **?** for help. It does not disturb
+    training. With infinityd, the view includes the measured bandwidth and the wear of drives; without it, figures come
+    from the stats files of the ranks.
 
-    Where standard output is no terminal, it prints once and ends, as with `--once`.
+    If standard output is not a terminal, prints one update and exits, as with `--once`.
 
-    Exit status: 0; 2 where something has to be asked for differently.
+    Exit status: 0 on success, 2 if an option is invalid.
     """
     folder = runtime_dir(replace(TelemetryConfig(), runtime_dir=runtime))
     if runtime and not folder.is_dir():
-        raise ConfigError(f"--runtime-dir {runtime!r} is not a folder; name the runs' telemetry.runtime_dir")
+        raise ConfigError(f"--runtime-dir {runtime!r} is not a folder; pass the telemetry.runtime_dir of the runs")
     reader, console = Reader(folder), Console(highlight=False)
     plain_text = not console.encoding.lower().startswith("utf")
     if once or json or not _can_draw(console):
@@ -67,12 +67,12 @@ def top(
 
 
 def _can_draw(console: Console) -> bool:
-    """Whether there is a terminal at both ends that can be drawn on."""
+    """Return ``True`` if stdin and stdout are a terminal that supports full-screen output."""
     return sys.stdin.isatty() and console.is_terminal and sys.stdout.isatty() and not console.is_dumb_terminal
 
 
 def _look_once(reader: Reader, run: str, interval: float) -> State:
-    """Return what was seen in one interval. Raises `ConfigError`: the run that is asked for is not there."""
+    """Return the state after one interval. Raises `ConfigError` if no run matches `run`."""
     snapshot, minute = reader.read(), Minute()
     for _ in range(_LOOKS):
         time.sleep(interval / _LOOKS)
@@ -81,7 +81,7 @@ def _look_once(reader: Reader, run: str, interval: float) -> State:
     state = State(snapshot=snapshot, curves=curves, only=run, interval=interval, interactive=False)
     if run and not state.runs:
         known = ", ".join(one.id for one in snapshot.runs) or "none"
-        raise ConfigError(f"--run {run!r} is no run on this node, nor how one begins; runs: {known}")
+        raise ConfigError(f"--run {run!r} matches no run on this node; runs: {known}")
     return state
 
 
@@ -90,16 +90,16 @@ def _document(state: State) -> object:
 
 
 class _Watch:
-    """What is watched, and what is shown of it."""
+    """Reader and the state that is shown."""
 
     def __init__(self, reader: Reader, state: State) -> None:
         self._reader = reader
         self._minute = Minute()
         self.state = state
-        self.due = time.monotonic()  # when to look next
+        self.due = time.monotonic()  # time of the next update
 
     def look(self) -> None:
-        """Look, if it is time to."""
+        """Take a snapshot if the interval has passed."""
         now = time.monotonic()
         if now < self.due or self.state.paused:
             return
@@ -109,7 +109,7 @@ class _Watch:
 
 
 def _watch(reader: Reader, console: Console, run: str, interval: float, *, ascii: bool) -> None:
-    """Draw until somebody ends it."""
+    """Draw until the user quits."""
     watch = _Watch(reader, State(snapshot=reader.read(), only=run, interval=interval, ascii=ascii))
     with Terminal(sys.stdin.fileno()) as terminal:
         try:
@@ -123,7 +123,7 @@ def _watch(reader: Reader, console: Console, run: str, interval: float, *, ascii
 
 
 def _drawn(watch: _Watch, console: Console, terminal: Terminal) -> Iterator[str]:
-    """Draw, and yield whenever the screen was left because something else is to have the terminal."""
+    """Draw, and yield an event whenever the full screen was left because another program needs the terminal."""
     while True:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             event = _draw(watch, console, terminal, live)
@@ -133,7 +133,7 @@ def _drawn(watch: _Watch, console: Console, terminal: Terminal) -> Iterator[str]
 
 
 def _draw(watch: _Watch, console: Console, terminal: Terminal, live: Live) -> str:
-    """Draw until a key or an event says that this screen ends; return it."""
+    """Draw until a key or an event ends this screen, and return it."""
     while True:
         watch.look()
         console.size = terminal.size

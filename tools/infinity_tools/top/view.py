@@ -1,4 +1,4 @@
-"""What is on the screen: made from a state and a size alone."""
+"""Rendering of the screen, as a pure function of a state and a size."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from infinity_tools.top.view_state import SORTS, State
 
 _LEAST_HEIGHT_FOR_KEYS: Final = 8
 _MOST_NOTES: Final = 4  # lines
-_KEYS: Final = ("q quit", "? help", "j/k choose", "Enter ranks", "s sort", "r reverse", "p pause")
+_KEYS: Final = ("q quit", "? help", "j/k select", "Enter ranks", "s sort", "r reverse", "p pause")
 _PARTS: Final = {
     "compute": "forward and backward",
-    "collective": "all-gathers, reduce-scatters",
-    "copy": "weights out of pages, gradients into them",
-    "update": "clipping, the optimizer",
-    "read_stall": "waits for a page that is being read",
-    "write_stall": "waits for a page that is being written",
-    "host_cache_stall": "waits for a free cache slot of the host cache",
-    "python": "your loop between steps, bookkeeping",
+    "collective": "all-gather, reduce-scatter",
+    "copy": "weights copied from pages, gradients copied into pages",
+    "update": "gradient clipping, optimizer",
+    "read_stall": "waiting for a page to be read",
+    "write_stall": "waiting for a page to be written",
+    "host_cache_stall": "waiting for a free cache slot",
+    "python": "training loop between steps, bookkeeping",
 }
 _HELP: Final = (
     ("q", "quit"),
-    ("j k, arrows", "choose a run"),
-    ("Enter", "show or hide its ranks, and what there was no room for"),
-    ("s", f"next order: {', '.join(SORTS)}"),
-    ("r", "reverse the order"),
-    ("p", "pause; p again goes on"),
+    ("j k, arrows", "select a run"),
+    ("Enter", "show or hide its ranks and the columns that do not fit"),
+    ("s", f"next sort order: {', '.join(SORTS)}"),
+    ("r", "reverse the sort order"),
+    ("p", "pause or resume"),
     ("", ""),
-    ("bar", "where the time of a step goes, in the steps of the last ten seconds:"),
+    ("bar", "time per step by part, over the last ten seconds:"),
     *((part, text) for part, text in _PARTS.items()),
-    ("stall", "the three waits together"),
-    ("hit/late", "pages that were ready when they were asked for, and that were not"),
-    ("last checkpoint", "how long ago, and how long checkpoints take"),
-    ("idle, dead", "live, but without a step for long; gone without having ended"),
-    ("profile", "what a drive can do; infinityd and infinity probe measure it"),
-    ("-", "not known, or not yet"),
+    ("stall", "sum of the three stalls"),
+    ("hit/late", "pages that were ready when requested, and pages that were not"),
+    ("last checkpoint", "time since the last checkpoint, and mean duration"),
+    ("idle, dead", "live without a recent step; exited unexpectedly"),
+    ("profile", "bandwidth of a drive, measured by infinityd or infinity probe"),
+    ("-", "not known (yet)"),
 )
 _TERM: Final = 14  # columns
 
 
 def view(state: State, width: int, height: int) -> Text:
-    """Return at most `height` lines of at most `width` columns."""
+    """Return the screen as at most `height` lines of at most `width` columns."""
     lines = (_help(state, width) if state.help else _screen(state, width, height))[: max(1, height)]
     for one in lines:
         one.rstrip()
@@ -69,11 +69,11 @@ def _screen(state: State, width: int, height: int) -> list[Text]:
     if not state.runs:
         body = _nothing(state, width)
     else:
-        tables = [run_table(state, width, bars) for bars in BARS]  # from much to little
+        tables = [run_table(state, width, bars) for bars in BARS]  # in order of decreasing detail
         if len(tables[-1].lines) + len(drives) > room:
             drives = drives[: max(room // 3, room - len(tables[-1].lines))]
         if len(drives) == 1:
-            drives = []  # headings of nothing
+            drives = []  # only the headings fit
         left = room - len(drives)
         body = window(next((table for table in tables if len(table.lines) <= left), tables[-1]), left)
     blank = [Text()] if drives and len(body) + len(drives) < room else []
@@ -93,7 +93,7 @@ def _title(state: State, width: int) -> Text:
         f"runs: {said or 'none'}",
         *((pace,) if state.paused else ()),
         f"by {state.sort}{', reversed' if state.reverse else ''}",
-        "from stats pages" if version is None else f"from infinityd {version}",
+        "from stats files" if version is None else f"from infinityd {version}",
         *((pace,) if state.interactive and not state.paused else ()),
     )
     title = Text(_beside(parts, width))
@@ -103,7 +103,7 @@ def _title(state: State, width: int) -> Text:
 
 
 def _beside(texts: Sequence[str], width: int) -> str:
-    """Return those that fit beside each other, the first in any case."""
+    """Return the texts that fit on one line, at least the first."""
     line = texts[0]
     for text in texts[1:]:
         if len(line) + 2 + len(text) > width:
@@ -113,7 +113,7 @@ def _beside(texts: Sequence[str], width: int) -> str:
 
 
 def _notes(state: State, width: int) -> list[Text]:
-    """Return what asks for attention, and then the rest, in lines."""
+    """Return remarks as lines, urgent ones first."""
     urgent = [text for run in state.runs for text in _troubles(run)]
     return [
         Text(line, style=style)
@@ -126,7 +126,7 @@ def _notes(state: State, width: int) -> list[Text]:
 def _troubles(run: Run) -> list[str]:
     troubles = [f"rank {rank.rank} died" for rank in run.ranks if rank.status == "dead"]
     if run.errors:
-        troubles.append(f"transfers that failed: {run.errors:.0f}")
+        troubles.append(f"failed transfers: {run.errors:.0f}")
     if run.loss is not None and not math.isfinite(run.loss):
         troubles.append(f"loss is {run.loss}")
     return [f"{run.id}: {', '.join(troubles)}"] if troubles else []
@@ -136,17 +136,17 @@ def _nothing(state: State, width: int) -> list[Text]:
     folder = state.snapshot.runtime_dir
     others = ", ".join(run.id for run in state.snapshot.runs)
     if state.only and others:
-        said = [f"no run whose id begins with {state.only}; there are {others}"]
+        said = [f"no run id starts with {state.only}; runs: {others}"]
     else:
         said = [
-            f"no run trains on this node now, or it writes its stats pages to another runtime folder than {folder}",
-            "start one: infinity train --model tiny --steps 1000",
+            f"no run on this node uses the runtime folder {folder}",
+            "start one, for example: infinity train --model tiny --steps 1000",
         ]
     return [Text(line) for text in ("", *said) for line in (_wrapped(text, width) or [""])]
 
 
 def _help(state: State, width: int) -> list[Text]:
-    lines = [Text("infinity top: help  any key: back", style="bold"), Text()]
+    lines = [Text("infinity top: help  (press any key to return)", style="bold"), Text()]
     for term, text in _HELP:
         look = LOOKS.get(term)
         first = f"{look.plain if state.ascii else look.mark} {look.name}" if look else term

@@ -1,4 +1,4 @@
-"""What is on the screen, and what a key changes of it."""
+"""State of the screen, and its transitions on key presses."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ _BY: Final[Mapping[str, Callable[[Run], float | str]]] = {
     "bytes": lambda run: -((run.read_bytes_per_second or 0.0) + (run.written_bytes_per_second or 0.0)),
     "id": lambda run: run.id,
 }
-"""Sort orders: the largest first, but ids from a to z."""
+"""Sort keys: largest figure first, ids in alphabetical order."""
 SORTS: Final = tuple(_BY)
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """All that the view is made from."""
+    """State from which the view is rendered."""
 
     snapshot: Snapshot
     curves: Mapping[str, Curve] = field(default_factory=dict)
-    """Of each drive."""
+    """Throughput curve of each drive."""
     only: str = ""
-    """Begin of the ids of those runs that are shown."""
+    """Prefix of the ids of the runs to show."""
     sort: str = SORTS[0]
     reverse: bool = False
     chosen: str = ""
-    """Id of a run; one that is not there stands for the first."""
+    """Id of the selected run. The first run is selected if no run has this id."""
     expanded: frozenset[str] = frozenset()
-    """Ids of runs that are shown with their ranks."""
+    """Ids of runs whose ranks are shown."""
     paused: bool = False
     help: bool = False
-    """Whether the keys are explained instead."""
+    """Whether the help screen is shown."""
     interval: float = 1.0
-    """Seconds from look to look."""
+    """Seconds between updates."""
     interactive: bool = True
-    """Whether there are keys to press."""
+    """Whether keys can be pressed."""
     ascii: bool = False
-    """Whether a terminal has no other characters."""
+    """Whether the terminal is limited to ASCII."""
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """Those that are shown, in order: those that go on first."""
+        """Shown runs in sort order, with live runs before ended ones."""
         found = [run for run in self.snapshot.runs if run.id.startswith(self.only)]
         found.sort(key=lambda run: (_BY[self.sort](run), run.id), reverse=self.reverse)
         return tuple(sorted(found, key=lambda run: run.status not in ("live", "idle")))
 
     @property
     def chosen_run(self) -> Run | None:
-        """The one that keys are about; None where there is none."""
+        """Run that keys act on, or None."""
         return next((run for run in self.runs if run.id == self.chosen), next(iter(self.runs), None))
 
     def pressed(self, key: str) -> State:
-        """Return what is shown after a key; a key without a meaning changes nothing."""
+        """Return the state after a key press. Unknown keys change nothing."""
         if self.help:
             return replace(self, help=False)
         match key:

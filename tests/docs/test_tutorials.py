@@ -1,0 +1,48 @@
+"""The tutorials, executed as a reader would: files are saved, and commands run, in the order of the page."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_FILE = re.compile(r"`(\w+\.(?:py|toml))`:\s*\Z")  # a program follows a line such as "Save this as `train.py`:"
+
+
+@pytest.mark.parametrize("page", sorted(TUTORIALS.glob("*.md")), ids=lambda page: page.stem)
+def test_a_tutorial_runs(page: Path, tmp_path: Path) -> None:
+    """Every ``bash`` block ends with status 0; ``text`` blocks show output and are not run."""
+    text, commands = page.read_text(), 0
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "XDG_RUNTIME_DIR": str(tmp_path),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    for block in _BLOCK.finditer(text):
+        language, content = block.groups()
+        if language in ("python", "toml"):
+            name = _FILE.search(text[: block.start()])
+            assert name is not None, f"no file name before the block {content[:60]!r}"
+            (tmp_path / name[1]).write_text(content)
+        elif language == "bash":
+            commands += 1
+            done = subprocess.run(
+                ["bash", "-e", "-c", content],
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, f"{content}\n{done.stdout}\n{done.stderr}"
+        else:
+            assert language == "text", f"a block of {language} would not be tested"
+    assert commands
