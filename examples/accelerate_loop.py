@@ -1,9 +1,9 @@
-"""A script of Accelerate: `prepare` of infinity in place of the accelerator's, all else as it was.
+"""Train with Accelerate, using `prepare` from infinity in place of the accelerator's method.
 
     python examples/accelerate_loop.py /nvme0/run --checkpoint CHECKPOINT          # trains, saves its state
-    python examples/accelerate_loop.py /nvme0/run --checkpoint CHECKPOINT --resume # goes on from there
+    python examples/accelerate_loop.py /nvme0/run --checkpoint CHECKPOINT --resume # resumes from there
 
-`accelerate launch` starts it on several GPUs; give that no FSDP of its own, or FSDP2.
+For several GPUs start it with `accelerate launch`, without an FSDP configuration or with FSDP2.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def main() -> None:
     """Train 4 steps of 2 micro-batches each."""
     parser = argparse.ArgumentParser()
     parser.add_argument("nvme", help="folder on an NVMe drive")
-    parser.add_argument("--checkpoint", required=True, help="folder of Accelerate's own state")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--checkpoint", required=True, help="folder for the state of Accelerate")
+    parser.add_argument("--resume", action="store_true", help="resume from the checkpoint")
     options = parser.parse_args()
 
     accelerator = Accelerator(
@@ -37,7 +37,7 @@ def main() -> None:
     )
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIG)  # no memory yet
+        model = AutoModelForCausalLM.from_config(CONFIG)  # allocates no memory
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     loader = DataLoader(torch.randint(CONFIG.vocab_size, (16, 64)), batch_size=2)
@@ -53,7 +53,7 @@ def main() -> None:
     )
     if options.resume:
         accelerator.load_state(options.checkpoint)
-        accelerator.print(f"going on after step {optimizer.optimizer.steps}")
+        accelerator.print(f"resumed after step {optimizer.optimizer.steps}")
 
     for batch in loader:
         with accelerator.accumulate(model):
@@ -65,7 +65,7 @@ def main() -> None:
                 scheduler.step()
                 optimizer.zero_grad()
                 accelerator.print(f"step {optimizer.optimizer.steps}: loss {loss.item():.4f}")
-    accelerator.save_state(options.checkpoint)  # a checkpoint; nothing of weights or moments is copied
+    accelerator.save_state(options.checkpoint)  # writes a checkpoint without copying weights or moments
     accelerator.print(f"saved step {optimizer.optimizer.steps}")
     optimizer.optimizer.close()
 

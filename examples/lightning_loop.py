@@ -1,7 +1,9 @@
-"""A LightningModule under a strategy of infinity: all else of Lightning as it was.
+"""Train a LightningModule with the strategy of infinity.
 
-python examples/lightning_loop.py /nvme0/run --saves SAVES                          # trains, saves checkpoints
-python examples/lightning_loop.py /nvme0/run --saves SAVES --resume SAVES/last.ckpt  # goes on from one
+    python examples/lightning_loop.py /nvme0/run --saves SAVES                          # trains, saves checkpoints
+    python examples/lightning_loop.py /nvme0/run --saves SAVES --resume SAVES/last.ckpt  # resumes from one
+
+SAVES is a folder for checkpoints.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ CONFIG = LlamaConfig(
 
 
 class Llama(LightningModule):
-    """Shards itself, as for `ModelParallelStrategy`."""
+    """A module that applies `fully_shard` to itself, as for `ModelParallelStrategy`."""
 
     def configure_model(self) -> None:
-        """Make the model on the meta device: its values are made, or read, on their way to NVMe."""
+        """Build the model on the meta device. Parameters are initialized, or loaded, when they are written to NVMe."""
         if hasattr(self, "net"):
             return
         with torch.device("meta"):
@@ -45,7 +47,7 @@ class Llama(LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Return one optimizer, and a schedule."""
+        """Return an optimizer and a learning-rate schedule."""
         optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-3, fused=True)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -56,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("nvme", help="folder on an NVMe drive")
     parser.add_argument("--saves", required=True, help="folder for checkpoints")
-    parser.add_argument("--resume", help="checkpoint to go on from")
+    parser.add_argument("--resume", help="checkpoint to resume from")
     options = parser.parse_args()
 
     torch.manual_seed(0)

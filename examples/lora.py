@@ -1,8 +1,8 @@
-"""Train LoRA adapters of peft beside a frozen base that is larger than memory, and load what comes out.
+"""Train LoRA adapters on a frozen base model that is larger than memory, and load the result with peft.
 
     python examples/lora.py FOLDER [--weights FOLDER] [--out FOLDER]
 
-FOLDER is on an NVMe drive and new. Without --weights a tiny base is made and saved there first.
+FOLDER is a new folder on an NVMe drive. Without --weights, a tiny base model is created in it first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STEPS = 3
 
 
 def make_weights(folder: Path) -> None:
-    """Save a tiny base as `save_pretrained` does: what you would have downloaded."""
+    """Save a tiny base model with `save_pretrained`, in place of a download."""
     config = LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=172, num_hidden_layers=2, num_attention_heads=4
     )
@@ -31,15 +31,15 @@ def make_weights(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--weights", type=Path, help="the base: a folder that from_pretrained loads")
-    parser.add_argument("--out", type=Path, help="where the adapter goes; by default FOLDER/adapter")
+    parser.add_argument("--weights", type=Path, help="folder of the base model, as for from_pretrained")
+    parser.add_argument("--out", type=Path, help="folder for the adapter (default: FOLDER/adapter)")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     pages, out = options.folder / "pages", options.out or options.folder / "adapter"
     if (weights := options.weights) is None:
         make_weights(weights := options.folder / "base")
 
-    # In the dtype of the checkpoint the base takes 2 bytes per parameter on the drive; the adapters are fp32.
+    # The base keeps the dtype of its checkpoint, 2 bytes per parameter on the drive. The adapters are fp32.
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(weights), dtype=torch.bfloat16)
         model = get_peft_model(base, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -54,7 +54,7 @@ def main() -> None:
         model,
         torch.optim.AdamW(trained, lr=1e-3, fused=True),
         {"storage": {"paths": [str(pages)]}, "memory": {"host_bytes": "8MiB"}},
-        weights=weights,  # of the base alone: what is an adapter's begins as peft has it begin
+        weights=weights,  # for the base only; adapters are initialized as by peft
     )
     with optimizer:
         for step in range(STEPS):
@@ -64,14 +64,13 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             print(f"step {step + 1}: loss {loss.item():.4f}")
-        optimizer.save_checkpoint()  # writes what has changed: the adapters
-        model.save_pretrained(
-            out
-        )  # adapter_model.safetensors and adapter_config.json; `infinity export` writes them too
+        optimizer.save_checkpoint()  # writes only the adapters, because the base has not changed
+        # Writes adapter_model.safetensors and adapter_config.json. `infinity export` writes the same files.
+        model.save_pretrained(out)
 
-    # Anywhere, with peft alone:
+    # Load the adapter on any machine, with peft alone.
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(weights), out)
-    print(f"{out}: {sum(p.numel() for name, p in loaded.named_parameters() if 'lora' in name)} parameters of adapters")
+    print(f"{out}: {sum(p.numel() for name, p in loaded.named_parameters() if 'lora' in name)} adapter parameters")
 
 
 if __name__ == "__main__":

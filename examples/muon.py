@@ -1,9 +1,9 @@
-"""Muon for the matrices of the layers, AdamW for embedding, head and norms: two optimizers, each with its schedule.
+"""Train with two optimizers: Muon for the matrices of the layers, AdamW for embedding, head and norms.
 
     python examples/muon.py FOLDER [--steps N]
 
-FOLDER is on an NVMe drive; it is made if it is missing. With `torchrun --nproc-per-node 2` ranks share every matrix,
-and put it together for its update.
+FOLDER is on an NVMe drive, and is created if necessary. With `torchrun --nproc-per-node 2`, every matrix is sharded
+over the ranks and gathered for its update.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
-    # Two optimizers, as they are made in memory. Their schedules are made on them, and step as ever.
+    # Create both optimizers and their schedules as for training in memory.
     matrices = [param for param in model.model.layers.parameters() if param.ndim == 2]
     chosen = set(matrices)
     rest = [param for param in model.parameters() if param not in chosen]
@@ -45,7 +45,8 @@ def main() -> None:
     adamw = torch.optim.AdamW(rest, lr=3e-3, fused=True)
     schedules = [CosineAnnealingLR(muon, T_max=100), LinearLR(adamw, start_factor=0.25, total_iters=4)]
 
-    # One optimizer is returned for both: it has the param groups of all, and its step updates with each.
+    # `offload` returns one optimizer for both. It has all their parameter groups, and its step updates with each of
+    # them.
     optimizer = infinity.offload(
         model,
         [muon, adamw],

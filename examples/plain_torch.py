@@ -1,8 +1,8 @@
-"""Train a model of plain torch, without transformers, with the settings in a TOML file.
+"""Train a plain torch model without transformers, with settings from a TOML file.
 
     python examples/plain_torch.py FOLDER
 
-FOLDER is on an NVMe drive and new.
+FOLDER is a new folder on an NVMe drive.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import infinity
 
 SETTINGS = """
 [storage]
-paths = ["{folder}/pages"]  # one folder per drive; pages are spread over them
+paths = ["{folder}/pages"]  # one folder per drive; pages are striped over them
 
 [memory]
-host_bytes = "8MiB"  # the host cache: all the host memory that pages get
+host_bytes = "8MiB"  # size of the host cache, the only host memory for pages
 
 [run]
-retained_checkpoints = 2  # the newest two can be gone back to
+retained_checkpoints = 2  # keep the two newest checkpoints
 """
 
 
 class Block(nn.Module):
-    """A residual block; what one `fully_shard` call makes an FSDP module of."""
+    """A residual block, which becomes one FSDP module."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Regression(nn.Module):
 
 
 def smaller(module: nn.Module) -> None:
-    """Set values that the modules' own `reset_parameters` would set otherwise; called with each module."""
+    """Initialize a module in place of its `reset_parameters`. Called for every module."""
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=0.02)
         nn.init.zeros_(module.bias)
@@ -75,7 +75,7 @@ def main() -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    # Any optimizer that can be cut into pages; one that cannot is refused with the reason.
+    # Works with any element-wise optimizer. Others raise `UnsupportedError` with the reason.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     optimizer = infinity.offload(model, optimizer, settings, init=smaller)
     with optimizer:
@@ -88,7 +88,7 @@ def main() -> None:
             if (step + 1) % 5 == 0:
                 optimizer.save_checkpoint()
                 print(f"step {step + 1}: loss {loss:.4f}, checkpointed")
-        # One parameter's values and moments, as they are on the drive.
+        # Read one parameter and its moments from the drive.
         state = optimizer.read_state("head.weight")
         print({name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)})
 

@@ -1,8 +1,8 @@
-"""Train a model of transformers with its state on NVMe; call it again and it goes on.
+"""Train a transformers model with its state on NVMe. A second call resumes training.
 
     python examples/training_loop.py FOLDER [--steps N]
 
-FOLDER is on an NVMe drive; it is made if it is missing. Each call trains N steps more.
+FOLDER is on an NVMe drive, and is created if necessary. Each call trains N more steps.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import infinity
 
-SEQUENCES, TOKENS = 8, 64  # of a batch
-SLICES = 4  # a batch is run in slices; activations are those of two sequences
-WARM_UP = 4  # steps in which the learning rate rises
+SEQUENCES, TOKENS = 8, 64  # per batch
+SLICES = 4  # micro-batches per step, so activations of two sequences exist at a time
+WARM_UP = 4  # steps of learning-rate warmup
 CONFIG = LlamaConfig(
     vocab_size=1024, hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=4
 )
 
 
 def batch_of(step: int) -> torch.Tensor:
-    """Return the tokens of one step, which depend on the step alone, so that a run can go on; your data goes here."""
+    """Return the tokens of a step, which depend only on the step so that runs can be resumed. Replace it with your
+    data.
+    """
     first = torch.randint(CONFIG.vocab_size, (SEQUENCES, 1), generator=torch.Generator().manual_seed(step))
-    return (first + torch.arange(TOKENS)) % CONFIG.vocab_size  # a text that counts: the next token is one more
+    return (first + torch.arange(TOKENS)) % CONFIG.vocab_size  # each token is the previous one plus 1
 
 
 def main() -> None:
@@ -37,22 +39,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
 
-    # On the meta device a model takes no memory: values are made FSDP module by FSDP module, straight onto the drive.
+    # A model on the meta device takes no memory. `offload` initializes one FSDP module at a time, directly on the
+    # drive.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG)
 
-    # One FSDP module per layer, and the rest as one: what is gathered together. Weights in bf16, master weights in
-    # fp32.
+    # Every layer is an FSDP module, and the root holds the rest. Weights are bf16, master weights fp32.
     mesh = infinity.mesh()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
-    # Accumulation: each layer runs all slices before the next one starts, so weights are read as for one slice.
+    # Gradient accumulation: each layer runs all micro-batches before the next layer starts, so weights are read only
+    # once for all of them in each pass.
     infinity.micro_batches(model, SLICES)
 
-    # Optimizer and scheduler are made as ever; `offload` returns the optimizer to train with.
+    # Create optimizer and scheduler as usual. `offload` returns the optimizer to train with.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
     scheduler = LinearLR(optimizer, start_factor=0.25, total_iters=WARM_UP)
     checkpointed = options.folder.exists() and any(options.folder.iterdir())
@@ -61,27 +64,28 @@ def main() -> None:
         optimizer,
         {
             "storage": {"paths": [str(options.folder)]},
-            "memory": {"host_bytes": "8MiB"},  # the host cache: all the host memory that pages get
+            "memory": {"host_bytes": "8MiB"},  # size of the host cache, the only host memory for pages
             "run": {"resume": "latest" if checkpointed else ""},
         },
     )
 
-    # Leaving the `with` block closes the run: files, memory and the lock of the folder. It does not checkpoint.
+    # Leaving the block closes the run: its files, its memory and the lock of the folder. It does not write a
+    # checkpoint.
     with optimizer:
         if optimizer.resumed_extra:
             scheduler.load_state_dict(optimizer.resumed_extra["scheduler"])
-            print(f"going on after step {optimizer.steps}")
+            print(f"resumed after step {optimizer.steps}")
         for step in range(optimizer.steps, optimizer.steps + options.steps):
             batch = batch_of(step).to(mesh.device_type)
             loss = model(input_ids=batch, labels=batch).loss
             loss.backward()
-            norm = optimizer.clip_grad_norm_(1.0)  # exact, over all ranks
+            norm = optimizer.clip_grad_norm_(1.0)  # exact norm over all ranks
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
             moved = optimizer.records[-1].read_bytes + optimizer.records[-1].written_bytes
             print(f"step {step + 1}: loss {loss:.3f}, norm {norm:.2f}, {moved / 1e6:.1f} MB moved")
-        # Weights, moments, step counts and random state are durable after this; so is plain data of your own.
+        # The checkpoint makes weights, moments, step counts, the RNG state and `extra` durable.
         optimizer.save_checkpoint(extra={"scheduler": scheduler.state_dict()})
         print(f"checkpointed step {optimizer.steps}")
 

@@ -1,8 +1,8 @@
-"""Train on several ranks: each has its shards of all state, and its part of every batch.
+"""Train on several ranks, each with its shard of all state and its part of every batch.
 
     torchrun --nproc-per-node 2 examples/two_ranks.py FOLDER
 
-FOLDER is on an NVMe drive; all ranks of a node share it, each with files of its own.
+FOLDER is on an NVMe drive and shared by all ranks of a node, each with its own files.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.distributed.fsdp import fully_shard
 
 import infinity
 
-WIDTH, DEPTH, ROWS = 256, 4, 32  # rows of a batch, over all ranks
+WIDTH, DEPTH, ROWS = 256, 4, 32  # ROWS is the batch size over all ranks
 
 
 def main() -> None:
-    # Under torchrun the process group comes from its environment, with gloo on CPUs and NCCL on GPUs.
+    # torchrun sets the environment of the process group, which uses gloo on CPUs and NCCL on GPUs.
     mesh = infinity.mesh()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with torch.device("meta"):
@@ -31,23 +31,23 @@ def main() -> None:
     optimizer = infinity.offload(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
-        {"storage": {"paths": [sys.argv[1]]}, "memory": {"host_bytes": "8MiB"}},  # a host cache for each rank
+        {"storage": {"paths": [sys.argv[1]]}, "memory": {"host_bytes": "8MiB"}},  # host cache per rank
     )
-    # If a rank fails, leaving this block tells the others, so that none waits for it.
+    # If a rank fails, leaving this block notifies the others, so that they do not wait for it.
     with optimizer:
         for step in range(5):
-            # Every rank makes the same batch here and takes its rows; a DistributedSampler does that for real data.
+            # Every rank generates the same batch and takes its own rows. Use a DistributedSampler for real data.
             rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step)).to(mesh.device_type)
             mine = rows.chunk(ranks)[rank]
             loss = (model(mine) - mine).square().mean()
             loss.backward()  # FSDP2 averages the gradients over the ranks
-            norm = optimizer.clip_grad_norm_(1.0)  # of all ranks' gradients together: the same number everywhere
+            norm = optimizer.clip_grad_norm_(1.0)  # global norm over all ranks
             optimizer.step()
             optimizer.zero_grad()
             dist.all_reduce(loss := loss.detach())
             if rank == 0:
                 print(f"step {step + 1}: loss {loss / ranks:.4f}, norm {norm:.3f}")
-        optimizer.save_checkpoint()  # all ranks together: either all of it is published or nothing
+        optimizer.save_checkpoint()  # collective and atomic over all ranks
     if rank == 0:
         print(f"checkpointed by {ranks} ranks")
     dist.destroy_process_group()

@@ -32,7 +32,7 @@ __all__ = [
 
 use_for_tensors()
 
-# Loaded at first use: the daemon and the telemetry import this package and must not pay for torch.
+# Imported on first use: the daemon and the telemetry import this package and must not import torch.
 _DEFINED_IN = {
     "PagedOptimizer": "infinity.run.optimizer",
     "close_all": "infinity.run.open_runs",

@@ -1,4 +1,4 @@
-"""The memory budget of a rank: page size, cache slots, and the error when they do not suffice."""
+"""Memory budget of a rank: page size, number of cache slots, and the error raised if host memory does not suffice."""
 
 from __future__ import annotations
 
@@ -16,50 +16,48 @@ from infinity.schedule.trace import range_access
 from infinity.units import KIB, MIB, align_up, format_setting, format_size
 
 _LARGEST_PAGE = 8 * MIB
-"""Larger pages move no faster, so they are taken only where pages are too many."""
+"""Larger pages are not faster to transfer, so they are used only to reduce the number of pages."""
 _MOST_PAGES = 4096
-"""Pages above which larger ones are taken: the time of planning and the Python of a step go with their number."""
+"""Number of pages above which larger pages are used. Planning time and Python overhead per step grow with it."""
 _LARGEST_OF_MANY = 256 * MIB
-"""Largest page of a state of many pages. That is still a small part of an FSDP module where a state has so many."""
+"""Largest page of a state with many pages. It is still a small part of an FSDP module of such a state."""
 _MOST_PAGES_OF_DEVICE = 1024
 _LARGEST_OF_DEVICE = 64 * MIB
-"""The same where a GPU computes: it is faster, so Python for each page shows sooner, and has room for several of them
-in updates. [ACCESS_SECONDS of infinity/estimate/machine.py]"""
+"""The same limits if a GPU computes. A GPU is faster, so Python overhead per page matters earlier, and it has memory
+for several large pages in updates. [ACCESS_SECONDS of infinity/estimate/machine.py]"""
 _CACHE_SLOTS_OF_MANY = 256
-"""Cache slots that the host cache keeps where pages are made larger for their number: so few more bytes move for it."""
+"""Minimum number of cache slots when pages are enlarged, so that additional traffic stays small."""
 _SMALLEST_PAGE = 64 * KIB
 _WANTED_CACHE_SLOTS = 32
 _LEAST_FILLED = 0.8
 _ACTIVATION_PART: Final = 8
-"""The host cache over what of it is for activations, if nothing else is set: a resident page of weights saves as much.
-"""
+"""Default ratio of the host cache to the part for activations. A resident page of weights saves as much traffic."""
 TOGETHER: Final = 4
-"""Ranges that are updated in one call of the optimizer at most, to share what a call costs beside the arithmetic.
+"""Maximum number of ranges that are updated in one call of the optimizer, to share the fixed cost of a call.
 
-What has to be decoded takes several calls for each range, so there is nothing to share.
+Encoded formats take several calls for each range, so they do not benefit.
 """
 BATCHES: Final = 2
-"""Such calls whose pages are on a device that updates at once: one is computed, the pages of the other are copied."""
+"""Number of such calls whose pages are on a device at the same time: one is computed while the other is copied."""
 FETCHED: Final = 6
-"""Ranges whose gradients have room in host memory beside the host cache, where a device computes: those of one call of
-the
-optimizer, and two that come in meanwhile."""
+"""Ranges whose gradients fit in host memory in addition to the host cache if a device computes: the ranges of one call
+of the optimizer, and two that arrive meanwhile."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How a rank's host memory is used."""
+    """Use of a rank's host memory."""
 
     layout: Layout
-    """The pages of this rank."""
+    """Page layout of this rank."""
     cache_slots: int
-    """How many of the largest page the host cache has room for."""
+    """Number of cache slots, each of the size of the largest page."""
     activation_cache_slots: int = 0
-    """Further cache slots, for activations."""
+    """Number of additional cache slots for activations."""
 
     @property
     def host_bytes(self) -> int:
-        """Size of the host cache."""
+        """Size of the host cache, in bytes."""
         return (self.cache_slots + self.activation_cache_slots) * self.layout.page_bytes
 
 
@@ -72,18 +70,22 @@ def choose_budget(
     device: bool = False,
     activations: ActivationsConfig | None = None,
 ) -> Budget:
-    """Return page size and number of cache slots for at most `host_bytes`.
+    """Choose the page size and the number of cache slots for at most `host_bytes` of host memory.
 
     Args:
-        activations: the settings for these, which may get a part of the memory.
-        device: whether another device than the CPU computes; gradients on their way from it take a part of the memory.
-        page_bytes: largest page; 0 takes the largest of 8 MiB, 4 MiB, … 64 KiB with which the host cache has enough
-            cache slots and the pages fill them well, or more than 8 MiB where a state has very many pages, sooner with
-            a
-            device, or where the optimizer updates whole rows that need it, such as the matrices of a stack.
+        fsdp_modules: FSDP modules of the model, with the shards of this rank.
+        formats: state formats by segment key.
+        host_bytes: host memory available to this rank.
+        page_bytes: largest page. 0 chooses the largest size from 8 MiB, 4 MiB, … 64 KiB with which the host cache has
+            enough cache slots and pages are well filled. Larger pages are chosen for a state with very many pages (on a
+            device, with fewer), or if the optimizer updates complete rows that need them, such as the matrices of a
+            stack.
+        device: whether a device other than the CPU computes. Gradients in transit from the device take a part of the
+            memory.
+        activations: settings of activations, which may take a part of the memory.
 
     Raises:
-        BudgetError: the host cache is too small; the need and the setting to change are in the message.
+        BudgetError: if the host cache is too small. The message contains the required size and the setting to change.
     """
     if page_bytes:
         layout = build_layout(fsdp_modules, formats, page_bytes)
@@ -93,7 +95,7 @@ def choose_budget(
         while page_bytes > _SMALLEST_PAGE and not _good(layout, host_bytes):
             try:
                 layout = build_layout(fsdp_modules, formats, page_bytes // 2)
-            except BudgetError:  # there are rows that smaller pages have no room for
+            except BudgetError:  # some rows do not fit in smaller pages
                 break
             page_bytes //= 2
         if page_bytes == _LARGEST_PAGE:
@@ -110,10 +112,10 @@ def choose_budget(
 
 
 def activation_cache_slots(settings: ActivationsConfig, host_bytes: int, page_bytes: int) -> int:
-    """Return how many cache slots of a host cache are for activations.
+    """Return the number of cache slots for activations.
 
     Raises:
-        BudgetError: they are too few.
+        BudgetError: if `activations.host_bytes` is set to fewer than the minimum.
     """
     if settings.tier == "device":
         return 0
@@ -121,18 +123,18 @@ def activation_cache_slots(settings: ActivationsConfig, host_bytes: int, page_by
     cache_slots = wanted // page_bytes
     if settings.host_bytes and cache_slots < LEAST_CACHE_SLOTS:
         raise BudgetError(
-            f"activations.host_bytes = {format_size(wanted)} has room for {cache_slots} pages of {format_size(page_bytes)}, "
-            f"the least is {LEAST_CACHE_SLOTS}; set it to "
-            f"{format_setting(LEAST_CACHE_SLOTS * page_bytes)} or more, or memory.page_bytes lower"
+            f"activations.host_bytes = {format_size(wanted)} is too small: {cache_slots} pages of "
+            f"{format_size(page_bytes)} fit, at least {LEAST_CACHE_SLOTS} are required; set it to "
+            f"{format_setting(LEAST_CACHE_SLOTS * page_bytes)} or more, or reduce memory.page_bytes"
         )
     return max(cache_slots, LEAST_CACHE_SLOTS)
 
 
 def _with_room_for_rows(fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[str, StateFormat]) -> Layout:
-    """Return a layout of the largest pages, or of larger ones where rows that no page may cut need them.
+    """Return a layout with the default page size, or with larger pages if an indivisible row requires them.
 
     Raises:
-        BudgetError: a row does not fit any page.
+        BudgetError: if a row does not fit in any page.
     """
     page_bytes = _LARGEST_PAGE
     while True:
@@ -145,7 +147,7 @@ def _with_room_for_rows(fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[st
 
 
 def _with_fewer_pages(layout: Layout, host_bytes: int, *, device: bool) -> Layout:
-    """Return a layout whose pages are doubled until they are no longer too many, as far as the host cache allows."""
+    """Return a layout with doubled page sizes until there are few enough pages or the host cache is too small."""
     formats = {shard.spec.segment_key: layout.segments[shard.segment].format for shard in layout.shards}
     most, largest = (_MOST_PAGES_OF_DEVICE, _LARGEST_OF_DEVICE) if device else (_MOST_PAGES, _LARGEST_OF_MANY)
     while len(layout.pages) > most and layout.page_bytes < largest:
@@ -165,7 +167,7 @@ def _good(layout: Layout, host_bytes: int) -> bool:
 
 
 def range_gradient_bytes(layout: Layout) -> int:
-    """Return the bytes of the gradients of the longest range; they have the dtype that is trained."""
+    """Return the bytes of the gradients of the longest range. They have the dtype that is trained."""
     longest = max(
         (
             item.count * ITEMSIZE[segment.format.dtypes[MASTER]]
@@ -179,10 +181,10 @@ def range_gradient_bytes(layout: Layout) -> int:
 
 
 def whole_bytes(layout: Layout) -> int:
-    """Return the bytes of the largest parameter that is updated whole, beside its pages; 0 where none is.
+    """Return the bytes needed in addition to pages to update the largest full parameter, or 0 without full parameters.
 
-    That is its master, gradient and states, put together, and about as much again for what an optimizer makes of them,
-    as Muon does; and this rank's slice of one of them, on its way to the others.
+    They consist of its assembled master weights, gradient and states, about as much again for temporaries of the
+    optimizer (as in Muon), and this rank's slice of one of these tensors on its way to other ranks.
     """
     return align_up(max((_whole_bytes(layout, shard) for shard in _whole_shards(layout)), default=0), PAGE_ALIGNMENT)
 
@@ -198,12 +200,15 @@ def _whole_bytes(layout: Layout, shard: int) -> int:
 
 
 def device_update_bytes(layout: Layout) -> int:
-    """Return how much of a device updates take at most: pages of `BATCHES`, and what the optimizer makes beside one."""
+    """Return the maximum memory that updates take on a device.
+
+    It consists of the pages of `BATCHES` calls, and temporaries of the optimizer for one call.
+    """
     return (BATCHES + 1) * TOGETHER * widest_access(layout) * layout.page_bytes
 
 
 def widest_access(layout: Layout) -> int:
-    """Return the largest number of pages that are needed at the same moment."""
+    """Return the largest number of pages that are needed at the same time."""
     return max(
         (
             len(range_access(segment, position, components=len(segment.grad_pages)))
@@ -219,29 +224,27 @@ def _explain(layout: Layout, host_bytes: int, least: int, beside: int, settings:
     page_bytes = layout.page_bytes
     least = min(least, len(layout.pages))
     need, activations = least * page_bytes + beside, 0
-    # The part for activations may grow with the host cache, though by less.
+    # The part for activations may grow with the host cache, but more slowly, so this converges.
     while (
         settings
         and (more := activation_cache_slots(settings, need + activations, page_bytes) * page_bytes) > activations
     ):
         activations = more
     need += activations
-    lower = "" if layout.page_bytes <= _SMALLEST_PAGE else ", or memory.page_bytes lower"
+    lower = "" if layout.page_bytes <= _SMALLEST_PAGE else ", or reduce memory.page_bytes"
     whole = whole_bytes(layout)
     gradients = beside - whole
-    others = f", and {format_size(gradients)} for gradients that come from the device" if gradients else ""
-    others += f", and {format_size(activations)} for activations" if activations else ""
+    others = f", plus {format_size(gradients)} for gradients from the device" if gradients else ""
+    others += f", plus {format_size(activations)} for activations" if activations else ""
     if whole:
         largest = max(_whole_shards(layout), key=lambda shard: _whole_bytes(layout, shard))
-        others += (
-            f", and {format_size(whole)} to update {layout.shards[largest].spec.name} whole, as the optimizer needs it"
-        )
+        others += f", plus {format_size(whole)} to update {layout.shards[largest].spec.name} as a full parameter"
     weights, update, stored = (format_size(layout.bytes_of(role)) for role in (Role.PARAM, Role.UPDATE, Role.GRAD))
     return (
-        f"the host cache is too small for this model: it has {format_size(host_bytes)}, the least is "
+        f"the host cache is too small for this model: it has {format_size(host_bytes)} and needs at least "
         f"{format_size(need)} ({least} pages of {format_size(layout.page_bytes)}{others}); set "
         "memory.host_bytes to "
         f"{format_setting(need)} or more{lower}\n"
-        f"  what is paged: {weights} of weights in the compute dtype, {update} of master weights and moments, "
+        f"  paged tensors: {weights} of weights in the compute dtype, {update} of master weights and moments, "
         f"{stored} of gradients"
     )

@@ -1,4 +1,4 @@
-"""The end of what holds resources: everything is released, and the first thing that went wrong is what is said."""
+"""Release of resources: run all release steps, and report the first error."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ _log = logging.getLogger("infinity")
 
 
 def end_all(*steps: Callable[[], object], cause: BaseException | None = None) -> None:
-    """Call everything, one after the other, also where one before it fails.
+    """Call all steps in order, even if an earlier one fails.
 
     Args:
-        cause: why it ends. It is what counts then: what fails here is logged and not raised.
+        steps: functions to call.
+        cause: exception that is being handled, if any. It takes precedence, so errors of the steps are logged instead
+            of raised.
 
     Raises:
-        BaseException: the first that was raised, if there is no `cause`; later ones are logged. Ctrl-C while one step
-            waits is raised after the last, also where there is a `cause`.
+        BaseException: the first error of a step if `cause` is None; later errors are logged. An interrupt such as
+            `KeyboardInterrupt` is raised after the last step even if there is a `cause`.
     """
     first, interrupt = cause, None
     for step in steps:
@@ -28,7 +30,7 @@ def end_all(*steps: Callable[[], object], cause: BaseException | None = None) ->
             if first is None:
                 first = error
             else:
-                _log.error("at the end: %s: %s", type(error).__name__, error)
+                _log.error("error during cleanup: %s: %s", type(error).__name__, error)
     if interrupt is not None:
         raise interrupt
     if first is not None and cause is None:
@@ -36,20 +38,20 @@ def end_all(*steps: Callable[[], object], cause: BaseException | None = None) ->
 
 
 class Undo:
-    """What was opened and is to be released: the latest first, everything, whatever fails on the way."""
+    """Stack of release steps for open resources, released in reverse order of opening."""
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], object]] = []  # the oldest first
 
     def push(self, step: Callable[[], object]) -> None:
-        """Note what releases the thing that was opened last."""
+        """Add the release step of the resource that was opened last."""
         self._steps.append(step)
 
     def push_under(self, step: Callable[[], object]) -> None:
-        """Note what releases a thing that all that is open now may use until its own end."""
+        """Add a release step that runs after all steps added so far, for a resource that they may use."""
         self._steps.insert(0, step)
 
     def take(self) -> tuple[Callable[[], object], ...]:
-        """Return all steps in the order in which they are to be called (`end_all`); none are left."""
+        """Return all steps in the order in which to call them (see `end_all`), and clear the stack."""
         steps, self._steps = tuple(reversed(self._steps)), []
         return steps

@@ -1,6 +1,7 @@
-"""What the console scripts share: `--version`, and errors as a person gets them. Only they import it: it needs typer.
+"""Shared parts of the console scripts: `--version`, help layout, and user-facing errors. It requires typer.
 
-A mistake is one line on stderr and exit status 2, with no traceback. Of several ranks one says it.
+A usage error prints one line to stderr, without a traceback, and exits with status 2. If several ranks fail for the
+same reason, one of them prints it.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _BEFORE_WORK = (ConfigError, BudgetError, UnsupportedError, FolderBusyError, CheckpointError, MissingPackageError)
-_PATIENCE = timedelta(seconds=3)  # for another rank that says it; nothing but a message waits for it
+_PATIENCE = timedelta(seconds=3)  # for another rank to print the message; only a duplicate message waits this long
 _SAID = "said"
-_NAMES = 26  # columns of help in which names of options stand
+_NAMES = 26  # width of the column of option names in help
 
 
 def _show_version(context: typer.Context, asked: bool) -> None:
@@ -52,26 +53,26 @@ def _show_version(context: typer.Context, asked: bool) -> None:
 Version = Annotated[
     bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
 ]
-"""The option `--version` of a command, which the command itself does not look at."""
+"""Option `--version` of a command. The command itself ignores its value."""
 
 HELP = {"help_option_names": ["-h", "--help"]}
-"""The `context_settings` of every command."""
+"""`context_settings` of every command."""
 
 
 class Command(TyperCommand):
-    """A command whose mistakes are one line, and whose help cuts no word."""
+    """A command that prints errors on one line and does not truncate option names in its help."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
         _write_help(self, ctx, formatter)
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
-        """Run it; ends the process unless `standalone_mode` is off."""
+        """Run the command. Exits the process unless `standalone_mode` is off."""
         return _main(super().main, args, *rest, standalone=standalone_mode, **extra)
 
 
 class Commands(TyperGroup):
-    """The same for a command that has others below it."""
+    """A command group with the same error and help handling as `Command`."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
@@ -81,17 +82,17 @@ class Commands(TyperGroup):
                 _write_definition(formatter, name, (command.help or "").partition("\n\n")[0])
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
-        """Run it and what is below it; ends the process unless `standalone_mode` is off."""
+        """Run the selected command. Exits the process unless `standalone_mode` is off."""
         return _main(super().main, args, *rest, standalone=standalone_mode, **extra)
 
 
 def _write_help(command: Any, context: Any, formatter: Any) -> None:
-    """Write usage, description and options; typer's own tables cut names of options on a terminal of 80 columns.
+    """Write usage, description and options. typer's own tables truncate option names on an 80-column terminal.
 
     Args:
-        command: whose help it is.
-        context: it is asked for in.
-        formatter: click's.
+        command: command to describe.
+        context: context of the command.
+        formatter: click's formatter.
     """
     command.format_usage(context, formatter)
     for paragraph in (command.help or "").split("\n\n"):
@@ -108,7 +109,7 @@ def _write_help(command: Any, context: Any, formatter: Any) -> None:
 
 
 def _write_definition(formatter: Any, name: str, text: str) -> None:
-    """Write a name and what it is; a long name has a line of its own."""
+    """Write a name and its description. A long name gets its own line."""
     before, indent = " " * formatter.current_indent, " " * _NAMES
     lines = _wrapped(text, formatter.width, indent)
     if len(before + name) > len(indent) - 2:
@@ -118,7 +119,7 @@ def _write_definition(formatter: Any, name: str, text: str) -> None:
 
 
 def _wrapped(text: str, width: int, indent: str) -> str:
-    """Return a text in lines that are broken at spaces alone: an option is not broken at its hyphens."""
+    """Wrap text at spaces only, so that options are not broken at their hyphens."""
     return textwrap.fill(
         " ".join(text.split()), width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False,
         break_long_words=False,
@@ -126,7 +127,7 @@ def _wrapped(text: str, width: int, indent: str) -> str:
 
 
 def _main(run: Callable[..., Any], args: Sequence[str] | None, *rest: Any, standalone: bool, **extra: Any) -> Any:
-    """Run a command, and end the process with its status where it is not part of another program."""
+    """Run a command, and exit the process with its status if `standalone` is set."""
     if not standalone:
         return run(args, *rest, standalone_mode=False, **extra)
     words = sys.argv[1:] if args is None else args
@@ -137,9 +138,9 @@ def _main(run: Callable[..., Any], args: Sequence[str] | None, *rest: Any, stand
     except typer.Exit as ending:
         status = ending.exit_code
     except typer.Abort:
-        typer.echo("nothing is changed", err=True)
+        typer.echo("aborted, no changes made", err=True)
         status = 1
-    except Exception as error:  # click's ClickException, of which newer versions of typer have their own copy
+    except Exception as error:  # click's ClickException, which newer versions of typer vendor
         if not hasattr(error, "format_message"):
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
@@ -151,17 +152,17 @@ def _main(run: Callable[..., Any], args: Sequence[str] | None, *rest: Any, stand
 
 
 def _refuse_empty(words: Sequence[str]) -> None:
-    """Refuse an empty word: it is a variable of a shell that is not set, and a path it would be that of this folder."""
+    """Reject an empty argument: it is usually an unset variable, and an empty path would be the current folder."""
     for before, word in zip(["", *words], words, strict=False):
         name, equals, value = word.partition("=")
         named = name.startswith("--") and equals
         if not (value if named else word).strip():
-            where = (name if named else before) or "the first word"
-            raise ConfigError(f"{where} has nothing after it but an empty text; give it a value or leave it out")
+            where = (name if named else before) or "the command"
+            raise ConfigError(f"empty value after {where}. Pass a value or omit it.")
 
 
 def _usage(error: Any, args: Sequence[str]) -> str:
-    """Return what is wrong with the words of a command line, in one line: the option, what was typed, the reason."""
+    """Return a usage error in one line: the option, the given value and the reason."""
     if isinstance(error, typer.BadParameter) and error.param is not None and error.message:
         typed = " ".join(map(repr, _typed(error.param.opts, args)))
         message = f"{max(error.param.opts, key=len)} {typed or 'value'}: {error.message}"
@@ -173,13 +174,13 @@ def _usage(error: Any, args: Sequence[str]) -> str:
 
 
 def _typed(names: Sequence[str], args: Sequence[str]) -> list[str]:
-    """Return what a command line gives an option, as often as it names it; nothing for an argument without a name."""
+    """Return all values that a command line passes to an option. Positional arguments have none."""
     given = [value for word, value in pairwise(args) if word in names]
     return given + [word.partition("=")[2] for word in args if word.partition("=")[0] in names and "=" in word]
 
 
 def setting(name: str) -> Callable[[Any], Any]:
-    """Return a callback for an option that is a setting: what the setting refuses, the option refuses."""
+    """Return a callback that validates an option like the setting of that name."""
 
     def check(value: Any) -> Any:
         if value is not None:
@@ -193,7 +194,7 @@ def setting(name: str) -> Callable[[Any], Any]:
 
 
 def at_most(limit: float) -> Callable[[Any], Any]:
-    """Return a callback that refuses what is above a limit so large that help need not show it, nan and infinity."""
+    """Return a callback that rejects NaN, infinity and values above a limit that is too large to show in help."""
 
     def check(value: Any) -> Any:
         if value is not None and value > limit:
@@ -204,7 +205,11 @@ def at_most(limit: float) -> Callable[[Any], Any]:
 
 
 def finite(value: float | None) -> float | None:
-    """Return a value, but refuse what no bound refuses: nan and infinity. Raises `typer.BadParameter`."""
+    """Return a value unchanged.
+
+    Raises:
+        typer.BadParameter: if the value is NaN or infinite, which range checks do not reject.
+    """
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")
     return value
@@ -212,9 +217,12 @@ def finite(value: float | None) -> float | None:
 
 @contextmanager
 def failures(*, debug: bool = False) -> Iterator[None]:
-    """Turn what is raised on purpose into a message on stderr and an exit status.
+    """Turn errors that are raised on purpose into a message on stderr and an exit status.
 
-    The status is 2 where something has to be asked for differently, else 1.
+    The status is 2 if the request must be changed, else 1.
+
+    Args:
+        debug: also print the traceback.
 
     Raises:
         typer.Exit: with that status.
@@ -230,12 +238,19 @@ def failures(*, debug: bool = False) -> Iterator[None]:
     except RuntimeError as error:
         if debug or not is_lost_connection(error):
             raise
-        complain("the connection to another rank was lost; its own message says why", consequence=True)
+        complain(
+            "the connection to another rank was lost; see the message of that rank for the reason", consequence=True
+        )
         raise typer.Exit(1) from error
 
 
 def complain(message: str, *, consequence: bool = False) -> None:
-    """Print an error on stderr, unless another rank prints the same, or what this is only the consequence of."""
+    """Print an error to stderr, unless another rank prints the same error or the error that caused it.
+
+    Args:
+        message: the error.
+        consequence: whether it is a consequence of another rank's error.
+    """
     store = _store_of_ranks()
     if store is not None and _is_said_elsewhere(store, message, consequence):
         return
@@ -247,7 +262,7 @@ def complain(message: str, *, consequence: bool = False) -> None:
 
 
 def _store_of_ranks() -> Store | None:
-    """Return the store that torchrun's agent keeps for the ranks, if there is one."""
+    """Return the store that torchrun's agent provides to the ranks, or None."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     try:
@@ -264,7 +279,7 @@ def _is_said_elsewhere(store: Store, message: str, consequence: bool) -> bool:
     try:
         if not consequence and store.add(hashlib.sha256(message.encode(errors="replace")).hexdigest(), 1) == 1:
             return False
-        store.wait([_SAID], _PATIENCE)  # before this one ends: torchrun ends the others as soon as one has
+        store.wait([_SAID], _PATIENCE)  # do not exit earlier, because torchrun then terminates the other ranks
         return True
-    except RuntimeError:  # nobody has said anything in time, or the store is gone
+    except RuntimeError:  # no rank has printed a message in time, or the store is gone
         return False

@@ -1,6 +1,6 @@
 """Settings of a run: a frozen tree of dataclasses that is read from TOML, with all sizes in bytes.
 
-Every field carries its documentation. `make docs` generates `docs/settings.md` from this module.
+Every field carries its documentation. `make docs` generates `docs/reference/settings.md` from this module.
 """
 
 from __future__ import annotations
@@ -80,12 +80,9 @@ class StorageConfig:
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
     """Memory that caches pages. `host_bytes` bounds the pinned host cache. `device_bytes` bounds a part of GPU memory,
-    which
-    holds the weights of the next FSDP module ahead of its all-gather. The rest of it keeps complete GPU-resident FSDP
-    modules
-    (with their state if updates run on the GPU), and weights of other FSDP modules from one all-gather of a step to the
-    next.
-    """
+    which holds the weights of the next FSDP module ahead of its all-gather. The rest of it keeps complete GPU-resident
+    FSDP modules (with their state if updates run on the GPU), and weights of other FSDP modules from one all-gather of
+    a step to the next."""
 
     host_bytes: int = setting(
         0,
@@ -120,16 +117,14 @@ class StateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateConfig:
-    """Time and device of the optimizer update; all combinations give bitwise equal results. `in_backward` updates an
-    FSDP
-    module as soon as its gradients are reduced, `in_forward` when the next forward gathers it, and `after_backward` in
-    `step()`. `auto` chooses `after_backward` if ranks exchange full parameters for the update.
-    """
+    """Time and device of the optimizer update; all combinations give bitwise equal results. With `in_backward`, an FSDP
+    module is updated as soon as its gradients are reduced, with `in_forward` when the next forward gathers it, and with
+    `after_backward` in `step()`. `auto` chooses `after_backward` if ranks exchange full parameters for the update."""
 
     schedule: Literal["auto", "in_backward", "in_forward", "after_backward"] = setting(
         "auto",
-        "When updates run: once gradients are reduced, in the next forward, or in `step()`. `auto`: `in_backward` "
-        "without clipping and with one backward per step, else `in_forward`; see the schedules above.",
+        "Time of updates: once gradients are reduced, in the next forward, or in `step()`. `auto`: `in_backward` if "
+        "the first step has no clipping and a single backward, else `in_forward`.",
     )
     cores: int = setting(
         -1,
@@ -179,8 +174,7 @@ class ActivationsConfig:
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Seed, resuming and retention of checkpoints. If the number of ranks, the page size or the paths differ from the
-    checkpoint, a new run starts from it; this requires that all files of the old run are accessible.
-    """
+    checkpoint, a new run starts from it; this requires that all files of the old run are accessible."""
 
     seed: int = setting(0, "Random seed for the initialization of models on the meta device.")
     resume: str = setting(
@@ -256,8 +250,7 @@ _SETTINGS = Settings(Config)
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Return a copy in which all paths are absolute, so that they stay valid if the program changes its working
-    directory."""
+    """Return a copy with absolute paths, which stay valid if the program changes its working directory."""
     storage, telemetry = config.storage, config.telemetry
     named = {name: getattr(telemetry, name) for name in ("runtime_dir", "timeline")}
     absolute = {name: os.path.abspath(path) for name, path in named.items() if path}
@@ -269,7 +262,7 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def runtime_dir(config: TelemetryConfig) -> Path:
-    """Return the folder of the stats files. The caller creates and checks it (`access.own_folder`)."""
+    """Return the folder of the stats files. The caller creates and checks it (`untrusted_files.own_folder`)."""
     if config.runtime_dir:
         return Path(config.runtime_dir)
     session = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
@@ -295,8 +288,7 @@ def load_config(source: Config | Mapping[str, Any] | str | os.PathLike[str] | No
 
     Raises:
         ConfigError: if a key is unknown (the message names the nearest known key), a value has the wrong type or is out
-            of
-    range, or the file is missing or is not valid TOML.
+            of range, or the file is missing or is not valid TOML.
     """
     return _SETTINGS.load(source)
 
@@ -354,7 +346,7 @@ def check_config(config: Config) -> None:
 
 
 def settings_markdown() -> str:
-    """Return the content of docs/settings.md."""
+    """Return the content of docs/reference/settings.md."""
     return _SETTINGS.markdown("Settings", "python -m infinity.config")
 
 

@@ -64,8 +64,7 @@ class Settings(Generic[T]):
 
         Raises:
             ConfigError: if a key is unknown (the message names the nearest known key), a value has the wrong type or is
-                out of
-        range, or the file is missing or is not valid TOML.
+                out of range, or the file is missing or is not valid TOML.
         """
         if source is None:
             return self._kind()
@@ -122,7 +121,7 @@ class Settings(Generic[T]):
         return replace(base, **sections)  # type: ignore[type-var]
 
     def _nearest(self, key: str, value: Any, prefix: str) -> str:
-        """Return the most similar section or setting, or an empty string. The same key in another section is preferred."""
+        """Return the most similar section or setting, or an empty string. An equal key in another section wins."""
         rules = self._rules
         if not prefix and isinstance(value, Mapping):
             return "".join(difflib.get_close_matches(key, rules, n=1, cutoff=0.4))
@@ -165,7 +164,7 @@ def _word(value: Any) -> str:
     if not isinstance(value, str):
         raise Mismatch(value, "must be a string")
     if "\0" in value:
-        raise Mismatch(value, "contains a null byte, which is not allowed in a path")
+        raise Mismatch(value, "contains a zero byte, which is not allowed in a path")
     return value
 
 

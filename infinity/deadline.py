@@ -1,4 +1,4 @@
-"""Waiting with a time limit, by a process that may be stopped meanwhile."""
+"""Waiting with a time limit, in a process that may be stopped meanwhile."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from threading import Condition
 from typing import Final
 
 _LONGEST: Final = 1.0
-"""Seconds that are waited at once."""
+"""Maximum duration of a single wait, in seconds."""
 
 
 def wait_a_while(condition: Condition, seconds: float) -> float:
-    """Wait on a condition for at most `seconds`, and a second; return the seconds that do not count as waiting.
+    """Wait on a condition for at most `seconds` and at most one second.
 
-    The clock goes on while a process is stopped (Ctrl-Z, a job that is suspended, a container that is paused), and what
-    it waits for cannot be told to it then: such a time is no reason to give up.
+    The clock keeps running while a process is stopped (Ctrl-Z, a suspended job, a paused container), and notifications
+    cannot arrive during that time. Such time must not count towards a time limit.
+
+    Returns:
+        Excess of the elapsed time over the requested time, in seconds, which does not count as waiting.
     """
     wanted, began = min(seconds, _LONGEST), time.perf_counter()
     condition.wait(wanted)

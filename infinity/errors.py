@@ -1,7 +1,7 @@
-"""Every error that `infinity` raises on purpose.
+"""Errors that `infinity` raises on purpose.
 
-Each message names the offending value and what to change. `ValueError`-like mistakes derive from
-`ConfigError`; nothing here is ever raised through `assert`.
+Each message names the offending value and the fix. `ValueError`-like mistakes derive from `ConfigError`. No error is
+raised through `assert`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import os
 
 
 class InfinityError(RuntimeError):
-    """Base of all errors raised by this package."""
+    """Base class of all errors that this package raises."""
 
     told_elsewhere = False
-    """Whether this repeats what another rank says itself."""
+    """``True`` if another rank reports the same error."""
 
 
 class ConfigError(InfinityError, ValueError):
-    """A setting is unknown, malformed or contradicts another one."""
+    """A setting is unknown, malformed or contradicts another setting."""
 
 
 class BudgetError(InfinityError):
@@ -26,15 +26,18 @@ class BudgetError(InfinityError):
 
 
 class UnsupportedError(InfinityError):
-    """A model or an optimizer that cannot be paged; the message gives the reason."""
+    """A model, optimizer or call that paging does not support. The message contains the reason."""
 
 
 class MissingPackageError(InfinityError):
-    """A package that only a part of `infinity` needs is not installed; the message names the extra that brings it."""
+    """A package that an optional part of `infinity` needs is not installed.
+
+    The message names the extra that contains it.
+    """
 
 
 class FolderBusyError(InfinityError):
-    """Another live run owns the folder; the message says which."""
+    """Another live run owns the folder. The message names the run."""
 
 
 class CheckpointError(InfinityError):
@@ -42,10 +45,7 @@ class CheckpointError(InfinityError):
 
 
 class StorageError(InfinityError):
-    """A transfer failed.
-
-    Carries everything needed to find the place: operation, path, offset, length and errno.
-    """
+    """A transfer failed. The message contains operation, path, offset, length and errno."""
 
     def __init__(self, op: str, path: str, offset: int, length: int, errno: int | None, detail: str = "") -> None:
         self.op, self.path, self.offset, self.length, self.errno = op, path, offset, length, errno
@@ -56,7 +56,7 @@ class StorageError(InfinityError):
 
 
 class CorruptPageError(StorageError):
-    """A page's content does not match its checksum."""
+    """The content of a page does not match its checksum."""
 
     def __init__(self, page: str, path: str, offset: int, length: int, expected: int, found: int) -> None:
         super().__init__(
@@ -73,11 +73,11 @@ class CorruptPageError(StorageError):
 
 
 class StallError(InfinityError):
-    """A transfer or a cache slot was waited for longer than the time limit."""
+    """A transfer or a cache slot was not available within the time limit."""
 
 
 class LostRankError(InfinityError):
-    """Another rank failed or has ended; the message says which and why, as far as it is known."""
+    """Another rank failed or exited. The message names the rank and, if known, the reason."""
 
     told_elsewhere = True
 
@@ -86,5 +86,5 @@ _LOST_CONNECTION = ("gloo", "NCCL", "TCPStore", "Connection closed by peer", "Co
 
 
 def is_lost_connection(error: BaseException | None) -> bool:
-    """Whether a collective failed since another rank has ended. torch says so in words only."""
+    """Return whether a collective failed because another rank exited. torch reports it in the message only."""
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_CONNECTION)

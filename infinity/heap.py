@@ -1,12 +1,10 @@
-"""What the C library keeps of freed memory: what the largest FSDP module needs, and no more however many FSDP modules
-there are.
+"""Bound on the freed memory that the C library keeps: as much as the largest FSDP module needs.
 
-FSDP2 allocates and frees the weights and gradients of every FSDP module in every pass. glibc by itself does one of two
-things,
-both bad: it gives large blocks back to the kernel, which then clears their pages anew for every FSDP module (a third of
-a
-step, `make bench-step`), or it keeps them in a heap that creeps, because a freed aligned block is not found again for a
-request of the same size: peak memory grows with the number of layers (by 1 to 6 bytes per parameter, measured).
+FSDP2 allocates and frees the weights and gradients of every FSDP module in every pass. By default, glibc handles this
+in one of two ways, and both are bad. It may return large blocks to the kernel, which then clears their pages again for
+every module (a third of a step, `make bench-step`). Or it may keep them in a heap that grows, because a freed aligned
+block is not found again for a request of the same size. Peak memory then grows with the number of layers (measured: 1
+to 6 bytes per parameter). With the bound, memory does not depend on the number of layers.
 """
 
 from __future__ import annotations
@@ -22,79 +20,79 @@ from functools import cache
 from infinity.units import MIB
 
 CREEP_BYTES = 64 * MIB
-"""How much more than FSDP modules need may be kept, before all that is free is given back."""
+"""Bytes that may be kept beyond the need of the FSDP modules before all free memory is returned."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _NEVER = (1 << 31) - 1
 _USUAL = {_M_MMAP_MAX: 65536, _M_MMAP_THRESHOLD: 32 * MIB, _M_TRIM_THRESHOLD: 64 * MIB}
-"""What glibc has by itself in a process that has freed large blocks; once told anything, it adapts nothing any more."""
+"""Values that glibc uses by itself in a process that has freed large blocks. After any `mallopt` call, it no longer
+adapts them."""
 _bounded: weakref.WeakSet[FreedMemory] = weakref.WeakSet()
-"""Of all runs of this process that have not ended."""
+"""Bounds of all open runs of this process."""
 
 
 @dataclass(slots=True)
 class _Need:
-    """What an FSDP module needs; changed where it has begun with nothing kept."""
+    """Memory need of an FSDP module, measured when the module starts with no freed memory kept."""
 
     base: int = 0
-    """Resident bytes of the process when it began."""
+    """Resident bytes of the process when the module started."""
     grown: int = 0
-    """Bytes by which the process has grown meanwhile, the last time."""
+    """Bytes by which the process grew during the module's latest measured run."""
 
 
 class FreedMemory:
-    """Lets the C library keep freed memory, in blocks of any size, while the process is as large as FSDP modules need
-    it.
+    """Bound on the memory that the C library keeps after it has been freed, in blocks of any size.
 
-    Life cycle: measuring, in the first step, where every FSDP module begins with nothing kept: how large the process is
-    when a
-    FSDP module has ended is what it needs. Then bounding: the process may be larger by `CREEP_BYTES` than the largest
-    FSDP module
-    needs it; an FSDP module that needs more, seen after all was given back, raises that. What FSDP modules of one size
-    free fits the
-    next one. But where an FSDP module needs more than is kept, as the head of a language model does behind its layers,
-    what is
-    kept may be of no use to it: it is given back before, if the process would become too large beside it. So it is at
-    the beginning of a step whatever is kept: the many pieces that the head has left do not always fit the gather of its
-    weights, and once in a step costs little.
+    In the first step, the bound is measured: every FSDP module starts with no freed memory kept, so the size of the
+    process after the module is the size that the module needs. Afterwards, the process may exceed the need of the
+    largest module by `CREEP_BYTES`. A module that needs more, measured after all free memory was returned, raises the
+    limit.
 
-    The reduction of a root with a large vocabulary gives back what is free too (`private.reuse_reduce_buffers`), so
-    that what the FSDP module before it needs may come out lower than it is: less is kept then.
+    Memory freed by one module fits the next module of the same size. A module that needs more than is kept, such as the
+    head of a language model after its layers, may not be able to use the kept memory. Therefore all free memory is
+    returned before such a module if the process would otherwise become too large. The same applies at the beginning of
+    a step: the many pieces that the head leaves do not always fit the gather of its weights, and returning them once
+    per step costs little.
 
-    Only glibc can be told so; others keep what they keep. Everything is read and changed by the training thread.
+    The reduction of a root with a large vocabulary also returns free memory (`torch_private.reuse_reduce_buffers`), so
+    the measured need of the preceding module may be too low. In that case less memory is kept.
+
+    Only glibc supports this; other C libraries are left unchanged. All attributes are used by the training thread only.
     """
 
     def __init__(self) -> None:
         libc = _glibc()
         self._keeps = bool(libc and libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
-        """Whether the C library is glibc and has taken the settings."""
+        """``True`` if the C library is glibc and has accepted the settings."""
         self._largest = resident_bytes()
-        """Resident bytes of the process that the largest FSDP module needs, as far as that is known; at first those at
-        the
-        start."""
+        """Resident bytes of the process that the largest FSDP module needs, as far as known; initially the current
+        size."""
         self._needs: dict[Hashable, _Need] = {}
-        """What FSDP modules need, by what `bound` was told of them."""
+        """Needs by the key passed to `bound`."""
         self._running = _Need()
-        """Of the FSDP module that runs."""
+        """Need of the FSDP module that is running."""
         self._measuring = False
-        """Whether the last call of `bound` measured."""
+        """``True`` if the last call of `bound` measured."""
         self._emptied = False
-        """Whether the last call of `bound` has given back what was free."""
+        """``True`` if the last call of `bound` returned the free memory."""
         _bounded.add(self)
 
     def close(self) -> None:
-        """Let the C library give back again what is freed, unless another run goes on. Idempotent."""
+        """Restore the C library's default behaviour, unless another run is open. Idempotent."""
         _bounded.discard(self)
         if self._keeps and not _bounded:
             _forget()
             give_back()
 
     def bound(self, fsdp_module: Hashable = None, *, measure: bool = False, first: bool = False) -> None:
-        """Give all freed memory back if the process is larger than it has to be. Once per FSDP module, from one thread.
+        """Return all freed memory if the process is larger than necessary.
+
+        Call it once per FSDP module, from one thread.
 
         Args:
-            FSDP module: names what begins: it needs about as much each time.
-            measure: whether to see how large it has to be, and to give back what is free at every call meanwhile.
-            first: whether a step begins with this FSDP module.
+            fsdp_module: key of the FSDP module that starts. It is assumed to need about the same memory each time.
+            measure: measure the need of the module, and return the free memory at every call meanwhile.
+            first: whether a step starts with this FSDP module.
         """
         if not self._keeps:
             return
@@ -102,7 +100,7 @@ class FreedMemory:
         if measure and not self._measuring:
             self._largest = 0
             self._needs.clear()
-        elif self._emptied:  # so all that has been allocated since is of one FSDP module
+        elif self._emptied:  # all allocations since then belong to one FSDP module
             self._largest = max(self._largest, resident)
             self._running.grown = resident - self._running.base
         self._measuring = measure
@@ -116,14 +114,14 @@ class FreedMemory:
 
 
 def _forget() -> None:
-    """Have the C library keep what it keeps by itself: nobody bounds it any more."""
+    """Restore the C library's default settings, because no run is open."""
     if libc := _glibc():
         for name, value in _USUAL.items():
             libc.mallopt(name, value)
 
 
 def _in_child() -> None:
-    if _bounded:  # it trains nothing, as a worker that loads data
+    if _bounded:  # a forked child, such as a data loader worker, does not train
         _forget()
 
 
@@ -131,14 +129,14 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def give_back() -> None:
-    """Give all that is free in the heap of the C library back to the kernel, where it is glibc."""
+    """Return all free memory in the heap of the C library to the kernel, if the C library is glibc."""
     if libc := _glibc():
         libc.malloc_trim(0)
 
 
 @cache
 def _glibc() -> ctypes.CDLL | None:
-    """Return the C library, if it can be told what to keep."""
+    """Return the C library if it is glibc, else None."""
     try:
         libc = ctypes.CDLL(None)
         libc.malloc_trim.argtypes = [ctypes.c_size_t]
@@ -149,7 +147,7 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def resident_bytes() -> int:
-    """Return how many bytes of this process are in memory."""
+    """Return the resident set size of this process, in bytes."""
     descriptor = os.open("/proc/self/statm", os.O_RDONLY)
     try:
         return int(os.read(descriptor, 128).split()[1]) * mmap.PAGESIZE

@@ -1,8 +1,8 @@
-"""Memory in huge pages, where the kernel has them.
+"""Memory in huge pages, where the kernel supports them.
 
-For transfers: a request from memory in 4 KiB pages is hundreds of runs of physical memory, which drives split into
-several commands; from huge pages it is one (`make bench-io`). For tensors: FSDP2 allocates the weights and gradients of
-every FSDP module anew, and the kernel clears what it hands out, page by page.
+For transfers: a request from memory in 4 KiB pages consists of hundreds of physical segments, which drives split into
+several commands; from huge pages it is a single segment (`make bench-io`). For tensors: FSDP2 allocates the weights and
+gradients of every FSDP module again in each pass, and the kernel clears the memory page by page.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _MADV_WIPEONFORK = 18
 
 
 def use_for_tensors() -> None:
-    """Let torch allocate CPU tensors of 2 MiB and more in huge pages; a user's own choice stays.
+    """Let torch allocate CPU tensors of 2 MiB and more in huge pages, unless the user has configured this already.
 
-    Works until torch allocates its first tensor: that is when it looks.
+    It must be called before torch allocates its first tensor, because torch reads the variable then.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def transfer_memory(nbytes: int) -> memoryview:
-    """Return `nbytes` bytes of zeroed private memory, a multiple of 4096, all of them present.
+    """Return `nbytes` bytes of zeroed, populated private memory. `nbytes` must be a multiple of 4096.
 
-    It is unmapped when the last view of it is gone. A child that is forked has zeroes there.
+    The memory is unmapped with its last view. A forked child sees zeros.
 
     Raises:
-        OSError, ValueError, OverflowError: there is not so much memory.
+        OSError, ValueError, OverflowError: if there is not enough memory.
     """
     area, start = _mapped(nbytes)
-    with contextlib.suppress(OSError):  # children that are forked see zeroes: else the kernel copies what is pinned
+    with contextlib.suppress(OSError):  # without this, the kernel copies pinned memory at fork
         area.madvise(_MADV_WIPEONFORK)
     memory = memoryview(area)[start : start + nbytes]
     try:
@@ -48,23 +48,23 @@ def transfer_memory(nbytes: int) -> memoryview:
 
 
 def block(nbytes: int) -> memoryview:
-    """Return `nbytes` bytes of zeroed private memory that the kernel has back as soon as the last view of it is gone.
+    """Return `nbytes` bytes of zeroed private memory that is returned to the kernel with its last view.
 
-    For what is large and needed for an instant. From the heap of the C library it would have to be one piece, which
-    many small ones that were freed do not make up, so that the process would grow by it, and keep it.
+    Use it for large, short-lived buffers. The heap of the C library would need one contiguous block, which freed small
+    blocks do not provide, so the process would grow by the size of the buffer permanently.
 
     Raises:
-        OSError, ValueError, OverflowError: there is not so much memory.
+        OSError, ValueError, OverflowError: if there is not enough memory.
     """
     area, start = _mapped(nbytes)
     return memoryview(area)[start : start + nbytes]
 
 
 def _mapped(nbytes: int) -> tuple[mmap.mmap, int]:
-    """Map memory for `nbytes` bytes in huge pages; return it, and where in it they begin."""
-    # The slack, of which nothing is touched, lets the memory start where a huge page may.
+    """Map memory for `nbytes` bytes in huge pages, and return it with the offset of the first byte."""
+    # The slack, which is never touched, allows the memory to start at a huge page boundary.
     area = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % _HUGE_PAGE
-    with contextlib.suppress(OSError):  # a kernel without huge pages
+    with contextlib.suppress(OSError):  # kernel without huge pages
         area.madvise(mmap.MADV_HUGEPAGE, start, align_down(nbytes, _HUGE_PAGE))
     return area, start

@@ -1,14 +1,15 @@
-"""Ctrl-C, held back where it would leave something half done.
+"""Deferral of Ctrl-C in short blocks that must not be interrupted.
 
-Python raises `KeyboardInterrupt` between any two operations of the main thread: also between the two that take an
-update out of a list and hand it on, or that take a lock and note that it is held. So in short blocks the handler of
-SIGINT only notes it, and the one that was there before gets it at their end. One that comes later is not held back. A
-handler that C code has set, as `faulthandler.register` does, is not seen by Python, and gone behind the first block.
+Python may raise `KeyboardInterrupt` between any two bytecodes of the main thread, for example between removing an
+update from a list and passing it on, or between taking a lock and recording that it is held. Within a block, the SIGINT
+handler only records the signal, and the previous handler is called at the end of the block. A second Ctrl-C that
+arrives later than `SAME_SECONDS` after the first is not deferred. Handlers that C code installs, as
+`faulthandler.register` does, are invisible to Python and are lost after the first block.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # `signal` makes enumerations of all, which takes ten times as long
+import _signal  # type: ignore[import-not-found]  # `signal` converts to enums, which is ten times slower
 import os
 import threading
 import time
@@ -19,30 +20,31 @@ from typing import Any, Final
 
 _SIGINT: Final = _signal.SIGINT
 SAME_SECONDS = 2.0
-"""What comes again so soon is the same wish: torchrun and batch systems pass on what a process has had already."""
+"""Repetitions of SIGINT within this time are one request: torchrun and batch systems forward a signal that a process
+has already received."""
 
 
 class _HeldBack:
-    """What the main thread, which alone runs handlers, holds back. Read and changed by it alone."""
+    """State of the main thread, the only thread that runs signal handlers. Used by that thread only."""
 
     def __init__(self) -> None:
         self.main = threading.main_thread().ident
-        """The main thread; another one in a child that one of another thread has forked."""
+        """Id of the main thread. In a child that another thread forked, the id of that thread."""
         self._blocks = 0
-        """Blocks that it is in."""
+        """Number of nested blocks."""
         self._whole = 0
-        """Those of them in which waits are not interrupted."""
+        """Number of nested blocks in which waits are not interrupted either."""
         self._noted = False
-        """Whether SIGINT came in them, and nobody was told."""
+        """``True`` if SIGINT arrived within a block and has not been delivered."""
         self._since = 0.0
-        """When it came first, of `time.monotonic`; 0: it did not."""
+        """Arrival time of the first SIGINT of the block, of `time.monotonic`; 0 if there was none."""
         self._noting = self._note
-        """One object, made once."""
+        """The bound method, created once so that it can be compared by identity."""
         self._before: Callable[[int, Any], Any] | None = None
-        """The handler that was there when the outermost block began; None if that was none of Python's."""
+        """Previous handler, from before the outermost block; None if it was not installed by Python."""
 
     def begin(self, whole: bool = False) -> None:
-        """Begin a block; a `whole` one is one in which waits are not interrupted either."""
+        """Start a block. If `whole`, waits within the block are not interrupted either."""
         if get_ident() != self.main:
             return
         if not self._blocks:
@@ -56,7 +58,7 @@ class _HeldBack:
         self._whole += whole
 
     def end(self, whole: bool = False) -> None:
-        """End a block. Raises what the handler raises that was there, `KeyboardInterrupt` as a rule."""
+        """End a block. Raises the exception of the previous handler, usually `KeyboardInterrupt`."""
         if get_ident() != self.main:
             return
         self._whole -= whole
@@ -64,24 +66,24 @@ class _HeldBack:
         if self._blocks or self._before is None:
             return
         self._put_back()
-        if self._noted:  # looked at behind that, or one would be lost that comes between the two
+        if self._noted:  # checked after restoring the handler, so that no signal is lost in between
             self._noted = False
             self._before(_SIGINT, None)
 
     def check(self) -> None:
-        """Let through what has been noted, at a place where nothing is half done. Raises as `end`."""
+        """Deliver a recorded signal, at a point that may be interrupted. Raises like `end`."""
         if self._noted and not self._whole and self._before is not None and get_ident() == self.main:
             self._noted = False
             self._before(_SIGINT, None)
 
     def enter_child(self) -> None:
-        """In a child that was forked: its thread is the main one; blocks are those of the thread that forked it."""
+        """Reset the state in a forked child, whose only thread becomes the main thread."""
         if self.main != get_ident():
             self.main, self._blocks, self._whole, self._noted = get_ident(), 0, 0, False
             self._put_back()
 
     def _put_back(self) -> None:
-        """Put the handler back, unless somebody has set another one since."""
+        """Restore the previous handler, unless another handler has been installed since."""
         if self._before is not None and _signal.getsignal(_SIGINT) is self._noting:
             _signal.signal(_SIGINT, self._before)
 
@@ -89,7 +91,7 @@ class _HeldBack:
         before, now = self._before, time.monotonic()
         if before is None:
             return
-        if not self._blocks:  # a handler of another signal has raised where a block begins or ends
+        if not self._blocks:  # a handler of another signal raised at the start or end of a block
             self._put_back()
             before(number, frame)
         elif not self._since:
@@ -105,10 +107,10 @@ begin, end, check = _HELD.begin, _HELD.end, _HELD.check
 
 @contextmanager
 def held(*, waits: bool = True) -> Iterator[None]:
-    """Hold Ctrl-C back until the block has ended.
+    """Defer Ctrl-C until the end of the block.
 
     Args:
-        waits: whether waits in it are not interrupted either (`check`).
+        waits: whether waits within the block are not interrupted either (see `check`).
     """
     begin(waits)
     try:

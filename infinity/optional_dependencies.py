@@ -1,4 +1,4 @@
-"""Packages that only a part of `infinity` needs, the extras that bring them, and which releases are supported."""
+"""Optional packages, the extras that install them, and supported releases."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ EXTRAS = {
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
 }
-"""Import names by extra; the `pip install` of the extra brings them."""
+"""Import names of packages by extra."""
 
 OLDEST = {"python": "3.11", "torch": "2.11", "transformers": "5.14"}
-"""The oldest releases that are supported, as in pyproject.toml."""
+"""Oldest supported releases, as in pyproject.toml."""
 
 NEWEST_TORCH = "2.15"
-"""The newest release of torch that the parity tests passed with; with the oldest they did, too."""
+"""Newest torch release with which the parity tests pass. They also pass with the oldest supported release."""
 
 
 @contextmanager
 def needs(extra: str, what: str) -> Iterator[None]:
-    """Turn the failed import of a package of an extra into one line that says what to install.
+    """Turn a failed import of an optional package into an error that names the package to install.
 
     Args:
-        extra: whose packages are imported inside.
-        what: needs them: the beginning of the message.
+        extra: extra whose packages are imported in the block.
+        what: name of the feature that needs them, which starts the message.
 
     Raises:
-        MissingPackageError: one of them is not installed.
+        MissingPackageError: if one of the packages is not installed.
     """
     try:
         yield
@@ -57,9 +57,9 @@ def needs(extra: str, what: str) -> Iterator[None]:
 
 
 def run_command(name: str, extra: str, module: str) -> None:
-    """Run a console script: the `main` of a module whose imports need an extra.
+    """Run a console script: the `main` function of a module whose imports need an extra.
 
-    Without them it ends with status 2 and one line on stderr, of one rank of each node.
+    If a package is missing, it prints one line to stderr on one rank per node and exits with status 2.
     """
     try:
         with needs(extra, f"the command {name}"):

@@ -1,14 +1,15 @@
-"""The other ranks of a run: what ends one of them ends all, with its reason.
+"""Failure propagation between the ranks of a run: a failure of one rank ends all ranks, with its reason.
 
-A rank that fails raises in its own process only. The others wait for it in a collective: under gloo until its process
-has ended, under NCCL until a watchdog's time-out. So every rank has one thread that sleeps until something happens.
+An error is raised in the failing rank's process only. The other ranks wait for it in a collective: under gloo until its
+process exits, under NCCL until the watchdog times out. Therefore every rank has a thread that sleeps until something
+happens.
 
-[Note: how a failure travels] A rank that fails posts its reason in the store of the process group; the first one
-counts. One that is killed posts nothing: the ranks beside it hold a descriptor of its process, which tells at once that
-it has ended (where that is not allowed they look every second whether it is there), and post for it; of one that closed
-in order before it ended, they find a note. Whoever finds a reason raises it from the next access to a page. A thread
-that is still in a collective then never reaches one, and a collective cannot be called back (gloo has no abort), so a
-process that has not closed after `GRACE_SECONDS` is ended.
+[Note: how a failure travels] A rank that fails posts its reason in the store of the process group; the first reason
+counts. A killed rank posts no reason. The other ranks of its node hold a pidfd of its process, which signals its exit
+immediately, and post on its behalf. If pidfds are not available, they check every second whether the process exists. A
+rank that closes in order leaves a note before it exits. A rank that finds a reason raises it on its next access to a
+page. A thread that is still in a collective never reaches one, and a collective cannot be aborted (gloo does not
+support it), so a process that has not closed after `GRACE_SECONDS` is terminated.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from infinity.telemetry.stats_file import process_start
 _log = logging.getLogger("infinity")
 
 GRACE_SECONDS = 10.0
-"""How long a rank that knows of a failure has, to leave the collective it may be in and to close."""
+"""Time in which a rank that knows of a failure must leave its collective and close, in seconds."""
 _LOOK_SECONDS = 1.0
 _STORE_SECONDS = 5.0
 _EXPLAIN_SECONDS = 5.0
@@ -41,14 +42,19 @@ _LONGEST_REASON = 4000
 
 
 class Peers:
-    """Tells the other ranks what ends this one, and this one what ended another; with a single rank, nothing to do.
+    """Reports the failure of this rank to the other ranks, and failures of other ranks to this one.
 
-    It watches from its construction, by all ranks together, until `leave`. `_lock` is held for what this rank has to
-    tell (`_reason`, `_leaving`); what it has learnt (`_failure`, `_deadline`) is the thread's alone until `_known`.
+    It watches from its construction, by all ranks together, until `leave`. With a single rank it does nothing. `_lock`
+    guards `_reason` and `_leaving`, which this rank reports. `_failure` and `_deadline` belong to the thread until
+    `_known` is set.
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        """Watch. Raises `LostRankError` where there is no process group any more."""
+        """Start watching.
+
+        Raises:
+            LostRankError: if the process group has been destroyed.
+        """
         self._rank = ranks.rank
         self._told: Callable[[LostRankError], None] | None = None  # see `tell`
         self._thread: threading.Thread | None = None
@@ -57,66 +63,67 @@ class Peers:
         group = dist.group.WORLD
         if group is None:
             raise LostRankError("the process group has been destroyed")
-        # A connection of its own, so that nobody waits for anybody; torch's type stubs lack it.
+        # A separate connection, so that calls do not wait for each other. torch's type stubs lack `clone`.
         self._store = group.get_group_store().clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         places = ranks.collect((_node(), os.getpid(), process_start(os.getpid()), secrets.token_hex(8)))
-        self._prefix = f"infinity/{places[0][3]}"  # of keys in the store: this run's own
+        self._prefix = f"infinity/{places[0][3]}"  # of this run's keys in the store
         self._processes: dict[int, tuple[int, int]] = {}
-        """Descriptors of the processes of the other ranks of this node: (rank, process id)."""
+        """By pidfd of another process on this node: (rank, process id)."""
         self._watched: dict[int, tuple[int, int]] = {}
-        """Those of them of which there is none, by rank: (process id, when it started)."""
+        """By rank on this node without a pidfd: (process id, start time)."""
         refused = ""
         for rank, (node, pid, started, _) in enumerate(places):
             if node == _node() and rank != ranks.rank:
                 try:
                     self._processes[os.pidfd_open(pid)] = (rank, pid)
                 except (OSError, AttributeError) as error:
-                    # A seccomp profile, an old kernel, a Python built without it; or it has ended just now.
+                    # A seccomp profile, an old kernel, a Python built without it, or a process that has just exited.
                     self._watched[rank] = (pid, started)
                     refused = getattr(error, "strerror", None) or str(error)
         if refused:
             _log.warning(
-                "pidfd_open is refused (%s): whether other ranks of this node live is looked up in /proc every %.0f s",
+                "pidfd_open failed (%s): other ranks of this node are checked in /proc every %.0f s instead",
                 refused, _LOOK_SECONDS,
             )  # fmt: skip
         self._lock = threading.Lock()
-        self._reason: str | None = None  # what ends this rank, to be posted
-        self._leaving = False  # whether this rank ends, or the thread has
-        self._failure: LostRankError | None = None  # what ended another rank
-        self._deadline = 0.0  # when this process is ended if it has not closed by then, of `time.monotonic`
-        self._known = threading.Event()  # set behind `_failure`
-        # Descriptor that wakes the thread: there is something to tell, or to leave for.
+        self._reason: str | None = None  # failure of this rank, to be posted
+        self._leaving = False  # set when this rank leaves, or the thread has ended
+        self._failure: LostRankError | None = None  # failure of another rank
+        self._deadline = 0.0  # `time.monotonic` at which this process is terminated if it has not closed
+        self._known = threading.Event()  # set after `_failure`
+        # Wakes the thread when `_reason` or `_leaving` is set.
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="infinity-peers", daemon=True)
         self._thread.start()
 
     def tell(self, told: Callable[[LostRankError], None]) -> None:
-        """Call `told` when another rank has ended, from a thread; at once if one has already."""
+        """Call `told` from the watching thread when another rank fails, or immediately if one has failed."""
         self._told = told
         if self._thread is not None and self._failure is not None:
             told(self._failure)
 
     def report(self, error: BaseException) -> None:
-        """Tell the other ranks that `error` ends this one. Never blocks."""
+        """Report to the other ranks that `error` ends this one. Never blocks."""
         if self._thread is None or isinstance(error, LostRankError):
             return
         with self._lock:
             if self._reason is None and not self._leaving:
                 text = f"rank {self._rank} failed: {type(error).__name__}: {error}"
-                # Names of files may hold bytes that are no text, which the store refuses.
+                # File names may contain bytes that are not valid text, which the store rejects.
                 self._reason = text[:_LONGEST_REASON].encode(errors="backslashreplace").decode()
                 os.eventfd_write(self._wake, 1)
 
     def explain(self, error: BaseException | None) -> LostRankError | None:
-        """Return what ended the rank whose connection `error` says was lost; None if that is not known, or not it."""
+        """Return the failure of another rank that caused the lost connection `error`, or None if there is no such
+        failure."""
         if self._thread is None or not is_lost_connection(error):
             return None
         self._known.wait(_EXPLAIN_SECONDS)
         return self._failure
 
     def leave(self, error: BaseException | None) -> None:
-        """End the watch: this rank ends, in order or because of `error`. Idempotent."""
+        """Stop watching, because this rank ends normally or due to `error`. Idempotent."""
         if self._thread is None:
             return
         if error is not None and not _is_orderly(error):
@@ -150,21 +157,21 @@ class Peers:
             while not self._look(ended):
                 sleep()
         except RuntimeError as error:
-            # Its host has ended, perhaps in order: no ground to end this rank, but to explain what may follow.
-            _log.debug("the store of the process group does not answer: %s", error)
+            # The host of the store has exited, perhaps normally. That is no failure, but may explain a later error.
+            _log.debug("the store of the process group does not respond: %s", error)
             if not ended:
-                sleep()  # connections are closed a moment before a process has ended
+                sleep()  # connections close shortly before the process exits
             if ended:
                 self._learn(_died(*ended[0]))
         finally:
             for descriptor in self._processes:
                 os.close(descriptor)
             with self._lock:
-                self._leaving = True  # nobody wakes it any more
+                self._leaving = True  # no other thread wakes it any more
                 os.close(self._wake)
 
     def _look(self, ended: list[tuple[int, int]]) -> bool:
-        """Post what there is to post, see what others have posted; return whether this was the last time."""
+        """Post this rank's state and read the state of the others. Return ``True`` if the thread should end."""
         with self._lock:
             reason, leaving = self._reason, self._leaving
         if reason is not None:
@@ -184,7 +191,7 @@ class Peers:
                     self._told(failure)
         elif self._failure is not None and time.monotonic() > self._deadline:
             _log.critical(
-                "%s; rank %d is still in a collective %.0f s later and is ended",
+                "%s; rank %d is still in a collective %.0f s later and is terminated",
                 self._failure, self._rank, GRACE_SECONDS,
             )  # fmt: skip
             os._exit(1)
@@ -200,7 +207,7 @@ class Peers:
 
 
 def _died(rank: int, pid: int) -> str:
-    return f"rank {rank} (process {pid}) has ended without a word: killed, out of memory, or crashed"
+    return f"rank {rank} (process {pid}) exited unexpectedly (killed, out of memory, or crashed)"
 
 
 def _is_orderly(error: BaseException) -> bool:
@@ -208,9 +215,9 @@ def _is_orderly(error: BaseException) -> bool:
 
 
 def _node() -> tuple[str, str]:
-    """Return what processes share that see one another's process ids."""
+    """Return an identifier that is equal for processes that can see each other's process ids."""
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:  # a container may hide it
+    except OSError:  # not readable in some containers
         machine = socket.gethostname()
     return machine, os.readlink("/proc/self/ns/pid")

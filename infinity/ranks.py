@@ -1,4 +1,4 @@
-"""The ranks of a run, and the few things they agree on."""
+"""The ranks of a run, and the small collectives that they use to agree."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is among the ranks."""
+    """Position of this process among the ranks."""
 
     rank: int
-    """Its number among all ranks."""
+    """Global rank."""
     local_rank: int
-    """Its number among those of this node."""
+    """Rank on this node."""
     world_size: int
-    """How many ranks there are."""
+    """Number of ranks."""
 
     @classmethod
     def current(cls) -> Ranks:
-        """Return this process's place, from the process group and torchrun's environment."""
+        """Return the position of this process, from the process group and torchrun's environment variables."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
         return cls(rank, torchrun.number("LOCAL_RANK", rank), world_size)
 
     @property
     def local_world_size(self) -> int:
-        """Ranks on this node."""
+        """Number of ranks on this node."""
         return torchrun.number("LOCAL_WORLD_SIZE", self.world_size)
 
     def agree(self, value: T) -> T:
-        """Return rank 0's value on every rank. Raises `LostRankError`."""
+        """Return rank 0's value on every rank. Raises `LostRankError` if another rank exits."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -49,7 +49,7 @@ class Ranks:
         return box[0]
 
     def collect(self, value: T) -> list[T]:
-        """Return the values of all ranks on every rank. Raises `LostRankError`."""
+        """Return the values of all ranks on every rank. Raises `LostRankError` if another rank exits."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -59,30 +59,34 @@ class Ranks:
 
     @property
     def exchange_on_cpu(self) -> bool:
-        """Whether tensors can be exchanged where they lie in host memory; else they must be on the device."""
+        """``True`` if the process group can exchange tensors in host memory; otherwise they must be on the device."""
         return "cpu" in dist.get_backend_config()
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
-        """Send a contiguous tensor to a rank, which must `receive` it. Raises `LostRankError`."""
+        """Send a contiguous tensor to a rank, which must call `receive`. Raises `LostRankError` if that rank exits."""
         with naming_loss():
             dist.send(tensor, rank)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
-        """Fill a contiguous tensor with what a rank sends. Raises `LostRankError`."""
+        """Receive a tensor from a rank into a contiguous tensor. Raises `LostRankError` if that rank exits."""
         with naming_loss():
             dist.recv(tensor, rank)
 
     def together(self, what: str, action: Callable[[], T], undo: Callable[[], None] | None = None) -> T:
-        """Run `action` on every rank; if it fails on one, raise on all, with the reason.
+        """Run `action` on every rank. If it fails on one rank, raise an error on all ranks.
 
         Args:
-            what: names the action in messages.
-            action: run here.
-            undo: called where it is known to have failed on a rank, or was interrupted here; not where the exchange
-                was interrupted or the connection lost: others may have learned then that all went well.
+            what: name of the action, for messages.
+            action: function to run on this rank.
+            undo: called if the action is known to have failed on any rank, or was interrupted on this rank. It is not
+                called if the exchange of results was interrupted or lost its connection, because other ranks may have
+                seen a success.
+
+        Returns:
+            Result of `action` on this rank.
 
         Raises:
-            InfinityError: `action` failed here or elsewhere; the failing rank's own error is the cause here.
+            InfinityError: if `action` failed on another rank. On the failing rank, its own error is raised.
         """
         failure: Exception | None = None
         result: T | None = None
@@ -90,7 +94,7 @@ class Ranks:
             result = action()
         except Exception as error:
             failure = error
-        except BaseException:  # as others wait for this rank's report, none of them goes on
+        except BaseException:  # the other ranks still wait for this rank's report, so none of them continues
             if undo is not None:
                 undo()
             raise
@@ -107,14 +111,14 @@ class Ranks:
         return result  # type: ignore[return-value]
 
     def once_per_node(self, action: Callable[[], T], otherwise: T) -> T:
-        """Run `action`, which does not fail, on the first rank of each node; return its result on all ranks there.
+        """Run `action` on the first rank of each node and return its result on all ranks of the node.
 
         Args:
-            action: its result can be pickled.
-            otherwise: returned on a node without a first rank.
+            action: function with a picklable result, which must not fail.
+            otherwise: result on a node without a first rank.
 
         Raises:
-            LostRankError: another rank has ended.
+            LostRankError: if another rank exits.
         """
         host = socket.gethostname()
         mine = [action()] if self.local_rank == 0 else []
@@ -122,29 +126,31 @@ class Ranks:
         return by_host.get(host, otherwise)
 
     def on_first(self, what: str, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0, and return its result on every rank; if it fails, raise on all, with the reason.
+        """Run `action` on rank 0 and return its result on every rank. If it fails, raise an error on all ranks.
 
         Args:
-            what: names the action in messages.
-            action: its result can be pickled.
+            what: name of the action, for messages.
+            action: function with a picklable result.
 
         Raises:
-            InfinityError: it failed on rank 0, whose own error is raised there.
+            InfinityError: if `action` failed. On rank 0, its own error is raised.
         """
         result: T = self.agree(self.together(what, action if self.rank == 0 else _nothing))
         return result
 
 
 def _nothing() -> Any:
-    """Do what the other ranks do while rank 0 works."""
+    """Stand in for the action on ranks other than 0."""
 
 
 @contextmanager
 def naming_loss() -> Iterator[None]:
-    """Raise `LostRankError` where a collective fails as another rank has ended."""
+    """Raise `LostRankError` if a collective fails because another rank exited."""
     try:
         yield
     except RuntimeError as error:
         if not is_lost_connection(error):
             raise
-        raise LostRankError(f"the connection to another rank was lost; its own message says why ({error})") from error
+        raise LostRankError(
+            f"the connection to another rank was lost; see the message of that rank for the reason ({error})"
+        ) from error

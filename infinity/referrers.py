@@ -1,4 +1,4 @@
-"""Which variables lead to an object: whether somebody could still use it, and by what name."""
+"""Search for variables that keep an object alive."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from functools import lru_cache
 from types import FrameType, FunctionType, ModuleType, TracebackType
 
 _NO_USERS = ("infinity.", "torch.distributed.fsdp.", "IPython.", "ipykernel.", "traitlets.")
-"""Packages whose objects are no users of what they refer to: they serve it, or only show what was said of it."""
+"""Packages whose objects do not count as users, because they serve an object or only display it."""
 _SHOWN = re.compile(r"_+\d*|Out|_oh")
-"""Variables in which interpreters keep what they have shown last."""
+"""Variables in which interpreters keep recent outputs."""
 _PASSED_OVER = (ModuleType, FrameType, TracebackType)
-"""Modules are looked at one by one; frames that do not run any more are those of exceptions and debuggers."""
+"""Types that are not followed: modules are searched one by one, and inactive frames belong to exceptions and debuggers.
+"""
 
 
 def variables_of(target: object, apart: Sequence[type] = ()) -> list[str]:
-    """Return the variables, of functions that run and of modules, through which Python can reach `target`.
+    """Return the variables of running functions and of modules through which Python can reach `target`.
 
-    Takes about a second per million objects. What is reached only from within C (the graph of a loss) is not seen.
+    The search takes about one second per million objects. References held only by C code, such as the graph of a loss,
+    are not found.
 
     Args:
-        apart: classes through whose objects nothing counts as reached.
+        target: object to search for.
+        apart: classes whose objects are not followed.
     """
     modules = {name: module for name, module in list(sys.modules.items()) if isinstance(module, ModuleType)}
     main = vars(sys.modules["__main__"])
@@ -34,7 +37,7 @@ def variables_of(target: object, apart: Sequence[type] = ()) -> list[str]:
     far = (
         (name, f" of {place}", value)
         for place, module in modules.items()
-        if not _serves(place) and place != "builtins" and vars(module) is not main  # which has several names
+        if not _serves(place) and place != "builtins" and vars(module) is not main  # listed in `near` already
         for name, value in list(vars(module).items())
     )
     for variables in (near, far):
@@ -49,7 +52,7 @@ def variables_of(target: object, apart: Sequence[type] = ()) -> list[str]:
 
 
 def _running() -> Iterator[tuple[str, str, object]]:
-    """Yield (name, place, value) of the variables of all functions that run, in any thread; the innermost first."""
+    """Yield (name, place, value) of the variables of all running functions in all threads, innermost first."""
     frames = sys._current_frames()
     own = frames.pop(threading.get_ident(), None)
     for start in (own, *frames.values()):
@@ -63,7 +66,7 @@ def _running() -> Iterator[tuple[str, str, object]]:
 
 
 def _leads(value: object, target: object, seen: set[int], passed: tuple[type, ...]) -> bool:
-    """Whether a value is the target, or refers to it, directly or not; what was `seen` is not looked at."""
+    """Return whether a value is the target or refers to it, directly or indirectly. `seen` objects are not followed."""
     found = False
     stack = [value]
     while stack:

@@ -1,9 +1,9 @@
-"""What plain data must look like: settings, manifests, stats pages and requests to the daemon are declared with this.
+"""Validation of plain data: settings, manifests, stats files and requests to the daemon are declared with these rules.
 
-A *rule* takes a value of TOML or JSON and returns what is to be used in its place; where the value is not what it
-should be, it raises a `Mismatch` with place, value and what is wrong: ``pages.0.1 = 512 is not a multiple of 4096``.
-Rules are made of rules: `record` makes objects of a class, `sequence` tuples, `table` dicts. They are bounded: time and
-memory are those of the value, depth is that of the rule.
+A *rule* takes a value of TOML or JSON and returns the value to use in its place. For an invalid value it raises a
+`Mismatch` with place, value and problem: ``pages.0.1 = 512 is not a multiple of 4096``. Rules are composed of rules:
+`record` creates objects of a class, `sequence` tuples, `table` dicts. Validation is bounded: time and memory are
+proportional to the value, and recursion depth is the depth of the rule.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _brief.maxstring = _brief.maxother = _brief.maxlong = 80
 
 
 def brief(value: Any) -> str:
-    """Return a text about a value of at most 100 characters, however long or deep the value is."""
+    """Return a representation of a value in at most 100 characters, however long or deeply nested the value is."""
     return _brief.repr(value)[:100]
 
 
 class Mismatch(ValueError):
-    """A value is not what it should be.
+    """A value violates a rule.
 
     Attributes:
-        value: what was found, as `brief` shows it.
-        problem: what is wrong with it, a phrase that follows the value.
-        place: keys and positions that lead to the value from the outside, joined by dots.
+        value: the value, as `brief` shows it.
+        problem: the violation, a phrase that follows the value.
+        place: path to the value from the outermost one: keys and positions, joined by dots.
     """
 
     def __init__(self, value: Any, problem: str) -> None:
@@ -47,7 +47,7 @@ class Mismatch(ValueError):
 
 
 class UnknownKey(Mismatch):
-    """A record has a key that none of its fields has: `key`. `known` are those that there are."""
+    """A record contains a key (`key`) that is not one of its fields (`known`)."""
 
     def __init__(self, value: Any, key: str, known: Collection[str]) -> None:
         self.key, self.known = key, known
@@ -56,7 +56,7 @@ class UnknownKey(Mismatch):
 
 
 def at(place: object, rule: Rule, value: Any) -> Any:
-    """Return what a rule makes of the value at a place. Raises `Mismatch`, whose place then begins with this one."""
+    """Apply a rule to the value at a place. Raises `Mismatch`, with `place` prepended to its path."""
     try:
         return rule(value)
     except Mismatch as error:
@@ -65,29 +65,33 @@ def at(place: object, rule: Rule, value: Any) -> Any:
 
 
 def nearest(value: Any, known: Collection[str], cutoff: float = 0.6) -> str:
-    """Return ``; did you mean X?`` if a known text is near the value, else nothing."""
+    """Return ``; did you mean X?`` if a known string is similar to the value, else an empty string."""
     near = difflib.get_close_matches(value[:80], known, n=1, cutoff=cutoff) if isinstance(value, str) else []
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def anything(value: Any) -> Any:
-    """Any JSON."""
+    """Accept any JSON value."""
     return value
 
 
 def flag(value: Any) -> bool:
-    """True or false. Raises `Mismatch`."""
+    """Accept a bool.
+
+    Raises:
+        Mismatch: if the value is not a bool.
+    """
     if not isinstance(value, bool):
         raise Mismatch(value, "must be true or false")
     return value
 
 
 def integer(low: int, high: int = MOST, multiple: int = 1) -> Rule:
-    """A whole number from `low` to `high`, both included, and a multiple of `multiple`."""
+    """Return a rule for an integer from `low` to `high` (inclusive) that is a multiple of `multiple`."""
 
     def check(value: Any) -> int:
         if type(value) is not int:
-            raise Mismatch(value, "must be a whole number")
+            raise Mismatch(value, "must be an integer")
         if value < low:
             raise Mismatch(value, f"is below the minimum of {low}")
         if value > high:
@@ -100,7 +104,7 @@ def integer(low: int, high: int = MOST, multiple: int = 1) -> Rule:
 
 
 def size(low: int, high: int) -> Rule:
-    """A size in bytes from `low` to `high`, as an integer or as text such as ``"64MiB"``."""
+    """Return a rule for a size from `low` to `high` bytes (inclusive), as an integer or as text such as ``"64MiB"``."""
     bounds = integer(low, high)
 
     def check(value: Any) -> Any:
@@ -113,7 +117,7 @@ def size(low: int, high: int) -> Rule:
 
 
 def number(low: float = -MOST, high: float = MOST) -> Rule:
-    """A finite number from `low` to `high`, both included."""
+    """Return a rule for a finite number from `low` to `high` (inclusive)."""
 
     def check(value: Any) -> float:
         if type(value) not in (int, float) or not low <= value <= high:  # NaN is in no range
@@ -124,23 +128,26 @@ def number(low: float = -MOST, high: float = MOST) -> Rule:
 
 
 def text(pattern: str = "") -> Rule:
-    """A text that matches all of a pattern, if there is one, and can be written as UTF-8."""
+    """Return a rule for a string that can be encoded as UTF-8 and, if `pattern` is set, matches it completely."""
     compiled = re.compile(pattern, re.ASCII)
 
     def check(value: Any) -> str:
         if not isinstance(value, str) or (pattern and not compiled.fullmatch(value)):
-            raise Mismatch(value, f"must be a text like {pattern}" if pattern else "must be a text")
+            raise Mismatch(value, f"must be a string that matches {pattern}" if pattern else "must be a string")
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise Mismatch(value, "must be a text of Unicode") from None
+            raise Mismatch(value, "must be valid Unicode") from None
         return value
 
     return check
 
 
 def printable(least: int = 0, most: int = MOST) -> Rule:
-    """A text of `least` to `most` characters that can be shown in a line: no control characters, no lone surrogates."""
+    """Return a rule for a string of `least` to `most` printable characters.
+
+    Control characters and lone surrogates are not printable.
+    """
     length = f" of {least} to {most} characters" if most < MOST else ""
 
     def check(value: Any) -> str:
@@ -152,7 +159,7 @@ def printable(least: int = 0, most: int = MOST) -> Rule:
 
 
 def one_of(*values: str) -> Rule:
-    """One of these texts; where it is none, the nearest is named."""
+    """Return a rule for one of several strings. The error names the most similar one."""
 
     def check(value: Any) -> str:
         if not isinstance(value, str) or value not in values:
@@ -163,12 +170,12 @@ def one_of(*values: str) -> Rule:
 
 
 def optional(rule: Rule) -> Rule:
-    """Null, or what the rule says."""
+    """Return a rule for null or a value that follows `rule`."""
     return lambda value: None if value is None else rule(value)
 
 
 def index(value: Any) -> int:
-    """A key that is a number in decimal, as JSON has no others."""
+    """Accept a key that is a non-negative integer in decimal, because JSON keys are strings."""
     return int(_index(value))
 
 
@@ -176,29 +183,31 @@ _index = text(r"0|[1-9][0-9]{0,17}")
 
 
 def sequence(item: Rule, *, least: int = 0, most: int = MOST) -> Rule:
-    """A list of `least` to `most` items that all follow one rule, as a tuple."""
+    """Return a rule for a list of `least` to `most` items that follow one rule. The result is a tuple."""
 
     def check(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list) or not least <= len(value) <= most:
-            raise Mismatch(value, f"must be a list of {least} " + ("items or more" if most == MOST else f"to {most}"))
+            raise Mismatch(
+                value, f"must be a list of {least} " + ("or more items" if most == MOST else f"to {most} items")
+            )
         return tuple(at(position, item, one) for position, one in enumerate(value))
 
     return check
 
 
 def row(*rules: Rule) -> Rule:
-    """A list with one item for every rule, as a tuple."""
+    """Return a rule for a list with one item per rule. The result is a tuple."""
 
     def check(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list) or len(value) != len(rules):
-            raise Mismatch(value, f"must be a list of {len(rules)}")
+            raise Mismatch(value, f"must be a list of {len(rules)} items")
         return tuple(at(place, rule, one) for place, (rule, one) in enumerate(zip(rules, value, strict=True)))
 
     return check
 
 
 def table(key: Rule, item: Rule) -> Rule:
-    """An object whose keys all follow one rule, and its values another, as a dict."""
+    """Return a rule for an object whose keys follow one rule and whose values follow another. The result is a dict."""
 
     def check(value: Any) -> dict[Any, Any]:
         if not isinstance(value, dict):
@@ -209,36 +218,36 @@ def table(key: Rule, item: Rule) -> Rule:
 
 
 def record(make: Make = dict, /, *, lacking: Collection[str] = (), more: bool = False, **rules: Rule) -> Rule:
-    """An object whose fields follow these rules, given to `make` by their names.
+    """Return a rule for an object with named fields, which are passed to `make` as keyword arguments.
 
     Args:
-        make: a dataclass, for example.
-        lacking: fields that need not be there.
-        more: pass over fields that have no rule; else they are refused.
-        rules: of the fields.
+        make: constructor of the result, for example a dataclass.
+        lacking: names of optional fields.
+        more: ignore fields without a rule instead of raising an error.
+        rules: rules by field name.
     """
     needed = [name for name in rules if name not in lacking]
 
     def check(value: Any) -> Any:
         if not isinstance(value, Mapping):
-            raise Mismatch(value, f"must be a table of {', '.join(rules)}")
+            raise Mismatch(value, f"must be a table with {', '.join(rules)}")
         for name in () if more else value.keys() - rules.keys():
             raise UnknownKey(value, name, rules)
         for name in needed:
             if name not in value:
-                raise Mismatch(value, f"needs the key {name!r}")
+                raise Mismatch(value, f"lacks the key {name!r}")
         return make(**{name: at(name, rules[name], value[name]) for name in rules if name in value})
 
     return check
 
 
 def distinct(rule: Rule) -> Rule:
-    """A sequence without repetitions."""
+    """Return a rule for a sequence without duplicates."""
 
     def check(value: Any) -> Any:
         found = rule(value)
         if len(set(found)) != len(found):
-            raise Mismatch(value, "has an item twice")
+            raise Mismatch(value, "contains an item twice")
         return found
 
     return check

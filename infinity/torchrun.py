@@ -1,4 +1,4 @@
-"""What torchrun, or whoever sets the same variables, tells a process about its place among the ranks."""
+"""Environment variables that torchrun, or an equivalent launcher, sets for a rank."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import os
 from infinity.errors import ConfigError
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_FIX = "start the program with torchrun, which sets it, or unset it"
+_FIX = "launch with torchrun, which sets it, or unset it"
 
 
 def number(name: str, default: int) -> int:
-    """Return a variable that is a whole number from 0 on, or `default` where it is not set. Raises `ConfigError`."""
+    """Return the value of a variable as a non-negative integer, or `default` if it is not set.
+
+    Raises:
+        ConfigError: if the value is not a non-negative integer.
+    """
     text = os.environ.get(name)
     if text is None:
         return default
     if not (text.isascii() and text.isdecimal()) or len(text) > 9:
-        raise ConfigError(f"{name}={text!r} in the environment is not a whole number; {_FIX}")
+        raise ConfigError(f"{name}={text!r} in the environment is not a non-negative integer; {_FIX}")
     return int(text)
 
 
 def variables(rank: int, count: int, port: int) -> dict[str, str]:
-    """Return what one of `count` ranks of this machine, which meet at a port of it, is told."""
+    """Return the variables for one of `count` ranks on this machine that rendezvous at a local port."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -33,10 +37,10 @@ def variables(rank: int, count: int, port: int) -> dict[str, str]:
 
 
 def launched() -> bool:
-    """Return whether this process is one of several ranks, or told to act as one.
+    """Return whether this process is one of several ranks, or is launched as if it were one.
 
     Raises:
-        ConfigError: the variables are incomplete, or contradict each other.
+        ConfigError: if the variables are incomplete or contradict each other.
     """
     world_size = number("WORLD_SIZE", 1)
     if "RANK" not in os.environ:
@@ -44,9 +48,9 @@ def launched() -> bool:
             raise ConfigError(f"WORLD_SIZE={world_size} in the environment, but RANK is not set; {_FIX}")
         return False
     if missing := [name for name in _NEEDED if not os.environ.get(name)]:
-        raise ConfigError(f"RANK is set in the environment, but not {', '.join(missing)}; start it with torchrun")
+        raise ConfigError(f"RANK is set in the environment, but not {', '.join(missing)}; launch with torchrun")
     if not 0 < number("MASTER_PORT", 0) < 1 << 16:
-        raise ConfigError(f"MASTER_PORT={os.environ['MASTER_PORT']!r} in the environment is no port; {_FIX}")
+        raise ConfigError(f"MASTER_PORT={os.environ['MASTER_PORT']!r} in the environment is not a valid port; {_FIX}")
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if number(rank, 0) >= number(size, world_size):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Sizes: text at the edge, integers in bytes everywhere else."""
+"""Conversion of sizes: integers in bytes inside the program, text such as ``"64MiB"`` in settings and messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from infinity.errors import ConfigError
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
-LARGEST = 2**63 - 1  # number of bytes in a file, and whole number in TOML
+LARGEST = 2**63 - 1  # largest file size, and largest integer in TOML
 
 _SUFFIX = {
     "": 1, "b": 1,
@@ -25,7 +25,7 @@ def parse_size(value: int | str, *, name: str = "size") -> int:
     """Return a size in bytes from an integer or from text such as ``"64MiB"`` or ``"1.5 GB"``.
 
     Raises:
-        ConfigError: for anything else, naming `name` and the value.
+        ConfigError: if the value is not a size. The message contains `name` and the value.
     """
     try:
         return size_of(value)
@@ -34,7 +34,11 @@ def parse_size(value: int | str, *, name: str = "size") -> int:
 
 
 def size_of(value: object) -> int:
-    """Return a size in bytes as `parse_size` does. Raises `ValueError`: what is wrong, a phrase after the value."""
+    """Return a size in bytes as `parse_size` does.
+
+    Raises:
+        ValueError: if the value is not a size. The message is a phrase that follows the value.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
     else:
@@ -46,9 +50,9 @@ def size_of(value: object) -> int:
         if size == 0 and float(match[1]):
             raise ValueError("is less than a byte; write bytes or text such as '64MiB' or '2GiB'")
     if size < 0:
-        raise ValueError("is negative; give a size in bytes or text such as '64MiB'")
+        raise ValueError("is negative; write bytes or text such as '64MiB' or '2GiB'")
     if size > LARGEST:
-        raise ValueError("is more than any file has; write a size such as '64MiB' or '2GiB'")
+        raise ValueError("exceeds the maximum of 2^63 - 1 bytes; write a size such as '64MiB' or '2GiB'")
     return size
 
 
@@ -66,7 +70,7 @@ def _digits(value: float) -> str:
 
 
 def format_setting(size: int) -> str:
-    """Return a size that `parse_size` reads back as at least `size`: for messages that name a value to set."""
+    """Return a size as text that `parse_size` reads back as at least `size`, for messages that suggest a value."""
     for factor, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size >= 10 * factor or size % factor == 0:
             return f"{-(-size // factor)}{unit}"
@@ -74,10 +78,10 @@ def format_setting(size: int) -> str:
 
 
 def align_up(value: int, alignment: int) -> int:
-    """Return the smallest multiple of `alignment` that is not below `value`."""
+    """Return the smallest multiple of `alignment` that is at least `value`."""
     return -(-value // alignment) * alignment
 
 
 def align_down(value: int, alignment: int) -> int:
-    """Return the largest multiple of `alignment` that is not above `value`."""
+    """Return the largest multiple of `alignment` that is at most `value`."""
     return value // alignment * alignment

@@ -1,6 +1,7 @@
-"""Files and folders where others may have put something: never followed, waited for or overwritten, but refused.
+"""Access to files and folders that other users may have tampered with: never follow, wait for or overwrite them.
 
-Everything raises `OSError`; what is not as it has to be is a `PermissionError` whose `strerror` says in words why.
+All functions raise `OSError`. A file that violates the expectations raises a `PermissionError` whose `strerror`
+contains the reason.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 _TRIES = 100
-_CAREFUL = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: opening a pipe would wait for its other end
+_CAREFUL = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: opening a pipe would wait for a peer
 
 
 def open_regular(path: str | os.PathLike[str], flags: int) -> int:
-    """Return a descriptor of a regular file, whoever owns it.
+    """Open a regular file of any owner and return its descriptor.
 
     Raises:
-        OSError: it cannot be opened. PermissionError: it is a link, a pipe, a folder or another thing.
+        OSError: if the file cannot be opened.
+        PermissionError: if it is a link, a pipe, a folder or another special file.
     """
     try:
         descriptor = os.open(path, flags | _CAREFUL)
@@ -37,11 +39,13 @@ def open_regular(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def open_own(path: str | os.PathLike[str], flags: int) -> int:
-    """Return a descriptor of a regular file of this user; with ``O_CREAT``, of a new one (mode 0600) if there is none.
+    """Open a regular file of this user and return its descriptor.
+
+    With ``O_CREAT``, a missing file is created with mode 0600.
 
     Raises:
-        OSError: it cannot be opened. PermissionError: it is not a regular file, has a second name, or belongs to
-            another user.
+        OSError: if the file cannot be opened.
+        PermissionError: if it is not a regular file, has a second hard link, or belongs to another user.
     """
     for _ in range(_TRIES):
         if flags & os.O_CREAT:
@@ -52,38 +56,46 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
         try:
             descriptor = open_regular(path, flags & ~os.O_CREAT)
         except FileNotFoundError:
-            if flags & os.O_CREAT:  # removed just now
+            if flags & os.O_CREAT:  # removed since the first attempt
                 continue
             raise
         about = os.fstat(descriptor)
-        reason = _foreign(about.st_uid) or ("it has a second name elsewhere" if about.st_nlink > 1 else "")
+        reason = _foreign(about.st_uid) or ("it has a second hard link" if about.st_nlink > 1 else "")
         if reason:
             os.close(descriptor)
             raise _refused(path, reason)
         return descriptor
-    raise OSError(errno.EBUSY, "it is made and removed all the time", os.fspath(path))
+    raise OSError(errno.EBUSY, "it is repeatedly created and removed", os.fspath(path))
 
 
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
-    """Return the content of a regular file, whoever owns it; raises as `open_regular`, and if it is above `limit`."""
+    """Return the content of a regular file of any owner.
+
+    Raises:
+        OSError: as `open_regular`, and if the file is longer than `limit` bytes.
+    """
     return _content(open_regular(path, os.O_RDONLY), path, limit)
 
 
 def read_own(path: str | os.PathLike[str], limit: int) -> bytes:
-    """Return the content of a file of this user; raises as `open_own`, and if it is longer than `limit` bytes."""
+    """Return the content of a file of this user.
+
+    Raises:
+        OSError: as `open_own`, and if the file is longer than `limit` bytes.
+    """
     return _content(open_own(path, os.O_RDONLY), path, limit)
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str], mode: int) -> Iterator[BinaryIO]:
-    """Yield a new file that takes the name at the end: it is there completely, or as before. Not flushed.
+    """Yield a new file that replaces `path` atomically at the end of the block. It is not flushed to the device.
 
     Args:
-        path: whatever has that name is replaced and not followed.
-        mode: of the new file, less the umask.
+        path: destination. An existing entry of that name is replaced and not followed.
+        mode: mode of the new file before the umask is applied.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: if the file cannot be written.
     """
     target = Path(path)
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
@@ -99,10 +111,10 @@ def replacing(path: str | os.PathLike[str], mode: int) -> Iterator[BinaryIO]:
 
 
 def write_own(path: str | os.PathLike[str], data: bytes, *, durable: bool = False) -> None:
-    """Replace a file by one of mode 0600: it is there completely, or as before; after a loss of power too if `durable`.
+    """Replace a file atomically by one of mode 0600. With `durable`, the new content survives a loss of power.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: if the file cannot be written.
     """
     with replacing(path, 0o600) as file:
         file.write(data)
@@ -114,9 +126,12 @@ def write_own(path: str | os.PathLike[str], data: bytes, *, durable: bool = Fals
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:
-    """Make what was created, renamed and removed in a folder durable. Raises `OSError`.
+    """Make the creation, renaming and removal of entries in a folder durable.
 
-    A link to one is followed: it may be a path that the user has named.
+    A link to a folder is followed, because the user may have configured such a path.
+
+    Raises:
+        OSError: if the folder cannot be opened or synchronized.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -126,14 +141,18 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def own_folder(path: str | os.PathLike[str], *, parents: bool) -> None:
-    """Make a folder (mode 0700) if there is none, and check that only this user and root change what is in it.
+    """Create a folder with mode 0700 if it is missing, and check that only this user and root can change its entries.
 
-    With `parents`, those that it lies in are made too.
+    A folder with the sticky bit is accepted: all users may create files there, but cannot remove or rename files of
+    others.
 
-    In a folder with the sticky bit all may make files, but nobody removes or renames those of others; it is accepted.
+    Args:
+        path: the folder.
+        parents: create missing parents as well.
 
     Raises:
-        OSError: it cannot be made. PermissionError: it is a link, belongs to another user, or is others' to write.
+        OSError: if the folder cannot be created.
+        PermissionError: if it is a link, belongs to another user, or is writable by others.
     """
     Path(path).mkdir(mode=0o700, parents=parents, exist_ok=True)
     if reason := whose_folder(path):
@@ -141,7 +160,11 @@ def own_folder(path: str | os.PathLike[str], *, parents: bool) -> None:
 
 
 def whose_folder(path: str | os.PathLike[str]) -> str:
-    """Return why a folder that exists is not this user's alone; empty if it is. Raises `OSError`."""
+    """Return the reason why an existing folder is not controlled by this user alone, or an empty string.
+
+    Raises:
+        OSError: if the folder cannot be read.
+    """
     about = os.lstat(path)
     if not stat.S_ISDIR(about.st_mode):
         return "it is a link" if stat.S_ISLNK(about.st_mode) else "it is not a folder"
@@ -151,7 +174,7 @@ def whose_folder(path: str | os.PathLike[str]) -> str:
 
 
 def trusted(uid: int) -> bool:
-    """Whether what a user offers is taken: this user, and root, who can do everything anyway."""
+    """Return whether files of a user are trusted: this user, and root, who has full access anyway."""
     return uid in (0, os.geteuid())
 
 
@@ -166,19 +189,19 @@ def _refused(path: str | os.PathLike[str], reason: str) -> OSError:
 def _content(descriptor: int, path: str | os.PathLike[str], limit: int) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         size = os.fstat(descriptor).st_size
-        data = file.read(size + 1) if size <= limit else b""  # not `limit`: so many bytes are allocated
+        data = file.read(size + 1) if size <= limit else b""  # not `limit`, which would be allocated in full
     if max(size, len(data)) > limit:
         raise OSError(errno.EFBIG, f"it is longer than {limit} bytes", os.fspath(path))
     return data
 
 
 def why_not_written(file: Path) -> str:
-    """Return why a file cannot be made or replaced, as far as that can be known before; empty if it can."""
+    """Return the reason why a file cannot be created or replaced, or an empty string if none is known in advance."""
     folder = file.parent
     if file.is_dir():
         return "it is a folder"
     if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
-        return "it is a link" if file.is_symlink() else "it is a device or pipe"  # which a new file would replace
+        return "it is a link" if file.is_symlink() else "it is a device or pipe"  # a new file would replace it
     if not folder.is_dir():
         return f"{str(folder)!r} is not a folder"
-    return "" if os.access(folder, os.W_OK | os.X_OK) else f"{str(folder)!r} is not writable for this user"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"{str(folder)!r} is not writable by this user"

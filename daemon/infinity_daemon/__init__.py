@@ -1,5 +1,5 @@
-"""`infinityd`: the daemon of one node.
+"""`infinityd`, the daemon of a node.
 
-It reads the stats pages of the ranks, serves Prometheus, and answers questions about the drives over a Unix
-socket. Training never depends on it. Nothing here imports torch.
+The daemon reads the stats files of the ranks, exports them to Prometheus, and answers requests about the drives over a
+Unix socket. Training does not depend on it. This package does not import torch.
 """

@@ -4,7 +4,7 @@ from infinity.optional_dependencies import run_command
 
 
 def main() -> None:
-    """Run the daemon; without the packages that it needs, say how to install them."""
+    """Run the daemon. If required packages are missing, print how to install them."""
     run_command("infinityd", "daemon", "infinity_daemon.main")
 
 

@@ -1,4 +1,4 @@
-"""Work that the daemon does by itself, in threads: a drive that hangs holds up its own thread only."""
+"""Background work of the daemon in threads, so that a drive that hangs blocks only its own thread."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ from collections.abc import Callable
 from infinity_daemon.log import event
 
 _JOIN_SECONDS = 5.0
-"""How long the daemon's end waits for work that was told to end: it may hang on a drive."""
+"""Maximum wait at shutdown for work that was told to end, because it may hang on a drive."""
 
 
 class Background:
-    """Calls `act` in a thread of its own, from `start` to `close`, with `seconds` between two calls.
+    """Call `act` repeatedly in a separate thread, from `start` to `close`, with `seconds` between two calls.
 
-    What goes wrong is said, once until it goes well again or something else goes wrong, and the next call comes all the
-    same.
+    An error is logged once, until a call succeeds or fails for another reason. The next call is made in any case.
     """
 
     def __init__(self, name: str, act: Callable[[], None], seconds: float) -> None:
         self._name, self._act, self._seconds = name, act, seconds
-        self._said = ""  # what went wrong last; changed by the thread
+        self._said = ""  # last logged error; changed by the thread
         self._ended = threading.Event()  # set by `close`
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """End; a call that hangs is left behind. Idempotent."""
+        """Stop the thread. A call that hangs is abandoned. Idempotent."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(_JOIN_SECONDS)
@@ -39,7 +38,7 @@ class Background:
         while not self._ended.is_set():
             try:
                 self._act()
-            except Exception as error:  # whatever it is, the daemon goes on
+            except Exception as error:  # no exception may end the daemon
                 reason = f"{type(error).__name__}: {error}"
                 if reason != self._said:
                     event(logging.WARNING, f"{self._name}.failed", reason=reason)

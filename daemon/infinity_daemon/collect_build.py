@@ -1,4 +1,4 @@
-"""Collector `build`: what the daemon is and since when it runs."""
+"""Collector `build`: version and start time of the daemon."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infinity.telemetry.exporter import new_family
 
 
 class BuildCollector:
-    """Serves ``daemon_build_info`` and ``daemon_start_time_seconds``; `started` is a Unix time."""
+    """Serve ``daemon_build_info`` and ``daemon_start_time_seconds``. `started` is a Unix time."""
 
     name = "build"
 

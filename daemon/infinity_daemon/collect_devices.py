@@ -1,4 +1,4 @@
-"""Collector `devices`: the drives behind the paths that the daemon was given and that ranks use."""
+"""Collector `devices`: drives of the configured paths and of the paths in use by ranks."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _COUNTERS: Final = {
     "device_write_seconds_total": "write_seconds",
     "device_busy_seconds_total": "busy_seconds",
 }
-"""Metrics that are the kernel's counters, and which of them."""
+"""Metrics that are kernel counters, and the attribute of each."""
 
 Samples = Iterable[tuple[dict[str, str], float]]
 
 
 class DevicesCollector:
-    """Serves the ``device_*`` metrics, once per drive however many paths are on it.
+    """Serve the ``device_*`` metrics, once per drive regardless of the number of paths on it.
 
-    `reserved` gives the bytes reserved per drive name, `bandwidth` the profile of a drive or None; `wear` is looked
-    after here.
+    `reserved` returns the reserved bytes by drive name, and `bandwidth` the profile of a drive or None. `wear` is
+    sampled here.
     """
 
     name = "devices"
@@ -50,12 +50,12 @@ class DevicesCollector:
         sysfs: Path = SYSFS,
     ) -> None:
         self.paths = tuple(paths)
-        """The daemon's own; replaced when settings are read again."""
+        """Configured paths; replaced when the settings are reloaded."""
         self._pages = pages
         self._reserved, self._bandwidth, self._wear, self._sysfs = reserved, bandwidth, wear, sysfs
 
     def collect(self) -> Iterator[Family]:
-        """Yield the families. Raises OSError at the end if one of the daemon's own paths cannot be read."""
+        """Yield the families. Raises OSError at the end if a configured path cannot be read."""
         places: dict[str, Place] = {}
         failed: list[OSError] = []
         for path in self.known_paths():
@@ -84,7 +84,7 @@ class DevicesCollector:
             raise failed[0]
 
     def known_paths(self) -> tuple[str, ...]:
-        """Return the daemon's own paths and those of ranks whose pages are served, each once."""
+        """Return the configured paths and the paths of all served ranks, each once."""
         used = (path for page in self._pages.scan().pages for path in page.header.paths)
         return tuple(dict.fromkeys((*self.paths, *used)))
 
@@ -124,7 +124,7 @@ def _known(values: Iterable[tuple[str, float | None]]) -> Samples:
 
 
 def _spaces(places: Iterable[Place], side: str) -> Samples:
-    """Yield bytes per drive: the sum over its file systems, each counted once."""
+    """Yield the bytes of each drive, summed over its file systems. Each file system is counted once."""
     one_path = {place.file_system: place for place in places}
     total: dict[str, float] = defaultdict(float)
     for place in one_path.values():

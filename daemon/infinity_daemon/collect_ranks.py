@@ -1,4 +1,4 @@
-"""Collector `ranks`: everything the ranks count, and how many pages there are."""
+"""Collector `ranks`: all metrics of the ranks, and the number of stats files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity_daemon.stats_files import StatsPages
 
 
 class RanksCollector:
-    """Serves the metrics of the ranks and ``daemon_ranks``."""
+    """Serve the metrics of the ranks and ``daemon_ranks``."""
 
     name = "ranks"
 
@@ -22,7 +22,7 @@ class RanksCollector:
         self._pages = pages
 
     def collect(self) -> Iterator[Family]:
-        """Yield the families of all ranks: of those that run, and of those that have gone lately."""
+        """Yield the families of all live ranks and of ranks that ended recently."""
         found = self._pages.scan()
         yield from StatsCollector(lambda: found.pages).collect()
         counts = Counter({"broken": found.broken})

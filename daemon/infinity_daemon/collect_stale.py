@@ -1,4 +1,4 @@
-"""Collector `stale`: the runs on the daemon's drives that nobody holds any more."""
+"""Collector `stale`: stale runs on the configured drives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from infinity_daemon.stale import StaleRuns, by_drive
 
 
 class StaleCollector:
-    """Serves ``device_stale_runs`` and ``device_stale_bytes``, as they were found last."""
+    """Serve ``device_stale_runs`` and ``device_stale_bytes`` from the last search."""
 
     name = "stale"
 

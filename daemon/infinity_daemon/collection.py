@@ -1,4 +1,4 @@
-"""Runs the collectors of a scrape, each isolated from the others and timed."""
+"""Collection of all metrics at a scrape, with each collector timed and isolated from the others."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _TIMEOUT_SECONDS: Final = 5.0
 
 
 class NodeCollector(Protocol):
-    """One source of metric families."""
+    """A source of metric families."""
 
     @property
     def name(self) -> str:
         """Value of the label ``collector``."""
 
     def collect(self) -> Iterable[Family]:
-        """Yield families; whatever is yielded before an exception is still served."""
+        """Yield metric families. Families yielded before an exception are still served."""
 
 
 @dataclass(kw_only=True)
 class _Outcome:
-    """What a run has yielded, what ended it (None: nothing), and how long it took."""
+    """Result of a collector's run: the families it yielded, the error that ended it (or None), and its duration."""
 
     families: list[Family] = field(default_factory=list)
     error: Exception | None = None
@@ -40,21 +40,21 @@ class _Outcome:
 
 
 class _Isolated:
-    """Runs a collector in a thread, so that one that hangs on a dead drive is left behind.
+    """Run a collector in a thread, so that one that hangs on a dead drive can be abandoned.
 
-    One run at a time (`Collection` holds its lock). A run that hangs keeps its `_Outcome` to itself: the next ones get
-    one that says so, until its thread has ended.
+    `Collection` holds its lock, so there is one run at a time. A run that hangs keeps its `_Outcome` to itself. Later
+    runs return an error until its thread has ended.
     """
 
     def __init__(self, collector: NodeCollector, timeout: float) -> None:
         self.name = collector.name
-        self.success = True  # of the last run; read without a lock, by ``/healthz``
+        self.success = True  # result of the last run; read without a lock by ``/healthz``
         self._collector, self._timeout = collector, timeout
-        self._thread: threading.Thread | None = None  # of the last run
+        self._thread: threading.Thread | None = None  # thread of the last run
 
     def run(self) -> _Outcome:
         if self._thread is not None and self._thread.is_alive():
-            return self._judged(_Outcome(error=TimeoutError("an earlier run still hangs"), seconds=self._timeout))
+            return self._judged(_Outcome(error=TimeoutError("an earlier run is still blocked"), seconds=self._timeout))
         outcome = _Outcome()
         self._thread = threading.Thread(target=self._fill, args=(outcome,), name=f"collector-{self.name}", daemon=True)
         begin = time.perf_counter()
@@ -71,11 +71,11 @@ class _Isolated:
         try:
             for family in self._collector.collect():
                 outcome.families.append(family)
-        except Exception as error:  # the point of isolation: whatever it is, the other collectors go on
+        except Exception as error:  # isolation: no exception may affect the other collectors
             outcome.error = error
 
     def _judged(self, outcome: _Outcome) -> _Outcome:
-        if outcome.error is not None and self.success:  # said once, not at every scrape
+        if outcome.error is not None and self.success:  # logged once, not at every scrape
             reason = f"{type(outcome.error).__name__}: {outcome.error}"
             event(logging.WARNING, "collector.failed", collector=self.name, reason=reason)
         self.success = outcome.error is None
@@ -83,29 +83,29 @@ class _Isolated:
 
 
 class Collection(Collector):
-    """All collectors as one; also tells which of them succeeded and how long each took."""
+    """All collectors as one, plus metrics on the success and the duration of each."""
 
     def __init__(self, collectors: Sequence[NodeCollector], timeout: float = _TIMEOUT_SECONDS) -> None:
-        """Collect nothing yet.
+        """Initialize without collecting.
 
         Args:
-            collectors: in the order in which they are served.
-            timeout: seconds that each may take in one scrape.
+            collectors: Collectors in the order in which they are served.
+            timeout: Maximum seconds of each collector in one scrape.
         """
         self._isolated = [_Isolated(collector, timeout) for collector in collectors]
         self._lock = threading.Lock()  # one scrape at a time
 
     def describe(self) -> Iterable[Family]:
-        """Return nothing: what is served is known only when it is read."""
+        """Return no families, because the served metrics are known only when they are read."""
         return ()
 
     @property
     def health(self) -> dict[str, bool]:
-        """Whether the last run of each collector succeeded."""
+        """Success of the last run of each collector."""
         return {one.name: one.success for one in self._isolated}
 
     def collect(self) -> Iterator[Family]:
-        """Yield the families of all collectors, then the two about the collectors."""
+        """Yield the families of all collectors, then the metrics about the collectors."""
         success = new_family(BY_NAME["daemon_collector_success"])
         duration = new_family(BY_NAME["daemon_collector_duration_seconds"])
         with self._lock:

@@ -1,4 +1,4 @@
-"""What the drives of the node do now: looked at every second, by a thread of their own."""
+"""Current figures of the node's drives, read once per second by a separate thread."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ _LOOK_SECONDS: Final = 1.0
 
 
 class Drives:
-    """Watches the drives behind some paths, from `start` to `stop`.
+    """Watch the drives of some paths, from `start` to `stop`.
 
-    A drive that is dead may keep whoever asks for its space waiting for ever. That is this thread, and nobody else:
-    what was found last stays, with the time at which it was.
+    A query of a dead drive may block forever. Only this thread is then blocked: the last figures stay available,
+    together with the time at which they were read.
     """
 
     def __init__(self, *, bandwidth: Callable[[Drive], Profile | None], wear: WearWatch, sysfs: Path = SYSFS) -> None:
-        """Watch nothing yet; `bandwidth` gives the profile of a drive or None, and `wear` is looked after here."""
+        """Start without drives. `bandwidth` returns the profile of a drive or None; `wear` is sampled here."""
         self.paths: tuple[str, ...] = ()
-        """Replaced by others when there are new ones; read by the thread."""
+        """Replaced by other threads when paths change; read by the thread."""
         self._bandwidth, self._wear = bandwidth, wear
-        self._looks = DriveLooks(sysfs)  # the thread's own
+        self._looks = DriveLooks(sysfs)  # used by the thread only
         self._found: tuple[float, list[Tree]] = (0.0, [])
-        """The Unix time of the last look, and what was found; replaced by the thread, read by all."""
+        """Unix time of the last reading and its figures; replaced by the thread, read by all."""
         self._watching = Background("drives", lambda: self.look(time.monotonic()), _LOOK_SECONDS)
 
     @property
     def found(self) -> tuple[float, list[Tree]]:
-        """When the drives were looked at last, as a Unix time (0: never), and what is known of each."""
+        """Unix time of the last reading (0: never) and the figures of each drive."""
         return self._found
 
     def start(self) -> None:
-        """Look from now on."""
+        """Start watching."""
         self._watching.start()
 
     def stop(self) -> None:
-        """Look no more; a look that hangs is left behind."""
+        """Stop watching. A query that hangs is abandoned."""
         self._watching.close()
 
     def look(self, now: float) -> None:
-        """Look at the drives, at `now` in monotonic seconds."""
+        """Read the drives. `now` is the current time in monotonic seconds."""
         looked = self._looks.look(self.paths, now)
         self._wear.look(drive for drive, _ in looked if drive is not None)
         self._found = (

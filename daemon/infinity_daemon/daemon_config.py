@@ -1,4 +1,7 @@
-"""Settings of the daemon, read as those of a run are; `docs/reference/daemon-settings.md` is generated from here."""
+"""Settings of the daemon, in the same format as those of a run.
+
+`docs/reference/daemon-settings.md` is generated from them.
+"""
 
 from __future__ import annotations
 
@@ -20,102 +23,103 @@ _DAY: Final = 86_400
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Where the daemon listens. Changes count from the next start on."""
+    """Addresses of the daemon. Changes take effect at the next start."""
 
-    host: str = setting(LOOPBACK, "Address to listen on; 0.0.0.0 is all of them: then set `token_file`.")
-    port: int = setting(9470, "TCP port of the page, /metrics and /healthz; 0 takes any that is free.", maximum=65535)
+    host: str = setting(LOOPBACK, "Address to listen on; 0.0.0.0 means all addresses. In that case, set `token_file`.")
+    port: int = setting(9470, "TCP port of the dashboard, /metrics and /healthz; 0 for any free port.", maximum=65535)
     token_file: str = setting(
         "",
-        "File with a token; who asks over HTTP must send it as `Authorization: Bearer <token>`, but for /healthz; the "
-        "page asks for it. Read at the start; others must not be able to read it. Empty: nobody is asked for one.",
+        "File with a token that HTTP clients must send as `Authorization: Bearer <token>`, except for /healthz. "
+        "Read at start; must not be readable by other users. Empty: no token.",
     )
     socket: str = setting("", f"Unix socket for ranks. Empty: `{SOCKET_NAME}` in the runtime folder.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagesConfig:
-    """The stats pages of ranks."""
+    """Stats files of the ranks."""
 
     runtime_dir: str = setting(
-        "", "Folder of the pages, which counts from the next start on. Empty: as `telemetry.runtime_dir` of a run."
+        "",
+        "Folder of the stats files; changes take effect at the next start. Empty: default of `telemetry.runtime_dir`.",
     )
-    keep_dead_seconds: int = setting(900, "How long the page of a rank that died is still served.")
+    keep_dead_seconds: int = setting(900, "Time for which the metrics of a dead rank are still served.")
     keep_ended_seconds: int = setting(
-        120, "How long the page of a rank that ended in order is still served: two scrapes should fit."
+        120, "Time for which the metrics of an ended rank are still served. Allow for two scrapes."
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrivesConfig:
-    """The drives of the node."""
+    """Drives of the node."""
 
     paths: tuple[str, ...] = setting(
         (),
-        "Folders on NVMe drives: those of `storage.paths` of runs. Their drives are reported and measured, and stale "
-        "runs are found in them; drives of live ranks are reported by themselves.",
+        "Folders on NVMe drives, the same as `storage.paths` of runs. Their drives are reported, measured and "
+        "searched for stale runs. Drives of live ranks are found automatically.",
     )
     endurance: Mapping[str, int] = setting(
         {},
-        'Bytes that a drive may be written with in its life (TBW), by a folder on it: `"/nvme0" = "1200000GB"`.',
+        'Rated endurance of a drive in bytes (TBW), by a folder on it: `"/nvme0" = "1200000GB"`.',
         size=True,
         minimum=1,
     )
     daily_share: float = setting(
         0.001,
-        "Share of `endurance` that a run may write to a drive in a day before it is warned. 0: it never is.",
+        "Fraction of `endurance` that a run may write per day before a warning. 0: no warning.",
         maximum=1,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureConfig:
-    """What drives can do, measured by the daemon while nobody uses them; and the history of all measurements."""
+    """Bandwidth measurement of idle drives, and the history of all measurements."""
 
     enabled: bool = setting(True, "Measure the drives of `drives.paths`, each alone and all together.")
-    every_seconds: int = setting(86_400, "How old a measurement may become until the next one is taken.", minimum=60)
-    idle_seconds: int = setting(60, "How long nobody has used a drive before it is measured.", minimum=1)
+    every_seconds: int = setting(86_400, "Maximum age of a measurement before it is repeated.", minimum=60)
+    idle_seconds: int = setting(60, "Time for which a drive must be idle before it is measured.", minimum=1)
     load_seconds: int = setting(
-        1, "Length of a measurement of each load (read, write, mixed), at most.", minimum=1, maximum=60
+        1, "Maximum duration of the measurement of each load (read, write, mixed).", minimum=1, maximum=60
     )
     most_bytes: int = setting(
         3 * GIB,
-        "Bytes that measuring a drive alone and with the others writes to it, at most; a sixth is the size of the file "
-        "that is on it meanwhile. What came to nothing is tried again, ever more rarely.",
+        "Maximum bytes written to a drive by one measurement round (alone and with the others). The temporary file "
+        "takes a sixth of it.",
         size=True,
         minimum=96 * MIB,
     )
     state_dir: str = setting(
         "",
-        "Folder of the history, which counts from the next start on. Empty: `$STATE_DIRECTORY` (systemd's), else "
-        "`pages.runtime_dir` where that is set, else `$XDG_STATE_HOME/infinity`, else `~/.local/state/infinity`.",
+        "Folder of the history; changes take effect at the next start. Empty: `$STATE_DIRECTORY` (systemd), "
+        "`pages.runtime_dir` if set, `$XDG_STATE_HOME/infinity`, or `~/.local/state/infinity`.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StaleConfig:
-    """Runs in `drives.paths` that nobody holds any more. They are listed; what is removed is lost."""
+    """Runs in `drives.paths` without a live process. By default they are only listed; a removed run is lost."""
 
     remove_after_seconds: int = setting(
-        0, "How long after its last change a run without a checkpoint is removed. 0: never."
+        0, "Time since the last change after which a stale run without a checkpoint is removed. 0: never."
     )
     remove_checkpointed_after_seconds: int = setting(
         0,
-        "The same of a run with a checkpoint, from which training could go on: a day (86400) at least. 0: never.",
+        "The same for a stale run with a checkpoint, which could still be resumed; at least a day (86400). 0: never.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class FairnessConfig:
-    """Drives that several runs use at the same time."""
+    """Drives that are shared by several runs."""
 
     enabled: bool = setting(
-        True, "Hold runs back that move more than their share of a drive (`storage.weight`) while others wait for it."
+        True, "Limit runs that exceed their share of a drive (`storage.weight`) while other runs are stalled on it."
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DaemonConfig:
-    """All settings of a daemon."""
+    """Settings of the daemon."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
     pages: PagesConfig = field(default_factory=PagesConfig)
@@ -126,12 +130,12 @@ class DaemonConfig:
 
     @property
     def runtime_dir(self) -> Path:
-        """Folder of the stats pages."""
+        """Folder of the stats files."""
         return runtime_dir(TelemetryConfig(runtime_dir=self.pages.runtime_dir))
 
     @property
     def state_dir(self) -> Path:
-        """Folder of what is kept across restarts of the node; the runtime folder where there is no home."""
+        """Folder of data that is kept across restarts of the node, or the runtime folder if there is no home folder."""
         given = self.measure.state_dir or os.environ.get("STATE_DIRECTORY", "").partition(":")[0]
         if given or self.pages.runtime_dir:
             return Path(given or self.pages.runtime_dir)
@@ -142,7 +146,7 @@ class DaemonConfig:
 
     @property
     def socket(self) -> Path:
-        """The Unix socket."""
+        """Path of the Unix socket."""
         return Path(self.server.socket) if self.server.socket else self.runtime_dir / SOCKET_NAME
 
 
@@ -150,22 +154,26 @@ _SETTINGS = Settings(DaemonConfig)
 
 
 def load_daemon_config(source: str | os.PathLike[str] | None, given: Mapping[str, Any]) -> DaemonConfig:
-    """Return the settings of a TOML file, or the defaults, with those replaced that are `given` by their dotted names.
+    """Return the settings in a TOML file, or the defaults, with the `given` values replaced.
+
+    Args:
+        source: Path of the TOML file, or None for the defaults.
+        given: Values that override the file, by dotted name.
 
     Raises:
-        ConfigError: as `infinity.config.load_config`; a folder of a drive that is not there; checkpoints that would be
-            removed soon.
+        ConfigError: as `infinity.config.load_config`; or if a folder of a drive does not exist, or checkpoints would be
+            removed in less than a day.
     """
     config = _SETTINGS.with_values(_SETTINGS.load(source), given)
     if 0 < (grace := config.stale.remove_checkpointed_after_seconds) < _DAY:
         raise ConfigError(
-            f"stale.remove_checkpointed_after_seconds = {grace} is less than a day ({_DAY}), in which a run that ended "
-            "would lose its checkpoints; give more, or 0 for never"
+            f"stale.remove_checkpointed_after_seconds = {grace} is less than a day ({_DAY}), so an ended run would "
+            "soon lose its checkpoints. Set at least a day, or 0 for never"
         )
     for name, paths in (("paths", config.drives.paths), ("endurance", config.drives.endurance)):
         for path in paths:
             if not os.path.isdir(path):
-                raise ConfigError(f"drives.{name}: {path!r} is not a folder; name one on a drive that is mounted")
+                raise ConfigError(f"drives.{name}: {path!r} is not a folder. Name a folder on a mounted drive")
     return config
 
 

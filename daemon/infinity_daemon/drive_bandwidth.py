@@ -1,12 +1,12 @@
-"""What drives can do: a history of measurements in one JSON file, and the profiles that are made of it.
+"""Bandwidth of drives: a history of measurements in one JSON file, and the profiles derived from it.
 
-[Note: profiles] A measurement has the bytes per second of one drive, or of several that were busy at the same time,
-under one to three loads: reads, writes, and both mixed. The daemon measures by itself (`measure.py`); `infinity probe`
-and runs that have measured tell it what they found. All count the same. The profile of a drive is, for each load, the
-median of the `RECENT` newest measurements of that drive alone: so one that was disturbed, or taken with a full SLC
-cache, does not change it. A drive that was only measured together with others has those. Drives that are asked for
-together have a profile together if exactly these were measured at the same time: they may share a bus that gives each
-of them less.
+[Note: profiles] A measurement holds the bytes per second of one drive, or of several drives that were busy at the same
+time, under one to three loads: reads, writes, and both mixed. The daemon runs its own measurements
+(`drive_measurement.py`); `infinity probe` and runs report theirs. All sources count the same. For each load, the
+profile of a drive is the median of the `RECENT` newest measurements of that drive alone, so a measurement that was
+disturbed, or taken with a full SLC cache, does not change the profile. If a drive was only measured together with
+others, those measurements are used. Several drives have a joint profile if exactly these drives were measured at the
+same time, because they may share a bus that limits each of them.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from infinity_daemon.log import event
 
 FILE_NAME: Final = "bandwidth.json"
 RECENT: Final = 5
-"""Measurements that a profile is made of."""
+"""Number of measurements per profile."""
 LOADS: Final = ("read", "write", "mixed")
 SOURCES: Final = ("daemon", "probe", "run")
 _MOST_KEPT: Final = 512
-"""Measurements of all drives; of each combination of drives `RECENT` of each source."""
+"""Maximum number of measurements. Each combination of drives keeps `RECENT` of each source."""
 _MAX_FILE: Final = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Bytes per second under each load, None where it was not measured; `mixed` is of both directions together."""
+    """Bytes per second under each load; None if it was not measured. `mixed` is the sum of both directions."""
 
     read: float | None = None
     write: float | None = None
@@ -48,37 +48,37 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What somebody measured, on all drives at the same time."""
+    """A measurement of one or more drives that were busy at the same time."""
 
     rates: Mapping[str, Rates]
-    """By identity of the drive."""
+    """Rates by identity of the drive."""
     source: str
-    """Who it was: one of `SOURCES`."""
+    """Source of the measurement: one of `SOURCES`."""
     measured: float
-    """When, in Unix time."""
+    """Unix time of the measurement."""
 
     @property
     def drives(self) -> frozenset[str]:
-        """Their identities."""
+        """Identities of the drives."""
         return frozenset(self.rates)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(Rates):
-    """What a drive can do, and the Unix time of the newest measurement that it is made of. [Note: profiles]"""
+    """Bandwidth of a drive, and the Unix time of the newest measurement used. [Note: profiles]"""
 
     measured: float
 
 
 def rate(value: Any) -> float:
-    """Bytes per second, or another finite number above 0. Raises `Mismatch`."""
+    """Return `value` as a finite number above 0, for example bytes per second. Raises `Mismatch`."""
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise Mismatch(value, "must be bytes per second above 0")
     return float(value)
 
 
 def rates(value: Any) -> Rates:
-    """An object with one to three loads. Raises `Mismatch`."""
+    """Return `value` as an object with one to three loads. Raises `Mismatch`."""
     found: Rates = _RATES(value)
     if found == Rates():
         raise Mismatch(value, f"must have one of {', '.join(LOADS)}")
@@ -91,14 +91,14 @@ _FILE = record(measurements=sequence(_MEASURED, most=_MOST_KEPT))
 
 
 class Profiles:
-    """The history in a file of `folder`, and the profiles. Threads may share it."""
+    """History of measurements in a file in `folder`, and the profiles. Threads may share an instance."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / FILE_NAME
         self._kept: tuple[Measured, ...] = ()
-        """The newest first. Never changed in place but replaced, under `_lock`, so that it is read without one."""
+        """Newest first. Replaced under `_lock` and never modified, so that it can be read without the lock."""
         self._lock = threading.Lock()
-        """Held while a measurement is added and the file written: the last write has the newest."""
+        """Held while a measurement is added and the file is written, so that the last write holds the newest data."""
 
     def of(self, drive: Drive) -> Profile | None:
         """Return the profile of a drive, or None if it was never measured."""
@@ -106,19 +106,19 @@ class Profiles:
         return _profile(name, [one for one in self._kept if one.drives == {name}]) or _profile(name, self._kept)
 
     def together(self, drives: Collection[str]) -> dict[str, Profile] | None:
-        """Return the profiles of drives, all busy, by identity as they are given; None if never measured."""
+        """Return the joint profiles of drives by identity, or None if they were never measured together."""
         same = [one for one in self._kept if one.drives == frozenset(drives)]
         found = {drive: _profile(drive, same) for drive in drives}
         known = {drive: profile for drive, profile in found.items() if profile is not None}
         return known if known and len(known) == len(found) else None
 
     def measured(self, drives: Collection[str], source: str) -> float:
-        """Return the Unix time at which somebody measured exactly these drives last; 0 if never."""
+        """Return the Unix time of the last measurement of exactly these drives by `source`, or 0."""
         wanted = frozenset(drives)
         return max((one.measured for one in self._kept if one.drives == wanted and one.source == source), default=0.0)
 
     def load(self) -> None:
-        """Read the file; one that is missing or malformed leaves the history empty, and is said."""
+        """Read the file. If it is missing or malformed, the history stays empty; a malformed file is logged."""
         try:
             found = _FILE(json.loads(read_own(self._file, _MAX_FILE)))["measurements"]
         except FileNotFoundError:
@@ -130,10 +130,10 @@ class Profiles:
             self._kept = _newest([*self._kept, *found])
 
     def record(self, measured: Measured) -> None:
-        """Keep a measurement, and write the file.
+        """Add a measurement and write the file.
 
         Raises:
-            OSError: the file cannot be written; the measurement is then kept in memory only.
+            OSError: if the file cannot be written. The measurement is then kept in memory only.
         """
         with self._lock:
             self._kept = _newest([measured, *self._kept])
@@ -143,7 +143,7 @@ class Profiles:
 
 
 def _newest(measurements: Iterable[Measured]) -> tuple[Measured, ...]:
-    """Return what is to be kept, the newest first."""
+    """Return the measurements to keep, newest first."""
     kept, counts = [], dict[tuple[frozenset[str], str], int]()
     for one in sorted(measurements, key=lambda one: -one.measured):
         key = one.drives, one.source
@@ -154,7 +154,7 @@ def _newest(measurements: Iterable[Measured]) -> tuple[Measured, ...]:
 
 
 def _profile(drive: str, measurements: Iterable[Measured]) -> Profile | None:
-    """Make a profile of measurements, of which the newest come first. [Note: profiles]"""
+    """Return the profile derived from measurements, which must be ordered newest first. [Note: profiles]"""
     found = [(one.measured, one.rates[drive]) for one in measurements if drive in one.rates]
     recent = {load: list(islice(((t, r) for t, one in found if (r := getattr(one, load))), RECENT)) for load in LOADS}
     times = [when for values in recent.values() for when, _ in values]

@@ -1,12 +1,13 @@
-"""The daemon measures drives by itself, while nobody uses them.
+"""Bandwidth measurement of idle drives by the daemon.
 
-[Note: when a drive is idle] A drive is used while a live rank has a path on it, while space on it is reserved, or when
-a rank has just asked for its profile, which is the first thing a start does. Others are seen in the kernel's counters:
-more than `NOISE` per second is use. Only when all that is to be measured has been idle for `measure.idle_seconds` does
-a measurement begin. It ends at once when a run comes. What the counters then show beyond its own bytes was somebody
-else: such a measurement is thrown away.
+[Note: when a drive is idle] A drive is in use while a live rank has a path on it, while space on it is reserved, and
+when a rank has just asked for its profile, which is the first request of a starting run. Other users show up in the
+kernel's counters: more than `NOISE` per second is use. A measurement begins only after all of its drives have been idle
+for `measure.idle_seconds`, and ends at once when a run starts. If the counters then show more than the bytes of the
+measurement itself, another process was active and the measurement is discarded.
 
-What is measured: each drive alone, then all together, if there are several; each again `measure.every_seconds` later.
+Each drive is measured alone and, if there are several, all of them together. Each measurement is repeated after
+`measure.every_seconds`.
 """
 
 from __future__ import annotations
@@ -34,55 +35,55 @@ from infinity_daemon.log import event
 from infinity_daemon.reservations import Owner, Reservations
 
 LOOK_SECONDS: Final = 1.0
-"""How often it is looked whether there is something to do."""
+"""Interval between two checks for due measurements."""
 NOISE: Final = 4.0 * MIB
-"""Bytes per second that are no use of a drive: logs, and what the file system does by itself."""
+"""Bytes per second that do not count as use of a drive: logs, and the file system's own work."""
 _FOREIGN_SHARE: Final = 0.1
-"""Of a measurement's own bytes: so many of somebody else are too few to change its result."""
+"""Bytes of other processes, as a fraction of a measurement's own bytes, that are too few to change its result."""
 _LEAST_SEEN: Final = 0.25
-"""Share of a measurement's bytes that the counters must show; a file system on several drives shows a part of them."""
+"""Fraction of a measurement's bytes that the counters must show: one drive of several may see only a part."""
 RUN_ID: Final = "infinityd"
-"""In whose name space is reserved while a drive is measured."""
+"""Run id of the space reservation during a measurement."""
 _POINTS: Final = points_of(list(Load), [MIB], [8])
-_PARTS: Final = 6  # a round writes the file and measures two loads that write, for each drive alone and all together
-_RESERVE_BESIDE: Final = 16 * MIB  # for the file system's own records
+_PARTS: Final = 6  # per round: one file and two loads that write, for each drive alone and for all together
+_RESERVE_BESIDE: Final = 16 * MIB  # for the metadata of the file system
 _AGAIN_SECONDS: Final = 600.0
-"""When it is tried again what came to nothing; twice as long after each further time, up to `measure.every_seconds`:
-each writes to the drive."""
+"""Time until a failed measurement is retried. It doubles after each failure up to `measure.every_seconds`, because each
+try writes to the drive."""
 
 
 @dataclass(kw_only=True)
 class _Watched:
-    """A drive, as it was seen last."""
+    """Last known state of a drive."""
 
     place: Place
-    """The first configured folder on it."""
+    """First configured folder on the drive."""
     moved: int | None
-    """Bytes read and written since boot; None: the kernel does not count them."""
+    """Bytes read and written since boot, or None if the kernel does not count them."""
     looked: float
-    """When, in monotonic seconds."""
+    """Time of the last check, in monotonic seconds."""
     idle_since: float
-    """The same clock: since when nobody uses it."""
+    """Time at which the drive became idle, in monotonic seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Foreign:
-    """Tells whether others moved bytes on the drives of a measurement; called after each of its parts."""
+    """Detect bytes that other processes moved on the drives of a measurement. Called after each of its parts."""
 
     places: Mapping[str, Place]
-    """By path."""
+    """Measured places, by path."""
     moved: Callable[[Drive], int | None]
-    """Bytes over a drive since boot."""
+    """Return the bytes moved by a drive since boot."""
     before: dict[str, int | None] = field(default_factory=dict)
-    """By path, as the part before ended."""
+    """Bytes moved by each path's drive at the end of the previous part."""
     found: list[str] = field(default_factory=list)
-    """Names of drives that somebody else has used."""
+    """Names of drives that other processes have used."""
 
     def look(self, progress: Progress) -> None:
-        """Compare what went over the drives with what was measured.
+        """Compare the bytes moved by the drives with the measured bytes.
 
         Raises:
-            InfinityError: the bytes did not reach the drive, so nothing was measured but memory.
+            InfinityError: if the bytes did not reach the drive, so that only memory was measured.
         """
         for path, place in self.places.items():
             before, now = self.before.get(path), self.moved(place.drive)
@@ -91,15 +92,17 @@ class _Foreign:
             if own is not None and before is not None and now is not None:
                 expected, seen = own.bytes_per_second * own.seconds, now - before
                 if seen < _LEAST_SEEN * expected:
-                    raise InfinityError(f"{path}: the drive saw {seen:.0f} of {expected:.0f} bytes: they are cached")
+                    raise InfinityError(
+                        f"{path}: only {seen:.0f} of {expected:.0f} bytes reached the drive; the rest was cached"
+                    )
                 if seen > (1 + _FOREIGN_SHARE) * expected + NOISE * max(own.seconds, LOOK_SECONDS):
                     self.found.append(place.drive.name)
 
 
 class Measuring:
-    """Measures the drives of some folders. `look` is called once a second by a thread; `used` and `end` by any.
+    """Measure the drives of some folders. One thread calls `look` once a second; any thread may call `used` and `end`.
 
-    `settings` and `paths` are replaced when settings are read again.
+    `settings` and `paths` are replaced when the settings are reloaded.
     """
 
     def __init__(self, profiles: Profiles, reservations: Reservations, sysfs: Path = SYSFS) -> None:
@@ -107,22 +110,22 @@ class Measuring:
         self.paths: tuple[str, ...] = ()
         self._profiles, self._reservations, self._sysfs = profiles, reservations, sysfs
         self.owner = Owner(pid=os.getpid(), process_started=process_start(os.getpid()))
-        """In whose name space is reserved."""
-        self._tidied: set[str] = set()  # paths from which what was left over is removed; of the thread
+        """Owner of the space reservations."""
+        self._tidied: set[str] = set()  # paths whose leftover files were removed; used by the thread
         self._again: dict[frozenset[str], float] = {}
-        """When drives, by identity, may be tried again, in monotonic seconds; of the thread."""
+        """Monotonic time from which drives (by identity) may be measured again; used by the thread."""
         self._tries: dict[frozenset[str], int] = {}
-        """How often in succession measuring drives, by identity, came to nothing; of the thread."""
-        self._said: set[str] = set()  # what the thread has said about drives that it cannot measure
+        """Number of consecutive failed measurements of drives (by identity); used by the thread."""
+        self._said: set[str] = set()  # drives that are logged as not measurable; used by the thread
         self._lock = threading.Lock()
-        """Guards what follows; held for moments."""
-        self._watched: dict[str, _Watched] = {}  # by name of the drive; added and looked at by the thread
+        """Protects the following attributes; held only briefly."""
+        self._watched: dict[str, _Watched] = {}  # by drive name; filled and read by the thread
         self._measured: frozenset[str] = frozenset()  # names of the drives that are being measured
-        self._stop = threading.Event()  # ends the measurement that is under way; replaced by the next
-        self._ended = False  # set by `end`: none begins any more
+        self._stop = threading.Event()  # stops the current measurement; each measurement has its own event
+        self._ended = False  # set by `end`: no further measurement begins
 
     def used(self, drives: Iterable[str]) -> None:
-        """Note that runs use these drives now, by name: a measurement of one of them ends."""
+        """Record that runs are using these drives (by name), and stop a measurement of any of them."""
         with self._lock:
             for name in drives:
                 if name in self._watched:
@@ -131,13 +134,13 @@ class Measuring:
                     self._stop.set()
 
     def end(self) -> None:
-        """End the measurement that is under way, and begin no other."""
+        """Stop the current measurement and begin no other."""
         with self._lock:
             self._ended = True
             self._stop.set()
 
     def look(self) -> None:
-        """See which drives are idle, and measure what is due; returns when that has ended."""
+        """Find idle drives and run a measurement that is due. Returns when it has ended."""
         settings, now = self.settings, time.monotonic()
         if not settings.enabled:
             return
@@ -150,7 +153,7 @@ class Measuring:
     def _watch(self, now: float) -> None:
         found: dict[str, Place] = {}
         for path in self.paths:
-            with suppress(OSError):  # the collector of drives says so
+            with suppress(OSError):  # reported by the collector of drives
                 place = locate(path, self._sysfs)
                 found.setdefault(place.drive.name, place)
                 if path not in self._tidied:
@@ -168,13 +171,13 @@ class Measuring:
                 one.place, one.moved, one.looked = place, moved, now
 
     def _targets(self) -> list[list[Place]]:
-        """Return what is to be measured: each drive, and all."""
+        """Return the sets of places to measure: each drive alone, and all together."""
         usable = []
         for name, one in self._watched.items():
             if one.place.in_memory or one.moved is None:
                 if name not in self._said:
                     self._said.add(name)
-                    reason = "it is memory" if one.place.in_memory else "the kernel does not tell who uses it"
+                    reason = "memory-backed" if one.place.in_memory else "no kernel I/O counters"
                     event(logging.INFO, "measure.never", device=name, reason=reason)
             else:
                 usable.append(one.place)
@@ -195,7 +198,7 @@ class Measuring:
     def _measure(self, target: Sequence[Place], settings: MeasureConfig) -> None:
         names = [place.drive.name for place in target]
         with self._lock:
-            if self._ended or not self._is_idle(target, settings):  # a run has come just now
+            if self._ended or not self._is_idle(target, settings):  # a run has started in the meantime
                 return
             self._stop, self._measured = threading.Event(), frozenset(names)
         drives, said = _identities(target), {"devices": ",".join(names)}
@@ -210,21 +213,21 @@ class Measuring:
         else:
             if foreign:
                 self._touched(foreign)
-                event(logging.INFO, "measure.disturbed", **said, by="others that use " + ",".join(foreign))
+                event(logging.INFO, "measure.disturbed", **said, by="other processes on " + ",".join(foreign))
             else:
                 del self._tries[drives], self._again[drives]
                 self._keep(target, found)
         finally:
             with self._lock:
                 self._measured = frozenset()
-                for place in target:  # its own bytes are nobody's use
+                for place in target:  # bytes of the measurement itself do not count as use
                     self._watched[place.drive.name].moved = self._moved(place.drive)
                     self._watched[place.drive.name].looked = time.monotonic()
 
     def _results(
         self, target: Sequence[Place], settings: MeasureConfig
     ) -> tuple[list[str], dict[str, tuple[Measurement, ...]]]:
-        """Measure; return the drives that others have used meanwhile, and what was found by path."""
+        """Measure the drives. Return the drives that other processes used in the meantime, and the results by path."""
         paths = [place.path for place in target]
         part = align_down(settings.most_bytes // _PARTS, MIB)
         foreign = _Foreign(places=dict(zip(paths, target, strict=True)), moved=self._moved)

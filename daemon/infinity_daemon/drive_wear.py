@@ -1,4 +1,4 @@
-"""How fast drives are used up: what is written to them, what they tell of it, and what they are rated for."""
+"""Wear of drives: bytes written, rated endurance, and the health data that drives report."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from infinity_daemon.log import event
 
 DAY: Final = 86_400.0
 _ASK_SECONDS: Final = 600.0
-"""How often a drive is asked for its health log: it counts whole percents of years."""
+"""Interval between two reads of a drive's health log. The log counts whole percents, so it changes slowly."""
 _ANSWER_SECONDS: Final = 5.0
 _SAMPLE_SECONDS: Final = 60.0
 _WINDOW_SECONDS: Final = 3_600.0
-_DATA_UNIT_BYTES: Final = 512_000  # of an NVMe health log
-_MOST_PERCENT: Final = 255  # one byte in an NVMe health log; above 100 the rated life is over
+_DATA_UNIT_BYTES: Final = 512_000  # unit of the NVMe health log
+_MOST_PERCENT: Final = 255  # one byte in the NVMe health log; above 100, the rated life is exceeded
 
-# By program: its arguments before the device, and where in its answer is the percentage of the rated life that is used.
+# By program: its arguments before the device, and the paths in its output of the percentage of the rated life used.
 _PROGRAMS: Final[Mapping[str, tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]]] = {
     "nvme": (("smart-log", "-o", "json"), (("percent_used",), ("percentage_used",))),
     "smartctl": (
@@ -42,7 +42,7 @@ _WRITTEN: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """What a drive tells: the share of its rated life that is used, and the bytes written in its life, or None."""
+    """Health data reported by a drive: fraction of its rated life used, and bytes written. None if unknown."""
 
     ratio: float | None = None
     written: int | None = None
@@ -50,47 +50,47 @@ class Health:
 
 @dataclass(frozen=True, kw_only=True)
 class DriveWear:
-    """What is known of the wear of a drive; None where it is not."""
+    """Wear of a drive. Unknown values are None."""
 
     ratio: float | None
-    """Share of its rated life that is used, as the drive tells."""
+    """Fraction of its rated life used, as reported by the drive."""
     rated: int | None
-    """Bytes that may be written in its life (TBW), as configured."""
+    """Rated endurance in bytes (TBW), as configured."""
     bytes_per_second: float | None
-    """Written to it, by everybody, in the last hour or since the daemon began."""
+    """Bytes per second written by all processes in the last hour or since the daemon started."""
     left: int | None
-    """Of the rated bytes, those that are not written yet."""
+    """Bytes left of the rated endurance."""
     days: float | None
-    """Until the rated bytes are written at that rate."""
+    """Days until the rated endurance is reached at this rate."""
 
 
 class WearWatch:
-    """Watches drives. `look` comes by with every scrape; threads may share it.
+    """Track the wear of drives. Every scrape calls `look`. Threads may share an instance.
 
-    Health logs are read by a thread of their own, one drive after the other, so that nobody waits for a drive.
+    A separate thread reads health logs, one drive after the other, so that no caller waits for a drive.
     """
 
     def __init__(self, endurance: Mapping[str, int], sysfs: Path = SYSFS) -> None:
-        """Watch nothing yet.
+        """Start without drives.
 
         Args:
-            endurance: bytes that each drive is rated for, by its name.
-            sysfs: where the kernel's files are.
+            endurance: Rated endurance of each drive in bytes, by drive name.
+            sysfs: Root of sysfs.
         """
         self.endurance = dict(endurance)
-        """Replaced when settings are read again."""
+        """Replaced when the settings are reloaded."""
         self._sysfs = sysfs
         self._samples: dict[str, deque[tuple[float, int]]] = {}
-        """By drive, monotonic seconds and bytes written since boot, of the last hour, once a minute at most; under
-        `_lock`."""
-        self._health: dict[str, Health] = {}  # by drive; under `_lock`
-        self._asked: dict[str, float] = {}  # by drive, monotonic seconds at which it was asked last; under `_lock`
-        self._asking: threading.Thread | None = None  # the one that asks, or has asked last; under `_lock`
+        """Samples of the last hour by drive, at most one per minute: monotonic seconds and bytes written since boot.
+        Protected by `_lock`."""
+        self._health: dict[str, Health] = {}  # by drive; protected by `_lock`
+        self._asked: dict[str, float] = {}  # monotonic time of the last health query by drive; protected by `_lock`
+        self._asking: threading.Thread | None = None  # current or last query thread; protected by `_lock`
         self._lock = threading.Lock()
-        """Held for moments: no drive is asked under it."""
+        """Held only briefly: no drive is queried under it."""
 
     def look(self, drives: Iterable[Drive]) -> None:
-        """Take samples that are due, and have those drives asked for their health that have not been for long."""
+        """Take samples that are due, and start a query of the drives whose health data is out of date."""
         now = time.monotonic()
         drives = list(drives)
         with self._lock:
@@ -108,7 +108,7 @@ class WearWatch:
             return
         found = counters(drive, self._sysfs)
         if found is None or (samples and found.written < samples[-1][1]):
-            samples.clear()  # another drive under this name
+            samples.clear()  # the name now belongs to another drive
         if found is not None:
             samples.append((now, found.written))
         while len(samples) > 2 and now - samples[0][0] > _WINDOW_SECONDS:
@@ -121,7 +121,7 @@ class WearWatch:
                 self._health[drive.name] = found
 
     def of(self, drive: Drive) -> DriveWear:
-        """Return what is known of a drive now."""
+        """Return the current wear of a drive."""
         with self._lock:
             health, samples = self._health.get(drive.name, Health()), list(self._samples.get(drive.name, ()))
         rated = self.endurance.get(drive.name)
@@ -131,7 +131,7 @@ class WearWatch:
             rate = (last - first) / (end - start)
         left = None
         if rated is not None:
-            # What was written before boot is known only where the drive tells it.
+            # Bytes written before boot are known only if the drive reports them.
             used = health.written if health.written is not None else samples[-1][1] if samples else 0
             if health.ratio is not None:
                 used = max(used, int(health.ratio * rated))
@@ -141,11 +141,11 @@ class WearWatch:
 
 
 def health_of(drive: Drive, sysfs: Path = SYSFS) -> Health:
-    """Return what a drive tells: in sysfs, else to `nvme` or `smartctl`, if one is installed and may ask it."""
+    """Return a drive's health data from sysfs, or else from `nvme` or `smartctl` if one is installed and permitted."""
     ratio = wear_ratio(drive, sysfs)
     if ratio is not None:
         return Health(ratio=ratio)
-    if (sysfs / "class/block" / drive.name / "device").exists():  # not what is made of other drives, or of files
+    if (sysfs / "class/block" / drive.name / "device").exists():  # a physical drive, not a RAID or loop device
         for program in _PROGRAMS if drive.name.startswith("nvme") else ("smartctl",):
             found = _told_to(program, f"/dev/{drive.name}")
             if found != Health():
@@ -159,7 +159,7 @@ def _told_to(program: str, device: str) -> Health:
         return Health()
     before, places = _PROGRAMS[program]
     try:
-        # Its exit status says more than whether there is an answer: smartctl has bits for what is wrong with a drive.
+        # The exit status is ignored: smartctl sets bits in it for problems of the drive even if the output is complete.
         done = subprocess.run(
             [path, *before, device], stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_SECONDS, check=False
         )
@@ -178,7 +178,7 @@ def _told_to(program: str, device: str) -> Health:
 
 
 def _number_at(tree: Any, place: tuple[str, ...]) -> int | None:
-    """Return the number of 0 or more at a place of an answer; some programs give large ones as texts."""
+    """Return the non-negative integer at a path in the output. Some programs write large numbers as strings."""
     for key in place:
         tree = tree.get(key) if isinstance(tree, dict) else None
     if isinstance(tree, str) and tree.isascii() and tree.isdigit() and len(tree) < 40:

@@ -1,10 +1,10 @@
-"""How fast each run may use a drive that several of them share.
+"""Bandwidth limits for runs that share a drive.
 
-The aim is max-min fairness with weights: of the runs that stand still for want of the drive, the one that has got least
-for its weight goes as fast as it can, and no other gets more for its own. So nothing has to be known of how fast the
-drive is, nothing of it is left unused, and a run that is alone is never held back. Rates move towards the aim by a
-twentieth per second (`Fairness.observe`), because a run that computes most of the time stands still only now and
-then: it is to get what it needs, and the others all the rest.
+The goal is weighted max-min fairness. Among the runs that are stalled on the drive, the one with the least bandwidth
+relative to its weight runs unlimited, and no other run may exceed it relative to its own weight. The bandwidth of the
+drive need not be known, no bandwidth is left unused, and a run that is alone is never limited. Limits move towards the
+goal by one twentieth per second (`Fairness.observe`), because a run that mostly computes is stalled only now and then:
+it gets the bandwidth it needs, and the other runs get the rest.
 """
 
 from __future__ import annotations
@@ -21,36 +21,38 @@ Rank = tuple[str, int]
 """Run id and rank."""
 
 SMOOTH_SECONDS: Final = 3.0
-"""Over how long what a run does is averaged: a few passes of a short step."""
+"""Averaging time of a run's activity: a few passes of a short step."""
 _WANTS: Final = 0.1
-"""Share of the time that a training thread stands still for pages, from which on its run wants more of the drive."""
+"""Fraction of stalled time from which a run counts as needing more bandwidth."""
 _AHEAD: Final = 1.03
-"""How far a run may be ahead of the one that has got least: what is only noise is to slow nobody down."""
+"""Tolerated lead over the run with the least bandwidth, so that noise slows no run down."""
 _DOWN: Final = 0.95
 _UP: Final = 1.05
-"""How much a rate changes in a second, at most."""
+"""Maximum change of a limit per second."""
 _BEHIND: Final = 1.1
-"""How much the rate of the run that has got least rises in a second."""
+"""Factor by which the limit of the run with the least bandwidth rises per second."""
 _UNUSED: Final = 0.8
-"""A rate of which less is used holds nobody back, and is taken away when nobody wants more."""
+"""A limit of which a run uses less than this fraction has no effect. It is removed once no run needs more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What a rank has done since it began, as its stats page says."""
+    """Activity of a rank since its start, from its stats file."""
 
     moved: Mapping[str, float]
     """Bytes read and written, by drive."""
     stalled: float
-    """Seconds that its training thread stood still for pages."""
+    """Seconds during which the training thread was stalled on storage."""
     weight: float = 1.0
-    """`storage.weight` of its run."""
+    """`storage.weight` of the run."""
 
 
 def usages(pages: Iterable[Snapshot], drive_of: Callable[[str], str | None]) -> dict[Rank, Usage]:
-    """Return what the ranks of some stats pages have done.
+    """Return the activity of the ranks of some stats files.
 
-    `drive_of` gives the name of the drive that a path is on, or None.
+    Args:
+        pages: Readings of the stats files.
+        drive_of: Function that returns the name of the drive of a path, or None.
     """
     found: dict[Rank, Usage] = {}
     stalls, transfers = BY_NAME["stall_seconds_total"], BY_NAME["io_bytes_total"]
@@ -71,34 +73,34 @@ def usages(pages: Iterable[Snapshot], drive_of: Callable[[str], str | None]) -> 
 
 @dataclass(kw_only=True)
 class _Run:
-    """What a run does on its drives, averaged; changed by `Fairness.observe`."""
+    """Averaged activity of a run on its drives. Changed by `Fairness.observe`."""
 
     ranks: dict[int, Usage] = field(default_factory=dict)
-    """Of its live ranks, by rank, when they were last looked at."""
+    """Last observed activity of the live ranks, by rank."""
     rate: dict[str, float] = field(default_factory=dict)
-    """Bytes per second by drive, of all ranks together."""
+    """Bytes per second of all ranks together, by drive."""
     stalled: float = 0.0
-    """Share of the time that the rank stood still which did so most."""
+    """Fraction of time during which the most stalled rank was stalled."""
 
 
 class Fairness:
-    """The rates of runs, from what their ranks have moved; used from the event loop only."""
+    """Bandwidth limits of runs, computed from the traffic of their ranks. Used from the event loop only."""
 
     def __init__(self) -> None:
         self._runs: dict[str, _Run] = {}
-        """The runs that have live ranks, by id."""
+        """Runs with live ranks, by id."""
         self._observed = 0.0
-        """When they were last looked at, in monotonic seconds."""
+        """Time of the last observation, in monotonic seconds."""
         self._rates: dict[str, dict[str, float]] = {}
-        """Bytes per second that a run may move, by drive and run; only of those that are held back."""
+        """Limits in bytes per second, by drive and run. Runs without a limit have no entry."""
 
     def rates_of(self, run: str) -> dict[str, float]:
-        """Return the bytes per second that each rank of a run may move, by drive; others have no limit."""
+        """Return the limits of each rank of a run in bytes per second, by drive; unlimited drives have no entry."""
         ranks = len(self._runs[run].ranks) if run in self._runs else 1
         return {drive: rates[run] / ranks for drive, rates in self._rates.items() if run in rates}
 
     def observe(self, usages: Mapping[Rank, Usage], now: float) -> None:
-        """Take what all live ranks have done until `now`, in monotonic seconds, and move the rates."""
+        """Record the activity of all live ranks until `now` (monotonic seconds), and adjust the limits."""
         passed, self._observed = now - self._observed, now
         ranks: dict[str, dict[int, Usage]] = defaultdict(dict)
         for (run, rank), usage in usages.items():
@@ -119,18 +121,19 @@ class Fairness:
 def next_rates(
     rates: Mapping[str, float], moving: Mapping[str, float], wanting: set[str], weights: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the rates of a drive a second later, in bytes per second by run; others have no limit.
+    """Return the limits on a drive one second later, in bytes per second by run. Runs without a limit have no entry.
 
     Args:
-        rates: of now.
-        moving: bytes per second that each run moves.
-        wanting: the runs that want more.
-        weights: of all that move.
+        rates: Current limits.
+        moving: Current bytes per second of each run.
+        wanting: Runs that need more bandwidth.
+        weights: Weights of all runs in `moving`.
     """
     if len(moving) < 2:
         return {}
     served = {run: moving[run] / weights[run] for run in moving}
-    # Limits rise before they go: one that went at once would let a run that is behind by noise take all of the drive.
+    # Limits are raised before they are removed. Removal at once would let a run that lags by noise take the whole
+    # drive.
     raised = {run: _UP * rate for run, rate in rates.items() if moving.get(run, 0.0) > _UNUSED * rate}
     if not wanting:
         return raised
@@ -139,14 +142,14 @@ def next_rates(
     for run in moving.keys() - {last}:
         target, rate = _AHEAD * served[last] * weights[run], rates.get(run)
         if rate is None and moving[run] <= target:
-            continue  # it is not ahead
+            continue  # not ahead of its target
         before = moving[run] if rate is None else rate
         found[run] = min(max(target, _DOWN * before), _UP * before)
     return found
 
 
 def _average(run: _Run, ranks: dict[int, Usage], passed: float) -> None:
-    """Take in what the ranks of a run have done in `passed` seconds; a rank that is new counts from now on."""
+    """Update a run's averages with the activity of its ranks in `passed` seconds. A new rank counts from now on."""
     both = [(run.ranks[rank], usage) for rank, usage in ranks.items() if rank in run.ranks]
     run.ranks = ranks
     if not both or passed <= 0:

@@ -1,4 +1,4 @@
-"""Log lines of one shape: time, level, event, then ``key=value`` with values quoted where needed."""
+"""Log lines in one format: time, level, event, then ``key=value`` pairs with values quoted if needed."""
 
 from __future__ import annotations
 

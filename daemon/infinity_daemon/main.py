@@ -1,4 +1,4 @@
-"""`infinityd`: the node's daemon."""
+"""`infinityd`, the daemon of a node."""
 
 from __future__ import annotations
 
@@ -17,33 +17,37 @@ from infinity_daemon.service import run
 def _daemon(
     config: Annotated[
         Path | None,
-        typer.Option(help="Settings as TOML (docs/reference/daemon-settings.md); options override it. SIGHUP reads it again."),
+        typer.Option(
+            help="Settings as TOML (docs/reference/daemon-settings.md). Options override it; SIGHUP reloads it."
+        ),
     ] = None,
     runtime_folder: Annotated[
         str | None,
-        typer.Option("--runtime-dir", help="Folder of the stats pages; default as telemetry.runtime_dir."),
+        typer.Option("--runtime-dir", help="Folder of the stats files. [default: that of telemetry.runtime_dir]"),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="TCP port of the page, /metrics, /healthz; 0: any. [default: 9470]"),
+        typer.Option(min=0, max=65535, help="TCP port of the dashboard and /metrics; 0 for any. [default: 9470]"),
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 is all. [default: 127.0.0.1]")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses. [default: 127.0.0.1]")
+    ] = None,
     token_file: Annotated[
-        str | None, typer.Option(help="File with the token that whoever reads metrics must send. [default: none]")
+        str | None, typer.Option(help="File with the token that HTTP clients must send. [default: none]")
     ] = None,
     device_path: Annotated[
         list[str] | None,
-        typer.Option(help="Folder on an NVMe drive to report; may be repeated. Those of live ranks are found."),
+        typer.Option(help="Folder on an NVMe drive to report; may be repeated. Drives of live ranks are found."),
     ] = None,
     socket: Annotated[
         str | None, typer.Option(help="Unix socket for ranks. [default: infinityd.sock in the runtime folder]")
     ] = None,
     keep_dead_seconds: Annotated[
-        int | None, typer.Option(min=0, help="How long the page of a dead rank is still served. [default: 900]")
+        int | None, typer.Option(min=0, help="Time for which the metrics of a dead rank are served. [default: 900]")
     ] = None,
     version: Version = False,
 ) -> None:
-    """Serve the metrics of this node's ranks and drives, and answer the ranks' questions about them."""
+    """Serve the metrics of this node's ranks and drives, and answer requests of the ranks."""
     options: dict[str, Any] = {
         "pages.runtime_dir": runtime_folder,
         "pages.keep_dead_seconds": keep_dead_seconds,
@@ -69,7 +73,7 @@ app.command(cls=Command, context_settings=HELP)(_daemon)
 
 
 def main() -> None:
-    """Run the daemon; exit status 2 for a setting or a socket that cannot be used."""
+    """Run the daemon. The exit status is 2 if a setting or a socket cannot be used."""
     app(prog_name="infinityd")
 
 

@@ -1,7 +1,7 @@
-"""The state of the node as one tree: what the page for people shows, and `/api/state` gives to programs.
+"""State of the node as one tree, shown on the dashboard and served to programs at `/api/state`.
 
-It is made once per second, by the daemon's sweep, from what the metrics are made from. However many look, they get the
-same text. Whatever is not known is left out of the tree, and is not 0.
+The daemon's sweep builds the state once per second from the same sources as the metrics. All viewers get the same text.
+Unknown values are left out of the tree and are not reported as 0.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from infinity_daemon.reservations import Reservations
 from infinity_daemon.stats_files import Found
 
 _BEAT_SECONDS: Final = 5.0
-"""How long a stream is silent at most, and whoever asks for the state waits for the first."""
+"""Maximum time between two messages of a stream, and maximum wait of a request for the first state."""
 
 
 class NodeState:
-    """Makes the state and tells it to all who look. `observe` has one caller at a time; the rest any thread."""
+    """Build the state and publish it to all viewers. `observe` has one caller at a time; other methods any thread."""
 
     def __init__(
         self,
@@ -33,27 +33,29 @@ class NodeState:
         drive_of: DriveOf,
         about: Callable[[], Mapping[str, object]],
     ) -> None:
-        """Have seen nothing yet.
+        """Start without a state.
 
         Args:
-            drive_of: gives the name of the drive that a path of a live rank is on, or None.
-            about: what the daemon tells about itself.
+            drives: Watched drives of the node.
+            reservations: Space reservations of the node.
+            drive_of: Function that returns the name of the drive of a live rank's path, or None.
+            about: Function that returns the daemon's description of itself.
         """
         self._drives, self._reservations, self._about = drives, reservations, about
         self._runs = Runs(drive_of)  # used by `observe` only
-        self._news = threading.Condition()  # nothing is waited for under it but news
-        self._number = 0  # of states made; under `_news`
-        self._tree: Tree = {}  # the newest; replaced, never changed; under `_news`
+        self._news = threading.Condition()  # held only briefly, except while waiting for a new state
+        self._number = 0  # number of states so far; protected by `_news`
+        self._tree: Tree = {}  # the newest state; replaced, never modified; protected by `_news`
         self._text: tuple[int, bytes] = (0, b"")
-        """A number, and the text of that state: made when somebody wants it, once; under `_news`."""
+        """Number and text of a state. The text is built once, on first request; protected by `_news`."""
 
     def observe(self, found: Found, limits: Mapping[str, Mapping[str, float]], now: float) -> None:
-        """Make the state anew.
+        """Build a new state.
 
         Args:
-            found: the stats pages.
-            limits: bytes per second that each rank of a run may move, by run and drive, where there is a limit.
-            now: monotonic seconds.
+            found: Stats files of the node.
+            limits: Bandwidth limits of each rank in bytes per second, by run and drive, where a limit is set.
+            now: Current time in monotonic seconds.
         """
         unix = time.time()
         looked, drives = self._drives.found
@@ -82,7 +84,7 @@ class NodeState:
             self._news.notify_all()
 
     def now(self) -> Tree:
-        """Return the newest state without the curves of runs, which are long; an empty one if there is none yet."""
+        """Return the newest state without the long histories of runs; empty if there is no state yet."""
         with self._news:
             tree = self._tree
         if not tree:
@@ -92,13 +94,13 @@ class NodeState:
         return now
 
     def text(self) -> bytes:
-        """Return the newest state as a JSON object in one line; an empty one if there is none for long."""
+        """Return the newest state as a one-line JSON object; empty if no state arrives within a few seconds."""
         return self._after(0)[1] or b"{}"
 
     def texts(self) -> Iterator[bytes]:
-        """Yield the newest state, then those that come; nothing (empty) if there is none for long. Has no end.
+        """Yield the newest state and then each new one, or an empty text if none arrives for a while. Never ends.
 
-        Who is slow misses some: none is kept.
+        A slow reader misses states, because none are queued.
         """
         number = 0
         while True:
@@ -106,7 +108,7 @@ class NodeState:
             yield text
 
     def _after(self, number: int) -> tuple[int, bytes]:
-        """Return number and text of the newest state when there is one after `number`, or nothing after a while."""
+        """Wait for a state newer than `number` and return its number and text, or no text after a while."""
         with self._news:
             if not self._news.wait_for(lambda: self._number > number, _BEAT_SECONDS):
                 return number, b""
@@ -116,6 +118,6 @@ class NodeState:
 
 
 def _with_runs(drive: Tree, runs: list[Tree], reserved: Mapping[str, int]) -> Tree:
-    """Return the tree of a drive with what is reserved on it, and what runs move on it, by run."""
+    """Return the tree of a drive with its reserved bytes and the traffic of runs, by run."""
     moved = {run["id"]: run["drives"][drive["name"]] for run in runs if drive["name"] in run.get("drives", {})}
     return {**drive, "reserved": reserved.get(drive["name"], 0), "runs": moved}

@@ -1,14 +1,14 @@
-"""What can be asked over the Unix socket, and the answers.
+"""Requests over the Unix socket, and their answers.
 
-A request is one JSON object in a line, an answer too: ``{"ok": true, …}`` or ``{"error": "…"}``.
+A request is one JSON object on a line, and so is its answer: ``{"ok": true, …}`` or ``{"error": "…"}``.
 
     {"op": "status"}
-    {"op": "state"}                                                  what the page for people shows, of this second
-    {"op": "bandwidth", "paths": ["…"]}                              bytes per second, or null, and wear by path
+    {"op": "state"}                                                  current state, as shown on the dashboard
+    {"op": "bandwidth", "paths": ["…"]}                              bytes per second (or null) and wear, by path
     {"op": "record_bandwidth", "rates": {"…": {"read": 1e9}}, "source": "run"}       of paths measured together
     {"op": "reserve", "path": "…", "bytes": 1, "run_id": "…"}        until released or the caller is gone
     {"op": "release", "path": "…", "run_id": "…"}
-    {"op": "pace", "paths": ["…"], "run_id": "…"}                    bytes per second by path, where there is a limit
+    {"op": "pace", "paths": ["…"], "run_id": "…"}                    limits in bytes per second, by path
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Answer = Mapping[str, object]
 _MAX_PATHS: Final = 64
 _MAX_BYTES: Final = (1 << 60) - 1
 _MAX_STALE: Final = 256
-"""Runs that an answer lists."""
+"""Maximum number of stale runs in an answer."""
 
 
 class Requests:
-    """Answers requests.
+    """Answer requests.
 
-    `about` gives what ``status`` tells about the daemon itself, `state` all that ``state`` does, `rates_of` the limits
-    of a run. `used` is told the names of drives that a run is about to use.
+    `about` returns the daemon's part of ``status``, `state` the answer to ``state``, and `rates_of` the limits of a
+    run. `used` is called with the names of the drives that a run is about to use.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Requests:
         self._known_paths, self._is_alive = known_paths, is_alive
         self._used, self._rates_of, self._about = used, rates_of, about
         self._wear, self._daily_share, self._stale, self._state = wear, daily_share, stale, state
-        # By op: what its keys must look like, and the method that is called with them.
+        # By op: the rule for its keys, and the method that handles it.
         self._ops: dict[str, tuple[Rule, Callable[..., Awaitable[Answer]]]] = {
             "status": (record(), self._status),
             "state": (record(), self._now),
@@ -82,7 +82,7 @@ class Requests:
         }
 
     async def answer(self, line: bytes, owner: Owner) -> Answer:
-        """Return the answer to one line; never raises for what a client may send."""
+        """Return the answer to one line. Never raises, regardless of the line's contents."""
         try:
             tree = _parse(line)
             rule, act = self._ops[at("op", one_of(*self._ops), tree.pop("op", None))]
@@ -95,7 +95,7 @@ class Requests:
             return {"error": str(error)}
         except OSError as error:
             return {"error": f"{error.strerror or error}: {error.filename!r}" if error.filename else str(error)}
-        except Exception as error:  # a defect of ours must not end the daemon or hang the client
+        except Exception as error:  # a bug in a handler must not end the daemon or hang the client
             event(logging.ERROR, "request.defect", reason=f"{type(error).__name__}: {error}")
             return {"error": f"internal error: {type(error).__name__}"}
 
@@ -181,10 +181,10 @@ class Requests:
 
     async def _record_bandwidth(self, _: Owner, rates: Mapping[str, Rates], source: str) -> Answer:
         if not 0 < len(rates) <= _MAX_PATHS:
-            raise ConfigError(f"rates of {len(rates)} paths; give those of 1 to {_MAX_PATHS}")
+            raise ConfigError(f"rates of {len(rates)} paths were sent; send 1 to {_MAX_PATHS}")
         drives = {path: (await asyncio.to_thread(locate, path)).drive for path in rates}
         by_drive: dict[str, Rates] = {}
-        for path, drive in drives.items():  # paths on the same drive have shared it
+        for path, drive in drives.items():  # paths on the same drive share its bandwidth
             by_drive[drive.identity] = _sum(by_drive.get(drive.identity), rates[path])
         found = Measured(rates=by_drive, source=source, measured=time.time())
         await asyncio.to_thread(self._profile.record, found)
@@ -200,7 +200,7 @@ class Requests:
         return {"device": place.drive.name, "remaining_bytes": remaining}
 
     async def _pace(self, _: Owner, paths: Sequence[str], run_id: str) -> Answer:
-        rates = self._rates_of(run_id)  # by drive; empty for nearly all, so that nothing has to be looked up
+        rates = self._rates_of(run_id)  # by drive; empty for most runs, which avoids the lookup of their drives
         if not rates:
             return {"rates": {}}
         drives = {path: (await asyncio.to_thread(locate, path)).drive.name for path in paths}
@@ -217,7 +217,7 @@ _TEXT = printable(1, 4096)
 def _folder(value: Any) -> str:
     path: str = _TEXT(value)
     if not path.startswith("/"):
-        raise Mismatch(value, "must be absolute: the daemon has another working folder")
+        raise Mismatch(value, "must be an absolute path, because the daemon has another working folder")
     return path
 
 
@@ -238,7 +238,7 @@ def _described(profile: Profile | None, drive: Drive) -> Mapping[str, object] | 
 
 
 def _sum(first: Rates | None, second: Rates) -> Rates:
-    """Return the rates of both together; a load that one of them lacks is not known of both."""
+    """Return the sum of two rates. A load that is unknown in one of them is unknown in the sum."""
     if first is None:
         return second
     both = {load: (getattr(first, load), getattr(second, load)) for load in LOADS}

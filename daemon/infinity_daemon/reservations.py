@@ -1,8 +1,8 @@
-"""Who has reserved how much space: the arithmetic, without any I/O.
+"""Reservations of space on the drives, without any I/O.
 
-A reservation is a promise between asking for space and taking it (`fallocate`): the sum of reservations on
-a file system never exceeds what is free on it. A rank releases its reservation once the space is taken,
-because from then on the file system itself says so (`infinity.daemon_client.NodeDaemon.space_reserved`).
+A reservation is valid between the request for space and its allocation (`fallocate`): the sum of reservations on a file
+system never exceeds its free space. A rank releases its reservation once the space is allocated, because from then on
+the file system itself accounts for it (`infinity.daemon_client.NodeDaemon.space_reserved`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from infinity.units import format_size
 
 _MAX_RESERVATIONS: Final = 4096
 _MOST_NAMED: Final = 3
-"""Runs that an error names."""
+"""Maximum number of runs named in an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """Whose reservation it is.
+    """Owner of a reservation.
 
-    A process, told by number and start (clock ticks since boot); or, where the number is not visible here
-    (`pid` 0, another container), the connection it came over.
+    This is a process, identified by PID and start time (clock ticks since boot). If its PID is not visible here (`pid`
+    is 0, for a process in another container), it is the connection of the request.
     """
 
     pid: int
@@ -46,21 +46,21 @@ class Reservation:
 
 
 class Reservations:
-    """All reservations of the node. Safe to share by threads."""
+    """Reservations of the node. Threads may share an instance."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple[Owner, str, str], Reservation] = {}
-        """By owner, run and path. Changed by the event loop, read by the exporter's threads; all under `_lock`."""
-        self._lock = threading.Lock()  # nothing is waited for under it
+        """By owner, run and path. Changed by the event loop and read by the exporter's threads, under `_lock`."""
+        self._lock = threading.Lock()  # held only briefly
 
     def reserve(self, owner: Owner, run_id: str, place: Place, size: int, free: int) -> int:
-        """Reserve `size` bytes at a place with `free` bytes left, and return what then remains free.
+        """Reserve `size` bytes at a place with `free` bytes left, and return the free bytes that remain.
 
-        Asking again for the same owner, run and path replaces the earlier amount, so a retry is harmless.
+        A repeated request for the same owner, run and path replaces the earlier amount, so a retry is harmless.
 
         Raises:
-            BudgetError: it does not fit beside the other reservations of the file system, which it names.
-            ConfigError: too many reservations.
+            BudgetError: if `size` does not fit next to the other reservations on the file system, which the message
+            names. ConfigError: if there are too many reservations.
         """
         key = (owner, run_id, place.path)
         with self._lock:
@@ -70,18 +70,18 @@ class Reservations:
             if remaining < 0:
                 raise BudgetError(_no_room(place, size, free, here))
             if len(others) >= _MAX_RESERVATIONS:
-                raise ConfigError(f"there are {_MAX_RESERVATIONS} reservations already; release some")
+                raise ConfigError(f"the limit of {_MAX_RESERVATIONS} reservations is reached; release some")
             self._entries[key] = Reservation(owner=owner, run_id=run_id, place=place, size=size)
             return remaining
 
     def release(self, owner: Owner, run_id: str, path: str) -> int:
-        """End the owner's reservation for a run and path and return its size; 0 if there is none."""
+        """End the owner's reservation for a run and path, and return its size, or 0 if it does not exist."""
         with self._lock:
             entry = self._entries.pop((owner, run_id, path), None)
             return entry.size if entry else 0
 
     def expire(self, is_alive: Callable[[Owner], bool]) -> list[Reservation]:
-        """End and return the reservations of owners that are gone."""
+        """End and return the reservations of owners that no longer exist."""
         with self._lock:
             gone = {key: entry for key, entry in self._entries.items() if not is_alive(entry.owner)}
             for key in gone:
@@ -94,7 +94,7 @@ class Reservations:
             return tuple(self._entries.values())
 
     def by_drive(self) -> dict[str, int]:
-        """Return the bytes reserved per drive name."""
+        """Return the reserved bytes by drive name."""
         total: dict[str, int] = defaultdict(int)
         for entry in self.entries():
             total[entry.place.drive.name] += entry.size
@@ -111,6 +111,6 @@ def _no_room(place: Place, size: int, free: int, others: Sequence[Reservation]) 
         named.append(f"{format_size(sum(of for _, of in largest[_MOST_NAMED:]))} by others")
     taken = f", of which {', '.join(named)}" if named else ""
     return (
-        f"{place.path} has {format_size(free)} free{taken}, but this run needs {format_size(size)} more there; free "
+        f"{place.path} has {format_size(free)} free{taken}, but this run needs {format_size(size)} more. Free "
         "space, add a path to storage.paths, or remove earlier runs with `infinity store rm`"
     )

@@ -1,4 +1,4 @@
-"""The Unix socket: one listener per node, peers checked, every size, number and wait bounded."""
+"""Unix socket server: one per node, with verified peers and limits on message size, clients and waiting time."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 class SocketServer:
-    """Answers lines of JSON with `answer`. `message_seconds` bounds one message from its first byte on.
+    """Answer lines of JSON with `answer`. `message_seconds` limits the time of a message from its first byte on.
 
-    Everything runs on the event loop, so there is no lock: what is between two awaits is not interrupted. `start` takes
-    the lock file, then the name, then listens; `stop` hangs up, removes the name, and gives the lock back last.
+    Everything runs on the event loop, so there is no lock: code between two awaits is not interrupted. `start` takes
+    the lock file, binds the name, and listens. `stop` disconnects all clients, removes the name, and releases the lock
+    last.
     """
 
     def __init__(
@@ -49,20 +50,22 @@ class SocketServer:
         self._path, self._answer = path, answer
         self._message_seconds, self._idle_seconds = message_seconds, idle_seconds
         self._clients: dict[int, asyncio.Task[None]] = {}
-        """Tasks of those that are served, by number of the connection; `is_alive` reads it from the loop too."""
-        self._numbers = itertools.count(1)  # of connections; 0 is none
+        """Tasks of the connected clients, by connection number; also read by `is_alive` on the event loop."""
+        self._numbers = itertools.count(1)  # connection numbers; 0 means none
         self._server: asyncio.Server | None = None  # between `start` and `stop`
         self._lock = -1  # descriptor of the lock file, locked between `start` and `stop`
 
     async def start(self) -> None:
-        """Take the socket's name and listen; a stale socket is replaced.
+        """Bind the socket and listen. A stale socket is replaced.
 
         Raises:
-            FolderBusyError: a live process holds the name; the message says which.
-            ConfigError: the name cannot be used.
+            FolderBusyError: if a live process holds the socket. The message names it.
+            ConfigError: if the path cannot be used.
         """
         if len(os.fsencode(self._path)) > _MAX_SOCKET_PATH:
-            raise ConfigError(f"socket path {str(self._path)!r} is longer than {_MAX_SOCKET_PATH} bytes")
+            raise ConfigError(
+                f"socket path {str(self._path)!r} is longer than {_MAX_SOCKET_PATH} bytes; use a shorter one"
+            )
         self._lock = _claim(self._path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -72,10 +75,10 @@ class SocketServer:
         except OSError as error:
             listener.close()
             os.close(self._lock)
-            raise ConfigError(f"socket {str(self._path)!r} cannot be made: {error.strerror}") from error
+            raise ConfigError(f"cannot create socket {str(self._path)!r}: {error.strerror}") from error
 
     async def stop(self) -> None:
-        """Hang up on everybody and remove the socket."""
+        """Disconnect all clients and remove the socket."""
         if self._server is None:
             return
         self._server.close()
@@ -89,7 +92,7 @@ class SocketServer:
         self._server = None
 
     def is_alive(self, owner: Owner) -> bool:
-        """Whether the process, or the connection that stands for it, is still there."""
+        """Return whether the owner's process, or the connection that represents it, still exists."""
         if owner.pid:
             return bool(owner.process_started) and process_start(owner.pid) == owner.process_started
         return owner.connection in self._clients
@@ -98,33 +101,33 @@ class SocketServer:
         number, task = next(self._numbers), asyncio.current_task()
         try:
             if len(self._clients) >= MAX_CLIENTS or task is None:
-                await self._send(writer, {"error": f"too many clients; at most {MAX_CLIENTS} are served"})
+                await self._send(writer, {"error": f"too many clients; the limit is {MAX_CLIENTS}"})
                 return
             self._clients[number] = task
             await self._serve(reader, writer, number)
         except (OSError, TimeoutError, asyncio.CancelledError):
-            pass  # the client is gone or silent, or the daemon ends: nobody is left to tell
+            pass  # the client is gone or silent, or the daemon is stopping
         finally:
             self._clients.pop(number, None)
             if writer.transport.get_write_buffer_size():
-                writer.transport.abort()  # it does not read: closing would wait for it, with its descriptor
+                writer.transport.abort()  # the client does not read: closing would wait for it and keep its descriptor
             writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
         pid, uid = peer_of(writer.get_extra_info("socket"))
         if not trusted(uid):
             event(logging.WARNING, "client.refused", uid=uid, pid=pid)
-            await self._send(writer, {"error": f"uid {uid} may not talk to this daemon"})
+            await self._send(writer, {"error": f"uid {uid} is not permitted to use this daemon"})
             return
         owner = Owner(pid=pid, process_started=process_start(pid), connection=0 if pid else number)
         while True:
             try:
                 line = await self._read_line(reader, None if owner.connection else self._idle_seconds)
             except ValueError:
-                await self._send(writer, {"error": f"a message may have {MAX_MESSAGE_BYTES} bytes at most"})
+                await self._send(writer, {"error": f"the message exceeds the limit of {MAX_MESSAGE_BYTES} bytes"})
                 return
             except TimeoutError:
-                await self._send(writer, {"error": "no complete message in time"})
+                await self._send(writer, {"error": "timed out before a complete message arrived"})
                 return
             if not line:
                 return
@@ -134,9 +137,9 @@ class SocketServer:
             await self._send(writer, await self._answer(line, owner))
 
     async def _read_line(self, reader: asyncio.StreamReader, idle_seconds: float | None) -> bytes:
-        """Return one line; empty at the end. A connection may be idle, but a message must go on."""
+        """Return one line, or an empty one at the end. A connection may be idle, but a message must be completed."""
         try:
-            # Not wait_for: before Python 3.12 it loses a cancellation that meets the end of the read.
+            # Not wait_for: before Python 3.12, it loses a cancellation that coincides with the end of the read.
             async with asyncio.timeout(idle_seconds):
                 first = await reader.readexactly(1)
         except asyncio.IncompleteReadError:
@@ -153,23 +156,23 @@ class SocketServer:
 
 
 def peer_of(connected: socket.socket | TransportSocket) -> tuple[int, int]:
-    """Return process number (0: not visible from here) and uid of the other end, as the kernel vouches."""
+    """Return PID (0 if it is not visible from here) and uid of the peer, as reported by the kernel."""
     answer = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(answer)
     return pid, uid
 
 
 def _claim(path: Path) -> int:
-    """Return the locked descriptor that makes this process the only one to use a socket's name.
+    """Lock a socket's path for this process and return the descriptor of the lock file.
 
-    The lock, not the socket, decides: two daemons that start at once cannot both find it stale. The lock
-    file stays when the daemon ends, because removing it would let two processes lock two files.
+    The lock, not the socket, decides: two daemons that start at once cannot both find the socket stale. The lock file
+    stays when the daemon ends, because removing it would let two processes lock two different files.
     """
     name = path.with_name(path.name + ".lock")
     try:
         lock = open_own(name, os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise ConfigError(f"socket {str(path)!r} cannot be made: {name.name}: {error.strerror}") from error
+        raise ConfigError(f"cannot create socket {str(path)!r}: {name.name}: {error.strerror}") from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,7 +189,7 @@ def _claim(path: Path) -> int:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove a socket that nobody listens on. Raises FolderBusyError or ConfigError for anything else."""
+    """Remove a socket without a listener. Raises FolderBusyError if it has one, ConfigError if it is not a socket."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise ConfigError(f"{str(path)!r} exists and is not a socket; remove it or choose another --socket")

@@ -1,4 +1,4 @@
-"""The running daemon: puts the parts together and ends them in order."""
+"""The running daemon: construction, main loop and orderly shutdown of its parts."""
 
 from __future__ import annotations
 
@@ -51,11 +51,12 @@ async def run(config: DaemonConfig, load: Callable[[], DaemonConfig]) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        load: reads the settings again, for SIGHUP.
+        config: Settings of the daemon.
+        load: Function that reads the settings again, for SIGHUP.
 
     Raises:
-        ConfigError: a folder, port, socket or token that cannot be used.
-        FolderBusyError: another daemon holds the socket.
+        ConfigError: if a folder, port, socket or token cannot be used.
+        FolderBusyError: if another daemon holds the socket.
     """
     token = _token(config.server.token_file)
     _make_folder(config.runtime_dir, "runtime folder", "--runtime-dir")
@@ -63,7 +64,7 @@ async def run(config: DaemonConfig, load: Callable[[], DaemonConfig]) -> None:
 
 
 class Daemon:
-    """The parts of a daemon, and what they are told of the settings. Life cycle: made, then `serve`, once."""
+    """All parts of a daemon, and the settings they use. Call `serve` once after construction."""
 
     def __init__(self, config: DaemonConfig, token: str, state: Path) -> None:
         self._config, self._token = config, token
@@ -113,17 +114,17 @@ class Daemon:
         self._apply(config)
 
     def _about(self) -> dict[str, object]:
-        """Return what the daemon tells about itself."""
+        """Return the daemon's description of itself."""
         about: dict[str, object] = {"version": __version__, "pid": os.getpid(), "started": self._started}
         return {**about, "metrics_port": self._port, "collectors": self._collection.health}
 
     def _about_node(self) -> dict[str, object]:
-        """Return what the page says about node and daemon."""
+        """Return the description of node and daemon for the dashboard."""
         about: dict[str, object] = {"host": socket.gethostname(), "version": __version__, "started": self._started}
         return {**about, "collectors": self._collection.health}
 
     def _worn(self, drive: Drive) -> DriveWear:
-        """Return what is known of the wear of a drive, which is looked at by scrapes too, if there are any."""
+        """Return the wear of a drive. Takes a sample first, because there may be no scrapes."""
         self._wear.look([drive])
         return self._wear.of(drive)
 
@@ -131,7 +132,7 @@ class Daemon:
         return self._fairness.rates_of(run) if self._config.fairness.enabled else {}
 
     def _apply(self, config: DaemonConfig) -> None:
-        """Let the parts go by these settings; what is used at the start only stays."""
+        """Apply these settings to the parts, except settings that are used at the start only."""
         self._config = config
         self._pages.keep = {"dead": config.pages.keep_dead_seconds, "ended": config.pages.keep_ended_seconds}
         self._devices.paths = self._measuring.paths = self._stale.paths = config.drives.paths
@@ -151,12 +152,10 @@ class Daemon:
         ]
         event(logging.INFO, "config.read")
         if kept:
-            event(
-                logging.WARNING, "config.restart", changed=",".join(kept), reason="these count from the next start on"
-            )
+            event(logging.WARNING, "config.restart", changed=",".join(kept), reason="restart infinityd to apply these")
 
     async def serve(self, load: Callable[[], DaemonConfig]) -> None:
-        """Serve until SIGTERM or SIGINT; on SIGHUP, go by the settings that `load` returns. Raises as `run`."""
+        """Serve until SIGTERM or SIGINT. On SIGHUP, apply the settings that `load` returns. Raises as `run`."""
         await asyncio.to_thread(self._profile.load)
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -179,7 +178,7 @@ class Daemon:
         event(logging.INFO, "stopped")
 
     async def _work_until(self, stop: asyncio.Event) -> None:
-        """Do what the daemon does by itself, until told to stop."""
+        """Run the background work until `stop` is set."""
         threads = [
             Background("measure", self._measuring.look, drive_measurement.LOOK_SECONDS),
             Background("stale", self._stale.look, stale.LOOK_SECONDS),
@@ -194,7 +193,7 @@ class Daemon:
                 await asyncio.to_thread(thread.close)
 
     async def _sweep_until(self, stop: asyncio.Event) -> None:
-        """Until told to stop: end reservations of the dead, remove old pages, and share drives among the living."""
+        """Expire reservations of dead ranks, remove old stats files and adjust limits, until `stop` is set."""
         while not stop.is_set():
             for entry in self._reservations.expire(self._server.is_alive):
                 event(logging.INFO, "space.expired", run=entry.run_id, bytes=entry.size, pid=entry.owner.pid)
@@ -211,14 +210,14 @@ class Daemon:
                 await asyncio.wait_for(stop.wait(), _SWEEP_SECONDS)
 
     def _reserved(self) -> set[str]:
-        """Return the drives on which a run has reserved space."""
+        """Return the drives on which runs have reserved space."""
         own = self._measuring.owner
         return {entry.place.drive.name for entry in self._reservations.entries() if entry.owner != own}
 
 
 @lru_cache(maxsize=256)
 def _drive_of(path: str) -> str | None:
-    """Return the name of the drive that a path of a live rank is on; it stays there as long as the rank lives."""
+    """Return the name of the drive of a live rank's path. It cannot change while the rank lives, so it is cached."""
     try:
         return locate(path).drive.name
     except (OSError, ValueError):
@@ -226,26 +225,28 @@ def _drive_of(path: str) -> str | None:
 
 
 def _token(file: str) -> str:
-    """Return the token in a file; none without a file. Raises `ConfigError`."""
+    """Return the token in a file, or an empty string if no file is configured. Raises `ConfigError`."""
     if not file:
         return ""
     try:
         if os.stat(file).st_mode & 0o077:
-            raise ConfigError(f"server.token_file: {file!r} is others' to read; chmod 600 it")
+            raise ConfigError(f"server.token_file: {file!r} is readable by other users; run chmod 600 on it")
         token = read_own(os.path.realpath(file), _MOST_TOKEN).decode().strip()
     except OSError as error:
         raise ConfigError(f"server.token_file: {file!r} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"server.token_file: {file!r} is not text") from error
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError(f"server.token_file: {file!r} must hold one word of ASCII; `openssl rand -hex 32` makes one")
+        raise ConfigError(
+            f"server.token_file: {file!r} must contain one ASCII word; create one with `openssl rand -hex 32`"
+        )
     return token
 
 
 def _state_folder(config: DaemonConfig) -> Path:
-    """Make the folder of what is kept, and return it; the runtime folder where the one by default cannot be used."""
+    """Create the state folder and return it. If the default folder cannot be used, return the runtime folder."""
     try:
-        _make_folder(config.state_dir, "state folder", "drive_measurement.state_dir")
+        _make_folder(config.state_dir, "state folder", "measure.state_dir")
     except ConfigError as error:
         if config.measure.state_dir:
             raise
@@ -262,4 +263,4 @@ def _make_folder(folder: Path, what: str, setting: str) -> None:
             f"{what} {str(folder)!r} cannot be used: {error.strerror}; choose another {setting}"
         ) from error
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"{what} {str(folder)!r} is not yours to write; choose another {setting}")
+        raise ConfigError(f"{what} {str(folder)!r} is not writable by your user; choose another {setting}")

@@ -1,11 +1,10 @@
-"""Runs on the drives that nobody holds any more: what they take, and their removal where that is set.
+"""Stale runs, which have no live process: their size on the drives, and their optional removal.
 
-[Note: what a removal loses] Without a checkpoint a run cannot be gone on with: its removal loses nothing. A run with a
-checkpoint is all that is left of a training, and nobody but its user knows whether it is still wanted. So the two are
-set
-apart, and neither is removed by default. What looks like a checkpoint counts as one: on drives of several nodes the
-manifests that make it whole may be elsewhere, and so may its first folder. A run of which a folder is not among the
-daemon's paths, or that belongs to another user, is listed only.
+[Note: what a removal loses] A run without a checkpoint cannot be resumed, so its removal loses nothing. A run with a
+checkpoint is all that is left of a training, and only its user knows whether it is still needed. The two kinds
+therefore have separate settings, and neither is removed by default. Anything that looks like a checkpoint counts as
+one, because on drives of several nodes the missing manifests or the run's first folder may be on another node. If a
+folder of a run is not among the daemon's paths, or the run belongs to another user, the run is only listed.
 """
 
 from __future__ import annotations
@@ -28,48 +27,48 @@ from infinity_daemon.daemon_config import StaleConfig
 from infinity_daemon.log import event
 
 LOOK_SECONDS: Final = 60.0
-"""How often it is looked for them."""
+"""Interval between two searches for stale runs."""
 _SURE_SECONDS: Final = 600.0
-"""How long the daemon itself has seen that nobody holds a run: times of files are only as good as the clock was."""
+"""Time for which the daemon itself must have seen the run unheld, because file times depend on the clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StaleRun:
-    """A run that nobody holds."""
+    """A run that no process holds."""
 
     run_id: str
     roots: tuple[Path, ...]
-    """Its folders that were found, in its own order."""
+    """Folders of the run that were found, in the order of the run."""
     complete: bool
-    """Whether these are all."""
+    """Whether all folders of the run were found."""
     checkpointed: bool
-    """Whether it has a checkpoint, or may have one."""
+    """Whether the run has, or may have, a checkpoint."""
     nbytes: int
-    """What it takes on the drives."""
+    """Bytes used on the drives."""
     by_drive: Mapping[str, int]
-    """The same, by name of the drive; that of its first folder comes first."""
+    """Bytes used by drive name. The drive of the first folder comes first."""
     changed: float
-    """Unix time of the last change of a file or folder in it."""
+    """Unix time of the last change of a file or folder of the run."""
 
 
 class StaleRuns:
-    """The stale runs in some folders. `look` is called by one thread; others read `found` and `drives`.
+    """Stale runs in some folders. One thread calls `look`; other threads read `found` and `drives`.
 
-    `settings` and `paths` are replaced when settings are read again.
+    `settings` and `paths` are replaced when the settings are reloaded.
     """
 
     def __init__(self) -> None:
         self.settings = StaleConfig()
         self.paths: tuple[str, ...] = ()
         self.found: tuple[StaleRun, ...] = ()
-        """Oldest first, as seen last; replaced as a whole."""
+        """Result of the last search, oldest first; replaced as a whole."""
         self.drives: frozenset[str] = frozenset()
-        """Names of the drives that were looked at; replaced as a whole."""
+        """Names of the searched drives; replaced as a whole."""
         self._since: dict[str, float] = {}
-        """Since when each is known to be held by nobody, in monotonic seconds; of the thread."""
+        """Monotonic time at which each run was first seen unheld; used by the thread."""
 
     def look(self) -> None:
-        """Look for stale runs, and remove those that it is time for."""
+        """Search for stale runs, and remove those that are due."""
         known = {os.fspath(Path(path)): _drive(path) for path in self.paths}
         drives = {path: drive for path, drive in known.items() if drive is not None}
         now = time.monotonic()
@@ -88,14 +87,14 @@ class StaleRuns:
         return time.time() - run.changed >= grace and now - self._since[run.run_id] >= min(grace, _SURE_SECONDS)
 
     def _remove(self, run: StaleRun, drives: Mapping[str, str]) -> bool:
-        """Remove a run if it is as it was found; return whether it is gone."""
+        """Remove a run if it is unchanged. Return ``True`` if it was removed."""
         said = {"run": run.run_id, "bytes": run.nbytes, "checkpointed": run.checkpointed}
         try:
             with no_starts([root.parent for root in run.roots]):
-                if run not in _stale(drives):  # it goes on, or somebody has removed it
+                if run not in _stale(drives):  # resumed or removed in the meantime
                     return False
                 RunFolder(run.run_id, run.roots).remove()
-        except FolderBusyError:  # a run is just starting there; the next look comes
+        except FolderBusyError:  # a run is starting there; try again at the next search
             return False
         except (ConfigError, OSError) as error:
             event(logging.WARNING, "stale.kept", **said, reason=str(error))
@@ -105,9 +104,9 @@ class StaleRuns:
 
 
 def _stale(drives: Mapping[str, str]) -> Iterator[StaleRun]:
-    """Yield the stale runs in folders, given with the names of their drives."""
+    """Yield the stale runs in folders, given as a mapping from folder to drive name."""
     for run in look_for_runs([path for path in drives if os.access(path, os.R_OK | os.X_OK)])[0]:
-        with suppress(OSError, ConfigError):  # it was removed just now, or its locks cannot be asked
+        with suppress(OSError, ConfigError):  # removed in the meantime, or its locks cannot be read
             if holder_of(RunFolder(run.run_id, run.in_order)) is None:
                 yield _described(run, drives)
 
@@ -141,7 +140,7 @@ def _may_have_checkpoints(checkpoints: Path) -> bool:
 
 
 def _files(root: Path) -> Iterator[os.stat_result]:
-    """Yield what is known of a folder and of all in it; no link is followed. Raises `OSError`."""
+    """Yield the status of a folder and of everything in it, without following links. Raises `OSError`."""
     places = [root]
     while places:
         place = places.pop()
@@ -164,7 +163,7 @@ def _owner(root: Path) -> int | None:
 
 
 def by_drive(drives: Iterable[str], runs: Sequence[StaleRun]) -> dict[str, tuple[int, int]]:
-    """Return number and bytes of stale runs, by drive; a run counts on the drive of its first folder."""
+    """Return number and bytes of stale runs by drive. A run is counted on the drive of its first folder."""
     found = {drive: (0, 0) for drive in drives}
     for run in runs:
         for number, (drive, nbytes) in enumerate(run.by_drive.items()):

@@ -1,4 +1,4 @@
-"""The stats pages of a runtime folder: who is live, who is dead, and removing what is old."""
+"""Stats files in a runtime folder: detection of live and dead ranks, and removal of old files."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ _DRAFT = re.compile(r"\..+\.stats\.\d+")
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What is in the folder: readable pages, and the number of files that are none."""
+    """Contents of the folder: readable stats files, and the number of unreadable ones."""
 
     pages: tuple[Snapshot, ...]
     broken: int
 
 
 class StatsPages:
-    """Reads the folder anew at every `scan`; remembers since when a rank is gone. Threads may share it."""
+    """Read the folder at every `scan`, and remember since when each rank is gone. Threads may share an instance."""
 
     def __init__(self, folder: Path, keep_dead_seconds: float, keep_ended_seconds: float) -> None:
-        """Nothing is read yet.
+        """Start without reading the folder.
 
         Args:
-            folder: the runtime folder.
-            keep_dead_seconds: how long the page of a rank that died is served.
-            keep_ended_seconds: how long that of a rank that ended in order is; two scrapes should fit.
+            folder: The runtime folder.
+            keep_dead_seconds: Time for which the file of a dead rank is served.
+            keep_ended_seconds: Time for which the file of an ended rank is served. Allow for two scrapes.
         """
         self._folder = folder
         self.keep = {"dead": keep_dead_seconds, "ended": keep_ended_seconds}
-        """Seconds by status; replaced when settings are read again."""
+        """Seconds by status; replaced when the settings are reloaded."""
         self._gone_since: dict[tuple[int, int, Status], float] = {}
-        """Monotonic seconds at which a scan first found a page with a status that it cannot leave, by device and
-        inode; under `_lock`."""
+        """Monotonic time at which a scan first found a file with a final status, by device and inode; protected by
+        `_lock`."""
         self._complained: dict[Path, str] = {}
-        """What was logged about files that are none, so that it is said once; under `_lock`."""
-        self._lock = threading.Lock()  # one scan at a time: of the loop's threads and the exporter's
+        """Logged errors by file, so that each is logged once; protected by `_lock`."""
+        self._lock = threading.Lock()  # one scan at a time: threads of the event loop and of the exporter call `scan`
 
     def scan(self) -> Found:
-        """Return every page but those of ranks that have been gone for too long, which are removed."""
+        """Return all stats files, after removing those of ranks that have been gone for too long."""
         with self._lock:
             return self._scan()
 
@@ -79,7 +79,7 @@ class StatsPages:
         return Found(pages=tuple(pages), broken=len(complained))
 
     def _remove_drafts(self) -> None:
-        """Remove pages that a killed rank left before they had their name."""
+        """Remove drafts that a killed rank left before it renamed them."""
         with contextlib.suppress(OSError):
             for path in self._folder.iterdir():
                 if _DRAFT.fullmatch(path.name):

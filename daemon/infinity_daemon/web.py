@@ -1,4 +1,4 @@
-"""What the daemon serves beside metrics: the page for people, and the state that it shows."""
+"""Web pages of the daemon: the dashboard, and the state that it shows."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from infinity_daemon.node_state import NodeState
 _FILES: Final = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
-    **{f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in ("page", "chart", "fsdp_modules")},
+    **{f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in ("page", "chart", "units")},
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-"""By path, the file in `site` and its type."""
+"""File in `site` and its media type, by path."""
 _HEADERS: Final = (
-    # Only what lies in `site` is loaded or run, whatever a text that is shown may hold.
+    # Only files from `site` are loaded or executed, regardless of the texts on the dashboard.
     (
         "Content-Security-Policy",
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; cache slot-ancestors 'none'; require-trusted-types-for 'script'",
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'",
     ),
     ("X-Content-Type-Options", "nosniff"),
     ("Referrer-Policy", "no-referrer"),
@@ -31,7 +31,7 @@ _HEADERS: Final = (
 
 
 def routes(state: NodeState) -> Mapping[str, Route | Stream]:
-    """Return the page, which tells nothing without the state, and `/api/state` and `/api/events`, which are it."""
+    """Return the routes of the dashboard (public, without data) and of the state: `/api/state` and `/api/events`."""
 
     def now(_: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         start("200 OK", [("Content-Type", "application/json"), ("Cache-Control", "no-store")])

@@ -1,7 +1,7 @@
-"""Prints Grafana's dashboard: `python docker/grafana/dashboard.py > docker/grafana/dashboards/infinity.json`.
+"""Print the Grafana dashboard: `python docker/grafana/dashboard.py > docker/grafana/dashboards/infinity.json`.
 
-Expressions name metrics as the table does (`infinity/telemetry/metrics.py`). The prefix and the selection of runs and
-ranks are put in here; a name that the table does not have is refused.
+Expressions use the metric names of the table (`infinity/telemetry/metrics.py`). This script adds the prefix and the
+selection of runs and ranks, and rejects names that are not in the table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NAME: Final = re.compile(rf"\b({'|'.join(sorted(SERIES, key=len, reverse=True))
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel. `queries` are pairs of an expression and its legend; a table has no legends."""
+    """A panel. `queries` are pairs of an expression and its legend; the legend of a table is not used."""
 
     title: str
     unit: str
@@ -41,10 +41,10 @@ _RATE = "[$__rate_interval]"
 
 ROWS: Final[dict[str, tuple[Panel, ...]]] = {
     "Training": (
-        Panel("Runs", "none", "Runs whose pages are served.", (("max by (run, world_size) (run_info)", ""),), "table"),
-        Panel("Loss", "none", "As reported last; mean over ranks.", (("avg by (run) (training_loss)", "{{run}}"),)),
+        Panel("Runs", "none", "Runs with stats files.", (("max by (run, world_size) (run_info)", ""),), "table"),
+        Panel("Loss", "none", "Last reported loss; mean over ranks.", (("avg by (run) (training_loss)", "{{run}}"),)),
         Panel(
-            "Tokens per second", "short", "All ranks of a run.",
+            "Tokens per second", "short", "Sum over the ranks of a run.",
             ((f"sum by (run) (rate(training_tokens_total{_RATE}))", "{{run}}"),),
         ),
         Panel(
@@ -57,68 +57,68 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             ),
         ),
         Panel(
-            "Gradient norm", "none", "Before clipping; 0 where optimizer.clip_grad_norm_ is not called.",
+            "Gradient norm", "none", "Norm before clipping; 0 if optimizer.clip_grad_norm_ is not called.",
             (("avg by (run) (training_gradient_norm)", "{{run}}"),),
         ),
         Panel(
-            "Learning rate", "none", "Of the first param group.",
+            "Learning rate", "none", "Learning rate of the first optimizer param group.",
             (("avg by (run) (training_learning_rate)", "{{run}}"),),
         ),
-        Panel("Steps", "short", "Since the process began.", (("max by (run) (steps_total)", "{{run}}"),)),
+        Panel("Steps", "short", "Steps since the start of the process.", (("max by (run) (steps_total)", "{{run}}"),)),
         Panel(
-            "Parameters updated", "ops", "Per second, all ranks of a run.",
+            "Parameters updated", "ops", "Updates per second; sum over the ranks of a run.",
             ((f"sum by (run) (rate(optimizer_updated_parameters_total{_RATE}))", "{{run}}"),),
         ),
         Panel(
-            "Since the last step", "s", "A run that stands still shows here.",
+            "Time since the last step", "s", "A large value means that the run is not making progress.",
             (("time() - max by (run) (step_last_completed_timestamp_seconds > 0)", "{{run}}"),), "stat",
         ),
     ),
-    "Where the time goes": (
+    "Step time": (
         Panel(
-            "Seconds per step by part", "s", "Mean over the selected ranks.",
+            "Step time by part", "s", "Mean over the selected ranks.",
             ((f"sum by (part) (rate(step_part_seconds_total{_RATE})) / on () group_left () "
               f"sum(rate(steps_total{_RATE}))", "{{part}}"),), "stacked",
         ),
         Panel(
-            "Share of time by phase", "percentunit", "Checkpoints and the time between steps included; mean over ranks.",
+            "Time by phase", "percentunit", "Includes checkpoints and the time between steps; mean over ranks.",
             ((f"avg by (phase) (rate(step_phase_seconds_total{_RATE}))", "{{phase}}"),), "stacked",
         ),
         Panel(
             "Fetches by result", "percentunit",
-            "Share of page fetches that were ready in time (hit), still being read (late) or not begun (miss).",
+            "Fraction of page requests that were ready (hit), still being read (late), or not being read (miss).",
             ((f"sum by (result) (rate(prefetch_fetches_total{_RATE})) / on () group_left () "
               f"sum(rate(prefetch_fetches_total{_RATE}))", "{{result}}"),), "stacked",
         ),
         Panel(
-            "Stall share by cause", "percentunit", "Share of time in which the training thread stood still.",
+            "Stalls by cause", "percentunit", "Fraction of time that the training thread was stalled on storage.",
             ((f"avg by (run, cause) (sum by (run, rank, cause) (rate(stall_seconds_total{_RATE})))",
               "{{run}} {{cause}}"),),
         ),
         Panel(
-            "Stall share by phase", "percentunit", "The same, by the phase of the step.",
+            "Stalls by phase", "percentunit", "Fraction of stalled time, by phase of the step.",
             ((f"avg by (run, phase) (sum by (run, rank, phase) (rate(stall_seconds_total{_RATE})))",
               "{{run}} {{phase}}"),),
         ),
         Panel(
-            "Waiting for a cache slot", "percentunit", "Share of time, mean over ranks.",
+            "Waiting for a cache slot", "percentunit", "Fraction of time; mean over ranks.",
             ((f"avg by (run) (rate(pool_wait_seconds_total{_RATE}))", "{{run}}"),),
         ),
     ),
     "NVMe traffic of the ranks": (
         Panel(
-            "By operation and role", "Bps", "Bytes moved, all selected ranks.",
+            "By operation and role", "Bps", "Bytes transferred by all selected ranks.",
             ((f"sum by (op, state) (rate(io_bytes_total{_RATE}))", "{{op}} {{state}}"),),
         ),
         Panel(
-            "By run and drive", "Bps", "Which run moves how much on which drive.",
+            "By run and drive", "Bps", "Bytes transferred by each run on each drive.",
             ((f"sum by (run, instance, block_device, op) (rate(io_bytes_total{_RATE}) * "
               "on (instance, run, rank, device) group_left (block_device) rank_device_info)",
               "{{run}} {{instance}} {{block_device}} {{op}}"),),
         ),
         Panel(
             "Bytes per step: predicted and measured", "bytes",
-            "All selected ranks. Measured reads and those that were spared are the predicted ones.",
+            "All selected ranks. Predicted reads equal measured reads plus spared reads.",
             (
                 ("sum by (run, op) (plan_predicted_bytes_per_step)", "{{run}} {{op}} predicted"),
                 (f"sum by (run, op) (rate(io_bytes_total{_RATE})) / on (run) group_left () "
@@ -128,12 +128,12 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             ),
         ),
         Panel(
-            "Bandwidth of a rank while pages move", "Bps", "Bytes by the time in which any page was on its way.",
+            "Rank bandwidth during transfers", "Bps", "Bytes divided by the time with at least one page in transfer.",
             ((f"sum by (run) (rate(io_bytes_total{_RATE})) / sum by (run) (rate(transfer_seconds_total{_RATE}))",
               "{{run}}"),),
         ),
         Panel(
-            "Request time", "s", "From submission to completion: median and 99th percentile.",
+            "Request duration", "s", "Time from submission to completion: median and 99th percentile.",
             (
                 (f"histogram_quantile(0.5, sum by (op, le) (rate(io_request_duration_seconds_bucket{_RATE})))",
                  "{{op}} p50"),
@@ -141,20 +141,20 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
                  "{{op}} p99"),
             ),
         ),
-        Panel("Requests in flight", "short", "At the end of a step.",
+        Panel("Requests in flight", "short", "Page transfers in flight at the end of a step.",
               (("sum by (run, op) (io_inflight_requests)", "{{run}} {{op}}"),)),
         Panel(
-            "Written per token", "bytes", "What training costs the drives.",
+            "Bytes written per token", "bytes", "NVMe writes of all ranks divided by trained tokens.",
             ((f'sum by (run) (rate(io_bytes_total{{op="write"}}{_RATE})) / '
               f"sum by (run) (rate(training_tokens_total{_RATE}))", "{{run}}"),),
         ),
         Panel(
-            "Weights gathered", "Bps", "Copied into FSDP2's buffers by all ranks of a run.",
+            "Weights gathered", "Bps", "Weights copied into FSDP2's buffers by all ranks of a run.",
             ((f"sum by (run) (rate(gather_copied_bytes_total{_RATE}))", "{{run}}"),),
         ),
         Panel(
-            "Bytes per step over the link to the device", "bytes",
-            "What the plan predicts, and what was copied, both ways; nothing where the CPU computes.",
+            "Host-device bytes per step: predicted and measured", "bytes",
+            "Copies between host memory and the GPU in both directions; no data if the model runs on the CPU.",
             (
                 ("sum by (run, direction) (plan_predicted_link_bytes_per_step)", "{{run}} {{direction}} predicted"),
                 (f"sum by (run, direction) (rate(link_bytes_total{_RATE})) / on (run) group_left () "
@@ -162,28 +162,28 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             ),
         ),
         Panel(
-            "Errors, retries, departures from the plan, steps without update", "short",
-            "Increase over the interval; all should be 0.",
+            "Errors, retries, plan divergences, skipped steps", "short",
+            "Increase per interval; all values should be 0.",
             (
                 (f"sum by (run, op, reason) (increase(io_errors_total{_RATE}))", "{{run}} {{op}} {{reason}}"),
                 (f"sum by (run, op) (increase(io_retries_total{_RATE}))", "{{run}} {{op}} retries"),
-                (f"sum by (run) (increase(plan_divergences_total{_RATE}))", "{{run}} departures"),
+                (f"sum by (run) (increase(plan_divergences_total{_RATE}))", "{{run}} divergences"),
                 (f"max by (run) (increase(steps_skipped_total{_RATE}))", "{{run}} skipped"),
             ),
         ),
     ),
     "Memory and checkpoints": (
-        Panel("Host cache slots", "short", "Cache slots of the host cache by use.",
+        Panel("Host cache slots", "short", "Host cache slots by status.",
               (("sum by (status) (pool_frames)", "{{status}}"),), "stacked"),
         Panel(
-            "State by tier", "bytes", "Bytes held, and what the tier may hold.",
+            "State by tier", "bytes", "Bytes of state held in each tier, and its capacity.",
             (
                 ("sum by (run, tier, state) (tier_used_bytes)", "{{run}} {{tier}} {{state}}"),
-                ("sum by (run, tier) (tier_capacity_bytes)", "{{run}} {{tier}} at most"),
+                ("sum by (run, tier) (tier_capacity_bytes)", "{{run}} {{tier}} capacity"),
             ),
         ),
         Panel(
-            "Checkpoint time", "s", "Until a checkpoint is durable, over the last hour.",
+            "Checkpoint duration", "s", "Time until a checkpoint is durable, over the last hour.",
             (
                 ("sum by (run) (increase(checkpoint_duration_seconds_sum[1h])) / "
                  "sum by (run) (increase(checkpoint_duration_seconds_count[1h]))", "{{run}} mean"),
@@ -192,13 +192,13 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             ),
         ),
         Panel(
-            "Age of the last checkpoint", "s", "What a crash now would cost; of the rank that is furthest behind.",
+            "Age of the last checkpoint", "s", "Training time that a crash would lose; for the oldest rank.",
             (("time() - min by (run) (checkpoint_last_success_timestamp_seconds > 0)", "{{run}}"),), "stat",
         ),
     ),
     "Drives": (
         Panel(
-            "Traffic", "Bps", "By everybody on the node, from the kernel's counters.",
+            "Traffic", "Bps", "Traffic of all processes, from kernel counters, and the profiled bandwidth.",
             (
                 (f"sum by (instance, device) (rate(device_read_bytes_total{_RATE}))", "{{instance}} {{device}} read"),
                 (f"sum by (instance, device) (rate(device_written_bytes_total{_RATE}))",
@@ -208,7 +208,7 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             ),
         ),
         Panel(
-            "Latency", "s", "Mean of everybody's reads and writes, from the kernel's sums.",
+            "Latency", "s", "Mean latency of the reads and writes of all processes, from kernel counters.",
             (
                 (f"sum by (instance, device) (rate(device_read_seconds_total{_RATE})) / "
                  f"sum by (instance, device) (rate(device_read_operations_total{_RATE}))",
@@ -219,11 +219,11 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             ),
         ),
         Panel(
-            "Busy", "percentunit", "Share of the time in which a drive has something to do.",
+            "Busy", "percentunit", "Fraction of time during which a drive had at least one request.",
             ((f"max by (instance, device) (rate(device_busy_seconds_total{_RATE}))", "{{instance}} {{device}}"),),
         ),
         Panel(
-            "Share of runs", "percentunit", "Of the bytes that go over a drive, those of runs of this node.",
+            "Share of runs", "percentunit", "Fraction of a drive's traffic that is caused by runs of this node.",
             ((f'sum by (instance, device) (label_replace(rate(io_bytes_total{_RATE}) * '
               'on (instance, run, rank, device) group_left (block_device) rank_device_info, '
               '"device", "$1", "block_device", "(.*)")) / on (instance, device) ('
@@ -231,46 +231,46 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
               f"sum by (instance, device) (rate(device_written_bytes_total{_RATE})))", "{{instance}} {{device}}"),),
         ),
         Panel(
-            "Space", "bytes", "Free, reserved by runs, taken by runs that nobody holds, and in all.",
+            "Space", "bytes", "Free space, space used by stale runs, reserved space, and capacity.",
             (
                 ("max by (instance, device) (device_free_bytes)", "{{instance}} {{device}} free"),
                 ("max by (instance, device) (device_stale_bytes)", "{{instance}} {{device}} stale"),
                 ("max by (instance, device) (device_reserved_bytes)", "{{instance}} {{device}} reserved"),
-                ("max by (instance, device) (device_capacity_bytes)", "{{instance}} {{device}} in all"),
+                ("max by (instance, device) (device_capacity_bytes)", "{{instance}} {{device}} capacity"),
             ),
         ),
-        Panel("Stale runs", "short", "Runs in the configured folders that nobody holds: `infinity status` lists them.",
+        Panel("Stale runs", "short", "Runs without a live process in configured folders (see `infinity status`).",
               (("max by (instance, device) (device_stale_runs)", "{{instance}} {{device}}"),), "stat"),
-        Panel("Wear", "percentunit", "Share of the rated life that is used, where the drive tells.",
+        Panel("Wear", "percentunit", "Fraction of its rated life that a drive has used, if the drive reports it.",
               (("max by (instance, device) (device_wear_ratio)", "{{instance}} {{device}}"),), "stat"),
-        Panel("Days left", "d", "Until the rated bytes are written, at the rate of the last hour; where that is set.",
+        Panel("Days left", "d", "Days until the rated endurance, if configured, at the write rate of the last hour.",
               (("min by (instance, device) (device_endurance_days)", "{{instance}} {{device}}"),), "stat"),
     ),
     "Daemon": (
-        Panel("Ranks", "short", "Stats pages that the daemon found.",
+        Panel("Ranks", "short", "Stats files found by the daemon, by status.",
               (("sum by (instance, status) (daemon_ranks)", "{{instance}} {{status}}"),), "stat"),
-        Panel("Collectors", "none", "1 = the collector's last run succeeded.",
+        Panel("Collectors", "none", "1 if the last run of the collector succeeded.",
               (("min by (instance, collector) (daemon_collector_success)", "{{instance}} {{collector}}"),), "stat"),
-        Panel("Collector time", "s", "Seconds of the last run.",
+        Panel("Collector duration", "s", "Duration of the last run.",
               (("max by (instance, collector) (daemon_collector_duration_seconds)", "{{instance}} {{collector}}"),)),
-        Panel("Up for", "s", "How long the daemon runs.",
+        Panel("Uptime", "s", "Time since the start of the daemon.",
               (("time() - daemon_start_time_seconds", "{{instance}}"),), "stat"),
-        Panel("Versions of ranks", "none", "And the I/O engine they chose.",
+        Panel("Versions of ranks", "none", "Versions of infinity and torch, and the I/O engine.",
               (("count by (run, version, torch_version, io_engine) (build_info)", ""),), "table"),
-        Panel("Versions of daemons", "none", "Of infinity and of Python.",
+        Panel("Versions of daemons", "none", "Versions of infinity and Python.",
               (("max by (instance, version, python_version) (daemon_build_info)", ""),), "table"),
     ),
 }  # fmt: skip
 
 
 def expand(expression: str) -> str:
-    """Return an expression with the names that Prometheus has, and with the selection of the dashboard.
+    """Return a PromQL expression with full metric names and the selection of the dashboard.
 
     Raises:
-        ValueError: it names no metric of the table, or one that the table does not have.
+        ValueError: if the expression has no metric of the table, or one that is not in the table.
     """
     if not _NAME.search(expression):
-        raise ValueError(f"{expression}: no metric of the table")
+        raise ValueError(f"{expression}: contains no metric of the table")
 
     def full(match: re.Match[str]) -> str:
         name, given = match.groups()
@@ -280,7 +280,7 @@ def expand(expression: str) -> str:
 
     left = re.findall(r"\b\w+(?:_total|_seconds|_bytes|_info|_sum|_count|_bucket)\b", _NAME.sub("", expression))
     if left:
-        raise ValueError(f"{expression}: the table of metrics has no {left[0]}")
+        raise ValueError(f"{expression}: {left[0]} is not in the table of metrics")
     return _NAME.sub(full, expression)
 
 

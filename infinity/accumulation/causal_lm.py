@@ -1,4 +1,4 @@
-"""Head and loss of a causal language model of transformers, slice by slice."""
+"""Sliced head and loss of causal language models of transformers."""
 
 from __future__ import annotations
 
@@ -20,47 +20,47 @@ _OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 
 
 class SlicedCausalLM(SlicedForward):
-    """The forward of a causal language model of transformers: with labels, head and loss slice by slice.
+    """Forward of a causal language model of transformers that runs head and loss slice by slice if labels are given.
 
-    A slice is of rows, as of layers, or of `tokens`, whatever rows they are of: no token has a part in the logits and
-    the loss of another.
+    A slice consists of rows, as in layers, or of `tokens` tokens from any rows, because the logits and the loss of a
+    token do not depend on other tokens. If the model already has a forward of this class, its number of tokens per
+    slice is kept.
+
+    Args:
+        model: model that `causal_lm_in` has found.
+        count: number of slices, as for other modules.
+        layers: all other FSDP modules, by name.
+        fsdp_module: module on which `fully_shard` was called: the model, or the adapter model around it.
+
+    Raises:
+        UnsupportedError: if the head belongs to an FSDP module other than the root.
     """
 
     def __init__(self, model: nn.Module, count: int, layers: Mapping[str, nn.Module], fsdp_module: nn.Module) -> None:
-        """Take over; slices of tokens stay.
-
-        Args:
-            model: found by `causal_lm_in`.
-            count: as for other modules.
-            layers: other FSDP modules, by name.
-            FSDP module: `fully_shard` was called on it: the model, or what adapters have put around it.
-
-        Raises:
-            UnsupportedError: an FSDP module other than the root has a part of the head.
-        """
         self.tokens: int | None = model.forward.tokens if isinstance(model.forward, SlicedCausalLM) else None
-        """Tokens in a slice; None: those of `count` slices of rows. Changed by `sliced_loss`."""
+        """Number of tokens per slice; ``None`` for slices of rows. Set by `sliced_loss`."""
         super().__init__(model, count, fsdp_module=fsdp_module)
         base: Any = model.base_model
-        self._base: nn.Module = getattr(base, "decoder", base)  # some models call that part of it
+        self._base: nn.Module = getattr(base, "decoder", base)  # some models use this name for the body
         of_base = set(self._base.modules())
         for name, layer in layers.items():
             if layer not in of_base:
                 raise UnsupportedError(
-                    f"head and loss can be sliced in the FSDP module of the model only, but {name} is an FSDP module"
+                    f"head and loss can only be sliced in the root FSDP module, but {name} is an FSDP module of its own"
                 )
         children, fsdp_modules = list(self._base.children()), set(layers.values())
-        behind = 1 + max(
+        first = 1 + max(
             (at for at, child in enumerate(children) if fsdp_modules & set(child.modules())), default=len(children)
         )
-        self.norms = [child for child in children[behind:] if _may_be_norm(child)]
-        """What the root runs between layers and head, as far as the order of modules tells; fixed."""
+        self.norms = [child for child in children[first:] if _may_be_norm(child)]
+        """Norms that the root runs between layers and head, according to the order of its modules; fixed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return loss and no logits where there are labels, else what the model returns.
+        """Return the loss without logits if there are labels; otherwise, return the output of the model.
 
         Raises:
-            UnsupportedError: the loss is not a sum over labels.
+            ConfigError: if the batch size is not divisible by the number of slices.
+            UnsupportedError: if the loss is not a sum over labels.
         """
         if not self.count and self.tokens is None:
             return self.whole(*args, **kwargs)
@@ -74,7 +74,7 @@ class SlicedCausalLM(SlicedForward):
             return self.whole(*args, **kwargs)
         model: Any = self.module
         if given.get("output_router_logits", getattr(model.config, "output_router_logits", False)):
-            raise UnsupportedError("the loss of routers cannot be sliced; set output_router_logits=False")
+            raise UnsupportedError("the router loss cannot be sliced; set output_router_logits=False")
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
         of_loss = {name: given.pop(name) for name in _OF_THE_LOSS if name in given}
@@ -87,7 +87,7 @@ class SlicedCausalLM(SlicedForward):
         outputs = self._base(**given)
 
         def loss_of(hidden: torch.Tensor, targets: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-            with _answering(self._base, type(outputs)(last_hidden_state=hidden)):
+            with _returning(self._base, type(outputs)(last_hidden_state=hidden)):
                 logits = self.whole(**given).logits
             size = logits.shape[-1]
             loss: torch.Tensor = model.loss_function(
@@ -97,34 +97,34 @@ class SlicedCausalLM(SlicedForward):
 
         hidden, rows, count = outputs.last_hidden_state, len(targets), self.count
         if count and rows % count:
-            raise ConfigError(f"a batch of {rows}, which {count} micro-batches cannot share equally")
+            raise ConfigError(f"the batch size {rows} is not divisible by {count} micro-batches")
         if self.tokens is None:
             call = Call.of(loss_of, (hidden, targets, given), {})
             slicing = Slicing(
                 tuple(0 if isinstance(x, torch.Tensor) and x.shape[:1] == (rows,) else None for x in call.leaves), (0,)
             )
         else:
-            # What the body was given it has used, and a head has one row of hidden states: all slices may be given it.
+            # The other arguments concern the body, which has already run, so all slices may receive them unchanged.
             arguments = (hidden.reshape(1, -1, hidden.shape[-1]), targets.reshape(1, -1), given)
             call = Call.of(loss_of, arguments, {}, whole=("given",))
             slicing = Slicing((1, 1, *[None] * (len(call.leaves) - 2)), (0,))
             count = -(-targets.numel() // self.tokens)
-            count = -(-targets.numel() // -(-targets.numel() // count))  # as `chunk` counts
+            count = -(-targets.numel() // -(-targets.numel() // count))  # rounds like `chunk`
         losses = self.run(loss_of, call, slicing if count > 1 else None, count)
         return CausalLMOutputWithPast(loss=losses.sum())
 
 
 @contextmanager
-def _answering(module: nn.Module, answer: Any) -> Iterator[None]:
-    """Let a module return what it has computed before, so that the code around it can run on it.
+def _returning(module: nn.Module, answer: Any) -> Iterator[None]:
+    """Make a module return a precomputed result, so that the code around it can run on this result.
 
     Raises:
-        UnsupportedError: the module was not called.
+        UnsupportedError: if the module was not called.
     """
-    asked = []
+    calls = []
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        asked.append(True)
+        calls.append(True)
         return answer
 
     before = vars(module).get("forward")
@@ -135,14 +135,14 @@ def _answering(module: nn.Module, answer: Any) -> Iterator[None]:
         del module.forward
         if before is not None:
             replace_forward(module, before)
-    if not asked:
-        raise UnsupportedError(f"the head of this model cannot be told from its {type(module).__name__}")
+    if not calls:
+        raise UnsupportedError(f"the head of this model cannot be separated from its {type(module).__name__}")
 
 
 def causal_lm_in(model: nn.Module) -> nn.Module | None:
-    """Return the model of transformers whose loss is the sum over labels that are shifted by one; None without any.
+    """Return the transformers model whose loss is the sum over labels shifted by one, or ``None``.
 
-    That is the model itself, or the one that adapters of peft were added to.
+    The result is the model itself, or the model to which PEFT adapters were added.
     """
     base = _base_of(model)
     if not computes_loss(model):
@@ -159,17 +159,17 @@ def causal_lm_in(model: nn.Module) -> nn.Module | None:
 
 
 def computes_loss(model: nn.Module) -> bool:
-    """Whether it is a model of transformers that has a loss, with adapters of peft or without."""
+    """Return whether a model is a transformers model that computes a loss, with or without PEFT adapters."""
     return hasattr(_base_of(model), "loss_function") and "transformers" in sys.modules
 
 
 def _base_of(model: nn.Module) -> Any:
-    """Return what adapters of peft were added to; the model itself without any."""
+    """Return the model to which PEFT adapters were added, or the model itself."""
     adapted = peft_model(model)
     return model if adapted is None else adapted.get_base_model()
 
 
 def _may_be_norm(module: nn.Module) -> bool:
-    """Whether all that a module has is vectors, as a norm."""
+    """Return whether all parameters of a module are vectors, as in a norm."""
     parameters = list(module.parameters())
     return bool(parameters) and not list(module.children()) and all(parameter.ndim == 1 for parameter in parameters)

@@ -1,9 +1,10 @@
-"""The forward of a module, slice by slice.
+"""Forward of a module, slice by slice.
 
-[Note: order of summation] In backward autograd runs first what was made last. Slices run last to first in forward, so
-their gradients are added up first to last, as a loop over micro-batches adds them. The reentrant form of checkpointing
-ends the backward of one slice before that of the next, so that each adds its gradients to the others in the reduce
-dtype, as FSDP2 does when it accumulates. The other form would add them up inside of autograd, in the compute dtype.
+[Note: order of summation] Autograd runs backward in the reverse order of forward. Slices run last to first in forward,
+so that their gradients are summed first to last, as in a loop over micro-batches. The reentrant variant of
+checkpointing completes the backward of one slice before the next. Therefore, each slice adds its gradients in the
+reduce dtype, as FSDP2 does in gradient accumulation. The other variant would sum them within autograd, in the compute
+dtype.
 """
 
 from __future__ import annotations
@@ -25,40 +26,39 @@ _log = logging.getLogger("infinity")
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Have a module called with another forward."""
+    """Replace the forward of a module."""
     module.forward = forward
 
 
 class SlicedForward:
-    """The forward of a module, slice by slice."""
+    """Forward of a module, slice by slice. It replaces the current forward of the module.
+
+    Args:
+        module: module whose forward is sliced.
+        count: number of slices; 0 runs the original forward.
+        batch_dim: batch dimension, as in `micro_batches`.
+        fsdp_module: module on which `fully_shard` was called, which gathers the parameters of `module`. The default is
+            `module` itself.
+    """
 
     def __init__(
         self, module: nn.Module, count: int, batch_dim: BatchDim = None, *, fsdp_module: nn.Module | None = None
     ) -> None:
-        """Take over from the forward that `module` has.
-
-        Args:
-            module: its forward runs slice by slice.
-            count: how many slices; 0: none, the module's own forward runs.
-            batch_dim: as `micro_batches` takes it.
-            FSDP module: `fully_shard` was called on it, and it gathers the module's parameters; None: the module
-            itself.
-        """
         forward = module.forward
         self.module, self.count = module, count
         self._fsdp_module = module if fsdp_module is None else fsdp_module
-        # The forward of the module itself, for a whole batch.
+        # Original forward of the module, for the whole batch.
         self.whole: Callable[..., Any] = forward.whole if isinstance(forward, SlicedForward) else forward
-        # Finds out, once per kind of call, how batches are sliced.
+        # Determines the slicing once per kind of call.
         self._finder = SlicingFinder(module, self.whole, batch_dim)
         update_wrapper(self, self.whole)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the whole batch gives.
+        """Return the output for the whole batch.
 
         Raises:
-            ConfigError: the batch cannot be split.
-            UnsupportedError: an argument or an output cannot be.
+            ConfigError: if the batch cannot be split into equal slices.
+            UnsupportedError: if an argument or an output cannot be sliced.
         """
         if not self.count:
             return self.whole(*args, **kwargs)
@@ -67,19 +67,19 @@ class SlicedForward:
         return self.run(self.whole, call, slicing, self.count)
 
     def run(self, function: Callable[..., Any], call: Call, slicing: Slicing | None, count: int) -> Any:
-        """Return what a function returns for all slices; without a slicing, for the whole as one."""
+        """Return the output of a function for all slices combined, or for the whole batch if `slicing` is ``None``."""
         rebuilds: list[Callable[[Sequence[Any]], Any]] = []
-        call_with = call.run  # what checkpoints keep has no part in the arguments themselves
+        call_with = call.run  # the checkpoint must not keep the arguments themselves
 
         def run_slice(anchor: torch.Tensor, *parts: Any) -> tuple[Any, ...]:
             outputs, rebuild = flatten(call_with(function, parts))
-            if not rebuilds:  # that of another slice, or of one that is computed again, has the same structure
+            if not rebuilds:  # all slices have outputs of the same structure, also when recomputed
                 rebuilds.append(rebuild)
             return tuple(outputs)
 
         if slicing is not None:
             torch_private.add_up_gradients(self._fsdp_module)
-        # Without it a slice would not be part of the graph where its inputs need no gradient, but parameters do.
+        # Keeps a slice in the graph if its parameters require gradients, but its inputs do not.
         anchor = torch.empty(0, requires_grad=any(param.requires_grad for param in self.module.parameters()))
         recompute = torch.is_grad_enabled() and any(
             leaf.requires_grad for leaf in (anchor, *call.leaves) if isinstance(leaf, torch.Tensor)
@@ -93,17 +93,17 @@ class SlicedForward:
 
 
 class SlicedNorm(SlicedForward):
-    """The forward of what the root runs behind its layers, slice by slice where that can be: norms save much."""
+    """Forward of a norm that the root runs after its layers. It is sliced if possible, which saves much memory."""
 
-    _refused = False
-    """Whether it cannot be sliced."""
+    _unsliceable = False
+    """``True`` if the norm cannot be sliced."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the whole batch gives; in one go where slices would change it or cannot be made."""
-        if not self._refused:
+        """Return the output for the whole batch, computed at once if slices are not supported."""
+        if not self._unsliceable:
             try:
                 return super().__call__(*args, **kwargs)
             except (UnsupportedError, ConfigError) as error:
-                _log.warning("%s runs on the whole batch at once: %s", type(self.module).__name__, error)
-                self._refused = True
+                _log.warning("%s is not sliced and runs on the whole batch: %s", type(self.module).__name__, error)
+                self._unsliceable = True
         return self.whole(*args, **kwargs)

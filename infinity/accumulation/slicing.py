@@ -1,22 +1,22 @@
-"""How a batch is cut into slices for one layer: found by trying it on two rows, never guessed.
+"""Splitting of a batch into slices for one layer, determined by trial calls with two rows instead of assumptions.
 
-Which dimension of the first tensor has the batch is said by the user, or by a layer of torch itself (`batch_first`),
-else it is the first. Every other tensor may be cut along any dimension of that size, or not at all: a mask over
-positions can have as many rows as the batch has by accident. So all possibilities are tried. One is possible if the
-layer runs with it on one row and on two, and returns twice as much for two. If several are possible and differ in what
-they return, or if the rows of the only one depend on each other, the layer is refused.
+The batch dimension of the first tensor argument is given by the user or, for torch's own layers, by `batch_first`;
+otherwise it is dimension 0. Every other tensor argument may be split along any dimension of the same size, or not at
+all. For example, a mask over positions can have as many rows as the batch by coincidence. Therefore, all possibilities
+are tried. A possibility is valid if the layer runs with it on one row and on two rows, and returns twice as much for
+two rows. The layer is not supported if several possibilities are valid and return different values, or if the rows of
+the only valid one depend on each other.
 
-[Note: whether rows depend on each other] Three tests, each of which sees what the others do not:
+[Note: independence of rows] Three tests are applied. Each detects dependencies that the others miss:
 
-- Gradients: that of what is returned for one row with respect to another row is zero to the bit if nothing went from
-  one to the other. Attention along the wrong dimension, statistics over the batch and packed sequences are found so,
-  however little they change.
-- Values: one row is changed in several ways, so that maxima, signs and orders are others, and what is returned for the
-  other row keeps its bits. Tokens, detached scales, ranks and routing with a capacity are found so. If bits change by
-  no more than rounding does, the layer is taken: experts multiply the tokens of all rows that chose them, and round
-  according to how many there are.
-- Number: a row alone gives what it gives as one of two, up to rounding. `x.shape[0]` and indices of rows are found so.
-  Where random numbers are drawn, which are others for other shapes, this is asked in evaluation.
+- Gradients: the gradient of the output for one row with respect to another row must be exactly zero. This detects
+  attention along the wrong dimension, statistics over the batch and packed sequences, however small their effect is.
+- Values: one row is changed in several ways that alter maxima, signs and orders. The output for the other row must keep
+  its bits. This detects token ids, detached scales, ranks and routing with a capacity. Differences within rounding
+  error are accepted, because experts multiply the tokens of all rows that chose them, and the rounding depends on their
+  number.
+- Number: the output for a row alone must equal its output as one of two rows, up to rounding. This detects `x.shape[0]`
+  and row indices. If the layer draws random numbers, which depend on the shape, this test runs in evaluation mode.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ _log = logging.getLogger("infinity")
 BatchDim = int | Mapping[str, int | None] | None
 _MOST_POSSIBILITIES = 243
 _MOST_KINDS = 64
-_ASK = (
-    "say which with infinity.micro_batches(model, n, batch_dim={'argument': dimension, 'argument that is whole': None})"
-)
+_ASK = "specify it with infinity.micro_batches(model, n, batch_dim={'argument': dimension, 'unsliced argument': None})"
 
 
 class Call(NamedTuple):
-    """The arguments of a call, flat: `names` and `leaves` one by one, `run(function, leaves)` calls with others."""
+    """Flattened arguments of a call.
+
+    `names` and `leaves` list the arguments one by one. `run(function, leaves)` calls a function with other leaves.
+    """
 
     names: tuple[str, ...]
     leaves: tuple[Any, ...]
@@ -61,10 +62,13 @@ class Call(NamedTuple):
         """Flatten the arguments of `function`.
 
         Args:
-            whole: names of those that all slices are given as they are, whatever they are.
+            function: function that is called.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            whole: names of arguments that are passed unchanged to all slices, and may have any type.
 
         Raises:
-            UnsupportedError: one of the others cannot be sliced.
+            UnsupportedError: if another argument cannot be sliced.
         """
         known = list(inspect.signature(function).parameters)
         given = [*known[: len(args)], *(f"argument {index}" for index in range(len(known), len(args))), *kwargs]
@@ -80,7 +84,7 @@ class Call(NamedTuple):
             leaves += found
             rebuilds.append((len(found), rebuild))
 
-        # What is kept for backward calls this, so it has none of the arguments: they may be paged meanwhile.
+        # The checkpoint for backward keeps this closure, so it must not capture the arguments, which may be paged.
         positional, keywords = len(args), tuple(kwargs)
 
         def run(function: Callable[..., Any], leaves: Sequence[Any]) -> Any:
@@ -93,7 +97,7 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Slicing:
-    """The dimension along which each argument is cut, and each output joined; None: the same for all slices."""
+    """Dimensions along which arguments are split and outputs concatenated; ``None`` for values shared by all slices."""
 
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
@@ -115,7 +119,7 @@ class Slicing:
 
 
 def flatten(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Return the leaves of a structure, also of dataclasses, and what makes the same structure of others."""
+    """Return the leaves of a structure, including dataclasses, and a function that rebuilds it from other leaves."""
     found, spec = tree_flatten(value, is_leaf=lambda part: is_cache(part) or isinstance(part, PackedSequence))
     leaves: list[Any] = []
     rebuilds: list[tuple[int, Callable[[Sequence[Any]], Any]]] = []
@@ -132,7 +136,6 @@ def flatten(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
 
 
 def _fields_of(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Flatten a dataclass."""
     if isinstance(value, type) or is_cache(value):
         return [value], _only
     leaves, rebuild = flatten(
@@ -146,46 +149,55 @@ def _only(made: Sequence[Any]) -> Any:
 
 
 def is_cache(value: Any) -> bool:
-    """Whether a value is a cache of keys and values of transformers."""
+    """Return whether a value is a key-value cache of transformers."""
     return hasattr(value, "get_seq_length")
 
 
 def _check_leaf(name: str, leaf: Any) -> None:
     if is_cache(leaf):
-        raise UnsupportedError("micro_batches does not work with a cache of keys and values; pass use_cache=False")
+        raise UnsupportedError("micro_batches does not support key-value caches; pass use_cache=False")
     held = vars(leaf).values() if hasattr(leaf, "__dict__") and not isinstance(leaf, type | torch.Tensor) else ()
     nested = isinstance(leaf, torch.Tensor) and leaf.is_nested
     if nested or isinstance(leaf, PackedSequence) or any(isinstance(value, torch.Tensor) for value in held):
         raise UnsupportedError(
-            f"micro_batches cannot slice {name}, a {type(leaf).__name__}; pass tensors, or structures of them, with "
-            "one row per sequence"
+            f"micro_batches cannot slice {name} of type {type(leaf).__name__}; pass tensors, or structures of "
+            "tensors, with one row per sequence"
         )
 
 
 class SlicingFinder:
-    """Finds how the calls of one layer are sliced; what has been found once is kept for calls of the same kind.
+    """Find the slicing of calls of one layer, and cache it for calls of the same kind.
 
-    A kind is numbers of dimensions and dtypes of tensors, and the values of all other arguments, since a layer may do
-    something else for another number or string. Of 64 kinds it is kept; calls of further ones (a counter of steps is
-    another number each time), calls with objects that may change, and those that can be sliced in several ways which
-    give the same, are tried anew each time. A warning says so once.
+    The kind of a call consists of the dtypes and numbers of dimensions of its tensors, and of the values of all other
+    arguments, because a layer may behave differently for another number or string. Up to 64 kinds are cached. The
+    trials are repeated on every call for further kinds (a step counter has another value in each call), for objects
+    that may change, and for calls that can be sliced in several equivalent ways. A warning is logged once in these
+    cases.
 
-    `batch_dim` is the user's: for the first tensor, or by the names of arguments.
+    Args:
+        module: layer that is called.
+        forward: its original forward.
+        batch_dim: batch dimension of the first tensor, or batch dimensions by argument name, as given by the user.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], batch_dim: BatchDim) -> None:
         self._module, self._batch_dim = module, batch_dim
-        # The dimension of the batch that the module itself says, of its first tensor.
+        # Batch dimension of the first tensor, as declared by the module.
         self._default = _own_batch_dim(module, forward)
         self._found: dict[Any, Slicing] = {}  # by kind of call, `_MOST_KINDS` at most
-        self._warned = False  # that there are more kinds
+        self._warned = False  # whether the warning about repeated trials has been logged
 
     def find(self, function: Callable[..., Any], call: Call, count: int) -> Slicing:
-        """Return how a call is sliced.
+        """Return the slicing of a call.
+
+        Args:
+            function: function that is called.
+            call: its arguments.
+            count: number of slices.
 
         Raises:
-            ConfigError: the batch cannot be shared equally, or `batch_dim` does not fit.
-            UnsupportedError: it cannot be sliced, or in several ways.
+            ConfigError: if the batch is not divisible by `count`, or `batch_dim` does not fit the arguments.
+            UnsupportedError: if the call cannot be sliced, or can be sliced in several ways.
         """
         candidates = self._candidates(call, count)
         training = tuple(module.training for module in self._module.modules())
@@ -195,8 +207,8 @@ class SlicingFinder:
             return self._found[key]
         if torch.is_inference_mode_enabled():
             raise UnsupportedError(
-                "micro_batches tries in the first forward whether rows are independent, which inference_mode does not "
-                "allow; use torch.no_grad()"
+                "micro_batches must test in the first forward that rows are independent, which inference_mode does "
+                "not allow; use torch.no_grad()"
             )
         trial = _Trial(function, call, self._module)
         possible, reason = trial.possible(candidates)
@@ -209,23 +221,23 @@ class SlicingFinder:
             if not _same(returned, differing):
                 unclear = {name for name, a, b in zip(call.names, chosen.inputs, other.inputs, strict=True) if a != b}
                 raise UnsupportedError(
-                    f"micro_batches cannot tell how to slice {', '.join(sorted(unclear))} of {self._name}: the shapes "
-                    f"allow several ways; {_ASK}"
+                    f"micro_batches cannot determine how to slice {', '.join(sorted(unclear))} of {self._name}: the "
+                    f"shapes allow several ways; {_ASK}"
                 )
         if not trial.independent(chosen):
             raise UnsupportedError(
                 f"micro_batches cannot slice {self._name} along dimension {self._dim_of_first(call)}: rows depend on "
-                "each other (sequences that come first, as in (S, B, D), need batch_dim=1; packed sequences, BatchNorm "
-                "in training and other statistics over the batch cannot be sliced, nor scales, ranks and capacities "
-                "that rows share)"
+                "each other. Inputs of shape (S, B, D) need batch_dim=1. Packed sequences, BatchNorm in training, "
+                "other statistics over the batch, and scales, ranks or capacities shared by rows are not supported"
             )
         if not trial.same_alone(chosen):
             raise UnsupportedError(
-                f"micro_batches cannot slice {self._name} along dimension {self._dim_of_first(call)}: what it returns "
-                "for a row depends on how many rows there are, or on which of them it is (x.shape[0], len(x), indices "
-                "of rows); take such numbers from outside of the layer"
+                f"micro_batches cannot slice {self._name} along dimension {self._dim_of_first(call)}: its output for a "
+                "row depends on the number or position of rows (x.shape[0], len(x), row indices); compute such numbers "
+                "outside the layer"
             )
-        self._keep(key if len(possible) == 1 else None, chosen)  # what was of no influence may be of some the next time
+        # Several ways that are equivalent in this call may differ in the next
+        self._keep(key if len(possible) == 1 else None, chosen)
         return chosen
 
     def _keep(self, key: Any, slicing: Slicing) -> None:
@@ -234,9 +246,9 @@ class SlicingFinder:
         elif not self._warned:
             self._warned = True
             _log.warning(
-                "%s is called with ever other values of arguments, such as a counter, with an object that may "
-                "change, or so that it can be sliced in several ways (name dimensions with batch_dim); micro_batches "
-                "tries each such call anew, which costs time",
+                "%s is called with changing argument values (such as a counter), with mutable objects, or with shapes "
+                "that can be sliced in several ways (set batch_dim); micro_batches repeats its trials in each such "
+                "call, which costs time",
                 self._name,
             )
 
@@ -245,10 +257,10 @@ class SlicingFinder:
         return type(self._module).__name__.removeprefix("FSDP")
 
     def _dim_of_first(self, call: Call) -> int | None:
-        return next(dim for dim in self._said(call) if dim is not None)
+        return next(dim for dim in self._known_dims(call) if dim is not None)
 
-    def _said(self, call: Call) -> list[int | None]:
-        """Return the dimension that is known for each argument before any is tried; None where none is."""
+    def _known_dims(self, call: Call) -> list[int | None]:
+        """Return the batch dimension that is known in advance for each argument, or ``None``."""
         said: list[int | None] = [None] * len(call.leaves)
         by_name = self._batch_dim if isinstance(self._batch_dim, Mapping) else {}
         if unknown := sorted(set(by_name) - set(call.names)):
@@ -268,14 +280,14 @@ class SlicingFinder:
         return said
 
     def _candidates(self, call: Call, count: int) -> tuple[tuple[int | None, ...], ...]:
-        said = self._said(call)
+        said = self._known_dims(call)
         sizes = [leaf.shape[dim] for leaf, dim in zip(call.leaves, said, strict=True) if dim is not None]
         batch = sizes[0] if sizes else 0
         if not batch or batch % count or any(size != batch for size in sizes):
             raise ConfigError(
-                f"{self._name} got a batch of {batch}, which {count} micro-batches cannot share equally"
+                f"{self._name} received a batch of {batch}, which is not divisible by {count} micro-batches"
                 if len(set(sizes)) < 2
-                else f"{self._name} got batches of {sizes} in the arguments that batch_dim names"
+                else f"{self._name} received different batch sizes {sizes} in the arguments named in batch_dim"
             )
         by_name = self._batch_dim if isinstance(self._batch_dim, Mapping) else {}
         found: list[tuple[int | None, ...]] = []
@@ -285,12 +297,12 @@ class SlicingFinder:
             else:
                 found.append((*(d for d in range(leaf.ndim) if leaf.shape[d] == batch), None))
         if math.prod(map(len, found)) > _MOST_POSSIBILITIES:
-            raise UnsupportedError(f"{self._name} could be sliced in too many ways to try them; {_ASK}")
+            raise UnsupportedError(f"{self._name} can be sliced in too many ways to try all of them; {_ASK}")
         return tuple(found)
 
 
 def _own_batch_dim(module: nn.Module, forward: Callable[..., Any]) -> int:
-    """Return where the batch is in the first argument of torch's own layers; 0 for all others."""
+    """Return the batch dimension of the first argument of torch's own layers; 0 for all other layers."""
     if not getattr(forward, "__module__", "").startswith("torch.nn.modules."):
         return 0
     flags = {inner.batch_first for inner in module.modules() if isinstance(getattr(inner, "batch_first", None), bool)}
@@ -298,40 +310,40 @@ def _own_batch_dim(module: nn.Module, forward: Callable[..., Any]) -> int:
 
 
 class _Trial:
-    """Calls of a layer with the first rows of its batch, which leave random numbers and buffers as they are."""
+    """Trial calls of a layer with the first rows of its batch. They preserve random states and buffers."""
 
     def __init__(self, function: Callable[..., Any], call: Call, module: nn.Module) -> None:
         self._function, self._call, self._module = function, call, module
 
     def possible(self, candidates: tuple[tuple[int | None, ...], ...]) -> tuple[list[tuple[Slicing, list[Any]]], str]:
-        """Return the ways in which the layer can be called with slices, each with what it returns for two rows or one.
+        """Return the valid slicings of the call, each with the outputs for two rows (for one row if the batch has two).
 
         Returns:
-            The ways, and why the first of the others is none.
+            The valid slicings, and the reason why the first invalid one failed.
         """
         found, reason = [], ""
         for inputs in itertools.product(*candidates):
             try:
                 with torch.no_grad(), self._unnoticed():
                     one, two = (flatten(self._called(self._rows(inputs, number)))[0] for number in (1, 2))
-            except Exception as error:  # whatever a layer says to shapes that do not fit
+            except Exception as error:  # layers raise any exception for shapes that do not fit
                 reason = reason or f"{type(error).__name__} with one or two rows: {error}"
                 continue
             outputs, why = _joints(one, two)
             if outputs is None:
                 reason = reason or why
             else:
-                # Of a batch of two, two rows are all: an argument that is cut and one that is not would not differ.
+                # In a batch of two rows, a split argument and a shared one would be equal, so one row is compared.
                 found.append((Slicing(inputs, outputs), two if self._batch(inputs) > 2 else one))
         return found, reason
 
     def independent(self, slicing: Slicing) -> bool:
-        """Whether no row of what is returned depends on another row of an argument, by gradients and by values."""
+        """Return whether no output row depends on another row of an argument, by gradients and by values."""
         rows = self._rows(slicing.inputs, 2)
         return self._gradients_stay_in_rows(slicing, rows) and self._keeps_other_rows(slicing, rows)
 
     def same_alone(self, slicing: Slicing) -> bool:
-        """Whether a row alone gives what it gives as one of two, but for rounding."""
+        """Return whether the output for a row alone equals its output as one of two rows, up to rounding."""
         rows = self._rows(slicing.inputs, 2)
         two, drawn = self._returned(rows)
         if not drawn:
@@ -340,7 +352,7 @@ class _Trial:
             try:
                 two, drawn = self._returned(rows)
                 return drawn or self._alike_alone(slicing, rows, two)
-            except Exception:  # evaluation is not what was asked for: a layer may be unable to do it
+            except Exception:  # evaluation mode was not requested, and the layer may not support it
                 return True
 
     def _alike_alone(self, slicing: Slicing, rows: list[Any], two: list[Any]) -> bool:
@@ -387,7 +399,7 @@ class _Trial:
         return True
 
     def _keeps_other_rows(self, slicing: Slicing, rows: list[Any]) -> bool:
-        """Whether what is returned for a row stays as it is when the other row is changed."""
+        """Return whether the output for a row is unchanged when the other row is changed."""
         before, _ = self._returned(rows)
         coarse = self._is_coarse(before)
         for row, change in itertools.product((0, 1), _CHANGES):
@@ -397,7 +409,7 @@ class _Trial:
             ]
             try:
                 after, _ = self._returned(changed)
-            except Exception:  # values that the layer does not take say nothing; the batch's own rows it took
+            except Exception:  # the layer rejects these values, although it accepts the rows of the batch
                 continue
             if len(after) != len(before):
                 return False
@@ -424,7 +436,7 @@ class _Trial:
         return [device for device in devices if device.type not in ("cpu", "meta")]
 
     def _is_coarse(self, returned: Sequence[Any]) -> bool:
-        """Whether the layer computes in less than fp32, by its arguments, parameters, outputs, or autocast."""
+        """Return whether the layer computes below fp32, according to its arguments, parameters, outputs or autocast."""
         tensors = [
             value
             for value in (*self._call.leaves, *self._module.parameters(), *returned)
@@ -437,7 +449,7 @@ class _Trial:
 
     @contextmanager
     def _in_evaluation(self) -> Iterator[None]:
-        """Run without dropout; the modes of modules are put back one by one."""
+        """Run in evaluation mode, for example without dropout, and restore the mode of every module."""
         modes = [(module, module.training) for module in self._module.modules()]
         try:
             for module, _ in modes:
@@ -462,7 +474,7 @@ class _Trial:
 
     @contextmanager
     def _unnoticed(self) -> Iterator[None]:
-        """Put back random states and buffers; those that a trial makes are gone."""
+        """Restore random states and buffers, and remove buffers that a trial creates."""
         modules = list(self._module.modules())
         buffers = [dict(module._buffers) for module in modules]
         values = [(buffer, buffer.clone()) for of in buffers for buffer in of.values() if buffer is not None]
@@ -479,33 +491,33 @@ class _Trial:
 
 
 def _kind(leaf: Any) -> tuple[Any, ...] | None:
-    """Return what of an argument may change how a layer is sliced; None if that cannot be told for later calls."""
+    """Return the properties of an argument that may affect the slicing; ``None`` if later calls may change them."""
     if isinstance(leaf, torch.Tensor):
         return leaf.ndim, leaf.dtype
     own_hash: Any = type(leaf).__hash__
     if own_hash is object.__hash__ and getattr(leaf, "__dict__", None) and not callable(leaf):
-        return None  # the same object, with other attributes perhaps
+        return None  # the same object may have other attributes next time
     try:
         hash(leaf)
     except TypeError:
         return None
-    return type(leaf), leaf  # with the type, as 1 == 1.0 == True
+    return type(leaf), leaf  # includes the type, because 1 == 1.0 == True
 
 
 def _of_row(value: torch.Tensor, dim: int, row: int) -> torch.Tensor:
-    """Return what belongs to one of two rows."""
+    """Return the part of a value that belongs to one of two rows."""
     return value.chunk(2, dim)[row]
 
 
 def _with_row(leaf: torch.Tensor, dim: int, row: int, change: Change) -> torch.Tensor:
-    """Return an argument of two rows in which one is changed."""
+    """Return an argument of two rows with one row changed."""
     rows = [_of_row(leaf, dim, 0), _of_row(leaf, dim, 1)]
     rows[row] = change(rows[row], rows[1 - row], dim)
     return torch.cat(rows, dim)
 
 
 Change = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""What becomes of a row, given the other row and the dimension of the batch."""
+"""Change of a row, given the row, the other row and the batch dimension."""
 
 
 def _as_the_other(_: torch.Tensor, other: torch.Tensor, __: int) -> torch.Tensor:
@@ -517,13 +529,16 @@ def _permuted(row: torch.Tensor, _: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _all_alike(_: torch.Tensor, other: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the other row's first position for all positions: all go the way that it goes, say to one expert."""
+    """Return the other row's first position for all positions.
+
+    All positions are then routed alike, for example to one expert.
+    """
     positions = next((d for d in range(other.ndim) if d != dim), dim)
     return other.narrow(positions, 0, 1).expand_as(other)
 
 
 def _scaled(factor: float) -> Change:
-    """Return a change of size and sign, for all but whole numbers, and numbers alone in a row: they may be indices."""
+    """Return a change of magnitude and sign. Integers and single numbers per row may be indices and stay unchanged."""
 
     def change(row: torch.Tensor, _: torch.Tensor, __: int) -> torch.Tensor:
         return row * factor if row.is_floating_point() and row.numel() > 1 else row
@@ -542,19 +557,19 @@ _CHANGES: tuple[Change, ...] = (
 
 
 def _weights(value: torch.Tensor) -> torch.Tensor:
-    """Return numbers without a pattern, so that no gradients cancel out."""
+    """Return numbers without a pattern, so that gradients do not cancel out."""
     return (torch.arange(1, value.numel() + 1, device=value.device) * 0.7).sin().to(value.dtype).view(value.shape)
 
 
 def _joints(one: list[Any], two: list[Any]) -> tuple[tuple[int | None, ...] | None, str]:
-    """Return along which dimension each output has the rows, given those of one and of two rows."""
+    """Return the row dimension of each output, given the outputs for one row and for two rows."""
     if len(one) != len(two):
         return None, "the number of its outputs depends on the number of rows"
     found: list[int | None] = []
     for a, b in zip(one, two, strict=True):
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
             if not isinstance(a, bool | int | float | str | None) or type(a) is not type(b) or a != b:
-                return None, f"it returns a {type(a).__name__} that cannot be put together from slices"
+                return None, f"it returns a {type(a).__name__} that cannot be combined from slices"
             found.append(None)
             continue
         grown = [dim for dim in range(min(a.ndim, b.ndim)) if a.shape[dim] != b.shape[dim]]
@@ -568,7 +583,7 @@ def _joints(one: list[Any], two: list[Any]) -> tuple[tuple[int | None, ...] | No
 
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether outputs have the same bits (and NaN where the other has NaN)."""
+    """Return whether outputs are bitwise equal, with NaN equal to NaN."""
     return all(
         a.shape == b.shape and torch.equal(a.nan_to_num(nan=0.5), b.nan_to_num(nan=0.5))
         for a, b in zip(one, other, strict=True)
@@ -576,14 +591,15 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     )
 
 
-# What follows finds that a layer does something else. It is no promise of how near slices are to the whole batch: they
-# round as a loop over them does, and paged and in memory are equal to the bit. Each limit is for fp32, then for less.
-_ROUNDING = (1e-3, 1e-2)  # a difference that may be one of rounding, as a part of what is compared
-_ROUNDED_OTHERWISE = (1e-2, 0.5)  # the share that may differ by more: near ties of routers and steps go the other way
+# These limits only detect that a layer computes something else. They do not bound the difference between slices and the
+# full batch: slices round as a loop over micro-batches does, and paged and in-memory results are bitwise equal. Each
+# pair holds the limit for fp32 and the limit for lower precision.
+_ROUNDING = (1e-3, 1e-2)  # largest relative difference that counts as rounding
+_ROUNDED_OTHERWISE = (1e-2, 0.5)  # largest fraction of greater differences: near ties in routers may flip
 
 
 def _keeps(before: torch.Tensor, after: torch.Tensor, coarse: bool) -> bool:
-    """Whether a row has kept its bits, or differs by no more than sums of another grouping do anywhere."""
+    """Return whether a row is bitwise equal, or differs by no more than a different order of summation causes."""
     if not before.numel() or _same([before], [after]):
         return True
     a, b = _numbers(before), _numbers(after)
@@ -594,7 +610,7 @@ def _keeps(before: torch.Tensor, after: torch.Tensor, coarse: bool) -> bool:
 
 
 def _alike(alone: torch.Tensor, together: torch.Tensor, coarse: bool) -> bool:
-    """Whether a row is the same but for rounding, in most places: shapes decide which kernels run."""
+    """Return whether a row is equal up to rounding in most places, because kernels depend on the shape."""
     if not alone.numel() or (alone.shape == together.shape and _same([alone], [together])):
         return True
     if alone.shape != together.shape:
@@ -614,12 +630,11 @@ def _finite(value: torch.Tensor) -> torch.Tensor:
 
 
 def _beyond(a: torch.Tensor, b: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """Where two differ by more than a limit; of infinities and NaN the same are no difference."""
+    """Return a mask of differences greater than a limit. Equal infinities and NaNs do not differ."""
     same = (a == b) | (a.isnan() & b.isnan())
     return ~same & ~((a - b).abs() <= limit)
 
 
 def _random_state(device: torch.device) -> torch.Tensor:
-    """Return the state of a device's generator."""
     state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
     return state

@@ -1,1 +1,1 @@
-"""Checkpoints: what they hold, how they are published, and how they are read."""
+"""Checkpoints: their contents, the protocol that publishes them, and readers."""

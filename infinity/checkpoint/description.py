@@ -1,4 +1,4 @@
-"""What the pages of a rank hold, a part of every manifest: enough to read them without the model.
+"""Description of the pages of a rank. It is part of every manifest, so that pages can be read without the model.
 
 docs/reference/on-disk-format.md describes the fields.
 """
@@ -21,35 +21,35 @@ _MOST_PAGES = 1 << 22  # 16 TiB of one rank in pages of 4 MiB; a layout of more 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """A whole parameter, and which of its slices this rank holds."""
+    """Full parameter, and the slice of it that this rank holds."""
 
     names: tuple[str, ...]
-    """All that the model has for it: a tied parameter has several."""
+    """All names of the parameter in the model. A tied parameter has several."""
     shape: tuple[int, ...]
-    """Of the whole; where it is tensor-parallel, of this rank's part."""
+    """Shape of the full parameter. For a tensor-parallel parameter, the shape of this rank's part."""
     dim: int
-    """The dimension that is sliced."""
+    """Sharded dimension."""
     shard_rank: int
-    """Number of the slice that this rank holds."""
+    """Index of the slice that this rank holds."""
     shard_size: int
-    """How many slices there are."""
+    """Number of slices."""
     tensor_parallel: bool
-    """Whether it is also divided by tensor parallelism."""
+    """``True`` if the parameter is tensor-parallel in addition."""
 
     @property
     def parameters(self) -> int:
-        """Elements of the whole."""
+        """Number of elements of the full parameter."""
         return math.prod(self.shape)
 
     def slice_of(self, rank: int) -> tuple[int, int]:
-        """Return the rows of a slice along `dim`, first and behind the last, as `torch.chunk` cuts."""
+        """Return the first row of a slice along `dim` and the row after its last, as in `torch.chunk`."""
         rows = self.shape[self.dim] if self.shape else 1
         each = -(-rows // self.shard_size)
         return min(rank * each, rows), min((rank + 1) * each, rows)
 
     @property
     def held(self) -> int:
-        """Elements of the slice that this rank holds."""
+        """Number of elements of the slice that this rank holds."""
         first, last = self.slice_of(self.shard_rank)
         return (last - first) * math.prod(self.shape[: self.dim]) * math.prod(self.shape[self.dim + 1 :])
 
@@ -58,7 +58,7 @@ _SIZE = integer(0, 1 << 48)
 _DTYPE = one_of(*ITEMSIZE)
 _SHARD = record(
     ShardSpec,
-    lacking=("row",),  # where pages may end anywhere
+    lacking=("row",),  # absent where pages may end anywhere
     name=text(),
     numel=_SIZE,
     padded=_SIZE,
@@ -93,9 +93,9 @@ DESCRIPTION = record(
 
 @dataclass(frozen=True, kw_only=True)
 class RunDescription:
-    """Pages of one rank, and the parameters that they are of, shard by shard.
+    """Pages of one rank, and the parameters that they belong to, shard by shard.
 
-    `buffers` are the names of the model's persistent buffers, whose values are in the state files.
+    `buffers` contains the names of the model's persistent buffers, whose values are in the state files.
     """
 
     layout: Layout
@@ -104,7 +104,7 @@ class RunDescription:
 
     @cached_property
     def plain(self) -> dict[str, Any]:
-        """The description as JSON has it, but for the size of a page."""
+        """Description as JSON data, without the page size."""
         layout = self.layout
         formats = {
             layout.shards[shard].spec.segment_key: asdict(segment.format)
@@ -120,23 +120,23 @@ class RunDescription:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any], page_bytes: int) -> RunDescription:
-        """Return the description of what `DESCRIPTION` let through.
+        """Return the description for values that `DESCRIPTION` has accepted.
 
         Raises:
-            ValueError: it contradicts itself, or is of more than can be.
+            ValueError: if the values contradict each other, or exceed a limit.
         """
         fsdp_modules, tensors = values["fsdp_modules"], values["tensors"]
         _check_layout(fsdp_modules, values["formats"], page_bytes)
         _check_tensors(tensors, [shard for fsdp_module in fsdp_modules for shard in fsdp_module.shards])
         try:
             layout = build_layout(fsdp_modules, values["formats"], page_bytes)
-        except BudgetError as error:  # rows that the pages have no room for
+        except BudgetError as error:  # a row does not fit into a page
             raise ValueError(f"page_bytes: {error}") from error
         return cls(layout=layout, tensors=tensors, buffers=values["buffers"])
 
 
 def _check_layout(fsdp_modules: tuple[FSDPModuleSpec, ...], formats: dict[str, StateFormat], page_bytes: int) -> None:
-    """Check that a layout can be built of these, before any memory is spent on it."""
+    """Check that a layout can be built from these values, before memory is spent on it."""
     nbytes, number = 0.0, 0
     for fmt in formats.values():
         fmt.check()
@@ -145,26 +145,26 @@ def _check_layout(fsdp_modules: tuple[FSDPModuleSpec, ...], formats: dict[str, S
             raise ValueError(f"page_bytes: {page_bytes} is too small for the state of {RANGE_ALIGNMENT} elements")
     for shard in (shard for fsdp_module in fsdp_modules for shard in fsdp_module.shards):
         if shard.segment_key not in formats or shard.numel > shard.padded:
-            raise ValueError(f"FSDP modules: {brief(shard)} cannot be")
+            raise ValueError(f"FSDP modules: {brief(shard)} is not possible")
         fmt = formats[shard.segment_key]
         if shard.trainable != bool(fmt.grads):
-            raise ValueError(f"FSDP modules: {brief(shard)} is not of {brief(fmt)}")
+            raise ValueError(f"FSDP modules: {brief(shard)} does not match the format {brief(fmt)}")
         nbytes += (shard.padded + RANGE_ALIGNMENT) * (fmt.state_bytes + sum(ITEMSIZE[dtype] for dtype in fmt.grads))
         number += 2 + len(fmt.grads)
-    # Pages are cut about evenly (`layout`), so they are at least an eighth full but for one of each role and segment.
+    # Pages are cut about evenly (`layout`), so all but one per role and segment are at least an eighth full.
     if 8 * nbytes // page_bytes + number > _MOST_PAGES:
-        raise ValueError(f"FSDP modules: they are of more than {_MOST_PAGES} pages")
+        raise ValueError(f"FSDP modules: they have more than {_MOST_PAGES} pages")
 
 
 def _check_tensors(tensors: tuple[TensorSpec, ...], shards: list[ShardSpec]) -> None:
-    """Check that every tensor is that of its shard, and that no name is there twice."""
+    """Check that every tensor matches its shard, and that names are unique."""
     if len(tensors) != len(shards):
-        raise ValueError(f"{len(tensors)} tensors of {len(shards)} shards")
+        raise ValueError(f"{len(tensors)} tensors for {len(shards)} shards")
     names = [name for tensor in tensors for name in tensor.names]
     if len(set(names)) != len(names):
-        raise ValueError("tensors: a name is there twice")
+        raise ValueError("tensors: duplicate name")
     for tensor, shard in zip(tensors, shards, strict=True):
         inside = tensor.dim < max(1, len(tensor.shape)) and tensor.shard_rank < tensor.shard_size
         countable = math.prod(max(1, size) for size in tensor.shape) <= MOST
         if not (inside and countable) or tensor.held != shard.numel or tensor.names[0] != shard.name:
-            raise ValueError(f"tensors: {brief(tensor.names[0])} is not that of its shard")
+            raise ValueError(f"tensors: {brief(tensor.names[0])} does not match its shard")

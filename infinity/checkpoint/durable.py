@@ -1,7 +1,7 @@
-"""Files and folders that are there completely or not at all, whenever the power goes.
+"""Files and folders that are written atomically: after a power loss they are either complete or absent.
 
-A file is written under a temporary name, flushed, read back and renamed; a folder as a whole beside its place, under
-`.NAME.partial-…`. What is left of one that was cut off never looks like what it was to become.
+A file is written under a temporary name, flushed, read back and renamed. A folder is written as a whole next to its
+destination, as `.NAME.partial-…`. The remains of an interrupted write never look like the finished file or folder.
 """
 
 from __future__ import annotations
@@ -27,40 +27,43 @@ _PARTIAL = ".partial-"
 def write_durably(
     target: Path, data: bytes, check: Callable[[bytes], object] | None = None, *, mode: int = 0o600
 ) -> None:
-    """Write a file under a temporary name, flush it, read it back, rename it, flush the folder.
+    """Write a file under a temporary name, flush it, read it back, rename it, and flush its folder.
 
     Args:
-        target: replaced if it is there.
-        data: its whole content.
-        check: given what was read back; what it raises leaves the target as it was.
-        mode: who may read and write it, less what the process masks.
+        target: File to create or replace.
+        data: Contents of the file.
+        check: Called with the bytes that were read back. If it raises, the target is left unchanged.
+        mode: Permissions of the file, subject to the umask.
 
     Raises:
-        OSError: the file system refused, or what is read back is not what was written.
+        OSError: if the file system fails, or if the bytes that were read back differ from `data`.
     """
-    temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")  # nobody can have put something there
+    temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")  # not predictable
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "w+b") as file:
             file.write(data)
             file.flush()
+            # Durable before the rename: otherwise a power loss could leave the final name with incomplete contents.
             os.fsync(file.fileno())
             file.seek(0)
             found = file.read()
         if found != data:
-            raise OSError(errno.EIO, "what is read back is not what was written", str(temporary))
+            raise OSError(errno.EIO, "the data read back differs from the data written", str(temporary))
         if check is not None:
             check(found)
         os.rename(temporary, target)
     except BaseException:
-        with contextlib.suppress(OSError):  # what failed first is what is said
+        with contextlib.suppress(OSError):  # report the first failure
             temporary.unlink(missing_ok=True)
         raise
+    # Durable name: until the folder is flushed, a power loss can undo the rename, although the caller would already
+    # rely on the file, e.g. by freeing the pages of the previous checkpoint.
     sync_folder(target.parent)
 
 
 def sync_file(file: Path) -> None:
-    """Make a file's content durable, and have what is read of it next come from the drive. Raises `OSError`."""
+    """Make a file's contents durable and drop them from the page cache. Raises `OSError`."""
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -70,53 +73,54 @@ def sync_file(file: Path) -> None:
 
 
 class NewFolder:
-    """A folder in the making: written at `partial`, and at its place when the `with` block has ended well.
+    """Folder that is written at `partial` and moved to its destination when the ``with`` block succeeds.
 
-    Whoever writes files into `partial` syncs what they must not lose early; at the end everything in it is synced, the
-    folder is renamed, and its parent synced. If the block fails, `partial` is removed.
+    At the end of the block, everything in `partial` is synced, the folder is renamed, and its parent is synced.
+    Files that must survive an earlier failure have to be synced by their writer. If the block fails, `partial` is
+    removed.
     """
 
     def __init__(self, folder: Path, nbytes: int = 0) -> None:
-        """Look whether the folder can be made.
+        """Check that the folder can be created.
 
         Args:
-            folder: does not exist, or is empty and then replaced.
-            nbytes: what will be written into it, at least.
+            folder: Destination. It must not exist, or must be empty; an empty folder is replaced.
+            nbytes: Minimum number of bytes that will be written into the folder.
 
         Raises:
-            ConfigError: it is not empty, cannot be made, or there is no room for so many bytes.
+            ConfigError: if the destination is not empty, cannot be created, or has too little free space.
         """
         self.folder = Path(os.path.realpath(folder))
-        """Its place in the end."""
+        """Destination."""
         self.partial = self.folder.with_name(f".{self.folder.name}{_PARTIAL}{secrets.token_hex(4)}")
-        """Where it is written."""
-        self._nbytes = nbytes  # what will be written, at least
-        self._descriptor = -1  # of `partial`, locked: nobody takes it for what was left by another
+        """Temporary location of the folder."""
+        self._nbytes = nbytes  # minimum number of bytes that will be written
+        self._descriptor = -1  # of `partial`, locked so that other exports do not report it as abandoned
         try:
             if self.folder.exists() and not self.folder.is_dir():
-                raise ConfigError(f"{folder} is no folder; name a new one")
+                raise ConfigError(f"{folder} is not a folder. Use a new folder.")
             if self.folder.exists() and any(self.folder.iterdir()):
-                raise ConfigError(f"{folder} is not empty; name a new folder")
+                raise ConfigError(f"{folder} is not empty. Use a new folder.")
         except OSError as error:
             raise _cannot_be_made(self.folder, error) from error
         if os.path.ismount(self.folder):
-            raise ConfigError(f"{folder} is where a drive is mounted; name a new folder on it")
+            raise ConfigError(f"{folder} is a mount point. Use a new folder inside it.")
 
     def __enter__(self) -> Path:
-        """Make `partial` and return it. Raises `ConfigError`."""
+        """Create `partial` and return it. Raises `ConfigError`."""
         try:
             _make_durably(self.folder.parent)
             for left in self._left_behind():
-                _log.warning("%s was left behind by an export that was cut off; remove it", left)
+                _log.warning("Remove %s: an earlier export was interrupted and left it.", left)
             whole, _, free = shutil.disk_usage(self.folder.parent)
-            if self._nbytes > free and whole:  # a file system without a size, such as ramfs, says 0 of everything
+            if self._nbytes > free and whole:  # a file system without a size, such as ramfs, reports 0 for both
                 raise ConfigError(
-                    f"{self.folder.parent} has {format_size(free)} free, {self.folder.name} needs "
-                    f"{format_size(self._nbytes)}; free space or name a folder elsewhere"
+                    f"{self.folder.parent} has {format_size(free)} free, but {self.folder.name} needs "
+                    f"{format_size(self._nbytes)}. Free space or use another folder."
                 )
             self.partial.mkdir()
             self._descriptor = os.open(self.partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            with contextlib.suppress(OSError):  # some file systems have no locks
+            with contextlib.suppress(OSError):  # some file systems do not support locks
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         except OSError as error:
             self._discard()
@@ -124,7 +128,7 @@ class NewFolder:
         return self.partial
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Put the folder in its place, or remove it. Raises `ConfigError`."""
+        """Move the folder to its destination, or remove it. Raises `ConfigError`."""
         if error is not None:
             self._discard()
             return
@@ -138,13 +142,14 @@ class NewFolder:
         os.close(self._descriptor)
 
     def _publish(self) -> None:
+        # Files and folders are durable before the rename, so that the destination is never incomplete.
         for place, _, files in os.walk(self.partial, topdown=False):
             for name in files:
                 sync_file(Path(place, name))
             sync_folder(Path(place))
         if self.folder.is_dir():
             shutil.copymode(self.folder, self.partial)
-        os.rename(self.partial, self.folder)  # refuses to replace a folder that is not empty
+        os.rename(self.partial, self.folder)  # fails if the destination is a folder that is not empty
         sync_folder(self.folder.parent)
 
     def _discard(self) -> None:
@@ -153,7 +158,7 @@ class NewFolder:
             os.close(self._descriptor)
 
     def _left_behind(self) -> Iterator[Path]:
-        """Yield folders of earlier attempts at this one that nobody works on any more."""
+        """Yield partial folders that earlier attempts left and that no process uses."""
         prefix = f".{self.folder.name}{_PARTIAL}"
         for left in sorted(entry for entry in self.folder.parent.iterdir() if entry.name.startswith(prefix)):
             with contextlib.suppress(OSError):
@@ -166,11 +171,11 @@ class NewFolder:
 
 
 def _cannot_be_made(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{folder} cannot be made: {error.strerror}")
+    return ConfigError(f"{folder} cannot be created: {error.strerror}")
 
 
 def _make_durably(folder: Path) -> None:
-    """Make a folder and those above it that are not there, so that their names last."""
+    """Create a folder and its missing parents, and make their names durable."""
     if not folder.is_dir():
         _make_durably(folder.parent)
         folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""What exports read: the state of a run at one step as whole tensors, from a checkpoint or from a run that trains."""
+"""Interface for exports: the state of a run at one step as full tensors, from a checkpoint or from a live run."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from infinity.store.folder import RunFolder
 
 
 class FullState(ABC):
-    """The state of a run at one step; tensors are read one at a time."""
+    """State of a run at one step. Tensors are read one at a time."""
 
     @property
     @abstractmethod
     def folder(self) -> RunFolder:
-        """The run's folders."""
+        """Folders of the run."""
 
     @property
     @abstractmethod
     def step(self) -> int:
-        """Optimizer steps that were done."""
+        """Number of completed optimizer steps."""
 
     @property
     @abstractmethod
     def extra(self) -> dict[str, Any]:
-        """Plain data of the user's, as `checkpoint` takes them."""
+        """User data, as passed to `save_checkpoint()`."""
 
     @property
     @abstractmethod
@@ -39,20 +39,20 @@ class FullState(ABC):
 
     @abstractmethod
     def dtype(self, index: int, name: str = MASTER) -> torch.dtype:
-        """Return the dtype in which a parameter is trained, or that of one of its states."""
+        """Return the dtype in which a parameter is trained, or the dtype of one of its optimizer states."""
 
     @abstractmethod
     def kinds(self, index: int) -> tuple[tuple[str, str], ...]:
-        """Return the optimizer's states of a parameter, as (name, dtype)."""
+        """Return the optimizer states of a parameter, as (name, dtype)."""
 
     @property
     @abstractmethod
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's param groups; their `params` are indices into `tensors`."""
+        """Parameter groups of the optimizer. Their `params` are indices into `tensors`."""
 
     @abstractmethod
     def scalars(self) -> dict[int, dict[str, Any]]:
-        """Return the optimizer's scalars of every parameter that was ever updated, by index into `tensors`."""
+        """Return the scalar optimizer states of every updated parameter, by index into `tensors`."""
 
     @abstractmethod
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -60,39 +60,42 @@ class FullState(ABC):
 
     @abstractmethod
     def read(self, index: int, name: str = MASTER) -> torch.Tensor:
-        """Return a parameter as it is trained, or one of its states, in its full shape.
+        """Return a parameter as it is trained, or one of its optimizer states, in its full shape.
 
         Args:
-            index: into `tensors`.
+            index: Index into `tensors`.
             name: ``master`` or one of `kinds`.
 
         Raises:
-            StorageError, CorruptPageError: a page cannot be read or is not what was written.
-            CheckpointError: a slice of it is on no rank, or it is tensor-parallel.
+            StorageError: if a page cannot be read.
+            CorruptPageError: if a page does not match its checksum.
+            CheckpointError: if no rank holds one of the slices, or if the parameter is tensor-parallel.
         """
 
     def nbytes(self, index: int, dtype: torch.dtype | None = None) -> int:
-        """Return the size of a whole parameter, as it is trained or, if it is floating-point, in `dtype`."""
+        """Return the size of a full parameter in bytes: as trained or, if it is floating-point, in `dtype`."""
         own = self.dtype(index)
         chosen = dtype if dtype is not None and own.is_floating_point else own
         return torch.Size(self.tensors[index].shape).numel() * chosen.itemsize
 
 
 def owners_of(specs: list[TensorSpec]) -> dict[int, int]:
-    """Return which rank is asked for each slice of a parameter.
+    """Return the rank to read each slice of a parameter from, by index of the slice.
 
     Args:
-        specs: what each rank says of it, by rank.
+        specs: Description of the parameter on each rank.
 
     Raises:
-        CheckpointError: a slice of it is on no rank, or it is tensor-parallel.
+        CheckpointError: if no rank holds one of the slices, or if the parameter is tensor-parallel.
     """
     spec = specs[0]
     if spec.tensor_parallel:
-        raise CheckpointError(f"{spec.names[0]} is tensor-parallel; whole parameters of such runs cannot be read yet")
+        raise CheckpointError(
+            f"{spec.names[0]} is tensor-parallel, which is not supported when reading full parameters"
+        )
     owners: dict[int, int] = {}
     for rank, other in enumerate(specs):
         owners.setdefault(other.shard_rank, rank)
     if len(owners) != spec.shard_size:
-        raise CheckpointError(f"{spec.names[0]}: slices {sorted(owners)} of {spec.shard_size} are there")
+        raise CheckpointError(f"{spec.names[0]}: only slices {sorted(owners)} of {spec.shard_size} are present")
     return owners

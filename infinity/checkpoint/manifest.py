@@ -1,13 +1,15 @@
-"""The manifest of a checkpoint: one JSON file per rank, all that is needed to read its pages; docs/reference/on-disk-format.md.
+"""Manifests of checkpoints: one JSON file per rank with everything needed to read its pages.
 
-[Note: the identity of a checkpoint] Every checkpoint has an identity of its own, which all its ranks have in the names
-of their
-files and in their manifests. A step that is checkpointed again, or on another branch of the run, is another checkpoint:
-ranks
-of one are never taken for ranks of the other, and none is replaced before all ranks have published the one after it.
+docs/reference/on-disk-format.md describes the format.
 
-A reader assumes nothing: every field is checked against `_BODY`, the fields against each other and the name of the
-file, the extents against the layout and the data files. Whatever is wrong is a `CheckpointError` that names the file.
+[Note: identity of a checkpoint] Every checkpoint has its own identity, which is part of the file names and manifests of
+all its ranks. If a step is checkpointed again, or on another branch of the run, the result is a different checkpoint.
+Therefore ranks of different checkpoints are never combined, and no checkpoint is replaced before all ranks have
+published the next one.
+
+A reader trusts no input. It validates every field against `_BODY`, the fields against each other and against the file
+name, and the extents against the layout and the data files. Any mismatch raises a `CheckpointError` that names the
+file.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ from infinity.store.page_store import Version
 from infinity.untrusted_files import read_regular
 
 FORMAT = 2
-_MOST = 1 << 30  # bytes of a manifest, which takes about a hundred for a page; a longer one is not read into memory
-_MOST_STATE = 1 << 40  # of a state file, which has the model's buffers
+_MOST = 1 << 30  # bytes of a manifest, which needs about 100 per page; a larger file is not read into memory
+_MOST_STATE = 1 << 40  # bytes of a state file, which contains the model's buffers
 _NAME = re.compile(r"step(\d{12,})\.rank(\d{5,})-of-(\d{5,})(?:\.([0-9a-f]{24}))?\.json", re.ASCII)
 _CHECKSUM = text("[0-9a-f]{16}")
 _WORD = integer(0, (1 << 32) - 1)
@@ -58,7 +60,7 @@ _PAGE = row(
 
 
 def _version(value: Any) -> Version:
-    """Where the version of a page lies, and its checksum: [path, offset, length, checksum]."""
+    """Parse the location and the checksum of a page version: [path, offset, length, checksum]."""
     *place, digest = _PAGE(value)
     return Version(Extent(*place), int(digest, 16))
 
@@ -92,17 +94,17 @@ _BODY = record(
 
 @dataclass(frozen=True, order=True)
 class CheckpointName:
-    """What the manifests of one checkpoint have in common; sorts by step, then by age."""
+    """Properties that the manifests of one checkpoint share. Sorts by step, then by age."""
 
     step: int
-    """That it is of, counted from the begin of the run."""
+    """Number of optimizer steps since the start of the run."""
     identity: str
-    """24 hexadecimal digits; those of a later checkpoint are greater."""
+    """24 hexadecimal digits, greater than in all earlier checkpoints."""
     world_size: int
-    """How many ranks have a manifest of it."""
+    """Number of ranks, each of which has a manifest."""
 
     def of(self, rank: int) -> Published:
-        """Return the name of the manifest of one rank."""
+        """Return the name of a rank's manifest."""
         return Published(self.step, self.identity, self.world_size, rank)
 
     def __str__(self) -> str:
@@ -111,31 +113,31 @@ class CheckpointName:
 
 @dataclass(frozen=True, order=True)
 class Published:
-    """What the name of a manifest says: this rank has published its part of this checkpoint."""
+    """Name of a manifest, in parts: this rank has published its part of this checkpoint."""
 
     step: int
-    """That the checkpoint is of."""
+    """Step of the checkpoint."""
     identity: str
-    """Of the checkpoint; empty in names of format 1, which had none."""
+    """Identity of the checkpoint. Empty in names of format 1, which has no identities."""
     world_size: int
-    """How many ranks have a manifest of the checkpoint."""
+    """Number of ranks that have a manifest of the checkpoint."""
     rank: int
-    """Whose manifest it is."""
+    """Rank that wrote the manifest."""
 
     @property
     def checkpoint(self) -> CheckpointName:
-        """The checkpoint."""
+        """Checkpoint that the manifest belongs to."""
         return CheckpointName(self.step, self.identity, self.world_size)
 
     @property
     def file_name(self) -> str:
-        """Name of the manifest."""
+        """File name of the manifest."""
         identity = f".{self.identity}" if self.identity else ""
         return f"step{self.step:012d}.rank{self.rank:05d}-of-{self.world_size:05d}{identity}.json"
 
     @property
     def state_file(self) -> str:
-        """Name of the state file."""
+        """File name of the state file."""
         return f"step{self.step:012d}.rank{self.rank:05d}.{self.identity}.safetensors"
 
 
@@ -144,23 +146,24 @@ class Manifest:
     """Everything that a rank needs to continue, except the bytes of the pages.
 
     Attributes:
-        run_id: of the run, and the name of its folders.
-        step: optimizer steps that were done.
-        identity: of the checkpoint [Note: the identity of a checkpoint].
-        rank: whose part of the checkpoint this is.
-        world_size: number of ranks.
+        run_id: Run id, which is also the name of the run folders.
+        step: Number of completed optimizer steps.
+        identity: Identity of the checkpoint. [Note: identity of a checkpoint]
+        rank: Rank that wrote this part of the checkpoint.
+        world_size: Number of ranks.
         created: Unix time in seconds.
-        description: what the pages hold.
-        optimizer: name of its class.
-        weights: shares of the paths, from which the slots follow; the name is that of the field on disk.
-        pages: version by index of the page, gradients left out.
-        scalars: of the optimizer, plain data by index of the shard.
-        groups: of the optimizer: indices of shards (`params`) and `settings`, plain data.
-        random: states of Python's and NumPy's generators. Tensors (buffers, torch's generators) are in the state file.
-        state_checksum: of the state file, 16 hexadecimal digits.
-        extra: the user's own.
-        own: what the optimizer counts on itself.
-        updated_on: type of the device that updates ran on, such as ``cpu``: another one has other bits.
+        description: Description of the contents of the pages.
+        optimizer: Name of the optimizer class.
+        weights: Stripe weights of the paths, which determine the slots. The name of the field on disk is ``weights``.
+        pages: Version of every page except gradients, by index of the page.
+        scalars: Scalars of the optimizer state as plain data, by index of the shard.
+        groups: Parameter groups of the optimizer: indices of shards (`params`) and `settings`, as plain data.
+        random: States of Python's and NumPy's random generators. Tensors (buffers, the generators of torch) are in the
+            state file.
+        state_checksum: Checksum of the state file, 16 hexadecimal digits.
+        extra: User data.
+        own: Counters of the optimizer itself.
+        updated_on: Type of the device that ran updates, e.g. ``cpu``. Another type produces different bits.
     """
 
     run_id: str
@@ -183,39 +186,40 @@ class Manifest:
 
     @property
     def name(self) -> Published:
-        """What the name of the file says."""
+        """Parts of the file name."""
         return Published(self.step, self.identity, self.world_size, self.rank)
 
     @property
     def file_name(self) -> str:
-        """Name of the file."""
+        """File name of the manifest."""
         return self.name.file_name
 
     @property
     def state_file(self) -> str:
-        """Name of the state file beside it."""
+        """File name of the state file in the same folder."""
         return self.name.state_file
 
     @property
     def layout(self) -> Layout:
-        """Which bytes lie in which page."""
+        """Assignment of bytes to pages."""
         return self.description.layout
 
 
 def new_identity(after: str) -> str:
-    """Return an identity that no other checkpoint has, and that sorts behind the one given; that may be empty.
+    """Return an identity that no other checkpoint has and that sorts after the given one.
 
-    The first half is the time in milliseconds, the second half is random.
+    The first half is the time in milliseconds; the second half is random.
+
+    Args:
+        after: Identity of an earlier checkpoint, or an empty string.
     """
+    # Greater than `after` even if the clock was set back, because the newest checkpoint is the one that sorts last.
     now = max(time.time_ns() // 1_000_000, int(after[:12] or "0", 16) + 1)
     return f"{now:012x}{secrets.randbits(48):012x}"
 
 
 def published_in(folder: Path) -> list[Published]:
-    """Return what was published in a run's folder of checkpoints, in order;
-
-    others are passed over. Raises `OSError`.
-    """
+    """Return the published manifests in a checkpoint folder, in order. Other files are ignored. Raises `OSError`."""
     found = []
     for file_name in names_in(folder):
         if match := _NAME.fullmatch(file_name):
@@ -227,7 +231,7 @@ def published_in(folder: Path) -> list[Published]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names in a folder, none where there is none: another rank may have removed it. Raises `OSError`."""
+    """Return the names in a folder. Empty if another rank has removed the folder. Raises `OSError`."""
     try:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -235,35 +239,36 @@ def names_in(folder: Path) -> list[str]:
 
 
 def left_over(folder: Path, published: Iterable[Published]) -> list[Path]:
-    """Return state files of checkpoints of which no manifest is there: they were cut off, or a manifest was lost.
+    """Return the state files without a manifest. The checkpoint was interrupted, or its manifest is lost.
 
     Args:
-        folder: of the run's checkpoints.
-        published: what is in it.
+        folder: Checkpoint folder of the run.
+        published: Manifests in the folder.
     """
     names = list(published)
     known = {name.state_file for name in names}
-    # Names of format 1 do not say which state file is theirs.
+    # Names of format 1 do not identify their state file.
     unknown = {f"step{name.step:012d}.rank{name.rank:05d}" for name in names if not name.identity}
     found = sorted(name for name in names_in(folder) if fnmatch(name, "step*.safetensors"))
     return [folder / name for name in found if name not in known and ".".join(name.split(".")[:2]) not in unknown]
 
 
 def complete_checkpoints(published: Iterable[Published]) -> list[CheckpointName]:
-    """Return the checkpoints of which all ranks have published their part, in order: only they are checkpoints."""
+    """Return the complete checkpoints, in order: the ones that all of their ranks have published."""
     ranks = Counter(name.checkpoint for name in set(published))
     return sorted(checkpoint for checkpoint, number in ranks.items() if number == checkpoint.world_size)
 
 
 def choose_checkpoint(run_id: str, checkpoints: Sequence[CheckpointName], step: int) -> CheckpointName:
-    """Return the newest checkpoint, or the newest of a step.
+    """Return the newest checkpoint, or the newest checkpoint of a step.
 
     Args:
-        checkpoints: in order.
-        step: -1 is any.
+        run_id: Run id, used in the error message.
+        checkpoints: Complete checkpoints, in order.
+        step: Step of the checkpoint, or -1 for any step.
 
     Raises:
-        CheckpointError: it is not there; the steps that are there are listed.
+        CheckpointError: if there is no such checkpoint. The message lists the steps that have one.
     """
     found = [checkpoint for checkpoint in checkpoints if step in (-1, checkpoint.step)]
     if found:
@@ -279,27 +284,28 @@ def checksum_of(data: bytes) -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Publish a manifest: it is there completely, or it is not there.
+    """Publish a manifest atomically: after a failure, the file does not exist.
 
-    What was written is read back by the rules of `read_manifest` first.
+    The written bytes are first read back and validated by the rules of `read_manifest`.
 
     Raises:
-        CheckpointError: it is not what a reader would take.
-        OSError: the file system refused.
+        CheckpointError: if a reader would not accept the manifest.
+        OSError: if the file system fails.
     """
     target = folder / manifest.file_name
     body = json.dumps({"format": FORMAT, **_encode(manifest)}, sort_keys=True, separators=(",", ":"))
     envelope = json.dumps({"checksum": checksum_of(body.encode()), "body": body})
     if len(envelope) > _MOST:
-        raise CheckpointError(f"{target} would have {len(envelope)} bytes, at most {_MOST} are read; use larger pages")
+        raise CheckpointError(f"{target} would have {len(envelope)} bytes, but the limit is {_MOST}. Use larger pages.")
+    # Validated before the rename, so that a manifest that cannot be resumed from never replaces an earlier checkpoint.
     write_durably(target, envelope.encode(), check=partial(_decode, target))
 
 
 def read_manifest(file: Path) -> Manifest:
-    """Read and check a manifest.
+    """Read and validate a manifest.
 
     Raises:
-        CheckpointError: it cannot be read, is malformed, or does not match its checksum or its name.
+        CheckpointError: if the manifest cannot be read, is malformed, or does not match its checksum or its name.
     """
     with using(file):
         content = read_regular(file, _MOST)
@@ -307,15 +313,16 @@ def read_manifest(file: Path) -> Manifest:
 
 
 def _decode(file: Path, content: bytes) -> Manifest:
-    """Return the manifest that the content of a file is. Raises `CheckpointError`."""
+    """Parse and validate the contents of a file. Raises `CheckpointError`."""
     with using(file):
         outer = _ENVELOPE(_parse(content))
         if checksum_of(outer["body"].encode()) != outer["checksum"]:
-            raise CheckpointError(f"{file} does not match its checksum; resume from another checkpoint")
+            raise CheckpointError(f"{file} does not match its checksum. Resume from another checkpoint.")
         body = table(schema.anything, schema.anything)(_parse(outer["body"]))
         if (found := body.pop("format", None)) != FORMAT or type(found) is not int:
             raise CheckpointError(
-                f"{file} has format {brief(found)}, this version reads {FORMAT}; use the version that wrote it"
+                f"{file} has format {brief(found)}, but this version reads format {FORMAT}. Use the version that wrote "
+                "it."
             )
         values = _BODY(body)
         layout, page_bytes = values.pop("layout"), values.pop("page_bytes")
@@ -324,7 +331,7 @@ def _decode(file: Path, content: bytes) -> Manifest:
         manifest = Manifest(**values)
         _check_names(manifest, file)
         if manifest.layout.fingerprint != layout:
-            raise ValueError(f"its description is of layout {manifest.layout.fingerprint}, its pages are of {layout}")
+            raise ValueError(f"its description has layout {manifest.layout.fingerprint}, but its pages have {layout}")
         _check_extents(manifest)
         _check_indices(manifest)
         return manifest
@@ -333,11 +340,11 @@ def _decode(file: Path, content: bytes) -> Manifest:
 def _check_names(manifest: Manifest, file: Path) -> None:
     if manifest.rank >= manifest.world_size or manifest.file_name != file.name:
         raise ValueError(
-            f"it is of rank {manifest.rank} of {manifest.world_size} at step {manifest.step}, checkpoint "
+            f"its contents belong to rank {manifest.rank} of {manifest.world_size}, step {manifest.step}, checkpoint "
             f"{manifest.identity}"
         )
     if file.parent.parent.name != manifest.run_id:
-        raise ValueError(f"it is of run {brief(manifest.run_id)}")
+        raise ValueError(f"it belongs to run {brief(manifest.run_id)}")
 
 
 def _check_extents(manifest: Manifest) -> None:
@@ -351,29 +358,27 @@ def _check_extents(manifest: Manifest) -> None:
 
 
 def _check_indices(manifest: Manifest) -> None:
-    """Check that a checkpoint has the pages of its layout, all of them and each of its size, and no other
-    parameters.
-    """
+    """Check that a checkpoint has exactly the pages of its layout, with their sizes, and no unknown parameters."""
     layout = manifest.layout
     expected = {page.index: page.nbytes for page in layout.pages if page.role is not Role.GRAD}
     if {page: version.extent.length for page, version in manifest.pages.items()} != expected:
-        raise ValueError("its pages are not those of the run's layout")
+        raise ValueError("its pages do not match the layout of the run")
     grouped = (shard for group in manifest.groups for shard in group["params"])
     if max((*manifest.scalars, *grouped), default=-1) >= len(layout.shards):
-        raise ValueError("its scalars or groups are of parameters that the layout lacks")
+        raise ValueError("its scalars or groups refer to parameters that are not in the layout")
 
 
 def check_pages(manifest: Manifest, folder: RunFolder) -> None:
-    """Check that the pages of a checkpoint are within the run's data files.
+    """Check that the pages of a checkpoint are inside the data files of the run.
 
     Raises:
-        CheckpointError: they are not, or the checkpoint lies on another number of paths; the file is named.
+        CheckpointError: if they are not, or if the checkpoint uses another number of paths. The message names the file.
     """
     file = folder.checkpoints / manifest.file_name
     if len(manifest.weights) != len(folder.roots):
         raise CheckpointError(
-            f"run {manifest.run_id} lies on {len(manifest.weights)} paths, {len(folder.roots)} were named; name them "
-            "all, in the order of storage.paths"
+            f"run {manifest.run_id} has another number of paths ({len(manifest.weights)} in its manifest, "
+            f"{len(folder.roots)} given). List all of them in the order of storage.paths."
         )
     ends = [0] * len(folder.roots)
     for path, offset, length in (version.extent for version in manifest.pages.values()):
@@ -387,7 +392,7 @@ def check_pages(manifest: Manifest, folder: RunFolder) -> None:
 
 @contextmanager
 def using(file: Path) -> Iterator[None]:
-    """Turn what is wrong with the content of a file, in the block, into a `CheckpointError` that names it.
+    """Convert errors about the contents of a file in the ``with`` block to a `CheckpointError` that names the file.
 
     Raises:
         CheckpointError: for `OSError`, `ValueError`, `MemoryError` and `RecursionError`.
@@ -409,15 +414,15 @@ def _parse(content: str | bytes) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     tree = dict(pairs)
     if len(tree) != len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("duplicate key")
     return tree
 
 
 def read_state_file(folder: Path, manifest: Manifest) -> bytes:
-    """Return the content of a checkpoint's state file.
+    """Return the contents of a checkpoint's state file.
 
     Raises:
-        CheckpointError: it is missing or does not match its checksum.
+        CheckpointError: if the file is missing or does not match its checksum.
     """
     file = folder / manifest.state_file
     with using(file):

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside the pages: buffers, random states, scalars and group settings, as plain data."""
+"""Conversion of checkpointed state outside the pages to plain data: buffers, random states, scalars, group settings."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _BUFFER, _TORCH, _CUDA, _NUMPY = "buffer.", "random.torch", "random.cuda.", "ran
 
 @dataclass(frozen=True)
 class ResumedState:
-    """How far training has come, besides what is in the pages.
+    """Training state outside the pages.
 
-    `scalars` are those of the optimizer by shard, `extra` is the user's, `own` what the optimizer counts on itself.
+    `scalars` contains the scalar optimizer states by shard, `extra` the user data, and `own` the optimizer's counters.
     """
 
     step: int
@@ -31,7 +31,7 @@ class ResumedState:
 
 
 def save_tensors(model: nn.Module) -> bytes:
-    """Return the model's buffers and the states of torch's and NumPy's generators, as safetensors."""
+    """Return the model's buffers and the states of the generators of torch and NumPy, as safetensors."""
     tensors = {_BUFFER + name: buffer.detach().cpu().contiguous() for name, buffer in _named_buffers(model)}
     tensors[_TORCH] = torch.get_rng_state()
     if torch.cuda.is_available():
@@ -42,22 +42,22 @@ def save_tensors(model: nn.Module) -> bytes:
 
 
 def _named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all buffers, one that several modules share under each of its names, as `state_dict` does."""
+    """Yield all buffers. Like `state_dict`, yield a buffer that modules share under each of its names."""
     return model.named_buffers(remove_duplicate=False)
 
 
 def check_buffers(model: nn.Module) -> None:
-    """Check, before a run begins, that its checkpoints can have the buffers of a model.
+    """Check, before a run starts, that checkpoints can store the buffers of a model.
 
     Raises:
-        UnsupportedError: a buffer is sparse, or of a dtype that safetensors does not read back.
+        UnsupportedError: if a buffer is sparse, or has a dtype that safetensors cannot restore.
     """
     readable: dict[torch.dtype, bool] = {}
     for name, buffer in _named_buffers(model):
         if buffer.dtype not in readable:
             try:
                 load(save({name: torch.empty(0, dtype=buffer.dtype)}))
-            except Exception:  # what safetensors raises for a dtype that it does not know is not one kind
+            except Exception:  # safetensors raises various types for an unknown dtype
                 readable[buffer.dtype] = False
             else:
                 readable[buffer.dtype] = True
@@ -65,14 +65,14 @@ def check_buffers(model: nn.Module) -> None:
         if not (dense and readable[buffer.dtype]):
             kind = str(buffer.dtype if dense else buffer.layout).removeprefix("torch.")
             raise UnsupportedError(
-                f"the buffer {name} is {kind}, which a checkpoint cannot keep; register it in "
-                "another dtype, or compute it from one (torch.view_as_real of a complex one); without checkpoints, set "
-                "run.retained_checkpoints = 0"
+                f"buffer {name} is {kind}, which checkpoints do not support. Register it in another dtype, or compute "
+                "it from one (torch.view_as_real of a complex buffer). To train without checkpoints, set "
+                "run.retained_checkpoints = 0."
             )
 
 
 def load_buffers(data: bytes, model: nn.Module, persistent: Collection[str]) -> None:
-    """Put back the buffers that `save_tensors` returned. Raises as `saved_buffers`."""
+    """Restore the buffers that `save_tensors` returned. Raises like `saved_buffers`."""
     saved = saved_buffers(data, model, persistent)
     with torch.no_grad():
         for name, buffer in _named_buffers(model):
@@ -81,18 +81,19 @@ def load_buffers(data: bytes, model: nn.Module, persistent: Collection[str]) -> 
 
 
 def saved_buffers(data: bytes, model: nn.Module, persistent: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return those buffers of a model that `save_tensors` returned, by their names in the model.
+    """Return the buffers of a model that `save_tensors` returned, by name.
 
-    One that is not persistent keeps its own value where the checkpoint has none of its shape: such are tables that a
-    model
-    computes when it first needs them, or makes longer.
+    A buffer that is not persistent keeps its current value if the checkpoint has no buffer of the same shape. Examples
+    are tables that a model computes on first use, or extends later.
 
     Args:
-        persistent: names of the buffers that were persistent in the checkpoint.
+        data: Contents of a state file.
+        model: Model whose buffers are looked up.
+        persistent: Names of the buffers that were persistent in the checkpoint.
 
     Raises:
-        ValueError: the data are malformed.
-        CheckpointError: a persistent buffer has another shape.
+        ValueError: if the data are malformed.
+        CheckpointError: if a persistent buffer is missing or has another shape.
     """
     tensors = load_tensors(data)
     found = {}
@@ -101,19 +102,19 @@ def saved_buffers(data: bytes, model: nn.Module, persistent: Collection[str]) ->
         if saved is not None and saved.shape == buffer.shape:
             found[name] = saved
         elif name in persistent:
-            there = "none" if saved is None else f"one of shape {tuple(saved.shape)}"
+            there = "no such buffer" if saved is None else f"shape {tuple(saved.shape)}"
             raise CheckpointError(
-                f"the buffer {name} of the model has the shape {tuple(buffer.shape)}, the checkpoint has {there}; build "
-                "the model as it was"
+                f"buffer {name} of the model has shape {tuple(buffer.shape)}, but the checkpoint has {there}. Build "
+                "the model as for the checkpoint."
             )
     return found
 
 
 def saved_buffer(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Return a buffer of those that `load_tensors` returned.
+    """Return one of the buffers that `load_tensors` returned.
 
     Raises:
-        ValueError: it is not there.
+        ValueError: if it is missing.
     """
     return _named(tensors, _BUFFER + name)
 
@@ -122,12 +123,12 @@ def load_tensors(data: bytes) -> dict[str, torch.Tensor]:
     """Return the tensors of a state file.
 
     Raises:
-        ValueError: it is malformed.
+        ValueError: if the data are malformed.
     """
     try:
         return dict(load(data))
-    except Exception as error:  # what safetensors and torch raise for malformed data is not one kind
-        raise ValueError(f"it is not in the format safetensors: {error}") from error
+    except Exception as error:  # safetensors and torch raise various types for malformed data
+        raise ValueError(f"it is not valid safetensors data: {error}") from error
 
 
 def _named(tensors: Mapping[str, torch.Tensor], name: str, shape: Sequence[int] | None = None) -> torch.Tensor:
@@ -138,7 +139,7 @@ def _named(tensors: Mapping[str, torch.Tensor], name: str, shape: Sequence[int] 
 
 
 def save_random() -> dict[str, Any]:
-    """Return the states of Python's and NumPy's generators as plain data."""
+    """Return the states of the generators of Python and NumPy as plain data."""
     version, internal, gauss = random.getstate()
     kind, _, position, has_gauss, cached = _numpy_state()
     return {
@@ -148,15 +149,15 @@ def save_random() -> dict[str, Any]:
 
 
 def load_random(saved: Mapping[str, Any], data: bytes) -> None:
-    """Put back the states of all generators, from `save_random` and from the state file.
+    """Restore the states of all generators from `save_random` and from the state file.
 
     Raises:
-        ValueError: the data are malformed.
+        ValueError: if the data are malformed.
     """
     tensors = load_tensors(data)
     keys = _named(tensors, _NUMPY, (624,))
     if keys.dtype != torch.int64 or not ((keys >= 0) & (keys < 1 << 32)).all():
-        raise ValueError(f"{_NUMPY} is not of 32-bit words")
+        raise ValueError(f"{_NUMPY} does not consist of 32-bit words")
     version, internal, gauss = saved["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, position, has_gauss, cached = saved["numpy"]
@@ -168,7 +169,7 @@ def load_random(saved: Mapping[str, Any], data: bytes) -> None:
                 if f"{_CUDA}{index}" in tensors:
                     torch.cuda.set_rng_state(tensors[f"{_CUDA}{index}"], index)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"a state of torch's generators cannot be used: {error}") from error
+        raise ValueError(f"a state of torch's generators is not valid: {error}") from error
 
 
 def _numpy_state() -> tuple[Any, ...]:
@@ -177,30 +178,31 @@ def _numpy_state() -> tuple[Any, ...]:
 
 
 def save_scalars(scalars: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return optimizer scalars as plain data: a tensor becomes an object of type, shape and value."""
+    """Return optimizer scalars as plain data. A tensor becomes an object with its type, shape and value."""
     return {shard: {key: _plain(value, key) for key, value in values.items()} for shard, values in scalars.items()}
 
 
 def load_scalars(saved: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return what `save_scalars` was given."""
+    """Return the values that were passed to `save_scalars`."""
     return {shard: {key: _rich(value) for key, value in values.items()} for shard, values in saved.items()}
 
 
 def save_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings, or what an optimizer keeps on itself, as plain data.
+    """Return settings or counters of an optimizer as plain data.
 
-    Raises `CheckpointError`: one is no such.
+    Raises:
+        CheckpointError: if a value has an unsupported type.
     """
     return {key: _plain(value, key) for key, value in settings.items()}
 
 
 def load_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `save_settings` was given."""
+    """Return the values that were passed to `save_settings`."""
     return {key: _rich(value) for key, value in saved.items()}
 
 
 def save_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return param groups, whose `params` are indices of shards, as plain data. Raises as `save_settings`."""
+    """Return parameter groups, whose `params` are indices of shards, as plain data. Raises like `save_settings`."""
     return [
         {
             "params": group["params"],
@@ -211,7 +213,7 @@ def save_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read_groups(saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what `save_groups` was given."""
+    """Return the groups that were passed to `save_groups`."""
     return [
         {**{key: _rich(value) for key, value in group["settings"].items()}, "params": list(group["params"])}
         for group in saved
@@ -221,25 +223,25 @@ def read_groups(saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def load_groups(
     saved: Sequence[Mapping[str, Any]], groups: list[dict[str, Any]], held: Sequence[Sequence[int]]
 ) -> None:
-    """Put settings back into param groups; their parameters stay.
+    """Restore the settings of parameter groups. Their parameters do not change.
 
     Args:
-        saved: what `save_groups` returned.
-        groups: of the optimizer.
-        held: the parameters of each of `groups`, by the indices that the checkpoint has for them.
+        saved: Return value of `save_groups`.
+        groups: Parameter groups of the optimizer.
+        held: Parameters of each group, as indices in the checkpoint.
 
     Raises:
-        CheckpointError: there is another number of groups, or one has other parameters: it would get another's
-            settings.
+        CheckpointError: if the number of groups differs, or if a group has other parameters, because it would get the
+            settings of another group.
     """
     if len(saved) != len(groups):
-        raise CheckpointError(f"the checkpoint has {len(saved)} param groups, the optimizer {len(groups)}")
+        raise CheckpointError(f"the checkpoint has {len(saved)} param groups, but the optimizer has {len(groups)}")
     for number, (group, indices) in enumerate(zip(saved, held, strict=True)):
         if set(group["params"]) != set(indices):
             raise CheckpointError(
-                f"param group {number} of the checkpoint has other parameters than that of the optimizer "
-                f"({len(group['params'])} there, {len(indices)} here); give the optimizer the groups it had, in their "
-                "order"
+                f"param group {number} of the checkpoint contains other parameters than in the optimizer "
+                f"({len(group['params'])} in the checkpoint, {len(indices)} in the optimizer). Pass the same groups in "
+                "the same order."
             )
     for values, group in zip(read_groups(saved), groups, strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
@@ -247,7 +249,7 @@ def load_groups(
 
 def _plain(value: Any, place: str) -> Any:
     if isinstance(value, np.generic):
-        value = value.item()  # what a schedule has computed with NumPy
+        value = value.item()  # computed by a scheduler with NumPy
     if isinstance(value, torch.Tensor):
         return {"tensor": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "value": value.tolist()}
     if isinstance(value, tuple):
@@ -259,8 +261,9 @@ def _plain(value: Any, place: str) -> Any:
     if isinstance(value, bool | int | float | str | None):
         return value
     raise CheckpointError(
-        f"{place} of the optimizer is of type {type(value).__name__}, which cannot be checkpointed: {value!r}; make it a "
-        "number, a text or a tensor, or a list or dictionary of these; without checkpoints, set run.retained_checkpoints = 0"
+        f"{place} of the optimizer has type {type(value).__name__}, which checkpoints do not support: {value!r}. Use a "
+        "number, a string, a tensor, or a list or dict of them. To train without checkpoints, set "
+        "run.retained_checkpoints = 0."
     )
 
 

@@ -1,18 +1,17 @@
 """Publishing a checkpoint and resuming from one.
 
-[Note: the publish protocol] The pages are already in free extents; a checkpoint flushes what is modified, calls
-fdatasync, and writes the manifest under a temporary name, flushed and renamed. Only when every rank has
-published are the versions of the oldest checkpoint freed and its manifest removed. So at any instant there is
-a checkpoint that all ranks hold, and resuming takes the newest such checkpoint. All ranks give a checkpoint the same
-identity,
-which is in its files' names: a step that is checkpointed again does not replace what was there before all have it.
+[Note: publish protocol] The pages are already stored in free extents. A checkpoint flushes modified pages, calls
+fdatasync, writes the manifest under a temporary name, flushes it and renames it. Only after every rank has published
+are the manifest of the oldest checkpoint removed and its versions freed. Therefore a checkpoint that all ranks hold
+exists at any instant, and a run resumes from the newest such checkpoint. All ranks give a checkpoint the same identity,
+which is part of its file names. As a result, checkpointing a step again does not replace the earlier files before every
+rank has published the new ones.
 
-[Note: withdrawing] Where it is known that a checkpoint failed on a rank, what each has published is removed, for good,
-before a page of it is written over. Where a rank does not know how it ended (the exchange was interrupted, or others
-were lost), they may have gone on and removed the checkpoint before: it leaves both, and the next start takes that of
-all.
-The pages of a checkpoint are out of use until what became of its files is settled, by its end or by that of a later
-one.
+[Note: withdrawing] If a checkpoint is known to have failed on a rank, every rank durably removes the files that it has
+published, before any page of the checkpoint is overwritten. If a rank does not know the outcome (its exchange was
+interrupted, or it lost other ranks), the other ranks may have completed the checkpoint and removed the previous one.
+The rank then keeps the files of both, and the next start uses the checkpoint that all ranks hold. The pages of such a
+checkpoint stay reserved until the state of its files is settled, either by its own completion or by a later checkpoint.
 """
 
 from __future__ import annotations
@@ -50,11 +49,11 @@ _log = logging.getLogger(__name__)
 class CheckpointWriter:
     """Publishes checkpoints of one rank.
 
-    The life of a checkpoint: its versions are *kept* (no write takes their extents); data files are synced, state file
-    and
-    manifest written; it is *published* when all ranks say so (`Ranks.together`), *adopted* when older ones are removed
-    for good, and removed when it is no longer among the retained. One that fails on a rank is withdrawn on all.
-    [Note: withdrawing] Used by the training thread alone.
+    Life cycle of a checkpoint: its versions are *kept*, so that no write reuses their extents. The data files are
+    synced, and the state file and the manifest are written. The checkpoint is *published* when all ranks report success
+    (`Ranks.together`), *adopted* when older checkpoints have been removed durably, and removed when it is no longer
+    retained. A checkpoint that fails on one rank is withdrawn on all ranks. [Note: withdrawing] Only the training
+    thread uses this class.
     """
 
     def __init__(
@@ -69,43 +68,43 @@ class CheckpointWriter:
         room: CheckpointSpace,
         updated_on: str,
     ) -> None:
-        """Go on from the checkpoints that are there.
+        """Continue from existing checkpoints.
 
         Args:
-            folder: of the run.
-            ranks: of the run; all call the same methods in the same order.
-            described: what the pages of this rank hold.
-            store: of the pages.
-            optimizer: name of its class.
-            shares: of the paths, relative bandwidths.
-            found: this rank's manifests of the checkpoints that are kept, by step.
-            room: for the files of checkpoints.
-            updated_on: type of the device that updates run on.
+            folder: Folders of the run.
+            ranks: Ranks of the run. All of them must call the same methods in the same order.
+            described: Description of the pages of this rank.
+            store: Page store of this rank.
+            optimizer: Name of the optimizer class.
+            stripe_weights: Relative bandwidths of the paths.
+            found: Manifests of this rank for the retained checkpoints, by step.
+            room: Space reserved for checkpoint files.
+            updated_on: Type of the device that runs updates.
         """
-        # None of these changes.
+        # Constant after construction.
         self._folder, self._ranks, self._described, self._store = folder, ranks, described, store
         self._room, self._updated_on = room, updated_on
         self._optimizer, self._stripe_weights = optimizer, stripe_weights
         self._pages = [page.index for page in described.layout.pages if page.role is not Role.GRAD]
-        """What is checkpointed: gradients are not."""
+        """Indices of checkpointed pages: all except gradients."""
         self._checkpoints = {manifest.step: manifest.name.checkpoint for manifest in found}
-        """Checkpoints that are kept, by step. Changed by `publish` once the files of the others are gone."""
+        """Retained checkpoints by step. Changed by `publish` once the files of other checkpoints are removed."""
         self._newest = max((checkpoint.identity for checkpoint in self._checkpoints.values()), default="")
-        """The last identity that was tried or published; the next sorts behind it."""
+        """Identity of the last checkpoint that was attempted or published. The next one must be greater."""
         self._not_flushed: list[Mapping[int, Version]] = []
-        """Versions of checkpoints whose files may be there, besides those that are kept. [Note: withdrawing]"""
+        """Versions of checkpoints whose files may exist although they are not retained. [Note: withdrawing]"""
 
     def reserve(self) -> None:
-        """Hold space for the files of the checkpoints to come. Raises `BudgetError` or `StorageError`."""
+        """Reserve space for the files of future checkpoints. Raises `BudgetError` or `StorageError`."""
         self._room.reserve(self._to_come)
 
     @property
     def _to_come(self) -> int:
-        """Checkpoints for which there is to be space: those that are kept, and one more that is being written."""
+        """Number of checkpoints that need space: the retained ones not yet written, and one that is being written."""
         return max(1, self._store.retained + 1 - len(self._checkpoints))
 
     def close(self) -> None:
-        """Give back what is held. Raises `OSError`."""
+        """Release the reserved space. Raises `OSError`."""
         self._room.close()
 
     def publish(
@@ -120,17 +119,26 @@ class CheckpointWriter:
     ) -> None:
         """Make the stored pages and the given state the newest checkpoint of all ranks.
 
-        `prefer` are steps of earlier checkpoints that are kept before newer ones.
+        Args:
+            step: Number of completed optimizer steps.
+            model: Model whose buffers are saved.
+            scalars: Scalars of the optimizer state, by index of the shard.
+            groups: Parameter groups of the optimizer.
+            extra: User data to save with the checkpoint.
+            own: Counters of the optimizer itself.
+            prefer: Steps of earlier checkpoints that are retained in preference to newer ones.
 
         Raises:
-            CheckpointError: something cannot be written as plain data.
-            StorageError: a device refused.
-            InfinityError: it failed on another rank, or that one was lost. In all cases all ranks hold a checkpoint:
-                the
-                one before or, if all had published when this rank was interrupted or lost the others, the new one.
+            CheckpointError: if a value cannot be saved as plain data.
+            StorageError: if a device fails.
+            InfinityError: if the checkpoint failed on another rank, or if another rank was lost.
+
+        After an error, all ranks still hold a common checkpoint. It is the previous one, unless all ranks had published
+        when this rank was interrupted or lost the others; then it is the new one.
         """
         self._newest = self._ranks.agree(files.new_identity(self._newest))
         checkpoint = CheckpointName(step, self._newest, self._ranks.world_size)
+        # Kept before any file can name them: from now on no write may reuse these extents.
         versions = self._store.versions(self._pages)
         self._store.keep(versions)
         self._not_flushed.append(versions)
@@ -156,6 +164,7 @@ class CheckpointWriter:
                 own=model_state.save_settings(own),
                 updated_on=self._updated_on,
             )
+            # fdatasync before the manifest: a manifest must never name a page that a power loss can still destroy.
             self._store.sync()
             self._room.hold(self._to_come - 1)
             write_durably(self._folder.checkpoints / manifest.state_file, data)
@@ -163,8 +172,9 @@ class CheckpointWriter:
             self._room.took(len(data) + (self._folder.checkpoints / manifest.file_name).stat().st_size)
 
         self._ranks.together(f"checkpoint of step {step}", write, undo=lambda: self._withdraw(checkpoint, versions))
-        # Removed for good before a slot is free that it names: a manifest that comes back after a loss of power
-        # must not be of pages that were written over.
+        # Order matters: every rank has published; then the manifests of older checkpoints are removed durably; only
+        # then may `adopt` free extents. Otherwise a manifest that reappears after a power loss could name overwritten
+        # pages.
         kept = {**self._checkpoints, step: checkpoint}
         kept = {step: kept[step] for step in self._store.retained_with(step, prefer)}
         remove_checkpoints(self._folder, self._ranks, keep=kept.values())
@@ -175,15 +185,16 @@ class CheckpointWriter:
         self._room.hold(self._to_come)
 
     def _withdraw(self, checkpoint: CheckpointName, versions: Mapping[int, Version]) -> None:
-        """Undo what this rank has published of a checkpoint that failed on a rank. [Note: withdrawing]"""
+        """Remove the files that this rank has published of a failed checkpoint. [Note: withdrawing]"""
         name = checkpoint.of(self._ranks.rank)
         try:
+            # Durably removed before the extents are released below: see `publish`.
             for file_name in (name.file_name, name.state_file):
                 (self._folder.checkpoints / file_name).unlink(missing_ok=True)
             sync_folder(self._folder.checkpoints)
         except OSError as error:
             _log.warning(
-                "%s cannot be removed: %s; its pages are not used before the next checkpoint",
+                "%s cannot be removed: %s. Its pages stay reserved until the next checkpoint.",
                 name.file_name,
                 error.strerror,
             )
@@ -194,10 +205,11 @@ class CheckpointWriter:
 
 
 def remove_checkpoints(folder: RunFolder, ranks: Ranks, *, keep: Iterable[CheckpointName]) -> None:
-    """Remove what a rank has published, except of the checkpoints `keep`: manifests first, then the rest, for good."""
+    """Remove the files of one rank durably, manifests first, except the files of the checkpoints in `keep`."""
     names = [checkpoint.of(ranks.rank) for checkpoint in keep]
     kept = {*(name.file_name for name in names), *(name.state_file for name in names)}
     others = set(fnmatch.filter(files.names_in(folder.checkpoints), f"step*.rank{ranks.rank:05d}[.-]*")) - kept
+    # A manifest must not outlive its state file, so manifests come first.
     for name in sorted(others, key=lambda name: (not name.endswith(".json"), name)):
         (folder.checkpoints / name).unlink(missing_ok=True)
     if others:
@@ -205,29 +217,29 @@ def remove_checkpoints(folder: RunFolder, ranks: Ranks, *, keep: Iterable[Checkp
 
 
 def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
-    """Return the id of the run to resume; nodes need not see each other's folders.
+    """Return the id of the run to resume. Nodes need not share a file system.
 
     Args:
-        wanted: an id; ``latest`` for the newest run that has a checkpoint of all its ranks; ``auto`` for the same, or
-            none;
-            or nothing.
+        paths: NVMe paths of this node.
+        wanted: A run id; ``latest`` for the newest run with a complete checkpoint; ``auto`` for the same, or no run if
+            the paths contain none; or an empty string for no run.
+        ranks: Ranks of the run.
 
     Returns:
-        The id; nothing where nothing is wanted, or for ``auto`` where there is nothing to resume.
+        The run id, or an empty string if no run should be or can be resumed.
 
     Raises:
-        CheckpointError: there is none; the runs that have a checkpoint are listed. For ``auto``: there is none, but
-            something
-            that may be one of which a part is missing.
+        CheckpointError: if the wanted run has no complete checkpoint. The message lists runs that have one. For
+            ``auto``: if no run has a complete checkpoint, but a part of a run is present.
     """
     if not wanted:
         return ""
 
     def seen() -> tuple[dict[str, list[files.Published]], list[str], str]:
-        there = [path for path in paths if wanted != "auto" or os.path.lexists(path)]  # else they will be made
+        there = [path for path in paths if wanted != "auto" or os.path.lexists(path)]  # missing paths are created later
         with files.using(Path(paths[0])):
             runs, passed = look_for_runs(there)
-            headless = [run.run_id for run in runs if 0 not in run.roots]  # the folder of its checkpoints is not here
+            headless = [run.run_id for run in runs if 0 not in run.roots]  # without checkpoints here
             found = {run.run_id: files.published_in(run.in_order[0] / "checkpoints") for run in runs}
             return found, headless, passed_over(passed)
 
@@ -246,10 +258,10 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
         partial = sorted(run_id for run_id, names in published.items() if names or run_id in missing)
         if not partial and not odd:
             return ""
-        what = f"a part of run {', '.join(partial)}" if partial else "something like a run"
+        what = f"parts of run {', '.join(partial)}" if partial else "a folder that resembles a run"
         raise CheckpointError(
-            f"{', '.join(map(str, paths))} has {what}, but no checkpoint of all its ranks: neither resumed nor begun anew; "
-            f"bring back what is missing, or remove what is there{'; ' * bool(odd)}{odd}"
+            f"{', '.join(map(str, paths))} has {what}, but no checkpoint of all its ranks. Restore the missing paths "
+            f"or remove the incomplete run before starting a new one{'; ' * bool(odd)}{odd}"
         )
     if wanted in checkpointed:
         return wanted
@@ -261,15 +273,18 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
 
 
 def list_checkpoints(folder: RunFolder, ranks: Ranks, step: int) -> list[CheckpointName]:
-    """Return the checkpoints of a run up to the one to resume from, which is the last; one of every step, the newest.
+    """Return the checkpoints of a run up to the one to resume from, which is last. Each step appears once.
 
-    All ranks get the same list; what is not there on all of them is no checkpoint, and is said.
+    If a step has several checkpoints, the newest one is returned. All ranks get the same list. A checkpoint that is
+    not present on all ranks is skipped, and a warning is logged.
 
     Args:
-        step: of the checkpoint to resume from; -1 is the newest that all ranks hold.
+        folder: Folders of the run.
+        ranks: Ranks of the run.
+        step: Step of the checkpoint to resume from, or -1 for the newest one that all ranks hold.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: if there is no such checkpoint.
     """
     here = files.published_in(folder.checkpoints)
     published = set[files.Published]().union(*ranks.collect(here))
@@ -277,12 +292,14 @@ def list_checkpoints(folder: RunFolder, ranks: Ranks, step: int) -> list[Checkpo
     chosen = files.choose_checkpoint(folder.run_id, checkpoints, step)
     if ranks.local_rank == 0:
         for file in files.left_over(folder.checkpoints, here):
-            _log.warning("%s is of no checkpoint: it was cut off, or its manifest was lost; it is passed over", file)
+            _log.warning(
+                "Ignoring %s: it has no manifest, because the checkpoint was interrupted or the manifest was lost", file
+            )
     if ranks.rank == 0:
         for partial in sorted({name.checkpoint for name in published} - set(checkpoints)):
             number = sum(name.checkpoint == partial for name in published)
             _log.warning(
-                "%s of run %s was published by %d of %d ranks: it is passed over",
+                "Ignoring %s of run %s: published by %d of %d ranks",
                 partial, folder.run_id, number, partial.world_size,
             )  # fmt: skip
     return [
@@ -294,22 +311,26 @@ def list_checkpoints(folder: RunFolder, ranks: Ranks, step: int) -> list[Checkpo
 def find_checkpoints(
     folder: RunFolder, ranks: Ranks, layout: Layout, optimizer: str, checkpoints: Sequence[CheckpointName]
 ) -> list[Manifest]:
-    """Return this rank's manifests of the checkpoints up to the one to resume from, which is the last.
+    """Return this rank's manifests of the checkpoints up to the one to resume from, which is last.
 
-    Older ones are returned as far as they are good on all ranks: they are kept until the run checkpoints again.
+    Earlier checkpoints are included if they are valid on all ranks. They are retained until the run checkpoints again.
 
     Args:
-        checkpoints: what `list_checkpoints` returned.
+        folder: Folders of the run.
+        ranks: Ranks of the run.
+        layout: Layout of the pages of this rank.
+        optimizer: Name of the optimizer class.
+        checkpoints: Return value of `list_checkpoints`.
 
     Raises:
-        CheckpointError: the last is malformed, belongs to another model or optimizer, or was made by another number of
-            ranks.
+        CheckpointError: if the last checkpoint is malformed, belongs to another model or optimizer, or was written by
+            another number of ranks.
     """
     wanted = checkpoints[-1]
     if wanted.world_size != ranks.world_size:
         raise CheckpointError(
-            f"run {folder.run_id} was checkpointed by {wanted.world_size} ranks, this run has {ranks.world_size}; "
-            f"start it with {wanted.world_size}"
+            f"run {folder.run_id} was checkpointed with world size {wanted.world_size}, but this run has world size "
+            f"{ranks.world_size}. Start {wanted.world_size} ranks."
         )
 
     def read(checkpoint: CheckpointName) -> Manifest:
@@ -323,33 +344,33 @@ def find_checkpoints(
         try:
             older[earlier] = read(earlier)
         except CheckpointError as error:
-            _log.warning("an earlier checkpoint is not kept: %s", error)
+            _log.warning("an earlier checkpoint is not retained: %s", error)
     good = ranks.collect(set(older))
     everywhere = sorted(good[0].intersection(*good[1:]))
     return [*(older[earlier] for earlier in everywhere), found]
 
 
 def check_checkpoint(found: Manifest, layout: Layout, optimizer: str, folder: RunFolder) -> None:
-    """Check that a checkpoint belongs to this model and optimizer, and that its pages are where they can be.
+    """Check that a checkpoint belongs to this model and optimizer, and that its pages are inside the data files.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: if it does not.
     """
     check_optimizer(found, optimizer)
     if found.layout.fingerprint != layout.fingerprint:
         raise CheckpointError(
-            f"the checkpoint of step {found.step} of run {found.run_id} belongs to another model, optimizer or page size "
-            f"(layout {found.layout.fingerprint}, here {layout.fingerprint}); resume with the model, dtypes and "
-            "optimizer it was made with"
+            f"the checkpoint of step {found.step} of run {found.run_id} belongs to another model, optimizer or page "
+            f"size (layout {found.layout.fingerprint}, this run has {layout.fingerprint}). Resume with the model, "
+            "dtypes and optimizer of the checkpoint."
         )
     files.check_pages(found, folder)
 
 
 def check_tensors(found: Manifest, described: RunDescription) -> None:
-    """Check that a checkpoint's pages hold the same slices of the same parameters as this model's.
+    """Check that the pages of a checkpoint hold the same slices of the same parameters as this model.
 
     Raises:
-        CheckpointError: they do not: another shape, or another way of sharding, of as many elements.
+        CheckpointError: if they do not, e.g. because a parameter has another shape with as many elements.
     """
     for there, here in zip(found.description.tensors, described.tensors, strict=True):
         for what, one, other in (
@@ -361,29 +382,29 @@ def check_tensors(found: Manifest, described: RunDescription) -> None:
         ):
             if one != other:
                 raise CheckpointError(
-                    f"{here.names[0]} {what} {one} in the checkpoint of step {found.step} of run {found.run_id}, {other} "
-                    "here; build model and mesh as they were"
+                    f"{here.names[0]} {what} {one} in the checkpoint of step {found.step} of run {found.run_id}, but "
+                    f"{other} in this run. Build the model and the device mesh as for the checkpoint."
                 )
 
 
 def check_optimizer(found: Manifest, optimizer: str) -> None:
-    """Check that a checkpoint was made with an optimizer of this class.
+    """Check that a checkpoint was written with an optimizer of this class.
 
     Raises:
-        CheckpointError: it was not.
+        CheckpointError: if it was written with another class.
     """
     if found.optimizer != optimizer:
         raise CheckpointError(
-            f"the checkpoint of step {found.step} of run {found.run_id} was made with {found.optimizer}, this run has "
-            f"{optimizer}; resume with {found.optimizer}"
+            f"the checkpoint of step {found.step} of run {found.run_id} was written with {found.optimizer}, but this "
+            f"run uses {optimizer}. Resume with {found.optimizer}."
         )
 
 
 def checkpointed_buffers(found: Manifest, folder: RunFolder, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that a checkpoint has of a model, by their names in it.
+    """Return the buffers of a model that a checkpoint contains, by name.
 
     Raises:
-        CheckpointError: the state file is missing or corrupt.
+        CheckpointError: if the state file is missing or corrupt.
     """
     data = files.read_state_file(folder.checkpoints, found)
     with files.using(folder.checkpoints / found.state_file):
@@ -399,12 +420,18 @@ def restore(
     *,
     random: bool = True,
 ) -> ResumedState:
-    """Put back buffers, group settings and, if `random`, random states; return the rest.
+    """Restore buffers and group settings and return the remaining state.
 
-    `held` are the parameters of each of `groups`, by the indices that the checkpoint has for them.
+    Args:
+        found: Manifest of the checkpoint.
+        folder: Folders of the run.
+        model: Model whose buffers are restored.
+        groups: Parameter groups whose settings are restored.
+        held: Parameters of each group, as indices in the checkpoint.
+        random: Whether to restore the random states as well.
 
     Raises:
-        CheckpointError: the state file is missing or corrupt, or the groups are not those of the checkpoint.
+        CheckpointError: if the state file is missing or corrupt, or if the groups differ from the checkpoint.
     """
     data = files.read_state_file(folder.checkpoints, found)
     with files.using(folder.checkpoints / found.state_file):

@@ -1,6 +1,6 @@
-"""Reads a checkpoint without a model, a process group or a GPU:
+"""Reader for checkpoints that assembles full parameters from the pages of all ranks.
 
-whole parameters, assembled from the pages of all ranks.
+It needs neither a model, a process group nor a GPU.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _CACHED_PAGES = 4
 
 
 class CheckpointReader(FullState):
-    """One checkpoint of a run; memory is that of one parameter and a few pages.
+    """One checkpoint of a run. Memory use is limited to one parameter and a few pages.
 
-    Nothing of it changes once it is made. Files are opened for each read and closed behind it: the run may be live, and
-    may remove the checkpoint meanwhile, which is then an error of that read.
+    The object does not change after construction. Files are opened for each read and closed afterwards. The run may be
+    live and may remove the checkpoint in the meantime, in which case the next read raises an error.
     """
 
     def __init__(self, folder: RunFolder, step: int | CheckpointName = -1) -> None:
         """Read the manifests of all ranks.
 
         Args:
-            folder: the run's folders, in the order of storage.paths.
-            step: of the checkpoint, -1 is the newest that all ranks have; or the checkpoint itself.
+            folder: Folders of the run, in the order of storage.paths.
+            step: Step of the checkpoint, -1 for the newest one that all ranks have, or the checkpoint itself.
 
         Raises:
-            CheckpointError: there is no such checkpoint, or it is incomplete or malformed.
+            CheckpointError: if there is no such checkpoint, or if it is incomplete or malformed.
         """
-        self._folder = folder  # of the run
+        self._folder = folder
         if isinstance(step, CheckpointName):
             checkpoint = step
         else:
@@ -56,14 +56,14 @@ class CheckpointReader(FullState):
         for described, manifest in zip(self._ranks, self._manifests, strict=True):
             if _whole(described) != _whole(self._ranks[0]):
                 file = folder.checkpoints / manifest.file_name
-                raise CheckpointError(f"{file} is malformed: it has other parameters than that of rank 0")
+                raise CheckpointError(f"{file} is malformed: its parameters differ from the parameters of rank 0")
             files.check_pages(manifest, folder)
-            files.read_state_file(folder.checkpoints, manifest)  # what cannot be resumed from is not exported either
+            files.read_state_file(folder.checkpoints, manifest)  # a checkpoint that cannot be resumed is not exported
         self._page = lru_cache(_CACHED_PAGES)(self._read_page)  # bytes of a page, by rank and index
 
     @property
     def updated_on(self) -> str:
-        """Type of the device that updates ran on."""
+        """Type of the device that ran updates."""
         return self._manifests[0].updated_on
 
     @property
@@ -73,26 +73,26 @@ class CheckpointReader(FullState):
 
     @property
     def extra(self) -> dict[str, object]:
-        """What `checkpoint` was given."""
+        """User data, as passed to `save_checkpoint()`."""
         return self._manifests[0].extra
 
     def dtype(self, index: int, name: str = MASTER) -> torch.dtype:
-        """Return the dtype in which a parameter is trained, or that of one of its states."""
+        """Return the dtype in which a parameter is trained, or the dtype of one of its optimizer states."""
         return torch_dtype(self._ranks[0].layout.format_of(index).dtypes[name])
 
     @property
     def step(self) -> int:
-        """Optimizer steps that were done."""
+        """Number of completed optimizer steps."""
         return self._step
 
     @property
     def folder(self) -> RunFolder:
-        """The run's folders."""
+        """Folders of the run."""
         return self._folder
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that made the checkpoint."""
+        """Number of ranks that wrote the checkpoint."""
         return len(self._ranks)
 
     def manifest(self, rank: int) -> Manifest:
@@ -100,34 +100,35 @@ class CheckpointReader(FullState):
         return self._manifests[rank]
 
     def kinds(self, index: int) -> tuple[tuple[str, str], ...]:
-        """Return the optimizer's states of a parameter, as (name, dtype)."""
+        """Return the optimizer states of a parameter, as (name, dtype)."""
         return self._ranks[0].layout.format_of(index).kinds
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's param groups; their `params` are indices into `tensors`."""
+        """Parameter groups of the optimizer. Their `params` are indices into `tensors`."""
         return read_groups(self._manifests[0].groups)
 
     def scalars(self) -> dict[int, dict[str, Any]]:
-        """Return the optimizer's scalars of every parameter that was ever updated, by index into `tensors`."""
+        """Return the scalar optimizer states of every updated parameter, by index into `tensors`."""
         found: dict[int, dict[str, Any]] = {}
-        for manifest in self._manifests:  # a rank whose slice is empty may have none: another one has
+        for manifest in self._manifests:  # a rank with an empty slice may have no scalars, but another rank has them
             for index, values in load_scalars(manifest.scalars).items():
                 found.setdefault(index, values)
         return found
 
     def read(self, index: int, name: str = MASTER, *, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """Return a parameter as it is trained, or one of its states, in its full shape.
+        """Return a parameter as it is trained, or one of its optimizer states, in its full shape.
 
         Args:
-            index: into `tensors`.
+            index: Index into `tensors`.
             name: ``master`` or one of `kinds`.
-            rows: only these, first and behind the last, of the dimension along which it is sharded; pages that hold
-                none of them are not read.
+            rows: First row and the row after the last, along the sharded dimension. By default all rows. Pages that
+                contain no requested row are not read.
 
         Raises:
-            StorageError, CorruptPageError: a page cannot be read or is not what was written.
-            CheckpointError: a slice of it is on no rank, or it is tensor-parallel.
+            StorageError: if a page cannot be read.
+            CorruptPageError: if a page does not match its checksum.
+            CheckpointError: if no rank holds one of the slices, or if the parameter is tensor-parallel.
         """
         spec = self.tensors[index]
         owners = owners_of([described.tensors[index] for described in self._ranks])
@@ -145,17 +146,17 @@ class CheckpointReader(FullState):
         return whole if spec.shape else whole.view(())
 
     def _rows(self, rank: int, index: int, name: str, held: int, low: int, high: int) -> torch.Tensor:
-        """Return some of the `held` rows that a rank has of a parameter."""
+        """Return some of the `held` rows of a parameter that a rank stores."""
         spec = self.tensors[index]
         before, after = spec.shape[: spec.dim], spec.shape[spec.dim + 1 :]
-        if math.prod(before) == 1:  # they lie together
+        if math.prod(before) == 1:  # the rows are contiguous
             width = math.prod(after)
             return self._elements(rank, index, name, low * width, high * width).view(*before, high - low, *after)
         numel = self._ranks[rank].layout.shards[index].spec.numel
         return self._elements(rank, index, name, 0, numel).view(*before, held, *after).narrow(spec.dim, low, high - low)
 
     def _elements(self, rank: int, index: int, name: str, first: int, last: int) -> torch.Tensor:
-        """Return some elements of a rank's shard, flat."""
+        """Return some elements of a rank's shard as a flat tensor."""
         layout = self._ranks[rank].layout
         placed = layout.shards[index]
         segment = layout.segments[placed.segment]
@@ -176,7 +177,7 @@ class CheckpointReader(FullState):
         """Yield the model's persistent buffers.
 
         Raises:
-            CheckpointError: their file is missing or is not what was written.
+            CheckpointError: if the state file is missing or does not match its checksum.
         """
         manifest = self._manifests[0]
         names = self._ranks[0].buffers
@@ -190,7 +191,7 @@ class CheckpointReader(FullState):
 
 
 def _whole(described: RunDescription) -> tuple[Any, ...]:
-    """What is the same on all ranks."""
+    """Return the properties of a description that are equal on all ranks."""
     layout = described.layout
     formats = [layout.format_of(shard) for shard in range(len(layout.shards))]
     tensors = [(spec.names, spec.dim, spec.shard_size, spec.tensor_parallel) for spec in described.tensors]

@@ -1,9 +1,8 @@
-"""Space that is held for the files of checkpoints to come, so that a full drive is refused before a run begins.
+"""Disk space reserved for the files of future checkpoints, so that a full drive is reported before training starts.
 
-Pages have their slots from the start; manifests and state files are made anew for every checkpoint. A file beside them
-has
-as many bytes as they may take; it gives way just before a checkpoint is written, and grows again when an older one is
-gone.
+Slots of pages exist from the start, but every checkpoint writes a new manifest and a new state file. A file in the same
+folder occupies as many bytes as these files may need. It shrinks just before a checkpoint is written, and grows
+again when an older checkpoint has been removed.
 """
 
 from __future__ import annotations
@@ -25,53 +24,53 @@ from infinity.units import KIB, align_up
 _log = logging.getLogger("infinity")
 _BLOCK = 4 * KIB
 _RANDOM = 64 * KIB  # states of all generators, as text and as tensors
-_EXTRA = 64 * KIB  # what the user's `extra` and the optimizer's settings may grow by
-_PAGE, _SHARD, _BUFFER = 96, 512, 256  # bytes of an entry; of a shard those of its scalars
+_EXTRA = 64 * KIB  # allowance for growth of the user's `extra` and of the optimizer's settings
+_PAGE, _SHARD, _BUFFER = 96, 512, 256  # bytes per entry; for a shard including its scalars
 
 
 def checkpoint_bytes(described: RunDescription, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many bytes manifest and state file of a checkpoint take at most, with 64 KiB for `extra`."""
+    """Return the maximum size of a checkpoint's manifest and state file in bytes, with 64 KiB for `extra`."""
     layout = described.layout
     text = json.dumps(json.dumps(described.plain, separators=(",", ":")))
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     pages = sum(page.role is not Role.GRAD for page in layout.pages)
     manifest = len(text) + 2 * len(repr(settings)) + pages * _PAGE + len(layout.shards) * _SHARD
-    buffers = model.named_buffers(remove_duplicate=False)  # one that modules share is saved under each of its names
+    buffers = model.named_buffers(remove_duplicate=False)  # a shared buffer is saved under each of its names
     state = sum(buffer.nbytes + _BUFFER for _, buffer in buffers)
-    return manifest + state + _RANDOM + _EXTRA + 4 * _BLOCK  # as files end within a block, and a folder takes some
+    return manifest + state + _RANDOM + _EXTRA + 4 * _BLOCK  # partially used blocks, and entries of the folder
 
 
 class CheckpointSpace:
-    """Holds space for a number of checkpoints of one rank. Used by the training thread alone."""
+    """Reserves space for the checkpoints of one rank. Used only by the training thread."""
 
     def __init__(self, file: Path, nbytes: int) -> None:
-        """Hold nothing yet; `reserve` makes the file.
+        """Initialize without reserving space; `reserve` creates the file.
 
         Args:
-            file: that takes the space.
-            nbytes: of the files of one checkpoint, at most.
+            file: File that occupies the space.
+            nbytes: Maximum size of the files of one checkpoint.
         """
         self._file = file
         self._each = align_up(nbytes, _BLOCK)
-        """Bytes held for one checkpoint. Raised by `took`."""
+        """Bytes reserved for each checkpoint. `took` increases the value."""
         self._size = 0
-        """Bytes that the file has. Changed by `reserve` and `hold`."""
+        """Current size of the file in bytes. Changed by `reserve` and `hold`."""
         self._warned = False
-        """Whether it was said that there is too little space."""
+        """``True`` if a lack of space has been logged."""
 
     def reserve(self, checkpoints: int) -> None:
-        """Hold space for so many checkpoints.
+        """Create the file and reserve space for the given number of checkpoints.
 
         Raises:
-            BudgetError: the file system has no room; both sizes are named.
-            StorageError: the file cannot be made.
+            BudgetError: if the file system has too little free space. The message states both sizes.
+            StorageError: if the file cannot be created.
         """
-        self._file.unlink(missing_ok=True)  # of a run that was killed
+        self._file.unlink(missing_ok=True)  # left by a run that was killed
         reserve(self._file, checkpoints * self._each)
         self._size = checkpoints * self._each
 
     def hold(self, checkpoints: int) -> None:
-        """Hold space for so many checkpoints from now on; where there is too little left, that is said once."""
+        """Change the reservation to the given number of checkpoints. A lack of space is logged once."""
         size = checkpoints * self._each
         if size == self._size:
             return
@@ -84,20 +83,20 @@ class CheckpointSpace:
                     try:
                         os.posix_fallocate(descriptor, 0, size)
                     except OSError:
-                        os.ftruncate(descriptor, self._size)  # ext4 keeps what it got, and the drive would stay full
+                        os.ftruncate(descriptor, self._size)  # ext4 keeps a partial allocation
                         raise
             finally:
                 os.close(descriptor)
             self._size = size
         except OSError as error:
             if not self._warned:
-                _log.warning("no space is held for the next checkpoints: %s: %s", self._file, error.strerror)
+                _log.warning("could not reserve space for the next checkpoints: %s: %s", self._file, error.strerror)
             self._warned = True
 
     def took(self, nbytes: int) -> None:
-        """Note what a checkpoint took: `extra` may be larger than was thought."""
+        """Record the size of a checkpoint, because `extra` may be larger than the allowance."""
         self._each = max(self._each, align_up(nbytes + _EXTRA, _BLOCK))
 
     def close(self) -> None:
-        """Give the space back. Raises `OSError`."""
+        """Release the space. Raises `OSError`."""
         self._file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a manifest may have as a setting or scalar of an optimizer; `state` turns it into Python's values and back."""
+"""Validation of optimizer settings and scalars in a manifest. `model_state` converts them to Python values and back."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from infinity.content.format import ITEMSIZE
 from infinity.schema import MOST, Mismatch, Rule, anything, at, flag, integer, one_of, record, sequence, table, text
 
-_TUPLES = 4  # how deep tuples, lists and dicts may be nested
+_TUPLES = 4  # maximum nesting of tuples, lists and dicts
 
 
 def setting(value: Any, depth: int = _TUPLES) -> Any:
-    """A setting or scalar of an optimizer: null, flag, number, text, small tensor; tuple, list, dict of them.
+    """Validate a setting or scalar of an optimizer: null, bool, number, string, small tensor, or a collection of them.
 
     Raises:
-        Mismatch: it is none of these, or nested too deep.
+        Mismatch: if the value has another type, or is nested too deeply.
     """
     if isinstance(value, dict) and "tensor" in value:
         found = _TENSOR(value)
@@ -23,7 +23,7 @@ def setting(value: Any, depth: int = _TUPLES) -> Any:
         kind = next((kind for kind in _NESTED if kind in value), "tuple")
         items = _NESTED[kind](value)[kind]
         if not depth:
-            raise Mismatch(value, f"is nested more than {_TUPLES} deep")
+            raise Mismatch(value, f"is nested more than {_TUPLES} levels deep")
         for place, item in items.items() if kind == "dict" else enumerate(items):
             at(place, lambda item: setting(item, depth - 1), item)
     elif isinstance(value, str):

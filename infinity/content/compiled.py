@@ -1,9 +1,9 @@
-"""The kernels of `infinity.content.kernels`, where numba is installed and makes of them what the reference computes.
+"""Compile the kernels of `infinity.content.kernels` with numba, and verify them against the reference implementation.
 
-A run whose state format has encodings calls `prepare` before its first step. That imports numba, compiles, and compares
-the kernels with the reference; in about two seconds, and nothing is kept in a file: so there is none that two ranks
-write at once, that was made for another processor or that somebody else may have changed. Whatever goes wrong is no
-error: torch encodes then, with the same bits, in more passes over memory.
+A run whose state format has encodings calls `prepare` before its first step. `prepare` imports numba, compiles the
+kernels and compares them with the reference, which takes about two seconds. Compiled code is not cached in files,
+because a cached file could be written by two ranks at once, built for another processor, or modified by another user. A
+failure is not an error: torch then encodes with the same bits, in more passes over memory.
 """
 
 from __future__ import annotations
@@ -19,22 +19,33 @@ from infinity.content import reference
 from infinity.content.format import SHARD_ALIGNMENT
 
 _DENORMAL = 2.0**-149
-_STEPS = (1, 1000)  # for which kernels are compared
+_STEPS = (1, 1000)  # steps for which kernels are compared
 _lock = threading.Lock()
 _prepared: Prepared | None = None
 
 
 class Kernels:
-    """The compiled kernels, for tensors in memory, of one dimension and contiguous; `module` has them."""
+    """Compiled kernels for contiguous one-dimensional tensors in host memory.
+
+    Args:
+        module: Module that contains the kernels.
+    """
 
     def __init__(self, module: Any) -> None:
         self._module = module
 
     def encode(self, values: torch.Tensor, encoding: str, step: int | None, made: Sequence[torch.Tensor]) -> bool:
-        """Write the components of fp32 values, shape (n,); `step` is that of an update, but for ``split``.
+        """Encode fp32 values into their components.
+
+        Args:
+            values: Values, shape (n,).
+            encoding: Name of the encoding.
+            step: Step of the update, which seeds stochastic rounding. Not used by ``split``.
+            made: Components to write.
 
         Returns:
-            Whether it has; else the reference is to encode them, and what `made` holds is nothing.
+            ``True`` if the components were written, ``False`` if the reference must encode the values instead. The
+            content of `made` is undefined in that case.
         """
         values = values.detach()
         bits, items = values.view(torch.int32).numpy(), [_numbers(component) for component in made]
@@ -46,7 +57,13 @@ class Kernels:
         return bool(self._module.encode_bfloat16(bits, *items, seed))
 
     def decode(self, components: Sequence[torch.Tensor], encoding: str, values: torch.Tensor) -> None:
-        """Write fp32 values, shape (n,), from their components: of ``split`` or ``8bit``."""
+        """Decode components into fp32 values.
+
+        Args:
+            components: Components of ``split`` or ``8bit``.
+            encoding: Name of the encoding.
+            values: Tensor to write, shape (n,).
+        """
         items = [_numbers(component.contiguous()) for component in components]
         if encoding == "split":
             self._module.decode_split(*items, values.view(torch.int32).numpy())
@@ -55,12 +72,12 @@ class Kernels:
 
 
 def _numbers(component: torch.Tensor) -> Any:
-    """Return the items of a component as numpy has them, which knows no bf16: a view."""
+    """Return a component as a numpy view. numpy has no bf16, so bf16 items are viewed as int16."""
     return (component.view(torch.int16) if component.dtype == torch.bfloat16 else component).numpy()
 
 
 class Prepared(NamedTuple):
-    """What `prepare` found: kernels, or why there are none; and what that took."""
+    """Result of `prepare`: the kernels, or the reason for their absence, and the elapsed time in seconds."""
 
     kernels: Kernels | None
     reason: str
@@ -68,7 +85,7 @@ class Prepared(NamedTuple):
 
 
 def prepare() -> Prepared:
-    """Compile the kernels, unless that has been tried in this process."""
+    """Compile the kernels, at most once per process."""
     global _prepared
     with _lock:
         if _prepared is None:
@@ -79,7 +96,7 @@ def prepare() -> Prepared:
 
 
 def kernels(device: torch.device) -> Kernels | None:
-    """Return the kernels for tensors on a device; None where there are none, or nobody has prepared them."""
+    """Return the kernels for tensors on a device, or ``None`` if they are unavailable or have not been prepared."""
     return _prepared.kernels if _prepared is not None and device.type == "cpu" else None
 
 
@@ -95,16 +112,16 @@ def _prepare() -> tuple[Kernels | None, str]:
         wrong = sorted({encoding for encoding in ("split", "bfloat16", "8bit") if _differs(found, encoding)})
     except ModuleNotFoundError as error:
         return None, f"{error.name} is not installed: pip install 'infinity-offload[jit]'"
-    except Exception as error:  # numba has many of its own, and LLVM's
+    except Exception as error:  # numba and LLVM define many exception types
         first = next(iter(str(error).splitlines()), "")
-        return None, f"numba does not compile them ({type(error).__name__}: {first})"
+        return None, f"numba cannot compile the kernels ({type(error).__name__}: {first})"
     if wrong:
-        return None, f"numba computes other bits of {', '.join(wrong)} on this machine; please report that"
+        return None, f"numba computes different bits for {', '.join(wrong)} on this machine; please report this"
     return found, ""
 
 
 def _differs(found: Kernels, encoding: str) -> bool:
-    """Whether kernels make other bits of an encoding than the reference, of values that cover all of its cases."""
+    """Whether the kernels and the reference differ in any bit of an encoding, tested on values that cover all cases."""
     values = _samples()
     for step in _STEPS:
         expected = reference.encode(values, encoding, step)
@@ -119,7 +136,7 @@ def _differs(found: Kernels, encoding: str) -> bool:
 
 
 def _samples() -> torch.Tensor:
-    """Return finite numbers in blocks of all exponents, with negative ones and without, zeros and denormals."""
+    """Return finite numbers in blocks of all exponents, with and without negative numbers, zeros and denormals."""
     mantissas = torch.arange(SHARD_ALIGNMENT, dtype=torch.int32) * 0x1F123B % (1 << 23)
     exponents = torch.arange(250, dtype=torch.int32)[:, None] + torch.arange(SHARD_ALIGNMENT) % 7 // 3 * -3
     positive = ((exponents.clamp(min=0).int() << 23) + mantissas).view(torch.float32)

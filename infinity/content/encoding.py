@@ -1,7 +1,7 @@
-"""How sections of the state are stored, as `format.ENCODINGS` has it.
+"""Encode and decode sections of the state, as specified by `format.ENCODINGS`.
 
-The bits are those of `infinity.content.reference`, on every platform. Where `infinity.content.compiled` has been told
-to get ready, values in memory are encoded and decoded in one pass.
+The results are bitwise equal to `infinity.content.reference` on every platform. After
+`infinity.content.compiled.prepare`, tensors in host memory are encoded and decoded in one pass.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ _DTYPES = {"bfloat16": torch.bfloat16, "int16": torch.int16, "uint8": torch.uint
 def encode(
     values: torch.Tensor, encoding: str, step: int | None = None, into: Sequence[torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Return the components of fp32 values; for ``split``, the bf16 weights come first.
+    """Return the components of fp32 values. For ``split``, the bf16 weights come first.
 
     Args:
-        values: fp32, shape (n,), n a multiple of `SHARD_ALIGNMENT`.
-        step: of the update that made them, whose moments are rounded at random; None rounds to nearest.
-        into: the components, contiguous, to be written; by default they are new.
+        values: Values in fp32, shape (n,), with n a multiple of `SHARD_ALIGNMENT`.
+        encoding: Name of the encoding.
+        step: Step of the update that produced the values; moments are rounded stochastically. ``None``: round to
+            nearest.
+        into: Contiguous components to write. By default new tensors are created.
     """
     ready = kernels(values.device)
     if ready is not None and (step is not None or encoding == "split"):
@@ -41,10 +43,12 @@ def encode(
 
 
 def decode(components: Sequence[torch.Tensor], encoding: str, into: torch.Tensor | None = None) -> torch.Tensor:
-    """Return fp32 values, shape (n,), from what `encode` returned.
+    """Return fp32 values, shape (n,), from the components that `encode` returned.
 
     Args:
-        into: the values, contiguous, to be written; by default they are new.
+        components: Components of the values.
+        encoding: Name of the encoding.
+        into: Contiguous tensor to write. By default a new tensor is created.
     """
     ready = kernels(components[0].device)
     if ready is None or encoding == "bfloat16":

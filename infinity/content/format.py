@@ -1,9 +1,10 @@
-"""State formats: what is kept of one element of a parameter, in which dtypes and encodings. No I/O, no torch.
+"""State formats: the tensors stored per element of a parameter, with their dtypes and encodings. No I/O, no torch.
 
-[Note: encodings] A section of the state (the master, a moment) may be stored otherwise than the optimizer sees it. An
-encoding is a list of components: items of one dtype, one for so many elements. A master that is *split*, for example,
-is the bf16 weight, 16 bits for every element, and 8 for every 8 elements. As `SHARD_ALIGNMENT` is a multiple of all of
-these numbers, no item is of two shards. `infinity.content.encoding` has the arithmetic.
+[Note: encodings] A section of the state (the master or a moment) may be stored in another form than the optimizer
+sees. An encoding is a list of components. Each component consists of items of one dtype, one item per fixed
+number of elements. A *split* master, for example, consists of the bf16 weight, 16 bits per element, and 8 bits per 8
+elements. `SHARD_ALIGNMENT` is a multiple of all these numbers, so no item is shared by two shards.
+`infinity.content.encoding` implements the arithmetic.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ ITEMSIZE = {
     "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
 ENCODINGS: dict[str, tuple[tuple[str, int], ...]] = {
-    "split": (("int16", 1), ("uint8", 8)),  # lower half; a bit where the weight was rounded up
+    "split": (("int16", 1), ("uint8", 8)),  # lower half, and a bit that is set if the weight was rounded up
     "bfloat16": (("bfloat16", 1),),
-    # Code, and scale of a block: a power of two, with a minus where no element is negative.
+    # Code, and scale of a block: a power of two, negated if the block has no negative element.
     "8bit": (("uint8", 1), ("bfloat16", SHARD_ALIGNMENT)),
 }
 """Components of a section of fp32 elements in an update page, as (dtype, elements per item)."""
 HALVES = ("bfloat16", "int16")
 """Components of an fp32 gradient in GRAD pages: its upper half and its lower half.
 
-A gradient that was computed in bf16 and never added to another is its upper half: the pages of the lower one are not
-used.
+A gradient that was computed in bf16 and never accumulated equals its upper half, and the pages of the lower half are
+not used.
 """
 FORMATS = {"fp32": ("", ""), "split": ("split", ""), "bf16-moments": ("split", "bfloat16"), "8bit": ("split", "8bit")}
-"""Encodings of master and moments by `state.format`."""
+"""Encodings of master and moments, by the value of `state.format`."""
 
 
 class Role(Enum):
-    """What a page is for."""
+    """Content of a page."""
 
     PARAM = "param"
     UPDATE = "update"
@@ -47,9 +48,9 @@ class Role(Enum):
 
 
 class Component(NamedTuple):
-    """A part of a section: an item of `dtype` for every `each` elements, in the pages of `role`.
+    """Part of a section: one item of `dtype` per `each` elements, in the pages of `role`.
 
-    In a page of `count` elements it begins at byte `offset` · `count`.
+    In a page of `count` elements, the component begins at byte `offset` · `count`.
     """
 
     role: Role
@@ -60,13 +61,17 @@ class Component(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StateFormat:
-    """Persistent state of one element; dtypes by their torch names.
+    """Persistent state per element. Dtypes are given by their torch names.
 
-    `master` is empty where the parameters are trained in the dtype they are computed in: then the PARAM pages are
-    the master. `kinds` are the optimizer's own element-wise states, in order, as (name, dtype); parameters that are
-    not trained have none, and no gradient. These are the dtypes that the optimizer sees; `encodings` has, as (section,
-    encoding), the sections that are stored otherwise. `grads` are the dtypes of the components of a gradient: its own,
-    or those of its `HALVES`.
+    Attributes:
+        param: Dtype of the weights in PARAM pages, which is the compute dtype.
+        master: Dtype of the master weights. Empty if parameters are trained in the compute dtype; the PARAM pages then
+            hold the master.
+        kinds: Element-wise states of the optimizer, in order, as (name, dtype). Frozen parameters have no states and no
+            gradient.
+        grads: Dtypes of the components of a gradient: its own dtype, or the dtypes of its `HALVES`.
+        encodings: Sections that are stored in encoded form, as (section, encoding). All other fields give the dtypes
+            that the optimizer sees.
     """
 
     param: str
@@ -79,14 +84,15 @@ class StateFormat:
     def of(
         cls, own: str, computed: str, kinds: tuple[tuple[str, str], ...], *, trainable: bool, alone: bool
     ) -> StateFormat:
-        """Return the format of a parameter's elements.
+        """Return the format for the elements of a parameter.
 
         Args:
-            own: dtype of the parameter.
-            computed: dtype that it is gathered and computed with.
-            kinds: element-wise states of the optimizer; those of a parameter that is not trained do not count.
-            trainable: whether it is trained.
-            alone: whether nobody reduces its gradients: a rank alone gets each in the dtype in which it was computed.
+            own: Dtype of the parameter.
+            computed: Dtype in which the parameter is gathered and computed.
+            kinds: Element-wise states of the optimizer. Ignored if the parameter is frozen.
+            trainable: Whether the parameter is trained.
+            alone: Whether the gradient is not reduced. A single rank receives each gradient in the dtype in which it
+                was computed.
         """
         halves = (computed, own) == (HALVES[0], "float32") and alone
         grads = HALVES if halves else (own,)
@@ -96,17 +102,19 @@ class StateFormat:
         return cls(param=computed, master=master, kinds=kinds, grads=grads)
 
     def key(self, own: str, *, trainable: bool, slices: str = "") -> str:
-        """Return what tells the shards of an FSDP module that form a segment: see `ShardSpec.segment_key`.
+        """Return the key that decides which shards of an FSDP module share a segment. See `ShardSpec.segment_key`.
 
         Args:
-            slices: ``rows`` or ``whole`` where updates need more than any elements.
+            own: Dtype of the parameter.
+            trainable: Whether the parameter is trained.
+            slices: ``rows`` or ``whole`` if updates need whole rows or the full parameter at once.
         """
         return f"{'trained' if trainable else 'frozen'} {own} {self} {slices}".rstrip()
 
     def stored_as(self, name: str) -> StateFormat:
-        """Return this format under a setting of `state.format`, which concerns fp32 sections only.
+        """Return this format under a value of the setting `state.format`, which only affects fp32 sections.
 
-        A master is split where the weights are its upper half: in bf16.
+        A master is split only if the weights are in bf16, and therefore its upper half.
         """
         master, moments = FORMATS[name]
         chosen = [(kind, moments) for kind, dtype in self.kinds if dtype == "float32"]
@@ -115,14 +123,14 @@ class StateFormat:
         return replace(self, encodings=tuple((section, encoding) for section, encoding in chosen if encoding))
 
     def check(self) -> None:
-        """Check that a section is there once, and that encodings and halves are of sections that they can be of.
+        """Check that section names are unique, and that encodings and halves apply to sections that support them.
 
         Raises:
-            ValueError: they are not.
+            ValueError: If a check fails.
         """
         dtypes = {MASTER: self.master, **dict(self.kinds)}
         if len(dtypes) != 1 + len(self.kinds):
-            raise ValueError("a state is there twice")
+            raise ValueError("two states have the same name")
         for section, encoding in self.encodings:
             if dtypes.pop(section, "") != "float32":
                 raise ValueError(f"{section!r} cannot be stored as {encoding}")
@@ -133,22 +141,25 @@ class StateFormat:
 
     @cached_property
     def dtypes(self) -> dict[str, str]:
-        """The dtype of master and states, as they are trained."""
+        """Dtypes of master and states, as the optimizer sees them."""
         return {MASTER: self.master or self.param, **dict(self.kinds)}
 
     @cached_property
     def encoded(self) -> dict[str, str]:
-        """The encodings of the sections that have one."""
+        """Encodings by section, for the sections that have one."""
         return dict(self.encodings)
 
     @cached_property
     def weights(self) -> Component:
-        """The only component of PARAM pages."""
+        """The single component of PARAM pages."""
         return Component(Role.PARAM, self.param, 1, 0.0)
 
     @cached_property
     def components(self) -> dict[str, tuple[Component, ...]]:
-        """The components of master and states. The weights come first of a master that is split, or is the weights."""
+        """Components of master and states.
+
+        If the master is split, or if the weights are the master, the weights come first.
+        """
         components: dict[str, tuple[Component, ...]] = {}
         offset = 0.0
         for name, dtype in (*([(MASTER, self.master)] if self.master else []), *self.kinds):
@@ -163,12 +174,12 @@ class StateFormat:
 
     @property
     def replaces_weights(self) -> bool:
-        """Whether an update writes the weights without having read them: where they are no part of the master."""
+        """Whether an update writes the weights without reading them, because they are not part of the master."""
         return self.weights not in self.components[MASTER]
 
     @cached_property
     def update_bytes(self) -> float:
-        """Bytes of one element in an update page."""
+        """Bytes per element in UPDATE pages."""
         components = {
             component for section in self.components.values() for component in section if component.role is Role.UPDATE
         }
@@ -176,5 +187,5 @@ class StateFormat:
 
     @property
     def state_bytes(self) -> float:
-        """Persistent bytes of one element, gradients left out."""
+        """Persistent bytes per element, excluding gradients."""
         return ITEMSIZE[self.param] + self.update_bytes

@@ -1,4 +1,4 @@
-"""fp32 numbers as two halves of 16 bits each, of which the upper one is a bf16."""
+"""Split fp32 numbers into two halves of 16 bits. The upper half is a bf16 number."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ import torch
 
 
 def halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the upper halves of fp32 values, which are bf16, and the lower ones, int16: views, shape (n,).
+    """Return the upper halves (bf16) and the lower halves (int16) of fp32 values, as views of shape (n,).
 
     Args:
-        values: fp32, shape (n,), contiguous.
+        values: Values in fp32, shape (n,), contiguous.
     """
     lower, upper = values.view(torch.int16).view(-1, 2).unbind(1)
     return upper.view(torch.bfloat16), lower
 
 
 def joined(components: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return fp32 values, a new tensor of shape (n,), from their upper halves and, unless all are zero, their lower."""
+    """Return fp32 values, a new tensor of shape (n,), from their halves.
+
+    Args:
+        components: Upper halves, and lower halves unless all of them are zero.
+    """
     if len(components) == 1:
         return components[0].float()
     values = torch.empty(len(components[0]), device=components[0].device)

@@ -1,15 +1,17 @@
-"""The encodings as loops over elements that numba compiles: the bits of `infinity.content.reference`, in one pass.
+"""Encodings as element loops for numba. They produce the bits of `infinity.content.reference` in one pass.
 
-Imported by `infinity.content.compiled` only, which says what becomes of it where numba is missing. All kernels are
-compiled when this module is imported, for the dtypes that they are declared with; they release the GIL and use the
-thread that calls them. Floats are given as their bits too, a second view of the same memory: no cast copies anything.
+Only `infinity.content.compiled` imports this module, and handles the absence of numba. All kernels are compiled when
+the module is imported, for the declared dtypes. They release the GIL and run on the calling thread. Floats are also
+passed as a second, integer view of the same memory, so that no cast makes a copy.
 
-[Note: what kernels leave to the reference] A NaN has many bits, and which of them come out is up to the processor and
-to torch. So a kernel that encodes says whether it met one, and then the reference encodes all that it was given. The
-same where a reciprocal of a scale would be a denormal, and on threads that flush denormals to zero.
+[Note: fallback to the reference] A NaN has many bit patterns, and the pattern that results from an operation depends on
+the processor and on torch. A kernel that encodes therefore reports whether it met a NaN, and the reference then encodes
+the whole input. The same applies if the reciprocal of a scale would be a denormal, and on threads that flush denormals
+to zero.
 
-[Note: integers are narrowed] numba computes with 64 bits what is not said to be narrower, and wraps nothing around at
-32. The casts say so; LLVM then has vectors of 32 bits. Loops have a constant number of turns for the same reason.
+[Note: integers are narrowed] numba computes with 64 bits unless integers are declared narrower, and does not wrap
+around at 32 bits. The casts make the width explicit, so that LLVM can use vectors of 32-bit lanes. Loops have a
+constant trip count for the same reason.
 """
 
 from __future__ import annotations
@@ -33,15 +35,15 @@ _SIGNED_BITS, _UNSIGNED_BITS = (int(least.view(np.int32)) for least in (_SIGNED,
 _FIRST, _SECOND = (np.int32(as_int32(factor)) for _, factor in MIX)
 _FIRST_SHIFT, _SECOND_SHIFT = (shift for shift, _ in MIX)
 _MAGNITUDE: Final = 0x7FFFFFFF
-_INFINITY: Final = 0x7F800000  # also the bits of an exponent
-_ONE: Final = np.int32(1 << 23)  # in the exponent
-_INVERTED: Final = np.int32(254 << 23)  # less the bits of a power of two: those of its reciprocal
-_LARGE: Final = 252 << 23  # bits of a number above which a scale has no normal reciprocal
+_INFINITY: Final = 0x7F800000  # also the mask of the exponent
+_ONE: Final = np.int32(1 << 23)  # 1 in the exponent
+_INVERTED: Final = np.int32(254 << 23)  # minus the bits of a power of two, this is the bits of its reciprocal
+_LARGE: Final = 252 << 23  # bits of a bound: the scales of smaller numbers have normal reciprocals
 _TWO: Final = np.float32(2.0)
 
 
 def _reinterpreted(to: types.Type) -> Any:
-    """Return what makes of a number the one of another type that has the same bits."""
+    """Return a function that reinterprets the bits of a number as another type."""
 
     @intrinsic
     def reinterpret(typing: Any, value: Any) -> Any:
@@ -139,7 +141,7 @@ def _decode_8bit(codes: Any, scales: Any, values: Any) -> None:
         least = _UNSIGNED if unsigned else _SIGNED
         lowest = np.int32(_UNSIGNED_BITS if unsigned else _SIGNED_BITS)
         mask = np.int32(255 if unsigned else 127)
-        sign = np.int32(128 if unsigned else 0)  # of all: they are negated, as their scale is
+        sign = np.int32(128 if unsigned else 0)  # negates all values, because the scale is negated, too
         for j in range(_BLOCK):
             code = np.int32(codes[start + j])
             value = np.float32(_float_of(np.int32(np.int32((code & mask) << _MANTISSA) + lowest)) - least)

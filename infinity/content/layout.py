@@ -1,22 +1,24 @@
-"""Which bytes of this rank's state lie in which page. Pure arithmetic: no I/O, no torch.
+"""Assign the state of this rank to pages. Pure arithmetic: no I/O, no torch.
 
-An FSDP module's shards are grouped into *segments*: shards that share dtype and state format. A segment is one
-element space, shards back to back, each starting at a multiple of `SHARD_ALIGNMENT` elements. Its UPDATE
-pages cut that space evenly, and hold for their range of elements master and moments one after the other; its
-PARAM pages cut it again, and its GRAD pages, once for each component of the gradient. All join pieces of the finest of
-these cuts.
+The shards of an FSDP module are grouped into *segments* of shards that share dtype and state format. A segment is one
+element space in which the shards follow each other, each starting at a multiple of `SHARD_ALIGNMENT` elements. UPDATE
+pages divide that space evenly, and hold master and moments of their range of elements one after another. PARAM pages
+divide it separately, and so do GRAD pages, once per component of the gradient. Every division joins pieces of the
+finest one.
 
-[Note: alignment and bits] Vectorised kernels treat the last few elements of a tensor with scalar code.
-Because every cut is a multiple of `RANGE_ALIGNMENT` elements from the segment's start, and every shard starts
-at a multiple of `SHARD_ALIGNMENT`, a slice of a shard is cut at a multiple of the widest vector: an element is
-treated by the same code whether the shard is updated whole or in slices.
+[Note: alignment and bits] Vectorized kernels process the last few elements of a tensor with scalar code. Every boundary
+is a multiple of `RANGE_ALIGNMENT` elements from the start of the segment, and every shard starts at a multiple of
+`SHARD_ALIGNMENT`. A shard is therefore cut only at multiples of the widest vector, and each element is processed by the
+same code whether the shard is updated whole or in slices.
 
 [Note: whole rows] Some optimizers need whole rows of a matrix (`ShardSpec.row`). Such shards have segments of their
-own, in which cuts are where a row ends: at a multiple of the row and of `SHARD_ALIGNMENT` from the shard's start, and
-never before its last row: reductions over a single row may be divided among threads otherwise than over several.
+own, whose boundaries are at ends of rows: at a multiple of the row and of `SHARD_ALIGNMENT` from the start of the
+shard. No boundary separates the last row of a shard from the row before it, because a reduction over a single row may
+be divided among threads differently than a reduction over several rows.
 
-[Note: whole parameters] Others need all of a matrix at once (`ShardSpec.whole`). Such shards have segments of their own
-too, in which pages end anywhere, and an update takes all pages of a shard together: its ranges are shards, not pages.
+[Note: whole parameters] Other optimizers need a full matrix at once (`ShardSpec.whole`). Such shards also have segments
+of their own. Their pages may end anywhere, and an update takes all pages of a shard together, so its ranges are shards
+instead of pages.
 """
 
 from __future__ import annotations
@@ -43,42 +45,44 @@ class ShardSpec:
     """This rank's slice of one parameter."""
 
     name: str
-    """The first of the parameter's names."""
+    """First name of the parameter."""
     numel: int
-    """Elements that it has."""
+    """Number of elements."""
     padded: int
-    """Elements that are gathered: more than it has where the slices of all ranks are padded to one size."""
+    """Number of elements in the all-gather input. It exceeds `numel` if the slices of all ranks are padded to the same
+    size.
+    """
     segment_key: str
-    """Key of its format; shards of an FSDP module with the same one form a segment."""
+    """Key of the state format. Shards of an FSDP module with the same key form a segment."""
     trainable: bool
-    """Whether it is trained."""
+    """Whether the parameter is trained."""
     row: int = 1
-    """Elements, counted from its start, inside of which no page ends."""
+    """Elements per row, counted from the start of the shard. No page ends inside a row."""
     whole: int = 0
-    """Elements of the whole parameter, of all ranks, where its update needs them at once; 0 where it does not."""
+    """Elements of the full parameter over all ranks, if its update needs them at once, otherwise 0."""
 
     @property
     def tree(self) -> dict[str, object]:
-        """Plain data: what decides where bytes lie; the row only where it is one."""
+        """Plain data that determines the location of bytes. It includes `row` only if it is greater than 1."""
         return {key: value for key, value in asdict(self).items() if key != "whole" and (key != "row" or value > 1)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPModuleSpec:
-    """One `fully_shard` group: its shards in the order in which they are gathered."""
+    """An FSDP module: its shards in all-gather order."""
 
     name: str
     shards: tuple[ShardSpec, ...]
 
     @property
     def tree(self) -> dict[str, object]:
-        """Plain data."""
+        """The specification as plain data."""
         return {"name": self.name, "shards": [shard.tree for shard in self.shards]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """Where a shard lies: elements [start, start + padded) of a segment."""
+    """Location of a shard: elements [start, start + padded) of a segment."""
 
     spec: ShardSpec
     fsdp_module: int
@@ -88,65 +92,68 @@ class Placed:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """Some elements of a segment in one role: what is moved as a whole."""
+    """Range of elements of a segment in one role. A page is always transferred as a whole."""
 
     index: int
-    """Number in the layout."""
+    """Index in the layout."""
     role: Role
-    """What of the elements it holds."""
+    """Kind of data that the page holds."""
     fsdp_module: int
-    """Number of the FSDP module in the layout."""
+    """Index of the FSDP module in the layout."""
     segment: int
-    """Number of the segment in the layout."""
+    """Index of the segment in the layout."""
     start: int
-    """Its first element in the segment."""
+    """Index of the first element in the segment."""
     count: int
-    """How many elements it holds."""
+    """Number of elements."""
     nbytes: int
-    """Its length, a multiple of `PAGE_ALIGNMENT`."""
+    """Length in bytes, a multiple of `PAGE_ALIGNMENT`."""
     component: int = 0
-    """Which part of the gradient a GRAD page holds, where that is stored in several."""
+    """Index of the gradient component in a GRAD page, if the gradient is stored in several."""
     fixed: bool = False
-    """Whether it is written once: it holds what is not trained."""
+    """Whether the page holds frozen parameters and is written only once."""
 
     @property
     def stop(self) -> int:
-        """First element behind the page."""
+        """Index after the last element in the segment."""
         return self.start + self.count
 
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Some elements of a segment that are updated at once."""
+    """Range of elements of a segment that are updated together."""
 
     start: int
-    """Its first element in the segment."""
+    """Index of the first element in the segment."""
     stop: int
-    """First element behind it."""
+    """Index after the last element in the segment."""
     shards: tuple[int, ...]
-    """Indices of the shards of which it holds elements; a shard that is updated whole also where it has none."""
+    """Indices of the shards with elements in the range. A shard that is updated as a whole is listed even if it has no
+    elements.
+    """
 
     @property
     def count(self) -> int:
-        """How many elements it holds."""
+        """Number of elements."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """One element space of an FSDP module and the pages over it, each tuple in element order.
+    """Element space of an FSDP module and its pages. Each tuple of pages is in element order.
 
     Attributes:
-        FSDP module: index of it.
-        format: of all its elements.
-        trainable: whether its shards are trained; if not there are no update and gradient pages.
-        numel: elements, a multiple of `RANGE_ALIGNMENT`.
-        shards: indices into `Layout.shards`.
-        param_pages: weights.
-        update_pages: master and states; none where there are neither.
-        grad_pages: one tuple for each component of the gradient; all are cut alike.
-        ranges: what the update walks over, one after the other: pages, or shards where it needs whole parameters.
-        whole: whether it does.
+        fsdp_module: Index of the FSDP module.
+        format: State format of all elements.
+        trainable: Whether the shards are trained. Frozen segments have no gradient pages, and update pages only for a
+            master.
+        numel: Number of elements, a multiple of `RANGE_ALIGNMENT`.
+        shards: Indices into `Layout.shards`.
+        param_pages: Pages of weights.
+        update_pages: Pages of master and states. Empty if there are neither.
+        grad_pages: Pages of gradients, one tuple per gradient component.
+        ranges: Ranges that the update processes one after another: pages, or shards if it needs full parameters.
+        whole: Whether the ranges are shards.
     """
 
     fsdp_module: int
@@ -161,20 +168,20 @@ class Segment:
     whole: bool = False
 
     def pages(self, role: Role) -> tuple[Page, ...]:
-        """The pages of weights, or of master and moments."""
+        """Return the pages of weights (PARAM), or of master and states (UPDATE)."""
         return {Role.PARAM: self.param_pages, Role.UPDATE: self.update_pages}[role]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All pages of one rank; nothing of it changes.
+    """All pages of one rank. Immutable.
 
     Attributes:
-        FSDP modules: in the order in which they are first gathered.
-        segments: FSDP module by FSDP module.
-        shards: FSDP module by FSDP module, in the order in which an FSDP module gathers them.
-        pages: by index.
-        page_bytes: of the largest page, at most.
+        fsdp_modules: FSDP modules in the order in which they are first gathered.
+        segments: Segments, FSDP module by FSDP module.
+        shards: Shards, FSDP module by FSDP module, each in all-gather order.
+        pages: Pages by index.
+        page_bytes: Maximum size of a page, in bytes.
     """
 
     fsdp_modules: tuple[FSDPModuleSpec, ...]
@@ -185,18 +192,18 @@ class Layout:
 
     @cached_property
     def fsdp_module_shards(self) -> tuple[tuple[int, ...], ...]:
-        """Indices into `shards` for every FSDP module, in gather order."""
+        """Indices into `shards` for every FSDP module, in all-gather order."""
         members: list[list[int]] = [[] for _ in self.fsdp_modules]
         for index, shard in enumerate(self.shards):
             members[shard.fsdp_module].append(index)
         return tuple(map(tuple, members))
 
     def begins_fsdp_module(self, shard: int) -> bool:
-        """Whether a shard is the first one of its FSDP module that is gathered."""
+        """Return whether a shard is the first one of its FSDP module in all-gather order."""
         return self.fsdp_module_shards[self.shards[shard].fsdp_module][0] == shard
 
     def ends_fsdp_module(self, shard: int) -> bool:
-        """Whether a shard is the last one of its FSDP module that is gathered."""
+        """Return whether a shard is the last one of its FSDP module in all-gather order."""
         return self.fsdp_module_shards[self.shards[shard].fsdp_module][-1] == shard
 
     @cached_property
@@ -210,7 +217,7 @@ class Layout:
 
     @cached_property
     def fsdp_module_ranges(self) -> tuple[tuple[tuple[Segment, int], ...], ...]:
-        """All ranges of every FSDP module as (segment, position), in the order in which an update walks over them."""
+        """All ranges of every FSDP module as (segment, position), in the order of the update."""
         return tuple(
             tuple((self.segments[s], position) for s in indices for position in range(len(self.segments[s].ranges)))
             for indices in self.fsdp_module_segments
@@ -218,29 +225,29 @@ class Layout:
 
     @cached_property
     def page_shards(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of the shards of which each page holds elements."""
+        """Indices of the shards with elements in each page."""
         placed = [[(shard, self.shards[shard]) for shard in segment.shards] for segment in self.segments]
         return tuple(_within(placed[page.segment], page) for page in self.pages)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of everything that decides where bytes lie; equal layouts can read each other's pages."""
+        """Digest of all properties that determine the location of bytes. Equal layouts can read each other's pages."""
         text = json.dumps([[fsdp_module.tree for fsdp_module in self.fsdp_modules], self.page_bytes, RANGE_ALIGNMENT,
                            [asdict(segment.format) for segment in self.segments]], sort_keys=True)  # fmt: skip
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
     def state_bytes(self) -> int:
-        """Persistent bytes of this rank: PARAM and UPDATE pages, padding included."""
+        """Bytes of the persistent state of this rank: PARAM and UPDATE pages, including padding."""
         return sum(page.nbytes for page in self.pages if page.role is not Role.GRAD)
 
     @cached_property
     def parameters(self) -> int:
-        """Elements of this rank, padding left out."""
+        """Number of elements of this rank, excluding padding."""
         return sum(shard.spec.numel for shard in self.shards)
 
     def bytes_of(self, role: Role) -> int:
-        """Bytes of all pages of one role."""
+        """Return the bytes of all pages of one role."""
         return sum(page.nbytes for page in self.pages if page.role is role)
 
     def format_of(self, shard: int) -> StateFormat:
@@ -249,7 +256,7 @@ class Layout:
 
     @cached_property
     def _numbers(self) -> tuple[int, ...]:
-        """Number of every page among those of its FSDP module and role."""
+        """Position of every page among the pages of its FSDP module and role."""
         count: Counter[tuple[int, Role]] = Counter()
         numbers = []
         for page in self.pages:
@@ -258,13 +265,13 @@ class Layout:
         return tuple(numbers)
 
     def page_name(self, index: int) -> str:
-        """Name of a page in errors and listings, such as ``layers.3/update[2]``."""
+        """Return the name of a page for errors and listings, such as ``layers.3/update[2]``."""
         page = self.pages[index]
         return f"{self.fsdp_modules[page.fsdp_module].name}/{page.role.value}[{self._numbers[index]}]"
 
 
 def overlapping(pages: Sequence[Page], start: int, stop: int) -> Iterator[tuple[Page, int, int]]:
-    """Yield (page, first, last) for the pages that hold elements of [start, stop), in order."""
+    """Yield (page, first, last) for the pages with elements in [start, stop), in order."""
     if not pages or stop <= start:
         return
     low, high = 0, len(pages)
@@ -282,15 +289,15 @@ def overlapping(pages: Sequence[Page], start: int, stop: int) -> Iterator[tuple[
 
 
 def build_layout(fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[str, StateFormat], page_bytes: int) -> Layout:
-    """Place every shard and cut every segment into pages.
+    """Place every shard, and divide every segment into pages.
 
     Args:
-        FSDP modules: in the order in which they are first gathered.
-        formats: state format of every `segment_key`.
-        page_bytes: largest page, in bytes; has room for `RANGE_ALIGNMENT` elements.
+        fsdp_modules: FSDP modules in the order in which they are first gathered.
+        formats: State format of every `segment_key`.
+        page_bytes: Maximum size of a page in bytes, with space for at least `RANGE_ALIGNMENT` elements.
 
     Raises:
-        BudgetError: a page has no room for a row that must not be cut.
+        BudgetError: If a row that must not be divided does not fit a page.
     """
     pages: list[Page] = []
     segments: list[Segment] = []
@@ -377,12 +384,12 @@ def build_layout(fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[str, Stat
 
 
 def _within(shards: Sequence[tuple[int, Placed]], page: Page) -> tuple[int, ...]:
-    """Return the indices of the shards of a segment of which a page holds elements."""
+    """Return the indices of the shards of a segment that have elements in a page."""
     return tuple(index for index, at in shards if max(at.start, page.start) < min(at.start + at.spec.numel, page.stop))
 
 
 def _shard_ranges(shards: Sequence[tuple[int, Placed]], numel: int) -> tuple[Range, ...]:
-    """Return a range for every shard, up to where the next one begins: together they are the segment."""
+    """Return a range for every shard that ends where the next one begins, so that together they cover the segment."""
     starts = [placed.start for _, placed in shards]
     return tuple(
         Range(start=start, stop=stop, shards=(index,))
@@ -392,28 +399,28 @@ def _shard_ranges(shards: Sequence[tuple[int, Placed]], numel: int) -> tuple[Ran
 
 
 def _joined(cut: Sequence[int], most: int) -> Sequence[int]:
-    """Join neighbours among the pages of a cut: as few pages as `most` elements allow, of about the same length.
+    """Join neighboring pages of a cut into as few pages as `most` elements allow, of about equal length.
 
-    A cut is a list of elements: where its pages begin, and where the last one ends. ``[0, 2, 4, 6, 8, 10]`` has five
-    pages of 2; with `most` = 6 they become two, of 6 and 4: ``[0, 6, 10]``.
+    A cut is a list of element indices: the start of each page, and the end of the last one. ``[0, 2, 4, 6, 8, 10]`` has
+    five pages of 2 elements. With `most` = 6, they become two pages of 6 and 4 elements: ``[0, 6, 10]``.
 
     Args:
-        cut: none of whose pages is longer than the first.
-        most: elements of a page, at least those of the first.
+        cut: Cut in which no page is longer than the first.
+        most: Maximum number of elements per page, at least as many as the first page has.
     """
     pieces = len(cut) - 1
     if not pieces:
         return cut
     number = -(-pieces // (most // cut[1]))
-    # Rounded up: so the first page is the longest, on which joining what was joined relies.
+    # Rounded up, so that the first page is the longest: a precondition for joining the result again.
     return [cut[-(-pieces * page // number)] for page in range(number + 1)]
 
 
 def _between_rows(shards: Sequence[Placed], numel: int, most: int) -> Sequence[int]:
-    """Cut a segment of `numel` elements into pages of at most `most`, none of which ends inside of a row.
+    """Divide a segment of `numel` elements into pages of at most `most` elements, none of which ends inside a row.
 
     Raises:
-        BudgetError: a row, or the last rows of a shard, do not fit a page.
+        BudgetError: If a row, or the last rows of a shard, do not fit a page.
     """
     cuts = [0]
     for placed, after in itertools.zip_longest(shards, shards[1:]):
@@ -425,8 +432,8 @@ def _between_rows(shards: Sequence[Placed], numel: int, most: int) -> Sequence[i
             point = min(last, start + max(0, cuts[-1] + most - start) // fsdp_module * fsdp_module)
             if point <= cuts[-1]:
                 raise BudgetError(
-                    f"the optimizer updates whole rows of {spec.name}, and {end - cuts[-1]} elements of it (a row has "
-                    f"{spec.row}) do not fit a page, which holds {most}; set memory.page_bytes higher, or use an "
+                    f"the optimizer updates whole rows of {spec.name}, but {end - cuts[-1]} elements (a row has "
+                    f"{spec.row}) do not fit a page of {most} elements; increase memory.page_bytes, or use an "
                     "element-wise optimizer such as AdamW"
                 )
             cuts.append(point)
@@ -434,9 +441,10 @@ def _between_rows(shards: Sequence[Placed], numel: int, most: int) -> Sequence[i
 
 
 def _filled(cut: Sequence[int], most: int) -> Sequence[int]:
-    """Join neighbours among the pages of a cut, each with as many of the next as `most` elements allow.
+    """Join neighboring pages of a cut greedily, each with as many successors as `most` elements allow.
 
-    ``[0, 3, 6, 8, 10]`` with `most` = 7 becomes ``[0, 6, 10]``. For cuts of uneven pages; see `_joined`.
+    ``[0, 3, 6, 8, 10]`` with `most` = 7 becomes ``[0, 6, 10]``. Used for cuts with pages of different lengths; see
+    `_joined`.
     """
     found = [cut[0]]
     for before, point in itertools.pairwise(cut):

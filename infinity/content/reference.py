@@ -1,18 +1,20 @@
-"""The arithmetic of `format.ENCODINGS` in torch: what defines their bits, on every platform and device.
+"""Reference implementation of `format.ENCODINGS` in torch, which defines their bits on every platform and device.
 
-`infinity.content.encoding` has the functions for all others, which may run compiled; what is compiled is compared with
-these. All take and return flat tensors whose length is a multiple of `SHARD_ALIGNMENT`; what happens to an element
-depends on its block of so many elements only, so a page can be encoded in any pieces.
+Other modules use `infinity.content.encoding`, which may run compiled kernels; the kernels are verified against this
+module. All functions take and return flat tensors whose length is a multiple of `SHARD_ALIGNMENT`. The result for an
+element depends only on its block of `SHARD_ALIGNMENT` elements, so a page can be encoded in pieces.
 
-[Note: a split master needs 17 bits] The weight is the master rounded to bf16, to nearest, ties to even: an even one is
-the rounding of 65537 masters (both ties go to it), an odd one of 65535. So no 16 bits beside the weight can tell all
-masters apart. Stored are the lower 16 bits and one bit more, whether the weight was rounded up; with it the master is
-exact for all 2^32 patterns but the payload of NaNs. Ties are no rarity: of weights that come from fp16, one in eight.
+[Note: a split master needs 17 bits] The weight is the master rounded to bf16, to nearest, ties to even. An even weight
+is the rounding of 65537 masters (both ties go to it), an odd weight of 65535. Therefore 16 bits in addition to the
+weight cannot distinguish all masters. The encoding stores the lower 16 bits and one more bit that tells whether the
+weight was rounded up. With this bit, the master is exact for all 2^32 bit patterns except for the payload of NaNs. Ties
+are not rare: they are one in eight for weights that come from fp16.
 
-[Note: moments are rounded at random] With beta2 = 0.999 a step changes exp_avg_sq by a thousandth of itself or less,
-and half a unit in the last place of bf16 is two to four thousandths: rounded to nearest it would never fall. So an
-update rounds up with the probability with which nothing is lost on average. The randomness is a hash of the value and
-the step: the same whatever the update schedule, the pages, the number of ranks and wherever the run was resumed.
+[Note: moments are rounded stochastically] With beta2 = 0.999, a step changes exp_avg_sq by at most about a thousandth
+of its value, whereas half a unit in the last place of bf16 is two to four thousandths. Rounded to nearest, exp_avg_sq
+would never decrease. An update therefore rounds up with the probability that makes the rounding unbiased. The
+randomness is a hash of the value and the step, so it does not depend on the update schedule, the pages, the number of
+ranks, or where the run was resumed.
 """
 
 from __future__ import annotations
@@ -26,23 +28,25 @@ from infinity.content.format import SHARD_ALIGNMENT
 from infinity.content.halves import halves
 
 MANTISSA = 23 - 3
-"""Bits of fp32 behind the three that an 8-bit code keeps."""
+"""Number of fp32 mantissa bits that an 8-bit code drops, because it keeps the upper three."""
 LEAST_SIGNED, LEAST_UNSIGNED = 2.0**-16, 2.0**-32
-"""What is added to |x| / scale, by the kind of the block."""
+"""Offsets that are added to |x| / scale, for blocks with and without a sign."""
 REACH = 16 / 15 - 2**-20
-"""The largest number of a block times this is below its scale: the greatest code is 15/16."""
+"""Factor such that the largest number of a block times it is below the scale. The greatest code is 15/16."""
 MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))
-"""Shifts and factors of the hash that is the noise."""
+"""Shifts and factors of the hash that generates the noise."""
 _LEAST_SCALE = 2.0**-126
 _EXPONENT = 0x7F800000
 
 
 def encode(values: torch.Tensor, encoding: str, step: int | None = None) -> tuple[torch.Tensor, ...]:
-    """Return the components of fp32 values; for ``split``, the bf16 weights come first.
+    """Return the components of fp32 values. For ``split``, the bf16 weights come first.
 
     Args:
-        values: fp32, shape (n,).
-        step: of the update that made them, whose moments are rounded at random; None rounds to nearest.
+        values: Values in fp32, shape (n,).
+        encoding: Name of the encoding.
+        step: Step of the update that produced the values; moments are rounded stochastically. ``None``: round to
+            nearest.
     """
     if encoding == "split":
         return _split(values)
@@ -52,13 +56,13 @@ def encode(values: torch.Tensor, encoding: str, step: int | None = None) -> tupl
         return (values.to(torch.bfloat16),)
     bits = values.view(torch.int32)
     rounded = ((bits + _noise(bits, 16, step)) >> 16).to(torch.int16).view(torch.bfloat16)
-    if (nan := values.isnan()).any():  # of some the sum overflows, into numbers
+    if (nan := values.isnan()).any():  # the sum overflows for some NaNs, which would become numbers
         rounded[nan] = values[nan].to(torch.bfloat16)
     return (rounded,)
 
 
 def decode(components: Sequence[torch.Tensor], encoding: str) -> torch.Tensor:
-    """Return fp32 values, a new tensor of shape (n,), from what `encode` returned."""
+    """Return fp32 values, a new tensor of shape (n,), from the components that `encode` returned."""
     if encoding == "split":
         return _joined(*components)
     if encoding == "8bit":
@@ -85,9 +89,9 @@ def _joined(weights: torch.Tensor, lower: torch.Tensor, rounded_up: torch.Tensor
 def _to_codes(blocks: torch.Tensor, step: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes and scales of blocks.
 
-    A scale is a power of two. A code is what is left of |x| / scale + least, a float, when only three bits of its
-    mantissa are kept: 8 steps to the octave, finer near zero, which is exact. Blocks without a negative number have
-    no sign bit but twice as many octaves, 32; their scale is stored with a minus.
+    A scale is a power of two. A code is the float |x| / scale + least, with its mantissa reduced to three bits: 8 steps
+    per octave, finer near zero, and exact at zero. Blocks without a negative number have no sign bit, but twice as many
+    octaves (32). Their scale is stored negated.
     """
     low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
     unsigned = low >= 0
@@ -102,7 +106,9 @@ def _to_codes(blocks: torch.Tensor, step: int | None) -> tuple[torch.Tensor, tor
 
 
 def _values_of_codes() -> torch.Tensor:
-    """Return what the 256 codes of a block with negative numbers stand for, then those of one without, negated."""
+    """Return the values of the 256 codes of a block with negative numbers, then the negated values of a block
+    without.
+    """
     codes = torch.arange(256, dtype=torch.int32)
     signed, unsigned = (
         (((codes & mask) << MANTISSA) + torch.tensor(least).view(torch.int32)).view(torch.float32) - least
@@ -121,9 +127,9 @@ def _from_codes(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _noise(bits: torch.Tensor, width: int, step: int) -> torch.Tensor:
-    """Return `width` random bits for each element: a hash of its bits and the step.
+    """Return `width` pseudorandom bits per element: a hash of its bits and the step.
 
-    It is lowbias32 of C. Wellons, but that its shifts are arithmetic: `x` and `~x` get the same bits.
+    The hash is lowbias32 by C. Wellons, except that its shifts are arithmetic: `x` and `~x` get the same bits.
     """
     mixed = bits ^ seed(step)
     for shift, factor in MIX:
@@ -132,10 +138,10 @@ def _noise(bits: torch.Tensor, width: int, step: int) -> torch.Tensor:
 
 
 def seed(step: int) -> int:
-    """Return the int32 that the noise of a step starts from."""
+    """Return the int32 seed for the noise of a step."""
     return as_int32(step * 0x9E3779B9)
 
 
 def as_int32(value: int) -> int:
-    """Return the int32 of the lower 32 bits."""
+    """Return the lower 32 bits as a signed int32."""
     return (value + (1 << 31)) % (1 << 32) - (1 << 31)

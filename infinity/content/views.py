@@ -1,4 +1,4 @@
-"""The bytes of pages as tensors: views of what a page holds, and sections of the state from and to their components."""
+"""Page bytes as tensors: views of a page's content, and conversion of state sections from and to their components."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from infinity.content.layout import Layout, Page, Segment, overlapping
 from infinity.units import align_down, align_up
 
 Content = memoryview | torch.Tensor
-"""The bytes of a page: in a cache slot, or on a device, of dtype uint8 and one dimension."""
+"""Bytes of a page: in a cache slot, or as a one-dimensional uint8 tensor on a device."""
 
 
 def bytes_of(content: Content) -> torch.Tensor:
-    """Return the bytes of a page as a tensor of dtype uint8 and one dimension: a view."""
+    """Return the bytes of a page as a view: a one-dimensional uint8 tensor."""
     return content if isinstance(content, torch.Tensor) else torch.frombuffer(content, dtype=torch.uint8)
 
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """Return a dtype from its name in a `StateFormat`.
+    """Return a dtype by its name in a `StateFormat`.
 
     Raises:
-        TypeError: it is the name of something else in torch.
+        TypeError: If the name denotes another object of torch.
     """
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
@@ -36,12 +36,12 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as a `StateFormat` has it."""
+    """Return the name that a dtype has in a `StateFormat`."""
     return str(dtype).removeprefix("torch.")
 
 
 def section(content: Content, page: Page, layout: Layout, start: int, stop: int) -> torch.Tensor:
-    """Return elements [start, stop) of the segment, of a PARAM or GRAD page: a view, shape (stop - start,)."""
+    """Return elements [start, stop) of the segment from a PARAM or GRAD page, as a view of shape (stop - start,)."""
     fmt = layout.segments[page.segment].format
     return _items(
         content,
@@ -53,9 +53,10 @@ def section(content: Content, page: Page, layout: Layout, start: int, stop: int)
 
 
 def _items(content: Content, dtype: str, offset: int, low: int, high: int) -> torch.Tensor:
-    """Return items [low, high) of those of `dtype` that begin `offset` bytes into a page.
+    """Return items [low, high) of an array of `dtype` that begins `offset` bytes into a page.
 
-    One call, and one that keeps the GIL: each that lets go of it lets another thread in, and that has to be waited for.
+    A single call that keeps the GIL. Every call that releases it lets another thread run, and has to wait for that
+    thread.
     """
     kind = torch_dtype(dtype)
     if isinstance(content, torch.Tensor):
@@ -64,20 +65,23 @@ def _items(content: Content, dtype: str, offset: int, low: int, high: int) -> to
 
 
 def component_of(content: Content, page: Page, component: Component, start: int, stop: int) -> torch.Tensor:
-    """Return the items of a component for elements [start, stop) of the segment, of a page: a view.
+    """Return the items of a component for elements [start, stop) of the segment, as a view of a page.
 
-    Its shape is ((stop - start) / component.each,); both must be multiples of `component.each`.
+    The shape is ((stop - start) / component.each,). Both bounds must be multiples of `component.each`.
     """
     low, high = (start - page.start) // component.each, (stop - page.start) // component.each
     return _items(content, component.dtype, int(component.offset * page.count), low, high)
 
 
 def put(content: Content, page: Page, component: Component, start: int, items: torch.Tensor) -> None:
-    """Write those of some items that a page holds; the rest is passed over.
+    """Write the items that fall into a page, and skip the others.
 
     Args:
-        content: of the page.
-        items: shape (n,), of one component, from element `start` of the segment on.
+        content: Bytes of the page.
+        page: The page.
+        component: Component of the items.
+        start: Element of the segment at which the items begin.
+        items: Items to write, shape (n,).
     """
     low, high = max(start, page.start), min(start + len(items) * component.each, page.stop)
     if low < high:
@@ -87,7 +91,7 @@ def put(content: Content, page: Page, component: Component, start: int, items: t
 
 
 def take(content: Content, page: Page, component: Component, start: int, items: torch.Tensor) -> None:
-    """Read into some items those that a page holds; the rest stays as it is. See `put`."""
+    """Read the items that fall into a page, and leave the others unchanged. See `put`."""
     low, high = max(start, page.start), min(start + len(items) * component.each, page.stop)
     if low < high:
         items[(low - start) // component.each : (high - start) // component.each] = component_of(
@@ -104,14 +108,18 @@ def read_section(
     *,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Return elements [start, stop) of a segment in one section (``master`` or a state kind), decoded.
-
-    Returns:
-        A new tensor, shape (stop - start,), in the dtype that the optimizer sees.
+    """Return elements [start, stop) of one section of a segment, decoded.
 
     Args:
-        visit: calls the function that it is given with the content of a page.
-        device: of the tensor; by default the CPU.
+        segment: Segment to read.
+        name: ``master`` or the name of an optimizer state.
+        start: Index of the first element.
+        stop: Index after the last element.
+        visit: Function that calls its second argument with the content of a page.
+        device: Device of the result. Default: the CPU.
+
+    Returns:
+        A new tensor of shape (stop - start,), in the dtype that the optimizer sees.
     """
     components, encoding = segment.format.components[name], segment.format.encoded.get(name)
     low, high = (align_down(start, SHARD_ALIGNMENT), align_up(stop, SHARD_ALIGNMENT)) if encoding else (start, stop)
@@ -134,11 +142,13 @@ def read_section(
 def stored(
     fmt: StateFormat, name: str, values: torch.Tensor, step: int | None = None
 ) -> list[tuple[Component, torch.Tensor]]:
-    """Return the items of a section's components; with the master also the weights.
+    """Return the components of a section with their items. For a master, this includes the weights.
 
     Args:
-        values: flat, of a shard from a multiple of `SHARD_ALIGNMENT` on.
-        step: see `encode`.
+        fmt: State format of the shard.
+        name: ``master`` or the name of an optimizer state.
+        values: Elements of a shard, flat, starting at a multiple of `SHARD_ALIGNMENT`.
+        step: See `encode`.
     """
     if name not in fmt.encoded:
         components = [*fmt.components[name], *([fmt.weights] if name == MASTER and fmt.replaces_weights else [])]
@@ -149,10 +159,10 @@ def stored(
 
 
 def gradient_components(fmt: StateFormat, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the components of a gradient as GRAD pages hold them: views of `values`, shape (n,)."""
+    """Return the components of a gradient as stored in GRAD pages: views of `values`, shape (n,)."""
     return halves(values) if fmt.grads == HALVES else (values,)
 
 
 def gradient_of(fmt: StateFormat, components: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a gradient, shape (n,), from the components of it that are stored."""
+    """Return a gradient, shape (n,), from its stored components."""
     return joined(components) if fmt.grads == HALVES else components[0]

@@ -86,7 +86,7 @@ def _changes(of: Estimate) -> Iterator[tuple[str, str, _Inputs]]:
     yield "one more drive of the same kind", f"{drives.count + 1} drives", before._replace(machine=more)
     if cores := of.machine.update_cores:
         faster = before._replace(machine=replace(of.machine, update_cores=2 * cores))
-        yield f"update.cores = {2 * cores}", f"{cores} more {'core' if cores == 1 else 'cores'}", faster
+        yield f"update.cores = {2 * cores}", f"cores for updates: +{cores}", faster
     larger = replace(work, batch_tokens=2 * work.batch_tokens)
     yield f"{larger.batch_tokens} tokens per step", "another batch size", before._replace(workload=larger)
     if not work.layer_major and work.micro_batches > 1:

@@ -41,7 +41,7 @@ STORAGE = ("drives", "hashing")
 DAY = 86_400.0
 BEHIND = 2
 """Number of FSDP modules whose gradients may be waiting between their computation and their update."""
-_AT_ONCE = 1e18
+_UNLIMITED_BANDWIDTH = 1e18
 """Bandwidth in bytes per second that makes drives take no time."""
 _MOST_TOKENS = 1 << 34
 _ACTIVATIONS = 34
@@ -49,7 +49,7 @@ _ACTIVATIONS = 34
 that stores no attention matrix (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
 2022, section 4).
 """
-_AT_A_TIME = 4
+_LIVE_TENSORS = 4
 """Number of tensors of the size of a layer's input that exist at the same time if layer inputs are paged."""
 _LOGIT_BYTES = 12
 """Bytes per logit: the logit in 16 bits, its fp32 copy for the loss, and the gradients of both."""
@@ -136,7 +136,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """Time per step of one rank by resource, in seconds. Resources overlap, so their times do not add up to the step."""
+    """Time per step of one rank by resource, in seconds. Resources overlap, so the times do not add up to the step."""
 
     step: float
     """Duration of the step."""
@@ -292,7 +292,7 @@ class Estimate:
         return predict_seconds(
             self.plan,
             self.layout,
-            bandwidth=_AT_ONCE if "drives" in without else self._bandwidth(traffic),
+            bandwidth=_UNLIMITED_BANDWIDTH if "drives" in without else self._bandwidth(traffic),
             computation=busy["computation"] + busy["collectives"] + busy["fixed"],
             beside=Beside(
                 updates=0.0 if self.updates_on_device else busy["updates"],
@@ -327,16 +327,15 @@ class Estimate:
 
     @property
     def _exchanged_bytes(self) -> float:
-        """Bytes that a rank receives from other ranks per step: all-gathers, excluding its own part, and gradients in
-        fp32.
-        """
+        """Bytes per step that a rank receives from other ranks: their parts of all-gathers, and gradients in fp32."""
         ranks = self.workload.world_size
         return (ranks - 1) * (self.gathered_bytes + self._trained * ITEMSIZE["float32"] * self.passes)
 
     @cached_property
     def hidden_from_tokens(self) -> int | None:
-        """Smallest number of tokens per step for which storage is hidden, accurate to one eighth. ``None``: no number
-        of tokens hides it.
+        """Smallest number of tokens per step for which storage is hidden, accurate to one eighth.
+
+        ``None`` if no number of tokens hides it.
         """
         low, high = 0, self.workload.sequence * self.workload.world_size
         while not self._is_hidden(high):
@@ -353,15 +352,16 @@ class Estimate:
 
     @property
     def drive_bytes(self) -> int:
-        """Bytes that this rank occupies on the drives from the second step on, including activations and gradients."""
+        """Bytes that this rank occupies on the drives from the second step on, with activations and gradients."""
         stored = self.traffic.written[Role.GRAD] > 0
         # The space for activations stays reserved at its full size.
         return self.first_drive_bytes - (0 if stored else self._space_of_gradients)
 
     @property
     def first_drive_bytes(self) -> int:
-        """Bytes that this rank occupies on the drives during the first step, which runs without a plan and may store
-        gradients.
+        """Bytes that this rank occupies on the drives during the first step.
+
+        The first step runs without a plan, and may store gradients.
         """
         state = self._space(state_pages(self.layout.pages), self.settings.run.retained_checkpoints)
         return state + self._space_of_gradients + self._space_of_activations
@@ -389,7 +389,7 @@ class Estimate:
 
     @property
     def drive_days(self) -> float | None:
-        """Days of training until the drives of a node reach their rated endurance. ``None``: the endurance is unknown."""
+        """Days of training until the drives of a node reach their rated endurance. ``None``: endurance is unknown."""
         rated, daily = self.machine.drives.endurance_bytes, self.node_written_per_day
         return rated / daily if rated and daily else None
 
@@ -404,9 +404,7 @@ class Estimate:
 
     @cached_property
     def home_bytes(self) -> dict[Role, int]:
-        """Bytes of GPU-resident pages, by role. Gradients that updates in backward consume have no page and are
-        excluded.
-        """
+        """Bytes of GPU-resident pages, by role. Gradients that are consumed by updates in backward are excluded."""
         found = dict.fromkeys(Role, 0)
         for page in self.layout.pages:
             consumed = page.role is Role.GRAD and page.fsdp_module in self.placed.in_backward
@@ -429,7 +427,10 @@ class Estimate:
 
     @property
     def working_bytes(self) -> float:
-        """Approximate memory for computation, in bytes: on the device, or in host memory in addition to the host cache."""
+        """Approximate memory for computation, in bytes.
+
+        It is device memory, or host memory in addition to the host cache.
+        """
         return working_bytes(self.model, self.workload, paged=self.settings.activations.tier != "device")
 
     @property
@@ -447,7 +448,7 @@ class Estimate:
         if device.memory_bytes and self.working_bytes > device.memory_bytes:
             found.append(
                 f"computation needs about {format_size(self.working_bytes)} of device memory, but {device.name} has "
-                f"{format_size(device.memory_bytes)}; use more micro-batches, activation checkpointing, or --loss-tokens"
+                f"{format_size(device.memory_bytes)}; use more micro-batches, activation checkpointing or --loss-tokens"
             )
         need, cache_slots = len(self.activations.pages) * self.activations.tensors, self.budget.activation_cache_slots
         if self.settings.activations.tier == "host" and need > cache_slots:
@@ -508,7 +509,7 @@ def working_bytes(model: ModelShape, work: Workload, *, paged: bool = False) -> 
     if work.recomputes:
         tokens = work.tokens if work.layer_major else at_once
         kept = inside + tokens * itemsize * model.hidden * (
-            min(len(model.layers), _AT_A_TIME) if paged else len(model.layers)
+            min(len(model.layers), _LIVE_TENSORS) if paged else len(model.layers)
         )
     else:
         kept = inside * len(model.layers)
@@ -534,6 +535,8 @@ def _reduced_bytes(fsdp_module: FSDPModuleShape, work: Workload, left: int) -> f
     the reduction. FSDP2 makes both copies on a single rank, too.
 
     Args:
+        fsdp_module: Shapes of its parameters.
+        work: Workload with the number of ranks.
         left: Bytes per element of the gradients that backward produces.
     """
     copied = ITEMSIZE["float32"]
@@ -541,8 +544,7 @@ def _reduced_bytes(fsdp_module: FSDPModuleShape, work: Workload, left: int) -> f
 
 
 def spare_bytes(model: ModelShape, workload: Workload, machine: Machine, updates: int, *, paged: bool) -> int:
-    """Return the approximate device memory that computation, updates and the safety margin of a run leave free, in
-    bytes.
+    """Return the approximate device memory that computation, updates and the safety margin leave free, in bytes.
 
     Args:
         model: Shapes of the parameters.

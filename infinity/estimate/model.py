@@ -54,9 +54,7 @@ class ParameterShape:
         return math.prod(self.shape)
 
     def shard(self, world_size: int) -> tuple[int, ...]:
-        """Return the shape of the slice of rank 0, which is the largest one because FSDP2 deals out rows like
-        `torch.chunk`.
-        """
+        """Return the shape of the slice of rank 0, the largest one, because FSDP2 deals out rows like `torch.chunk`."""
         rows, *others = self.shape or (1,)
         return (-(-rows // world_size), *others)
 
@@ -185,8 +183,8 @@ def decoder(*, parameters: float, layers: int, hidden: int, vocabulary: int, tie
     if rows < 1 or inner < 1:
         raise ConfigError(
             f"{parameters:.4g} parameters are too few for {layers} layers of width {hidden} and a vocabulary of "
-            f"{vocabulary}: the embedding {'alone has' if tied else 'and the head alone have'} {outside:.4g}; use "
-            "fewer layers, a smaller width or a smaller vocabulary"
+            f"{vocabulary}: the parameters of embedding{'' if tied else ' and head'} alone are {outside:.4g}; use a "
+            "smaller width or vocabulary, or fewer layers"
         )
     attention = {name: (rows, hidden) for name in ("q_proj", "k_proj", "v_proj")} | {"o_proj": (hidden, rows)}
     mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}

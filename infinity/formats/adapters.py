@@ -1,7 +1,8 @@
-"""Adapters of peft: what of a model is theirs, and what of its base; how peft saves them.
+"""Adapters of PEFT: names of adapter and base parameters, and saving of adapters.
 
-A `PeftModel` puts its base, and in it the layers that get an adapter, into modules of its own. So a tensor has another
-name in it than in the checkpoint of the base: ``base_model.model.lm_head.base_layer.weight`` is ``lm_head.weight``.
+A `PeftModel` wraps the base model, and wraps each adapted layer in a module of its own. A tensor therefore has
+another name in the model than in the checkpoint of the base: ``base_model.model.lm_head.base_layer.weight`` is
+``lm_head.weight``.
 """
 
 from __future__ import annotations
@@ -27,38 +28,39 @@ from infinity.ranks import Ranks
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _AROUND = ("base_layer", "original_module", "token_adapter")
-"""What a module of peft calls the module that it has taken the place of, or another one around that."""
+"""Attributes under which a PEFT module stores the module that it replaces, or a wrapper around that module."""
 _COPIES = "modules_to_save"
-"""What it calls copies of that, by adapter, which are trained in its place."""
+"""Attribute under which a PEFT module stores trained copies of the replaced module, by adapter."""
 
 
 def peft_model(model: nn.Module) -> Any | None:
-    """Return the `PeftModel` that a module is, without modules around it; None where it is none."""
+    """Return the `PeftModel` inside of `model`, without wrappers, or None if PEFT is not used."""
     inner = torch_private.unwrapped_module(model)
-    peft = sys.modules.get("peft")  # not imported: then it is none
+    peft = sys.modules.get("peft")  # a `PeftModel` cannot exist before peft is imported
     return inner if peft is not None and isinstance(inner, peft.PeftModel) else None
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """Return the model to which adapters were added, without modules around it; the model itself without any."""
+    """Return the model that adapters were added to, without wrappers; `model` itself if it has no adapters."""
     found = peft_model(model)
     return torch_private.unwrapped_module(model if found is None else found.get_base_model())
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether a module is one of peft's, around a layer of the model."""
+    """Return whether a module is a PEFT wrapper around a layer of the model."""
     return hasattr(type(module), "adapter_layer_names") and hasattr(type(module), "get_base_layer")
 
 
 def _is_copied(module: nn.Module) -> bool:
-    """Whether a module is one of peft's, around a module that is trained as a copy, or in part."""
+    """Return whether a module is a PEFT wrapper around a module of which a copy, or a part, is trained."""
     return hasattr(type(module), "adapter_layer_names") and "original_module" in {*dir(type(module)), *module._modules}
 
 
 def base_names(model: nn.Module) -> Callable[[str], str | None]:
-    """Return what gives the name in the checkpoint of the base of a parameter or buffer, by its name in a model.
+    """Return a function that maps the name of a parameter or buffer in `model` to its name in the base checkpoint.
 
-    None for what is an adapter's. A copy that peft trains in place of a module has the name of that module.
+    The function returns None for parameters of adapters. A copy that PEFT trains in place of a module has the name of
+    that module.
     """
     base = base_model(model)
     inside = [torch_private.unwrapped_name(f"{name}.") for name, module in model.named_modules() if module is base]
@@ -86,28 +88,30 @@ def base_names(model: nn.Module) -> Callable[[str], str | None]:
     return name_of
 
 
-# What is saved of an adapter #
+# Saved adapters #
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What `PeftModel.save_pretrained` writes of one adapter."""
+    """Content that `PeftModel.save_pretrained` writes for one adapter."""
 
     name: str
-    """Of the adapter: that of its folder inside of the others', but for ``default``."""
+    """Name of the adapter, and of its subfolder unless it is ``default``."""
     config: Mapping[str, Any]
     """Content of adapter_config.json."""
     tensors: Mapping[str, str] | None
-    """Names in the model by names in adapter_model.safetensors; None where what is written is computed from several."""
+    """Names in the model by names in adapter_model.safetensors; None if a saved tensor is computed from several
+    parameters.
+    """
 
     @property
     def tree(self) -> dict[str, Any]:
-        """Plain data."""
+        """Plain data for JSON."""
         return {"name": self.name, "config": self.config, "tensors": self.tensors}
 
 
 def adapters_of(model: nn.Module) -> tuple[Adapter, ...]:
-    """Return the adapters of a model that is sharded, none where it has none of peft's; nothing is read of it."""
+    """Return the adapters of a sharded model; empty without PEFT. No values are read."""
     found = peft_model(model)
     if found is None:
         return ()
@@ -126,10 +130,10 @@ def adapters_of(model: nn.Module) -> tuple[Adapter, ...]:
 
 
 def _picked(model: Any, state: Mapping[str, Any], adapter: str) -> dict[str, Any]:
-    """Return what is saved of an adapter, out of the state of its model."""
     from peft import get_peft_model_state_dict
 
-    # Whether embeddings were resized is told by the base's config.json, which is not looked for in the network here.
+    # PEFT would look up config.json of the base on the Hub to learn whether embeddings were resized; this avoids the
+    # network.
     base = model.peft_config[adapter].base_model_name_or_path
     embeddings: Any = "auto" if not base or os.path.isdir(base) else False
     picked: dict[str, Any] = get_peft_model_state_dict(
@@ -139,7 +143,9 @@ def _picked(model: Any, state: Mapping[str, Any], adapter: str) -> dict[str, Any
 
 
 def _prompt(model: Any, adapter: str) -> str | None:
-    """Return the name of the parameter that learns a prompt; "" where it is computed from several, None without one."""
+    """Return the name of the parameter that learns a prompt: "" if the prompt is computed, None without prompt
+    learning.
+    """
     config = model.peft_config[adapter]
     if not config.is_prompt_learning:
         return None
@@ -165,10 +171,13 @@ def _config(model: Any, adapter: str) -> dict[str, Any]:
 
 
 def save_whole_adapters(model: nn.Module) -> Callable[[], None]:
-    """Let `save_pretrained` of a `PeftModel` save whole tensors, although they are sharded; return what ends that.
+    """Make `save_pretrained` of a `PeftModel` save full tensors although the model is sharded.
 
-    All ranks call it then, and rank 0 writes. Adapters are small; what else is saved (embeddings that were resized) is
-    loaded as any weight.
+    Afterwards all ranks must call `save_pretrained` together, and rank 0 writes. Adapters are small; resized
+    embeddings that are saved with them are loaded like any weight.
+
+    Returns:
+        A function that restores the original method.
     """
     found = peft_model(model)
     if found is None:
@@ -187,10 +196,10 @@ def _save_whole(
     path_initial_model_for_weight_conversion: str | None = None,
     **settings: Any,
 ) -> None:
-    """Save as peft does, with its arguments; all ranks together, of which rank 0 writes.
+    """Save with PEFT's arguments; all ranks must call it together, and rank 0 writes.
 
     Raises:
-        InfinityError: another rank failed, such as rank 0, which writes.
+        InfinityError: if another rank failed, for example rank 0 while writing.
     """
     given = settings.pop("state_dict", None)
     ranks = Ranks.current() if dist.is_initialized() else Ranks(0, 0, 1)
@@ -214,12 +223,12 @@ def _save_whole(
             state_dict=state,
             **settings,
         )
-        ranks.together("save_pretrained", save)  # whoever reads it next finds it
+        ranks.together("save_pretrained", save)  # the files exist on every rank when this returns
 
 
 @contextmanager
 def _whole_prompts(model: Any, adapters: list[str]) -> Iterator[None]:
-    """Give the modules that compute prompts, meanwhile, parameters that are not sharded."""
+    """Replace the sharded parameters of prompt encoders by full tensors inside of the context."""
     encoders = [model.prompt_encoder[name] for name in adapters if model.peft_config[name].is_prompt_learning]
     held = [
         (module, key, param)
@@ -238,7 +247,6 @@ def _whole_prompts(model: Any, adapters: list[str]) -> Iterator[None]:
 
 
 def _whole(value: Any) -> Any:
-    """Return a tensor as every rank has it whole, on the CPU; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     whole = value.full_tensor() if isinstance(value, DTensor) else value

@@ -1,8 +1,8 @@
-"""What an export needs besides pages: a model's config.json, and what lay beside the weights that a run began with.
+"""Files that an export needs besides pages: config.json, tokenizer and the other files stored next to the initial
+weights.
 
-A run keeps copies in the folder `model` beside its checkpoints, so that an export needs neither the model's class nor
-the
-folder of the first weights.
+A run keeps copies in the folder `model` next to its checkpoints, so that an export requires neither the class of the
+model nor the folder that the initial weights came from.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 _FOLDER, _NAMES, _ADAPTERS = "model", "names.json", "adapters.json"
 _SUFFIXES = {".json", ".txt", ".jinja", ".model", ".spm", ".tiktoken", ".codes", ".bpe", ".vocab"}
 _LEFT = {CONFIG, _NAMES, _ADAPTERS, "trainer_state.json", ADAPTER_CONFIG}
-_MOST = 256 << 20  # bytes of one file; tokenizers take tens of MiB
+_MOST = 256 << 20  # limit for one file, in bytes; tokenizers take tens of MiB
 
 
 @dataclass(frozen=True)
 class Companions:
-    """What goes with the weights of a run into an export."""
+    """Files and names that accompany the weights of a run in an export."""
 
-    config: dict[str, Any] | None  # content of config.json; None where the model is not of transformers
-    files: tuple[Path, ...]  # tokenizer, generation_config.json and the like
-    loaded_from: tuple[str, ...] | None  # names of the tensors that the run began with; None without `weights`
-    adapters: tuple[Adapter, ...]  # of peft, where they are trained
+    config: dict[str, Any] | None  # content of config.json; None for models that are not from transformers
+    files: tuple[Path, ...]  # tokenizer, generation_config.json and similar files
+    loaded_from: tuple[str, ...] | None  # names of the tensors in the initial weights; None without `weights`
+    adapters: tuple[Adapter, ...]  # PEFT adapters that the run trains
 
     @classmethod
     def of_run(cls, checkpoints: Path) -> Companions:
-        """Read what a run has kept in its folder of checkpoints.
+        """Read the copies that a run keeps in its folder of checkpoints.
 
         Raises:
-            ConfigError: a file is malformed.
+            ConfigError: if a file is malformed.
         """
         folder = checkpoints / _FOLDER
         config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
@@ -67,10 +67,10 @@ def _kept_adapters(file: Path) -> tuple[Adapter, ...]:
 
 
 def companion_files(folder: Path) -> Iterator[Path]:
-    """Yield the files beside weights that belong to them: tokenizer, generation config, preprocessor, licence.
+    """Yield the files of a weight folder that an export copies: tokenizer, generation config, preprocessor, license.
 
     Raises:
-        OSError: the folder cannot be read.
+        OSError: if the folder cannot be read.
     """
     if not folder.is_dir():
         return
@@ -79,19 +79,21 @@ def companion_files(folder: Path) -> Iterator[Path]:
         if not known or file.name.startswith(".") or not file.is_file():
             continue
         if file.stat().st_size > _MOST:
-            _log.warning("%s is too large to be kept for exports; copy it into them yourself", file)
+            _log.warning("%s is too large to be copied for exports; copy it to an export yourself", file)
         else:
             yield file
 
 
 def keep_companions(checkpoints: Path, model: nn.Module, weights: WeightFiles | None) -> None:
-    """Put copies beside the checkpoints of a run that begins.
+    """Copy the accompanying files next to the checkpoints of a new run.
 
     Args:
-        weights: what the run begins with; None without a folder of safetensors.
+        checkpoints: folder of the checkpoints of the run.
+        model: the model that is trained.
+        weights: initial weights, or None if they do not come from safetensors files.
 
     Raises:
-        OSError: a file cannot be read, or written.
+        OSError: if a file cannot be read or written.
     """
     folder = checkpoints / _FOLDER
     folder.mkdir(exist_ok=True)
@@ -112,8 +114,10 @@ def keep_companions(checkpoints: Path, model: nn.Module, weights: WeightFiles | 
         write_durably(folder / CONFIG, config.to_json_string().encode())
         if not (folder / GENERATION).exists() and inner.can_generate():
             write_durably(folder / GENERATION, inner.generation_config.to_json_string().encode())
-    except (TypeError, ValueError, AttributeError) as error:  # a configuration of which no JSON can be made
-        _log.warning("no config.json is kept for exports, name one then: %s: %s", type(error).__name__, error)
+    except (TypeError, ValueError, AttributeError) as error:  # the configuration cannot be written as JSON
+        _log.warning(
+            "config.json cannot be saved for exports (%s: %s); pass one to the export", type(error).__name__, error
+        )
 
 
 def _keep_adapters(folder: Path, model: nn.Module) -> None:
@@ -122,13 +126,13 @@ def _keep_adapters(folder: Path, model: nn.Module) -> None:
         write_durably(folder / _ADAPTERS, json.dumps(tree).encode())
     except OSError:
         raise
-    except Exception as error:  # whatever peft raises for a kind of adapter, with which training goes well
-        _log.warning("no adapter is kept for exports, save it with model.save_pretrained: %s: %s",
+    except Exception as error:  # PEFT raises various errors for adapters that it can train and not save
+        _log.warning("adapters cannot be saved for exports (%s: %s); call model.save_pretrained() during training",
                      type(error).__name__, error)  # fmt: skip
 
 
 def carry_companions(old: Path, new: Path) -> None:
-    """Copy what a run has kept to one that goes on from it; links are passed over. Raises `OSError`."""
+    """Copy the accompanying files of a run to the run that continues from it; links are skipped. Raises `OSError`."""
     if not (old / _FOLDER).is_dir():
         return
     (new / _FOLDER).mkdir(exist_ok=True)

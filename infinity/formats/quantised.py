@@ -1,9 +1,9 @@
-"""Frozen linear layers whose weights torchao has quantised: bytes that are paged, and dequantised where they are used.
+"""Frozen linear layers with weights quantized by torchao: the quantized bytes are paged and dequantized at use.
 
-A quantised weight of torchao is one tensor made of several (codes, scales, …), which FSDP2 cannot cut into the slices
-of ranks. Here each of these is a parameter of its own, frozen; floating-point ones are kept as their bits, which no
-policy of mixed precision casts. What is gathered is put together again where it is used, and dequantised: in forward,
-and once more in backward, so that no weight stays in memory between them.
+A quantized weight of torchao consists of several tensors (codes, scales, …), which FSDP2 cannot shard as one
+parameter. Here each of these tensors is a frozen parameter of its own. Floating-point ones are stored as integers
+with the same bits, so that no mixed-precision policy casts them. The layer reassembles the gathered tensors at use
+and dequantizes the weight in forward and again in backward, so that no dequantized weight stays in memory in between.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from infinity.optional_dependencies import needs
 
 _PREFIX = "weight_"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers that hold the bits of floating-point numbers, by their size in bytes."""
+"""Integer dtypes that hold the bits of floating-point numbers, by size in bytes."""
 
 
 class QuantisedLinear(nn.Linear):
-    """A linear layer with a frozen, quantised weight of shape (out_features, in_features)."""
+    """A linear layer with a frozen, quantized weight of shape (out_features, in_features)."""
 
     def __init__(self, made_from: nn.Linear, config: Any) -> None:
-        """Quantise the weight of a layer; one on the meta device gives a layer on the meta device.
+        """Quantize the weight of a layer; a layer on the meta device gives a layer on the meta device.
 
         Args:
-            made_from: is left as it is.
-            config: of torchao, such as ``Int8WeightOnlyConfig()``.
+            made_from: plain linear layer, which is not modified.
+            config: torchao configuration, for example ``Int8WeightOnlyConfig()``.
         """
         nn.Module.__init__(self)
         self.in_features, self.out_features = made_from.in_features, made_from.out_features
@@ -53,7 +53,7 @@ class QuantisedLinear(nn.Linear):
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), bias.requires_grad))
 
     def parts(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return what the parameters of this layer are for a weight, quantised already or not."""
+        """Return the parameters of this layer, by name, for a quantized or plain weight."""
         if not hasattr(type(weight), "__tensor_flatten__"):
             weight = _quantise(weight.to(self.dtype), self._config)
         inner = {name: getattr(weight, name).detach() for name in self._made_of}
@@ -61,14 +61,14 @@ class QuantisedLinear(nn.Linear):
 
     @property
     def stored(self) -> dict[str, torch.Tensor]:
-        """Shapes and dtypes of the parameters, on the meta device."""
+        """Return shapes and dtypes of the parameters, on the meta device."""
         return {
             _PREFIX + name: _as_bits(torch.empty(shape or (1,), dtype=dtype, device="meta"))
             for name, (dtype, shape) in self._made_of.items()
         }
 
     def is_wrong(self, weight: torch.Tensor) -> bool:
-        """Whether a tensor has not the shape of the weight."""
+        """Return whether a tensor does not have the shape of the weight."""
         return weight.shape != (self.out_features, self.in_features)
 
     def _dequantised(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -81,41 +81,43 @@ class QuantisedLinear(nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The dequantised weight, made anew at each access; without values on the meta device, and while it is cut."""
+        """The dequantized weight, computed at each access; without values on the meta device and while the layer is
+        sharded.
+        """
         parts = self._parts
         if any(part.is_meta or type(part) is not nn.Parameter for part in parts):
             return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=parts[0].device.type)
         return self._dequantised(parts).as_subclass(_ToLookAt)
 
     def reset_parameters(self) -> None:
-        """Do nothing: the weight has no first values of its own."""
+        """Do nothing, because the weight has no initial values of its own."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` times the dequantised weight, plus the bias."""
+        """Return `x` times the dequantized weight, plus the bias."""
         product: torch.Tensor = _Product.apply(x, self._dequantised, *self._parts)  # type: ignore[no-untyped-call]
         return product if self.bias is None else product + self.bias
 
 
 class _ToLookAt(torch.Tensor):
-    """A dequantised weight for others: a copy, so that what is set there would be lost without a word."""
+    """A dequantized copy of a weight, for readers. Writing to it raises, because the write would be lost."""
 
     __torch_function__ = torch_private.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
     @property  # type: ignore[override]
     def data(self) -> torch.Tensor:
-        """The values; peft adds adapters to them that are merged."""
+        """The values, for PEFT, which adds merged adapters to them."""
         return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         raise UnsupportedError(
-            "the weight of this layer is quantised, and nothing can be merged into it: save the adapter, and merge it "
-            "into the base as it was, by PeftModel.from_pretrained(base, folder).merge_and_unload()"
+            "merging adapters into a quantized weight is not supported; save the adapter, and merge it into "
+            "the original base model with PeftModel.from_pretrained(base, folder).merge_and_unload()"
         )
 
 
 class _Unflatten:
-    """Puts a quantised weight together, and dequantises it."""
+    """Reassembles and dequantizes a quantized weight."""
 
     def __init__(self, cls: type[Any], context: Any, size: torch.Size, stride: tuple[int, ...]) -> None:
         self._cls, self._context, self._size, self._stride = cls, context, size, stride
@@ -127,7 +129,7 @@ class _Unflatten:
 
 
 class _Product(torch.autograd.Function):
-    """A product with a weight that is made for it, and made again for backward."""
+    """Matrix product with a weight that is dequantized in forward and again in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dequantised: Callable[..., torch.Tensor], *parts: torch.Tensor) -> Any:
@@ -144,21 +146,21 @@ class _Product(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Quantised:
-    """Layers whose weights are quantised as they are read from a checkpoint that has them whole."""
+    """Layers whose weights are quantized while they are read from a checkpoint of plain weights."""
 
     layers: Mapping[str, QuantisedLinear]
-    """By the names that their weights have in the checkpoint."""
+    """Layers by the names of their weights in the checkpoint."""
 
     @property
     def likes(self) -> dict[str, torch.Tensor]:
-        """The weights, by name, on the meta device."""
+        """Return the plain weights, by name, on the meta device."""
         return {
             name: torch.empty(layer.out_features, layer.in_features, dtype=layer.dtype, device="meta")
             for name, layer in self.layers.items()
         }
 
     def conversions(self, found: Iterable[Conversion]) -> Iterator[Conversion]:
-        """Yield, for every conversion that makes such a weight, one that makes the parameters of its layer."""
+        """Replace each conversion that produces a quantized weight by one that produces the parameters of its layer."""
         for conversion in found:
             for name in conversion.targets:
                 if name in self.layers and not (layer := self.layers[name]).is_wrong(conversion.targets[name]):
@@ -168,7 +170,7 @@ class Quantised:
 
 @dataclass(frozen=True)
 class _Quantising:
-    """Makes the parameters of a layer from the tensors of a checkpoint that its weight is made of."""
+    """Quantizes a weight that is made from tensors of a checkpoint."""
 
     whole: Conversion
     name: str
@@ -176,7 +178,7 @@ class _Quantising:
 
     @property
     def likes(self) -> dict[str, torch.Tensor]:
-        """What is made, by name in the model, on the meta device."""
+        """Return the targets, by name in the model, on the meta device."""
         prefix = self.name.removesuffix("weight")
         return {prefix + key: torch.empty_like(part, device="meta") for key, part in self.layer.stored.items()}
 
@@ -189,22 +191,24 @@ class _Quantising:
 def quantise_(
     model: nn.Module, config: Any, wanted: Callable[[nn.Module, str], bool] | None = None
 ) -> dict[str, QuantisedLinear]:
-    """Put frozen, quantised layers in the place of linear layers of a model, before adapters and `fully_shard`.
+    """Replace linear layers of a model by frozen, quantized layers, before adapters are added and `fully_shard` is
+    called.
 
-    On the meta device, `infinity.offload(…, weights=folder)` reads the weights of the plain model and quantises them
-    one by one, as they are written to the drives.
+    On the meta device, `infinity.offload(…, weights=folder)` reads the plain weights and quantizes them one by one
+    while they are written to the drives.
 
     Args:
-        model: with plain linear layers; on a real or on the meta device.
-        config: of torchao, for weights only, such as ``torchao.quantization.Int8WeightOnlyConfig()``.
-        wanted: tells, given a linear layer and its name, whether to quantise it; by default all but the model's head.
+        model: model with plain linear layers, on a real device or the meta device.
+        config: weight-only configuration of torchao, for example ``torchao.quantization.Int8WeightOnlyConfig()``.
+        wanted: function of a linear layer and its name that returns whether to quantize it. Default: all except the
+            head.
 
     Returns:
         The new layers, by name.
 
     Raises:
-        MissingPackageError: torchao is not installed.
-        ConfigError: no layer is quantised by this, or torchao cannot quantise one with `config`.
+        MissingPackageError: if torchao is not installed.
+        ConfigError: if no layer is selected, or torchao cannot quantize a layer with `config`.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     chosen = wanted or (lambda module, _: module is not head)
@@ -215,7 +219,7 @@ def quantise_(
             made[name] = QuantisedLinear(module, config)
             setattr(model.get_submodule(parent), key, made[name])
     if not made:
-        raise ConfigError("no layer was quantised: the model has no nn.Linear that is wanted; name others with wanted=")
+        raise ConfigError("the model has no nn.Linear to quantize; select layers with wanted=")
     return made
 
 
@@ -231,15 +235,17 @@ def _quantise(weight: torch.Tensor, config: Any) -> torch.Tensor:
         quantize_(holder, copy.deepcopy(config))
     except (AssertionError, ImportError, NotImplementedError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"{type(config).__name__} cannot quantise a weight of shape {tuple(weight.shape)}: {error}; choose other "
-            "settings of torchao, or leave the layer as it is with wanted="
+            f"{type(config).__name__} cannot quantize a weight of shape {tuple(weight.shape)}: {error}; choose other "
+            "torchao settings, or exclude the layer with wanted="
         ) from error
     quantised: Any = holder[0]
     found: torch.Tensor = quantised.weight.detach()
     if not hasattr(type(found), "__tensor_flatten__") or not (
         hasattr(found, "get_original_weight") or hasattr(found, "dequantize")
     ):
-        raise ConfigError(f"{type(config).__name__} gives a {type(found).__name__}, which is no quantised weight here")
+        raise ConfigError(
+            f"{type(config).__name__} produces a {type(found).__name__}, which is not a supported quantized weight"
+        )
     return found
 
 

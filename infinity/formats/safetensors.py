@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, or of a run that trains, as a folder for transformers."""
+"""Export of a checkpoint, or of a run in progress, to a folder of safetensors that transformers can load."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from infinity.formats.weight_files import INDEX, SINGLE
 from infinity.units import parse_size
 
 FILE_BYTES = "1GiB"
-"""Most bytes of tensors per file where nothing else is said."""
+"""Default limit for the tensors of one file."""
 
 
 def file_size(value: int | str, *, name: str = "file_bytes") -> int:
-    """Return the most bytes per file. Raises `ConfigError` for what is no size of a file."""
+    """Return the limit for one file, in bytes. Raises `ConfigError` if `value` is not a size."""
     found = parse_size(value, name=name)
     if found == 0:
-        raise ConfigError(f"{name} {value} is no size of a file; the default is {FILE_BYTES}")
+        raise ConfigError(f"{name} {value} is not a valid file size; the default is {FILE_BYTES}")
     return found
 
 
 def digest_of(value: torch.Tensor | BytesIO) -> int:
-    """Return a digest of the bytes of a tensor on the CPU, or of a file in memory."""
+    """Return a digest of the bytes of a CPU tensor, or of a file in memory."""
     if isinstance(value, BytesIO):
         return int(xxhash.xxh3_64_intdigest(value.getbuffer()))
     return int(xxhash.xxh3_64_intdigest(value.contiguous().reshape(-1).view(torch.uint8).numpy().data))
 
 
 def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-    """Write a file of safetensors, and compare what is on the drive with what was written.
+    """Write a safetensors file, and verify it by reading it back.
 
     Raises:
-        ConfigError: it cannot be written, or is something else.
+        ConfigError: if the file cannot be written, or its content differs.
     """
     try:
         save_file(dict(tensors), file, metadata={"format": "pt"})
@@ -59,11 +59,11 @@ def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{file} cannot be written: {getattr(error, 'strerror', None) or error}") from error
     if not good:
-        raise ConfigError(f"{file} is not what was written; look after that drive")
+        raise ConfigError(f"{file} differs from the data that was written; check the drive")
 
 
 def cut(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Return positions file by file, in order: at most `most` bytes in each, or one that is larger."""
+    """Divide items into consecutive files of at most `most` bytes; a larger item gets a file of its own."""
     files: list[list[int]] = [[]]
     filled = 0
     for position, size in enumerate(sizes):
@@ -85,28 +85,31 @@ def export_safetensors(
     file_bytes: int,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[Path]:
-    """Write a folder that `from_pretrained` loads: weights in one or several files, their index, config.json.
+    """Write a folder that `from_pretrained` loads: weights in one or several files, their index, and config.json.
 
-    Tensors have the names and shapes that `save_pretrained` of the model in config.json gives them: what transformers
-    renames, fuses or splits when it loads is undone, and a tied parameter is written once. Without a config.json, or
-    where it is not of a class of transformers, they are those of the model. Memory is that of one file and of what one
-    conversion takes and makes. Every file is read back and compared; the folder is there when all of it is durable.
+    Tensors have the names and shapes that `save_pretrained` of the model in config.json would give them: renaming,
+    fusing and splitting that transformers applies while loading is reversed, and a tied parameter is written once.
+    Without a config.json, or if its class is not from transformers, the names are the model's own. Peak memory is one
+    file plus the input and output of one conversion. Every file is read back and compared. The folder appears under
+    its name once all of it is durable.
 
-    Of a `PeftModel` it is what `PeftModel.from_pretrained` loads: its adapters, with the names that peft gives them.
+    For a `PeftModel`, the folder contains the adapters under PEFT's names, for `PeftModel.from_pretrained`.
 
     Args:
-        folder: new, or empty.
-        config: content of config.json; by default what the run has kept, and none is written where it has none.
-        companions: folder whose tokenizer, generation_config.json and the like are copied along; by default what the
-            run has kept: those of its `weights`.
-        dtype: of floating-point weights; by default as they are trained.
-        file_bytes: most bytes of weights per file; a larger parameter gets a file of its own.
-        advance: told the bytes of every parameter that was read.
+        reader: checkpoint or run to read from.
+        folder: target, which must be new or empty.
+        config: content of config.json. Default: the copy that the run keeps; without a copy, no config.json is
+            written.
+        companions: folder to copy tokenizer, generation_config.json and similar files from. Default: the copies that
+            the run keeps of the files next to its initial weights.
+        dtype: dtype of floating-point weights. Default: the dtype that they are trained in.
+        file_bytes: limit for the weights in one file; a larger parameter gets a file of its own.
+        advance: called with the number of bytes of every parameter that was read.
 
     Raises:
-        ConfigError: the folder is not empty or cannot be written to, what is read back is something else, or
-            config.json is not that of the model.
-        StorageError, CorruptPageError, CheckpointError: the weights cannot be read.
+        ConfigError: if the folder is not empty or not writable, a file differs when it is read back, or config.json
+            belongs to another model.
+        StorageError, CorruptPageError, CheckpointError: if the weights cannot be read.
     """
     if companions is not None and not companions.is_dir():
         raise ConfigError(f"companions {str(companions)!r} is not a folder")
@@ -129,7 +132,6 @@ def _write_safetensors(
     dtype: torch.dtype | None,
     file_bytes: int,
 ) -> list[Path]:
-    """Write the files; what is needed to load several comes last."""
     groups = cut([tensor.nbytes for _, _, tensor in outgoing.tensors], file_bytes)
     weight_map: dict[str, str] = {}
     written: list[Path] = []
@@ -143,7 +145,7 @@ def _write_safetensors(
         try:
             content = file.read_bytes()
         except OSError as error:
-            raise ConfigError(f"{file} cannot be read: {error.strerror}; take it away, or mend it") from error
+            raise ConfigError(f"{file} cannot be read: {error.strerror}; remove the file, or repair it") from error
         _write(folder / file.name, content)
         written.append(folder / file.name)
     if config is not None:
@@ -165,11 +167,11 @@ def _export_adapters(
     dtype: torch.dtype | None,
     advance: Callable[[int], None],
 ) -> list[Path]:
-    """Write adapters as `PeftModel.save_pretrained` does: each is read whole, as they are small."""
+    """Write adapters as `PeftModel.save_pretrained` does. Each is read as a whole, because adapters are small."""
     if unnamed := [adapter.name for adapter in adapters if adapter.tensors is None]:
         raise ConfigError(
-            f"adapter {unnamed[0]} is computed from several parameters, which an export does not do: call "
-            "model.save_pretrained(folder) of the model that trains"
+            f"adapter {unnamed[0]} is computed from several parameters, which exports do not support; call "
+            "model.save_pretrained(folder) while the model trains"
         )
     outgoing = _Outgoing(reader, None, None, dtype, advance)
     written: list[Path] = []
@@ -185,10 +187,11 @@ def _export_adapters(
 
 
 def export_bytes(reader: FullState, dtype: torch.dtype | None = None) -> int:
-    """Return how many bytes of parameters an export reads: of all, or of adapters where those are what was trained.
+    """Return the number of bytes of parameters that an export reads: all parameters, or the adapters if only those
+    are trained.
 
     Raises:
-        ConfigError: what the run has kept for exports is malformed.
+        ConfigError: if the files that the run keeps for exports are malformed.
     """
     adapters = Companions.of_run(reader.folder.checkpoints).adapters
     chosen = {source for adapter in adapters for source in (adapter.tensors or {}).values()}
@@ -200,7 +203,7 @@ def export_bytes(reader: FullState, dtype: torch.dtype | None = None) -> int:
 
 
 def _write(file: Path, data: bytes) -> None:
-    """Write a file, and compare what is on the drive with it. Raises `ConfigError`."""
+    """Write a file, and verify it by reading it back. Raises `ConfigError`."""
     try:
         file.write_bytes(data)
         sync_file(file)
@@ -208,11 +211,11 @@ def _write(file: Path, data: bytes) -> None:
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}") from error
     if not good:
-        raise ConfigError(f"{file} is not what was written; look after that drive")
+        raise ConfigError(f"{file} differs from the data that was written; check the drive")
 
 
 class _Outgoing:
-    """The tensors of an export, and the parameters and buffers that they are made of."""
+    """Tensors of an export, and the parameters and buffers that they are made from."""
 
     def __init__(
         self,
@@ -222,18 +225,18 @@ class _Outgoing:
         dtype: torch.dtype | None,
         advance: Callable[[int], None],
     ) -> None:
-        """Find what is written; nothing is read from pages yet.
+        """Determine the tensors to write; no page is read yet.
 
         Args:
-            reader: of the state.
-            config: that of the model, of transformers; None for another model.
-            loaded_from: names that the checkpoint had that the model was loaded from, if any.
-            dtype: of floating-point tensors in the export; None: as they are trained.
-            advance: told of bytes that were read.
+            reader: checkpoint or run to read from.
+            config: configuration of a transformers model; None for another model.
+            loaded_from: names in the checkpoint that the model was loaded from, if any.
+            dtype: dtype of floating-point tensors in the export; None keeps the dtype that they are trained in.
+            advance: called with the number of bytes that were read.
         """
         self._reader, self._dtype, self._advance = reader, dtype, advance
         self._buffers = {torch_private.unwrapped_name(name): value for name, value in reader.buffers()}
-        self._index = {  # of parameters, by all their names
+        self._index = {  # of parameters, by each of their names
             torch_private.unwrapped_name(name): index
             for index, spec in enumerate(reader.tensors)
             for name in spec.names
@@ -242,19 +245,20 @@ class _Outgoing:
         self.tensors: list[tuple[Conversion, str, torch.Tensor]] = [
             (conversion, name, tensor) for conversion in conversions for name, tensor in conversion.targets.items()
         ]
-        """What is written, in order: by which conversion, name, and on the meta device shape and dtype."""
-        self._last: tuple[Conversion, dict[str, torch.Tensor]] | None = None  # one may be of two files
+        """Tensors to write, in order: conversion, name, and shape and dtype on the meta device."""
+        # the targets of one conversion may be written to two files
+        self._last: tuple[Conversion, dict[str, torch.Tensor]] | None = None
 
     def read(self, index: int) -> tuple[str, torch.Tensor]:
-        """Return name and value of a tensor; they must be read in their order."""
+        """Return the name and value of a tensor; tensors must be read in order."""
         conversion, name, _ = self.tensors[index]
         if self._last is None or self._last[0] is not conversion:
-            self._last = None  # before the next one takes memory
+            self._last = None  # free the previous targets before the next conversion allocates memory
             self._last = (conversion, conversion.run({source: self.value(source) for source in conversion.sources}))
         return name, self._last[1].pop(name).contiguous()
 
     def value(self, name: str) -> torch.Tensor:
-        """Return a parameter or a buffer, by one of its names in the model."""
+        """Return a parameter or a buffer by one of its names in the model."""
         if name in self._buffers:
             return self._buffers[name]
         index = self._index[name]
@@ -263,7 +267,6 @@ class _Outgoing:
         return value.to(self._dtype) if self._dtype is not None and value.is_floating_point() else value
 
     def _like(self, name: str) -> torch.Tensor:
-        """Return a tensor on the meta device."""
         if name in self._buffers:
             return self._buffers[name].to("meta")
         index = self._index[name]
@@ -283,11 +286,11 @@ class _Outgoing:
                 return self._plain(own)
             chosen = self._chosen(model)
             converts, known = model.converts(loaded_from), {*self._index, *self._buffers}
-            # What is only written down may be more than the model of the config has, as an adapter; never less.
+            # A model may have more tensors than its config describes, for example an adapter, but never fewer.
             if foreign := sorted(model.all ^ known if converts else model.all - known):
                 raise ConfigError(
-                    f"config.json is of another model than the checkpoint, as for {', '.join(foreign[:5])}; give that of "
-                    "the model that was trained (--model-config)"
+                    f"config.json does not match the checkpoint: {', '.join(foreign[:5])}; pass the config.json of "
+                    "the trained model (--model-config)"
                 )
             if not converts:
                 return self._plain(chosen)
@@ -295,16 +298,16 @@ class _Outgoing:
         except ValueError as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"config.json is not that of the model that was trained: {error}") from error
+            raise ConfigError(f"config.json does not match the trained model: {error}") from error
 
     def _plain(self, chosen: Iterable[str]) -> tuple[Conversion, ...]:
         return tuple(Conversion({name: self._like(name)}, {name: self._like(name)}) for name in chosen)
 
     def _chosen(self, model: names.Outgoing) -> list[str]:
-        """Return the names to write, in the order of `save_pretrained`; what that does not know comes last.
+        """Return the names to write, in the order of `save_pretrained`; names unknown to it come last.
 
-        A parameter that is one here and two in a model of this config is written twice, and two that would be tied
-        there are both written: what is loaded is what was trained.
+        A parameter that is shared here but not in a model of this config is written twice, and two parameters that
+        such a model would tie are both written, so that a loaded export equals the trained model.
         """
         all_names = [
             *([torch_private.unwrapped_name(name) for name in spec.names] for spec in self._reader.tensors),

@@ -1,10 +1,10 @@
-"""How transformers names and shapes tensors in files, and how in models: every touch of its less public names.
+"""Mapping between tensors in files and tensors in models of transformers; the only user of its less public names.
 
-Since version 5 it renames tensors while it loads a checkpoint, and fuses or splits them (the experts of a layer become
-one tensor, say), and undoes this when it saves. The rules are objects in `transformers.conversion_mapping`; here they
-are asked which tensors of a checkpoint make which of a model, and are run for one conversion at a time.
-`tests/formats/test_conversions.py` says what is expected of each name. Where the installed transformers lacks them,
-names are taken as they are but for the prefix of the base model.
+Since version 5, transformers renames tensors while it loads a checkpoint, fuses or splits some of them (for example,
+the experts of a layer become one tensor), and reverses this when it saves. The rules are objects of
+`transformers.conversion_mapping`. This module asks these rules which tensors of a checkpoint produce which tensors of
+a model, and runs one conversion at a time. `tests/formats/test_conversions.py` states the behavior expected of each
+name. If the installed transformers lacks them, names are used unchanged except for the prefix of the base model.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from infinity.optional_dependencies import needs
 
 @dataclass(frozen=True)
 class Conversion:
-    """Tensors of one side (file or model) that together make tensors of the other.
+    """Tensors of one side (files or model) that together produce tensors of the other side.
 
-    `sources` and `targets` are by name, on the meta device: shapes and dtypes. A plain one has a source and a target.
+    `sources` and `targets` map names to tensors on the meta device, for shapes and dtypes. A plain conversion has one
+    source and one target.
     """
 
     sources: Mapping[str, torch.Tensor]
@@ -37,18 +38,18 @@ class Conversion:
 
     @property
     def plain(self) -> bool:
-        """Whether the target is the source under another name, or under the same."""
+        """Return whether the target is the unmodified source, possibly under another name."""
         return self.rule is None
 
     def run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the targets, given the sources."""
+        """Return the target tensors, given the source tensors."""
         if self.rule is None:
             return dict(zip(self.targets, (values[name] for name in self.sources), strict=True))
         return self.rule.run(values)
 
 
 class Runs(Protocol):
-    """What makes tensors of others."""
+    """Protocol of objects that produce tensors from others."""
 
     def run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the targets by name, given the sources."""
@@ -56,13 +57,13 @@ class Runs(Protocol):
 
 @dataclass
 class _Rule:
-    """A `WeightConverter` for one set of tensors."""
+    """A `WeightConverter` applied to one set of tensors."""
 
     converter: Any
-    first: str  # name of its first target, from which the converter derives the others
+    first: str  # name of its first target; the converter derives the other names from it
     shapes: _Shapes
-    renamings: Sequence[Any] = ()  # to apply to the targets' names, on the way out
-    sources: list[tuple[str, str]] = field(default_factory=list)  # (pattern that matched, name), in order
+    renamings: Sequence[Any] = ()  # applied to the names of the targets when saving
+    sources: list[tuple[str, str]] = field(default_factory=list)  # (matching pattern, name), in order
 
     def run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         converter = deepcopy(self.converter)
@@ -74,13 +75,13 @@ class _Rule:
 
 
 class _Shapes:
-    """What conversions ask a model for: its configuration, and shapes of whole parameters by their names."""
+    """The parts of a model that conversions ask for: its configuration, and shapes of full parameters by name."""
 
     def __init__(self, config: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         self.config, self._tensors = config, tensors
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """Return a tensor on the meta device; `AttributeError`, as of a model, where there is none."""
+        """Return a tensor on the meta device. Raises `AttributeError`, as a model does, if the name is unknown."""
         if name not in self._tensors:
             raise AttributeError(f"the model has no {name}")
         return self._tensors[name]
@@ -90,38 +91,40 @@ class _Shapes:
 
 @dataclass(frozen=True)
 class Matched:
-    """Which tensors of a checkpoint make which of a model."""
+    """Tensors of a checkpoint matched to tensors of a model."""
 
     conversions: tuple[Conversion, ...]
-    unexpected: Mapping[str, str]  # names of the checkpoint that are of nothing, and what they became in the model
-    failed: Mapping[str, str]  # names in the model of which a conversion cannot be run, and why
+    # names in the checkpoint that match no tensor of the model, and their names after conversion
+    unexpected: Mapping[str, str]
+    failed: Mapping[str, str]  # names in the model whose conversion failed, and the reason
 
 
 def pretrained_model(model: nn.Module) -> Any | None:
-    """Return the model of transformers that a module is, or has added adapters to; None where it is none."""
+    """Return the transformers model that `model` is, or has added adapters to; None for other models."""
     inner = base_model(model)
-    modeling = sys.modules.get("transformers.modeling_utils")  # not imported: then it is none
+    modeling = sys.modules.get("transformers.modeling_utils")  # no model of transformers exists before it is imported
     return inner if modeling is not None and isinstance(inner, modeling.PreTrainedModel) else None
 
 
 def class_name(model: nn.Module) -> str:
-    """Return the name of a model's class before `fully_shard`, and before adapters were added."""
+    """Return the name of the class that a model had before `fully_shard` and before adapters were added."""
     inner = base_model(model)
     with torch_private.classes_of_before(inner):
         return type(inner).__name__
 
 
 def converts() -> bool:
-    """Whether the installed transformers has rules of conversion."""
+    """Return whether the installed transformers has conversion rules."""
     return _loading() is not None
 
 
 def match(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], model: nn.Module) -> Matched:
-    """Return how a checkpoint makes the tensors of a model: by the rules of transformers, or by equal names.
+    """Match a checkpoint to the tensors of a model, by the rules of transformers or by equal names.
 
     Args:
-        tensors: of the checkpoint, by name; on the meta device.
-        wanted: those of the model's `state_dict`, by name; on the meta device.
+        tensors: tensors of the checkpoint by name, on the meta device.
+        wanted: tensors of the model's `state_dict` by name, on the meta device.
+        model: the model, for its class and configuration.
     """
     inner = pretrained_model(model)
     prefix = inner.base_model_prefix if inner is not None else None
@@ -138,7 +141,7 @@ def match(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor
     of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     for name in sorted(tensors, key=loading.dot_natural_key):
         target, pattern = loading.rename_source_key(name, renamings, converters, prefix, wanted)
-        if target not in wanted and name in wanted:  # in the model's own names already
+        if target not in wanted and name in wanted:  # the checkpoint already has the model's own names
             target, pattern = loading.rename_source_key(name, [], [], prefix, wanted)
         if pattern is None or target not in wanted:
             found.place(name, target)
@@ -149,26 +152,24 @@ def match(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor
 
 
 class _Matching:
-    """Collects what a checkpoint makes of a model."""
-
     def __init__(self, tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-        self._tensors, self._wanted = tensors, wanted  # of the checkpoint and of the model, on the meta device, by name
-        self._plain: dict[str, str] = {}  # by name in the model: that in the checkpoint
-        self._unexpected: dict[str, str] = {}  # by name in the checkpoint: what the model lacks
-        self._failed: dict[str, str] = {}  # by name in the model: why it cannot be made
-        self.fused: dict[str, _Rule] = {}  # by the name of the first target
+        self._tensors, self._wanted = tensors, wanted  # of the checkpoint and of the model, by name, on the meta device
+        self._plain: dict[str, str] = {}  # name in the checkpoint by name in the model
+        self._unexpected: dict[str, str] = {}  # by name in the checkpoint: name after conversion, which the model lacks
+        self._failed: dict[str, str] = {}  # by name in the model: reason of the failure
+        self.fused: dict[str, _Rule] = {}  # by name of the first target
 
     def place(self, name: str, target: str) -> None:
-        """Take a tensor under its name in the model."""
+        """Record a tensor under its name in the model."""
         if target not in self._wanted:
             self._unexpected[name] = target
         elif target in self._plain:
-            self._failed[target] = f"both {self._plain[target]} and {name} of the checkpoint would be it"
+            self._failed[target] = f"both {self._plain[target]} and {name} of the checkpoint map to it"
         else:
             self._plain[target] = name
 
     def matched(self) -> Matched:
-        """Run all conversions on the meta device and return what was found."""
+        """Run all conversions on the meta device and return the result."""
         made, failed = _made(self.fused.values(), self._tensors)
         owner: dict[str, str] = dict(self._plain)
         for conversion in made:
@@ -177,7 +178,7 @@ class _Matching:
                 if target not in self._wanted:
                     self._unexpected[sources] = target
                 elif target in owner:
-                    failed[target] = f"both {owner[target]} and {sources} of the checkpoint would be it"
+                    failed[target] = f"both {owner[target]} and {sources} of the checkpoint map to it"
                 owner[target] = sources
         plain = [
             Conversion({name: self._tensors[name]}, {target: self._tensors[name]})
@@ -188,27 +189,27 @@ class _Matching:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """The names that `save_pretrained` of a model knows."""
+    """Names that `save_pretrained` of a model uses."""
 
-    model: Any  # of transformers, on the meta device
-    kept: tuple[str, ...]  # in their order; of tied tensors the one that is written
-    all: frozenset[str]  # of its `state_dict`
-    left_out: frozenset[str]  # what it does not write, since it is computed
+    model: Any  # a transformers model, on the meta device
+    kept: tuple[str, ...]  # in order; of tied tensors, the one that is written
+    all: frozenset[str]  # names in its `state_dict`
+    left_out: frozenset[str]  # names that it does not write, because they are computed
 
     def converts(self, loaded_from: Iterable[str] | None) -> bool:
-        """Whether anything is renamed, fused or split; see `reverted`."""
+        """Return whether saving renames, fuses or splits any tensor; see `reverted`."""
         loading = _loading()
         return loading is not None and bool(_rules_to_revert(loading, self.model, self.model.state_dict(), loaded_from))
 
 
 def outgoing(config: Mapping[str, Any]) -> Outgoing | None:
-    """Build the model of a config.json on the meta device; None where its class is not one of transformers.
+    """Build the model of a config.json on the meta device; return None if its class is not from transformers.
 
     Raises:
-        MissingPackageError: transformers is not installed.
-        ValueError: it cannot be built.
+        MissingPackageError: if transformers is not installed.
+        ValueError: if the model cannot be built.
     """
-    with needs("hf", "the export of a model of transformers"):
+    with needs("hf", "exporting a transformers model"):
         import transformers
         from transformers import modeling_utils
 
@@ -221,29 +222,30 @@ def outgoing(config: Mapping[str, Any]) -> Outgoing | None:
     try:
         with torch.device("meta"):
             kind: Any = cls.config_class
-            decoded = getattr(kind, "_decode_special_floats", lambda tree: tree)(dict(config))  # infinities
+            # infinities are stored as text
+            decoded = getattr(kind, "_decode_special_floats", lambda tree: tree)(dict(config))
             model: Any = cls(kind.from_dict(decoded))
         state = model.state_dict()
         left_out = frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ()) & state.keys()
         kept = remove_tied({name: value for name, value in state.items() if name not in left_out}, model)
-    except Exception as error:  # whatever a model's class raises for a config that is not its own
-        raise ValueError(f"{architecture} cannot be built of it: {type(error).__name__}: {error}") from error
+    except Exception as error:  # the class raises errors of any kind for a config of another model
+        raise ValueError(f"{architecture} cannot be built from it: {type(error).__name__}: {error}") from error
     return Outgoing(model, tuple(kept), frozenset(state), left_out)
 
 
 def reverted(
     tensors: Mapping[str, torch.Tensor], model: Any, loaded_from: Iterable[str] | None = None
 ) -> tuple[Conversion, ...]:
-    """Return how the tensors of a model make those that its `save_pretrained` writes.
+    """Return the conversions from the tensors of a model to the tensors that its `save_pretrained` writes.
 
     Args:
-        tensors: of the model's `state_dict`, each tied one once; on the meta device.
-        model: of transformers; it may lie on the meta device.
-        loaded_from: names in the checkpoint that the model began with, where there was one: `save_pretrained` undoes
-            the rules that were of use then, and all of them where a model began without.
+        tensors: tensors of the model's `state_dict`, each tied one once, on the meta device.
+        model: model of transformers, possibly on the meta device.
+        loaded_from: names in the checkpoint that the model was loaded from, if any. `save_pretrained` reverses the
+            rules that were used while loading, and all rules if nothing was loaded.
 
     Raises:
-        ValueError: a conversion cannot be undone.
+        ValueError: if a conversion cannot be reversed.
     """
     loading = _loading()
     if loading is None:
@@ -287,14 +289,14 @@ def _rules_to_revert(
 
 
 def _made(rules: Iterable[_Rule], tensors: Mapping[str, torch.Tensor]) -> tuple[list[Conversion], dict[str, str]]:
-    """Run conversions on the meta device, to know what they make; return also why some cannot be run."""
+    """Run conversions on the meta device to learn their targets; also return the failed ones with reasons."""
     made: list[Conversion] = []
     failed: dict[str, str] = {}
     for rule in rules:
         sources = {name: tensors[name] for _, name in rule.sources}
         try:
             made.append(Conversion(sources, rule.run(sources), rule))
-        except Exception as error:  # whatever the operations of transformers raise
+        except Exception as error:  # operations of transformers raise errors of any kind
             failed[rule.first] = f"{type(error).__name__}: {error} (of {len(sources)} tensors: {', '.join(sources)})"
     return made, failed
 
@@ -306,14 +308,14 @@ def _renamed(name: str, renamings: Sequence[Any]) -> str:
 
 
 def _with_prefix(name: str, prefix: str, wanted: Mapping[str, torch.Tensor]) -> str:
-    """Return a name with the prefix of the base model added or removed, where only that is wanted."""
+    """Return a name with the prefix of the base model added or removed, if only that name is in `wanted`."""
     if name.startswith(f"{prefix}.") and name.removeprefix(f"{prefix}.") in wanted:
         return name.removeprefix(f"{prefix}.")
     return f"{prefix}.{name}" if f"{prefix}.{name}" in wanted else name
 
 
 def _loading() -> Any | None:
-    """Return the module of transformers that converts; None where the installed version has none like it."""
+    """Return the conversion module of transformers; None if the installed version has no compatible one."""
     try:
         from transformers import conversion_mapping, core_model_loading
     except ImportError:
@@ -324,7 +326,7 @@ def _loading() -> Any | None:
 
 
 def _model_rules(model: Any, *, add_legacy: bool = True) -> list[Any]:
-    """Return the rules of conversion of a model, in their order, with the names that the model has unwrapped."""
+    """Return the conversion rules of a model, in order, written for the model's unwrapped names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     rules: list[Any] = get_model_conversion_mapping(model, add_legacy=add_legacy)
@@ -335,14 +337,14 @@ def _model_rules(model: Any, *, add_legacy: bool = True) -> list[Any]:
 
 
 def ignored(model: nn.Module, missing: Iterable[str], unexpected: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Return which missing and which unexpected names `from_pretrained` passes over for this model."""
+    """Return the missing and the unexpected names that `from_pretrained` ignores for this model."""
     inner = pretrained_model(model)
     if inner is None:
         return set(), set()
     may_miss = set(getattr(inner, "_keys_to_ignore_on_load_missing", None) or ())
     may_have = set(getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in inner.named_buffers()]
-    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):  # buffers that were persistent once
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):  # buffers that were once persistent
         may_have.add(r"rotary_emb\.inv_freq")
     if any(name.endswith("position_ids") for name in buffers):
         may_have.add(r"(^|\.)position_ids$")

@@ -1,1 +1,1 @@
-"""The paged shard tensor and its attachment to a model on which `fully_shard` was called."""
+"""Paged shards and gradients of a model on which `fully_shard` was called, and the hooks that connect them to FSDP2."""

@@ -1,4 +1,4 @@
-"""Attachment: replaces the shards of a sharded model by paged ones and listens to gathers and gradients."""
+"""Attach paged shards to a sharded model, and listen to its gathers and gradients."""
 
 from __future__ import annotations
 
@@ -19,33 +19,41 @@ from infinity.telemetry.ledger import Ledger
 
 
 class ModelListener(Protocol):
-    """Who runs steps: is told what the model does."""
+    """Receiver of the events of a model's training step."""
 
     def forward(self, grad_enabled: bool) -> None:
-        """Note that a forward begins that is inside of no other FSDP module's, under `torch.no_grad()` or not."""
-
-    def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
-        """Take over what is in `p.grad` after a reduction and the user's hooks.
+        """Note the beginning of an outermost forward, that is, one that no other FSDP module's forward contains.
 
         Args:
-            local: of the local shape; None where a hook has dropped it.
+            grad_enabled: Whether grad mode is enabled.
+        """
+
+    def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
+        """Take over the gradient in `p.grad` after its reduction and after the user's hooks.
+
+        Args:
+            shard: Index of the shard.
+            local: Gradient of the local shape. ``None`` if a hook has dropped it.
 
         Returns:
-            The gradient that is to be in `p.grad` from now on, if that is another.
+            The gradient that `p.grad` holds from now on, or ``None`` to leave `p.grad` unchanged.
         """
 
 
 class Attachment:
-    """Paged shards in place of real ones, which are gone. Hooks on what FSDP2 does with them, until `detach`."""
+    """Paged shards that replace the local tensors of a model, and hooks on FSDP2 that remain until `detach`."""
 
     def __init__(self, sharded: ShardedModel, source: ShardSource, listener: ModelListener, ledger: Ledger) -> None:
-        """Attach: the model's own values are gone then.
+        """Attach to a model. The previous values of its parameters are lost.
 
         Args:
-            source: knows the content of shards.
+            sharded: Model to attach to.
+            source: Content of the shards.
+            listener: Receiver of the model's events.
+            ledger: Ledger that records the time of collectives.
 
         Raises:
-            UnsupportedError: a parameter cannot be given another value. Hooks that were made are removed.
+            UnsupportedError: If the local tensor of a parameter cannot be replaced. Hooks set so far are removed.
         """
         self._members = sharded.shards
         with ExitStack() as undo:
@@ -54,25 +62,25 @@ class Attachment:
             ]
             for shard, (group, member) in enumerate(zip(groups, self._members, strict=True)):
                 self._attach(shard, group, member, source, listener, undo)
-            # Before collectives are watched, which puts something else in the place of this; undone behind it.
+            # Must come before watch_collectives, which wraps these collectives, and is therefore undone after it.
             undo.callback(torch_private.reuse_reduce_buffers(sharded.groups))
             undo.callback(torch_private.watch_collectives(sharded.groups, partial(ledger.part, "collective")))
             undo.callback(refuse_conversions(sharded.model))
 
-            running: list[nn.Module] = []  # FSDP modules of the forward that runs, the outermost first
+            running: list[nn.Module] = []  # FSDP modules of the running forward, outermost first
 
-            # The outermost tells: checkpointing runs the FSDP modules inside of it under no_grad, and computes them
-            # again.
+            # Only the outermost FSDP module notifies the listener, because checkpointing runs inner ones under no_grad
+            # and recomputes them.
             def begin(module: nn.Module, args: Any) -> None:
                 again = module is sharded.model or any(other is module for other in running)
                 if again and not torch_private.in_backward():
-                    running.clear()  # of a forward that was interrupted: torch calls `end` behind an `Exception` only
+                    running.clear()  # left by an interrupted forward: torch calls `end` after an `Exception` only
                 if not running:
                     listener.forward(torch.is_grad_enabled())
                 running.append(module)
 
             def end(module: nn.Module, args: Any, output: Any) -> None:
-                if running and running[-1] is module:  # another hook may have failed before `begin` was called
+                if running and running[-1] is module:  # another hook may have failed before `begin`
                     running.pop()
 
             for module in sharded.model.modules():
@@ -81,7 +89,7 @@ class Attachment:
                     undo.callback(module.register_forward_hook(end, always_call=True).remove)
             unchanged = torch.compiler.disable(lambda module, args: self.check())  # type: ignore[no-untyped-call]
             undo.callback(sharded.model.register_forward_pre_hook(unchanged, prepend=True).remove)
-            self._undo = undo.pop_all()  # removes the hooks
+            self._undo = undo.pop_all()
 
     @staticmethod
     def _attach(
@@ -103,8 +111,8 @@ class Attachment:
             torch_private.replace_local_tensor(param, shard)
         except RuntimeError as error:
             raise UnsupportedError(
-                f"{member.names[0]} is on the meta device and cannot be given a value, since something refers to it "
-                f"weakly ({error}); call infinity.offload before what does"
+                f"{member.names[0]} is on the meta device and cannot be replaced because a weak reference to it exists "
+                f"({error}); call infinity.offload before creating that reference"
             ) from error
         torch_private.watch_local_tensor(param, partial(_check, member))
         if current.requires_grad:
@@ -122,25 +130,29 @@ class Attachment:
         """Check that all parameters are still paged.
 
         Raises:
-            UnsupportedError: one was exchanged for another tensor, which would be trained and checkpointed nowhere.
+            UnsupportedError: If a parameter was replaced by another tensor, which would be neither trained nor
+                checkpointed.
         """
         for member in self._members:
             _check(member)
 
     def detach(self) -> None:
-        """Remove the hooks. Shards stay paged, and FSDP2 still looks whether they are. Idempotent."""
+        """Remove the hooks. Shards stay paged, and FSDP2 still checks that they are. Idempotent."""
         self._undo.close()
 
 
 def _check(member: Member, exchanged: bool = False) -> None:
-    """Refuse what FSDP2 would silently compute with in place of the pages, and gradients that have no page.
+    """Reject a tensor that replaces the pages of a parameter, and a gradient dtype that pages do not support.
+
+    FSDP2 would silently compute with the other tensor.
 
     Args:
-        exchanged: whether another parameter was found on the module.
+        member: Parameter to check.
+        exchanged: Whether the module held a different parameter.
     """
     if exchanged or not isinstance(torch_private.local_tensor(member.param), PagedShard):
         raise UnsupportedError(
-            f"{member.names[0]} is on NVMe, but another tensor was put in its place (load_state_dict(assign=True), "
+            f"{member.names[0]} is on NVMe, but was replaced by another tensor (load_state_dict(assign=True), "
             "swap_tensors, a new nn.Parameter); use p.copy_(value) or load_state_dict(assign=False)"
         )
     check_gradient_dtype(member.names[0], member.param.sharded_param)

@@ -1,9 +1,9 @@
-"""Conversions of a whole offloaded module: what would take its weights off their pages is refused before it begins.
+"""Reject conversions of an offloaded module that would take its weights off their pages.
 
-`Module.to`, `.half()`, `.cuda()`, `.to_empty()`, `.share_memory()` and their like come down to `Module._apply`, which
-puts what a function makes of a parameter in its place. In memory that becomes the weight that is trained; what is on
-NVMe is converted nowhere. So a function that leaves parameters as they are runs on the buffers only, any other is
-refused.
+`Module.to`, `.half()`, `.cuda()`, `.to_empty()`, `.share_memory()` and similar methods call `Module._apply`, which
+replaces each parameter by the result of a function. In memory, the result becomes the trained weight, but on NVMe no
+conversion would take place. A function that leaves parameters unchanged is therefore applied to buffers only, and any
+other function raises `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 def refuse_conversions(model: nn.Module) -> Callable[[], None]:
-    """Let no module of an offloaded model be converted; return what ends that."""
+    """Make conversions of an offloaded model raise `UnsupportedError`; return a function that allows them again."""
     guarded = list(model.modules())
     fsdp_modules = [module for module in guarded if torch_private.is_sharded_module(module)]
     for module in guarded:
@@ -36,30 +36,32 @@ def refuse_conversions(model: nn.Module) -> Callable[[], None]:
 
 
 class _Apply:
-    """Stands in for `Module._apply` of one module;
+    """Replacement for `Module._apply` of one module.
 
-    `fsdp_modules` are the sharded modules of the model that it belongs to.
+    Args:
+        module: Module whose conversions are intercepted.
+        fsdp_modules: FSDP modules of the model that contains it.
     """
 
     def __init__(self, module: nn.Module, fsdp_modules: Sequence[nn.Module]) -> None:
         self._module, self._fsdp_modules = module, fsdp_modules
 
     def __call__(self, function: Function, recurse: bool = True) -> nn.Module:
-        """Convert what is not paged.
+        """Convert tensors that are not paged.
 
         Raises:
-            UnsupportedError: the function would change a paged parameter; nothing has been changed.
+            UnsupportedError: If the function would change a paged parameter. No tensor has been changed in that case.
         """
         modules = list(self._module.modules()) if recurse else [self._module]
-        if not all(map(_is_paged, _parameters(modules))):  # some may be gathered
+        if not all(map(_is_paged, _parameters(modules))):  # some may still be gathered
             for fsdp_module in self._fsdp_modules:
                 torch_private.reshard(fsdp_module)
         for param in _parameters(modules):
             if _is_paged(param) and (change := _change(function, param)):
                 raise UnsupportedError(
-                    f"the weights of this {type(self._module).__name__} are on NVMe, and that would {change}; "
-                    "convert the model before infinity.offload (compute dtypes are MixedPrecisionPolicy's), or export "
-                    "a checkpoint and convert that"
+                    f"the weights of this {type(self._module).__name__} are on NVMe, and this call would {change}; "
+                    "convert the model before infinity.offload, set the compute dtype with MixedPrecisionPolicy, or "
+                    "export a checkpoint and convert it"
                 )
         for module in modules:
             if any(map(_is_paged, _parameters([module]))):
@@ -70,7 +72,7 @@ class _Apply:
         return self._module
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies of a module belong to no FSDP module: copies of its parameters are in memory."""
+        """Leave out the FSDP modules, because a copied module has its parameters in memory."""
         return _Apply, (self._module, ())
 
 
@@ -83,12 +85,12 @@ def _is_paged(tensor: torch.Tensor) -> bool:
 
 
 def _change(function: Function, param: torch.Tensor) -> str:
-    """Say what a function would do to a parameter, tried on one element; "" if nothing."""
+    """Return how a function would change a parameter, tested on one element, or "" if it would not."""
     probe = torch.ones(1, dtype=param.dtype, device=param.device)
     with torch.no_grad():
         made = function(probe)
     if made.dtype != param.dtype:
-        return f"make {str(made.dtype).removeprefix('torch.')} of {str(param.dtype).removeprefix('torch.')}"
+        return f"convert {str(param.dtype).removeprefix('torch.')} to {str(made.dtype).removeprefix('torch.')}"
     if made.device != param.device:
         return f"move them from {param.device} to {made.device}"
     if made.device.type == "cpu" and made.untyped_storage().is_shared():

@@ -1,4 +1,4 @@
-"""Children that are forked from a process with ranks, such as the workers of a data loader."""
+"""Protect processes that are forked from a rank, such as data loader workers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from infinity import torch_private
 
 @cache
 def keep_process_groups() -> None:
-    """Never let a child destroy the process groups that it has from its parent, from the next fork on.
+    """Keep forked children from destroying the process groups that they inherit. Takes effect from the next fork on.
 
-    gloo's would wait for its threads then, which a child has not, and the child would never end.
+    The destructor of a gloo process group waits for its threads, which do not exist in the child, so the child would
+    hang.
     """
 
     def keep() -> None:

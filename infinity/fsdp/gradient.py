@@ -1,8 +1,9 @@
-"""The paged gradient: what `p.grad` holds while the gradient itself is in pages, or used up.
+"""Paged gradient: the value of `p.grad` while the gradient itself is in pages, or after it has been consumed.
 
-A tensor with shape, dtype and device, but no storage. Reading loads it; what changes it changes what the update will
-use. A multiplication by a number is only recorded, and done by whoever reads the gradient next, slice by slice; views
-are lazy, so that what is written to them arrives. Operations on lists of gradients are done one gradient at a time.
+A `PagedGradient` has shape, dtype and device, but no storage. A read loads the gradient, and a write changes the
+gradient that the update uses. Element-wise operations with numbers, such as scaling, are only recorded and applied
+slice by slice at the next read. Views are lazy, so that writes to a view reach the gradient. Operations on lists
+process one gradient at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from infinity.memory.device import open_device
 aten = torch.ops.aten
 
 Edit = Callable[[torch.Tensor], object]
-"""Changes the elements of a gradient in place, each by itself: of a whole shard, or of a slice, shape (n,)."""
+"""Function that changes the elements of a gradient in place, independently of each other. Its argument is a full shard
+or a slice, shape (n,).
+"""
 
 _RECORDED = {
     aten.mul_.Tensor,
@@ -41,9 +44,9 @@ _RECORDED = {
     aten._foreach_clamp_min_.Scalar,
     aten._foreach_clamp_max_.Scalar,
 }
-"""What changes each element by itself, given numbers."""
+"""Element-wise in-place operations whose other arguments are numbers. They are recorded instead of run."""
 
-_OF_THE_SHAPE = {
+_SHAPE_ONLY = {
     aten.empty_like.default,
     aten.zeros_like.default,
     aten.ones_like.default,
@@ -55,42 +58,42 @@ _OF_THE_SHAPE = {
     aten.new_ones.default,
     aten.new_full.default,
 }
-"""What needs to know what a gradient looks like only."""
+"""Operations that need only shape, strides, dtype and device of a gradient."""
 
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 class Gradient(Protocol):
-    """One gradient of a shard, from its first arrival until it is used up or dropped.
+    """Gradient of one shard, from its first arrival until it is consumed or dropped.
 
-    Every method raises `InfinityError` once it is used up or dropped, with the reason and what to do, but for
-    `replace` and `clear` after `step()`, when a new gradient may begin with them.
+    Afterwards, every method raises `InfinityError` with the reason and the fix, except for `replace` and `clear` after
+    `step()`, which may begin a new gradient.
     """
 
     def load(self) -> torch.Tensor:
-        """Return the elements, of the local shape: to be read, or to be changed and given to `replace`."""
+        """Return the elements in the local shape. The caller may modify the tensor and pass it to `replace`."""
 
     def replace(self, values: torch.Tensor) -> None:
-        """Replace the elements, of the local shape."""
+        """Replace the elements, in the local shape."""
 
     def clear(self) -> None:
-        """Replace the elements by zeros."""
+        """Set the elements to zero."""
 
     def record(self, edit: Edit) -> None:
-        """Change the elements when they are read next."""
+        """Apply an edit to the elements when they are next read."""
 
     def add(self, values: torch.Tensor) -> bool:
-        """Take over another gradient, to be added, if it is one that FSDP2 has just reduced; return whether it is."""
+        """Add a gradient that FSDP2 has just reduced. Return ``False``, without adding, for any other tensor."""
 
     def norm(self) -> torch.Tensor | None:
-        """Return the norm of order 2 over this rank's elements, a scalar, where that is known."""
+        """Return the L2 norm of this rank's elements as a scalar, or ``None`` if it is not known."""
 
 
 class PagedGradient(WithoutMemory):
     """This rank's slice of a gradient, or a view of it."""
 
     gradient: Gradient
-    views: tuple[Callable[[torch.Tensor], Any], ...]  # what makes this view of the whole slice, in order
+    views: tuple[Callable[[torch.Tensor], Any], ...]  # operations that make this view from the full slice, in order
 
     @staticmethod
     def __new__(
@@ -100,8 +103,8 @@ class PagedGradient(WithoutMemory):
         device: torch.device,
         views: tuple[Callable[[torch.Tensor], Any], ...] = (),
     ) -> PagedGradient:
-        """Make a gradient that looks `like` a tensor, whose device may be another one."""
-        with torch.inference_mode(False):  # a view is no inference tensor, as what it is of is none
+        """Create a gradient with the shape, strides and dtype of the tensor `like`, on the given device."""
+        with torch.inference_mode(False):  # a view must not be an inference tensor, because its base is not one
             tensor: PagedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls,
                 like.shape,
@@ -113,26 +116,26 @@ class PagedGradient(WithoutMemory):
         return tensor
 
     def __init__(self, *args: Any) -> None:
-        """All is done in `__new__`."""
+        """Do nothing, because `__new__` has set all attributes."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Say what it is without loading it."""
+        """Return a description without loading the gradient."""
         return f"PagedGradient({self.gradient}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def dense(self) -> torch.Tensor:
-        """Return a copy in memory. Raises `InfinityError` if the gradient is gone."""
+        """Return a copy in memory. Raises `InfinityError` if the gradient has been consumed or dropped."""
         return self.clone()
 
     def refusal(self) -> str:
-        """See `WithoutMemory`."""
+        """Return the error message for operations that need memory. See `WithoutMemory`."""
         return (
-            f"the gradient of {self.gradient} is kept in pages and has no memory of its own; read a copy, "
-            "gradient.clone(), and write with gradient.copy_(values), or assign another one to p.grad"
+            f"the gradient of {self.gradient} is stored in pages and has no memory of its own; read a copy, "
+            "gradient.clone(); write with gradient.copy_(values), or assign a new gradient to p.grad"
         )
 
     @property
     def data(self) -> torch.Tensor:
-        """The same gradient. Setting it is refused: memory would give this tensor other elements, and no view of it."""
+        """The same gradient. Assignment raises `UnsupportedError`, because this tensor has no memory to exchange."""
         return self.detach()
 
     @data.setter
@@ -141,7 +144,7 @@ class PagedGradient(WithoutMemory):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is the whole slice in its own shape."""
+        """Whether this is the full slice in its own shape, as opposed to a view."""
         return not self.views
 
     def _view(self, content: torch.Tensor) -> torch.Tensor:
@@ -153,11 +156,10 @@ class PagedGradient(WithoutMemory):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
-        """Answer without loading where that is possible."""
+        """Run an operation, without loading the gradient if possible."""
         kwargs = kwargs or {}
-        if (
-            decomposed := torch_private.decomposition(func)
-        ) is not None:  # what it returns may be a view, and may be a copy
+        # A composite operation may return a view or a copy; only its parts are known.
+        if (decomposed := torch_private.decomposition(func)) is not None:
             return decomposed(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, list | tuple) and func is _UNSCALE:
@@ -165,7 +167,7 @@ class PagedGradient(WithoutMemory):
         if isinstance(first, list | tuple) and func._schema.name.startswith("aten::_foreach_"):
             return _one_by_one(func, args, kwargs)
         if isinstance(first, PagedGradient):
-            if func is aten.detach_.default:  # autograd did what there is to do
+            if func is aten.detach_.default:  # autograd has already detached it
                 return first
             if func in (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar) and _is_euclidean(args, kwargs):
                 norm = first.gradient.norm() if first.is_whole else None
@@ -182,7 +184,7 @@ class PagedGradient(WithoutMemory):
                 elif not _same(first, args[1]):
                     first.gradient.replace(_filled(first, _Loaded()(args[1])))
                 return first
-            if func in _OF_THE_SHAPE:
+            if func in _SHAPE_ONLY:
                 return func(torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device=first.device),
                             *args[1:], **kwargs)  # fmt: skip
             if makes_views(func):
@@ -191,10 +193,10 @@ class PagedGradient(WithoutMemory):
 
 
 class _Loaded:
-    """Replaces paged gradients by their elements; each is loaded once, so that views of it share memory."""
+    """Maps paged gradients to their elements. Each gradient is loaded once, so that its views share memory."""
 
     def __init__(self) -> None:
-        # By id of a paged gradient: it, and what was loaded of it.
+        # By id of a gradient: the gradient, which keeps the id valid, and its elements.
         self.contents: dict[int, tuple[Gradient, torch.Tensor]] = {}
 
     def __call__(self, value: Any) -> Any:
@@ -206,12 +208,12 @@ class _Loaded:
 
 
 def _on_content(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
-    """Run an operation on the elements; store what it has changed."""
+    """Run an operation on the elements, and store the ones that it changed."""
     changed = [value for value in written(func, args, kwargs) if isinstance(value, PagedGradient)]
     if changed and is_collective(func):
         raise UnsupportedError(
-            f"{func} would write to the gradient of {changed[0].gradient}, which is kept in pages, where a collective "
-            "cannot; run it on a copy, copy = gradient.clone(), and then gradient.copy_(copy)"
+            f"{func} would write to the gradient of {changed[0].gradient}, but collectives cannot write to pages; run "
+            "it on copy = gradient.clone(), and then call gradient.copy_(copy)"
         )
     if changed and changes_memory(func):
         raise UnsupportedError(f"{func} would change shape or storage: {changed[0].refusal()}")
@@ -225,7 +227,7 @@ def _on_content(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any
 
 
 def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
-    """Run an operation on lists for one gradient at a time: no more than one is in memory."""
+    """Run an operation on lists for one gradient at a time, so that at most one gradient is in memory."""
     number = len(args[0])
     numbers = func in _RECORDED and _are_numbers((*args[1:], *kwargs.values()))
     edit = _edit(func, args[1:], kwargs, listed=True) if numbers else None
@@ -255,13 +257,13 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any
 
 
 def _unscale(gradients: Sequence[torch.Tensor], found: torch.Tensor, scale: torch.Tensor) -> None:
-    """Do what `torch.amp.GradScaler` asks for: look for what is not finite, and multiply.
+    """Unscale gradients and check that they are finite, as `torch.amp.GradScaler` requests.
 
-    Elements are finite where their norm is; only where it is not, they are looked at.
+    A finite norm proves that all elements are finite. The elements are only inspected if a norm is not.
     """
     norms = [g.gradient.norm() if isinstance(g, PagedGradient) and g.is_whole else None for g in gradients]
     known = [norm for norm in norms if norm is not None]
-    finite = bool(torch.isfinite(torch.stack(known)).all()) if known else False  # the device is waited for once
+    finite = bool(torch.isfinite(torch.stack(known)).all()) if known else False  # a single device synchronization
     factor = _Number(scale)
 
     def unscale(gradient: torch.Tensor) -> None:
@@ -275,21 +277,21 @@ def _unscale(gradients: Sequence[torch.Tensor], found: torch.Tensor, scale: torc
 
 
 class _Number:
-    """A scalar tensor as it is now, for all gradients of a call: moved when one needs it elsewhere, and once."""
+    """Snapshot of a scalar tensor for all gradients of a call, copied to another device at most once and on demand."""
 
     def __init__(self, value: torch.Tensor) -> None:
-        self._copies = {value.device: value.detach().clone()}  # the first is where it came from
+        self._copies = {value.device: value.detach().clone()}  # the first copy is on the original device
         self._device = open_device(value.device)
-        self._made = self._device.record_event(self._device.current())  # behind the first
+        self._made = self._device.record_event(self._device.current())  # after the first copy
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return it on a device; that it comes from is waited for when it is first needed on the host."""
+        """Return the number on a device. The first request on the host waits for the original device."""
         current = self._device.current()
         if device == self._device.name:
             self._made.before(current)
             self._device.keep(self._copies[device], current)
         if device not in self._copies:
-            stream = self._device.stream("numbers")  # whatever this thread's own stream waits for, it is not needed
+            stream = self._device.stream("numbers")  # does not wait for other work of this thread's own stream
             self._made.before(stream)
             with self._device.on(stream):
                 self._copies[device] = next(iter(self._copies.values())).to(device)
@@ -297,7 +299,7 @@ class _Number:
 
 
 def _edit(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any], *, listed: bool = False) -> Edit:
-    """Return an operation in place with its numbers as they are now."""
+    """Return an in-place operation bound to a snapshot of its numbers."""
     args, kwargs = tree_map(lambda value: _Number(value) if isinstance(value, torch.Tensor) else value, (args, kwargs))
 
     def edit(gradient: torch.Tensor) -> None:
@@ -319,14 +321,14 @@ def _is_dense(value: Any) -> bool:
 
 
 def _is_sum(first: PagedGradient, others: tuple[Any, ...], kwargs: dict[Any, Any]) -> bool:
-    """Whether a tensor of the same shape is added to the whole slice, as it is."""
+    """Whether the arguments add an unscaled tensor of the same shape to the full slice."""
     return (
         first.is_whole and not kwargs and len(others) == 1 and _is_dense(others[0]) and (others[0].shape == first.shape)
     )
 
 
 def _is_euclidean(args: Sequence[Any], kwargs: dict[Any, Any]) -> bool:
-    """Whether the arguments of a norm, behind the tensor, ask for that of order 2 over all elements."""
+    """Whether the arguments of a norm, after the tensor, request the L2 norm over all elements."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     others = [*args[2:], *(value for name, value in kwargs.items() if name != "ord")]
     return order == 2 and all(value is None or value is False for value in others)
@@ -337,12 +339,12 @@ def _same(first: PagedGradient, second: Any) -> bool:
 
 
 def _filled(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return values as `copy_` would bring them into a tensor that looks `like` one."""
+    """Return the values as `copy_` would store them in a tensor like `like`."""
     return torch.empty(like.shape, dtype=like.dtype, device=like.device).copy_(values)
 
 
 def _lazy_view(func: Any, base: PagedGradient, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
-    """Return what a view operation returns, paged."""
+    """Apply a view operation, and return the result as a paged gradient."""
     if func in (aten.detach.default, aten.alias.default):
         return PagedGradient(base.gradient, base, base.device, base.views)
     shape = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")

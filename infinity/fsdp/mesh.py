@@ -1,4 +1,4 @@
-"""The device mesh that models are sharded over."""
+"""Create the device mesh for `fully_shard`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,27 @@ from infinity.fsdp import forks
 
 
 def mesh(device_type: str | None = None) -> DeviceMesh:
-    """Return a mesh over all ranks for `fully_shard(..., mesh=infinity.mesh())`.
+    """Return a one-dimensional device mesh over all ranks.
 
-    Under torchrun the process group is made from its environment; under plain `python` one of a single rank is
-    made, without any network. A process group that exists already is used.
+    An existing process group is used. Otherwise, this function initializes one: from the environment under torchrun, or
+    with a single rank and no network under plain ``python``.
 
     Args:
-        device_type: ``cuda`` or ``cpu``; by default ``cuda`` where there is a GPU.
+        device_type: ``"cuda"`` or ``"cpu"``. Default: ``"cuda"`` if a GPU is available.
+
+    Returns:
+        The mesh, for ``fully_shard(..., mesh=infinity.mesh())``.
 
     Raises:
-        ConfigError: there is no such device, the environment is not that of torchrun, or the ranks do not find each
-            other.
+        ConfigError: If the device does not exist, the environment variables of torchrun are invalid, or the ranks
+            cannot connect to each other.
+
+    Example::
+
+        >>> mesh = infinity.mesh()
+        >>> for layer in model.layers:
+        ...     fully_shard(layer, mesh=mesh)
+        >>> fully_shard(model, mesh=mesh)
     """
     forks.keep_process_groups()
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -38,12 +48,12 @@ def mesh(device_type: str | None = None) -> DeviceMesh:
             except (RuntimeError, ValueError) as error:
                 place = f"MASTER_ADDR={os.environ['MASTER_ADDR']!r}, MASTER_PORT={os.environ['MASTER_PORT']}"
                 reason = str(error).partition("\n")[0]
-                raise ConfigError(f"the ranks do not find each other at {place}: {reason}") from error
+                raise ConfigError(f"the ranks cannot connect to each other at {place}: {reason}") from error
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
     if device_type == "cpu":
-        # `init_device_mesh` would make a gloo group per call where there is a GPU.
+        # On a machine with GPUs, `init_device_mesh` would create a new gloo group in each call.
         everyone = dist.group.WORLD
         assert everyone is not None
         return DeviceMesh.from_group(everyone, "cpu")
@@ -51,11 +61,16 @@ def mesh(device_type: str | None = None) -> DeviceMesh:
 
 
 def _take_device(device_type: str, *, choose: bool) -> None:
-    """Check that there is such a device; `choose` this rank's GPU, which whoever made a process group has done."""
+    """Check that the device exists, and select this rank's GPU if `choose` is ``True``.
+
+    A caller that created the process group has already selected its GPU.
+    """
     if device_type not in ("cuda", "cpu"):
-        raise ConfigError(f"infinity.mesh({device_type!r}): the devices are 'cuda' and 'cpu'")
+        raise ConfigError(f"infinity.mesh({device_type!r}) is not supported: use 'cuda' or 'cpu'")
     if device_type == "cuda" and (choose or "LOCAL_RANK" in os.environ):
         index, there = torchrun.number("LOCAL_RANK", 0), torch.cuda.device_count()
         if index >= there:
-            raise ConfigError(f"local rank {index} has no GPU: there are {there} here; start as many ranks as GPUs")
+            raise ConfigError(
+                f"local rank {index} has no GPU: number of GPUs on this node: {there}; start at most one rank per GPU"
+            )
         torch.cuda.set_device(index)

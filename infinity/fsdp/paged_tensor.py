@@ -1,12 +1,13 @@
-"""Tensors whose elements are stored elsewhere: what is done to them is done to a loaded copy, and saved back.
+"""Tensors whose elements are stored elsewhere.
 
-A `PagedTensor` has shape, strides, dtype and device, but no memory. A view of one is one too, and remembers how it was
-made. Any other operation loads the whole of every stored tensor among its arguments once, makes their views of that, so
-that arguments overlap as they would in memory, runs, and saves what it wrote to. So reading, writing in place and
-writing through views give the bits that they give in memory, at the price of a load and a save for each call.
+A `PagedTensor` has shape, strides, dtype and device, but no storage. A view of one is a `PagedTensor`, too, and records
+how it was made. Any other operation loads each stored tensor among its arguments once, rebuilds the views on the loaded
+copy so that arguments overlap as they would in memory, runs, and saves the tensors that it wrote to. Reads, in-place
+writes and writes through views are therefore bitwise equal to the same operations in memory, at the cost of a load and
+a save per call.
 
-What memory has and a stored tensor has not (a storage, its address, other dtypes and shapes in place) is refused: here
-and for gradients, which are `WithoutMemory` too.
+Operations that need real memory (a storage, its address, a change of dtype or shape in place) raise `UnsupportedError`.
+The same applies to paged gradients, which share the base class `WithoutMemory`.
 """
 
 from __future__ import annotations
@@ -27,29 +28,35 @@ Paged = TypeVar("Paged", bound="PagedTensor")
 
 
 class TensorHandle(Protocol):
-    """Where the elements of one stored tensor are. Two tensors are views of one if their homes are one object."""
+    """Access to the elements of one stored tensor.
+
+    Two tensors are views of the same stored tensor if their handles are the same object.
+    """
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Name for error messages."""
 
     def load(self) -> torch.Tensor:
         """Return a copy of all elements, flat.
 
         Raises:
-            UnsupportedError: they are too many to be loaded; says what to do instead.
+            UnsupportedError: If the tensor is too large to be loaded. The message names an alternative.
         """
 
     def save(self, content: torch.Tensor) -> None:
         """Replace all elements.
 
         Args:
-            content: as `load` returned them: same shape, dtype and device.
+            content: New elements in the shape, dtype and device of the tensor that `load` returns.
         """
 
 
 class WithoutMemory(torch.Tensor):
-    """A tensor without memory: what Python asks of it without an operation is answered by a copy, or refused."""
+    """Base class of tensors without memory.
+
+    Methods that bypass the dispatcher work on a copy, or raise `UnsupportedError`.
+    """
 
     __torch_function__ = torch_private.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
@@ -58,25 +65,25 @@ class WithoutMemory(torch.Tensor):
         raise NotImplementedError
 
     def refusal(self) -> str:
-        """Return what to say where memory is asked for: what this is, and what to do."""
+        """Return the error message for operations that need memory: why the tensor has none, and the alternative."""
         raise NotImplementedError
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle it as a tensor in memory. Raises what `dense` raises."""
+        """Pickle as a tensor in memory. Raises the errors of `dense`."""
         return self.dense().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Return a tensor in memory. Raises what `dense` raises."""
+        """Return a tensor in memory. Raises the errors of `dense`."""
         copied = self.dense().requires_grad_(self.requires_grad)
         memo[id(self)] = copied
         return copied
 
     def tolist(self) -> Any:
-        """Return the elements as numbers. Raises what `dense` raises."""
+        """Return the elements as numbers. Raises the errors of `dense`."""
         return self.dense().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return a copy as an array that cannot be written to, since that would change nothing here."""
+        """Return a copy as a read-only array, because a write to the copy would not reach this tensor."""
         array = self.dense().requires_grad_(self.requires_grad).numpy(force=force)
         array.setflags(write=False)
         return array
@@ -86,15 +93,18 @@ class WithoutMemory(torch.Tensor):
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
     def _no_memory(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: there is no memory whose address, or whose sharing, would mean anything."""
+        """Raise `UnsupportedError`: there is no memory that has an address or can be shared."""
         raise UnsupportedError(self.refusal())
 
     def untyped_storage(self) -> Any:
-        """Return what has a size, 0, and refuses all else."""
+        """Return a stand-in of size 0 whose other attributes raise `UnsupportedError`."""
         return _NoStorage(self.refusal())
 
     def data_ptr(self) -> int:
-        """Refuse; but tell torch's CUDA sanitizer, which asks all that an operator is given, that there is none."""
+        """Raise `UnsupportedError`.
+
+        torch's CUDA sanitizer, which asks for the address of every argument, gets 0.
+        """
         if sys._getframe(1).f_globals.get("__name__") == torch_private.SANITIZER:
             return 0
         self._no_memory()
@@ -107,17 +117,17 @@ _DATA: Any = torch.Tensor.data
 
 
 class _NoStorage:
-    """The storage of a tensor without memory.
+    """Storage of a tensor without memory.
 
-    Who saves a tensor compares the size of its storage with its own, and copies it where these differ
-    (`torch.distributed.checkpoint`).
+    `torch.distributed.checkpoint` compares the storage size of a tensor with its own, and copies the tensor if they
+    differ.
     """
 
     def __init__(self, refusal: str) -> None:
-        self._refusal = refusal  # what is said of everything else
+        self._refusal = refusal
 
     def size(self) -> int:
-        """Return 0: nothing is in memory."""
+        """Return 0."""
         return 0
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -125,18 +135,25 @@ class _NoStorage:
 
 
 class PagedTensor(WithoutMemory):
-    """A stored tensor or a view of one; make the first of each with `stored`."""
+    """A stored tensor, or a view of one. Create the stored tensor with `stored`."""
 
     handle: TensorHandle
     _likeness: torch.Tensor  # on the meta device: shape, strides, offset and dtype of this view
-    _whole: torch.Tensor  # the same of what is stored
-    _steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # make this view of the whole
+    _whole: torch.Tensor  # the same for the stored tensor
+    _steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # make this view from the stored tensor
 
     @classmethod
     def stored(
         cls: type[Paged], handle: TensorHandle, shape: Iterable[int], dtype: torch.dtype, device: torch.device
     ) -> Paged:
-        """Return the stored tensor of `handle`, contiguous, of a shape with as many elements as `handle` loads."""
+        """Return the contiguous stored tensor of a handle.
+
+        Args:
+            handle: Access to the elements.
+            shape: Shape with as many elements as `handle` loads.
+            dtype: Dtype of the elements.
+            device: Device of the tensor.
+        """
         likeness = torch.empty(tuple(shape), dtype=dtype, device="meta")
         return cls._made(handle, likeness, likeness, (), device)
 
@@ -149,7 +166,7 @@ class PagedTensor(WithoutMemory):
         steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...],
         device: torch.device,
     ) -> Paged:
-        with torch.inference_mode(False):  # a view is no inference tensor, as what it is of is none
+        with torch.inference_mode(False):  # a view must not be an inference tensor, because its base is not one
             made: Paged = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls,
                 likeness.shape,
@@ -162,15 +179,16 @@ class PagedTensor(WithoutMemory):
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Name the tensor without loading it."""
+        """Return a description without loading the tensor."""
         return f"{type(self).__name__}({self.handle.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @property
     def data(self) -> torch.Tensor:
-        """The same elements, without a graph. Setting it is refused for the stored tensor itself.
+        """The same elements without a graph. Assigning to `data` of the stored tensor itself raises `UnsupportedError`.
 
-        Before torch 2.13 `to_local()` of a DTensor returns that, under no_grad; in memory a gather would not see the
-        new elements then, and the optimizer would. Later it is a view, and nothing but that gets other elements.
+        Before torch 2.13, `to_local()` of a DTensor returns this object under `no_grad`. In memory, the assignment
+        would then be visible to the optimizer but not to a gather. Since torch 2.13, `to_local()` returns a view, and
+        an assignment only changes that view.
         """
         found: torch.Tensor = _DATA.__get__(self)
         return found
@@ -184,11 +202,11 @@ class PagedTensor(WithoutMemory):
     # Loading #
 
     def dense(self) -> torch.Tensor:
-        """Return a copy in memory, of the same shape and strides. Raises what `TensorHandle.load` raises."""
+        """Return a copy in memory, of the same shape and strides. Raises the errors of `TensorHandle.load`."""
         return self._seen_in(self.handle.load())
 
     def _seen_in(self, content: torch.Tensor) -> torch.Tensor:
-        """Return this view of the loaded elements."""
+        """Rebuild this view on the loaded elements."""
         seen = content.view(self._whole.shape)
         for step in self._steps:
             seen = step(seen)
@@ -196,7 +214,7 @@ class PagedTensor(WithoutMemory):
 
     @property
     def _is_all(self) -> bool:
-        """Whether it has all stored elements, in order, as they are stored."""
+        """Whether the view contains all stored elements in their stored order and dtype."""
         likeness, whole = self._likeness, self._whole
         same = likeness.dtype == whole.dtype and likeness.numel() == whole.numel() and likeness.is_contiguous()
         return same and not likeness.is_conj() and not likeness.is_neg()
@@ -205,19 +223,18 @@ class PagedTensor(WithoutMemory):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
-        """Keep views paged; load for everything else, and save what was written to."""
+        """Keep views paged. Run any other operation on loaded copies, and save the tensors that it wrote to."""
         kwargs = kwargs or {}
-        if (
-            decomposed := torch_private.decomposition(func)
-        ) is not None:  # what it returns may be a view, and may be a copy
+        # A composite operation may return a view or a copy; only its parts are known.
+        if (decomposed := torch_private.decomposition(func)) is not None:
             return decomposed(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, PagedTensor):
-            if func is aten.detach_.default:  # autograd did what there is to do
+            if func is aten.detach_.default:  # autograd has already detached it
                 return first
             if makes_views(func):
                 return first._viewed(func, args[1:], kwargs)
-            if func is aten.copy_.default and first._is_all:  # needs no load
+            if func is aten.copy_.default and first._is_all:  # overwrites all elements, so no load is needed
                 value = args[1].dense() if isinstance(args[1], PagedTensor) else args[1]
                 whole = torch.empty(first.shape, dtype=first.dtype, device=first.device).copy_(value)
                 first.handle.save(whole.view(-1))
@@ -235,18 +252,26 @@ class PagedTensor(WithoutMemory):
         return views if several else views[0]
 
     def refusal(self) -> str:
-        """See `WithoutMemory`."""
+        """Return the error message for operations that need memory. See `WithoutMemory`."""
         return (
-            f"{self.handle.name} is on NVMe and has no memory of its own; to save the model call "
-            "optimizer.save_pretrained(folder), optimizer.save_dcp(folder) or, to go on from, optimizer.save_checkpoint(); to "
-            "work on this tensor take a copy, tensor.clone()"
+            f"{self.handle.name} is on NVMe and has no memory of its own; to work on this tensor, use a copy, "
+            "tensor.clone(); to save the model, call optimizer.save_pretrained(folder), optimizer.save_dcp(folder) or "
+            "optimizer.save_checkpoint()"
         )
 
 
 def make_view(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int | None, seen: torch.Tensor
 ) -> torch.Tensor:
-    """Do again what made a view, or one of several, on the elements that it is of."""
+    """Repeat a view operation on loaded elements.
+
+    Args:
+        func: View operation.
+        args: Its arguments after the tensor.
+        kwargs: Its keyword arguments.
+        index: Position among several returned views, or ``None`` if the operation returns a single view.
+        seen: Tensor to view.
+    """
     made = func(seen, *args, **kwargs)
     view: torch.Tensor = made if index is None else made[index]
     return view
@@ -254,13 +279,13 @@ def make_view(
 
 @cache
 def makes_views(func: Any) -> bool:
-    """Whether an operation returns views of its first argument, and changes nothing."""
+    """Return whether an operation returns views of its first argument and modifies no argument."""
     schema = func._schema
     return not schema.is_mutable and any(value.alias_info is not None for value in schema.returns)
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments of an operation that it writes to, those in lists one by one."""
+    """Return the arguments that an operation writes to, with lists flattened."""
     found: list[Any] = []
     for position, argument in enumerate(func._schema.arguments):
         marked = argument.alias_info is not None and argument.alias_info.is_write
@@ -271,42 +296,42 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
 
 
 def is_collective(func: Any) -> bool:
-    """Whether an operation speaks with other ranks; it may write later than it returns."""
+    """Return whether an operation communicates with other ranks. Such an operation may write after it has returned."""
     return func.namespace in ("c10d", "_c10d_functional")
 
 
 @cache
 def _receives(func: Any) -> bool:
-    """Whether a collective writes to its first argument. Schemas of c10d do not say it, but names of operations do."""
+    """Whether a collective writes to its first argument. Its name tells, because the schemas of c10d do not."""
     return is_collective(func) and func._schema.name.endswith(("_", "::irecv"))
 
 
 def changes_memory(func: Any) -> bool:
-    """Whether an operation changes shape, strides or storage in place."""
+    """Return whether an operation changes shape, strides or storage in place."""
     return torch.Tag.inplace_view in func.tags or func.overloadpacket in _REPLACES
 
 
 def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on loaded copies of the stored tensors among its arguments; save those that it wrote to.
+    """Run an operation on loaded copies of its stored arguments, and save the ones that it wrote to.
 
     Raises:
-        UnsupportedError: it would change dtype, shape or storage in place; or it is a collective that would write to
-            one; or a tensor is too large to be loaded.
+        UnsupportedError: If the operation would change dtype, shape or storage in place, if it is a collective that
+            would write to a stored tensor, or if a tensor is too large to be loaded.
     """
     changed = {id(tensor.handle): tensor for tensor in written(func, args, kwargs) if isinstance(tensor, PagedTensor)}
     names = ", ".join(tensor.handle.name for tensor in changed.values())
     if changed and is_collective(func):
         raise UnsupportedError(
-            f"{func} would write to {names}, which is on NVMe, where a collective cannot; run it on a copy, "
-            "copy = tensor.clone(), and then, under torch.no_grad(), tensor.copy_(copy)"
+            f"{func} would write to {names}, but collectives cannot write to tensors on NVMe; run it on "
+            "copy = tensor.clone(), and then call tensor.copy_(copy) under torch.no_grad()"
         )
     if changed and changes_memory(func):
         raise UnsupportedError(
-            f"{func} would change the shape or the storage of {names}, which is on NVMe; copy_ into it"
+            f"{func} would change the shape or storage of {names}, which is on NVMe; write with tensor.copy_(values)"
         )
     contents: dict[int, torch.Tensor] = {}  # by handle
     paged: dict[int, PagedTensor] = {}  # by the tensor that stands for it
-    kept: list[torch.Tensor] = []  # so that no other one has its id
+    kept: list[torch.Tensor] = []  # keeps the keys of `paged` unique: a freed tensor's id could be reused
 
     def loaded(value: Any) -> Any:
         if not isinstance(value, PagedTensor):

@@ -1,20 +1,19 @@
-"""What a forward keeps for its backward of what passes between FSDP modules: in pages instead of memory.
+"""Page the activations that the forward of an FSDP module saves for its backward.
 
-[Note: what is paged] The inputs of FSDP modules, where autograd saves them: with activation checkpointing (torch's,
-that of
-transformers, `infinity.micro_batches`) they are all that is kept of a layer. Everything else that autograd saves stays
-as it is: gathered weights, what the root keeps between its FSDP modules, and what layers without checkpointing keep
-inside.
+[Note: paged activations] SavedActivations pages the inputs of FSDP modules, at the point where autograd saves them.
+With activation checkpointing (in torch, in transformers, or by `infinity.micro_batches`) the inputs are the only
+tensors kept per layer. All other tensors that autograd saves stay in memory: gathered weights, tensors that the root
+saves between its FSDP modules, and tensors that layers without checkpointing save.
 
-Checkpointing around the call of an FSDP module saves its input before the call: so what is saved outside of FSDP
-modules is held until
-an FSDP module is called with it, or nobody needs it any more.
+Checkpointing around the call of an FSDP module saves the input before the call. A tensor saved outside FSDP modules is
+therefore held until an FSDP module is called with it, or until it is freed.
 
-[Note: hooks of others] Hooks for saved tensors that were set around the model have all that it saves, and nothing is
-paged: `torch.utils.checkpoint` of the whole model counts what is saved, and `save_on_cpu` has a place for it already.
+[Note: hooks around the model] Saved-tensor hooks that a user sets around the model receive every saved tensor, and no
+activation is paged: `torch.utils.checkpoint` of the whole model counts the saved tensors, and `save_on_cpu` already
+moves them elsewhere.
 
-[Note: modified in place] What is in pages is what was saved, so it may be modified behind that, where autograd without
-hooks would raise; but not while a device copies it.
+[Note: in-place modification] The pages hold the tensor as it was saved. It may be modified afterwards, which autograd
+without hooks would reject, but not while a device is copying it.
 """
 
 from __future__ import annotations
@@ -39,28 +38,29 @@ _log = logging.getLogger("infinity")
 _LEAST_BYTES: Final = 16 * KIB
 """Smaller tensors are not worth a page."""
 _Key = tuple[int, int, int]
-"""Memory by `cdata`, offset and length in bytes."""
+"""Identity of a piece of memory: `cdata` of the storage, offset and length in bytes."""
 
 _MODIFIED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 
 
 class _Saved:
-    """What autograd has in the place of a tensor that it saves. It is held until it is paged, if it ever is."""
+    """Object that autograd holds in place of a saved tensor. It holds the tensor until the tensor is paged, if ever."""
 
     __slots__ = ("__weakref__", "_version", "like", "paged", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Not the tensor itself: of what an operation returns, that would lead back here, and never be freed.
+        # Detached, because the output of an operation refers to its graph, which holds this object: a cycle that
+        # would never be freed.
         self.tensor: torch.Tensor | None = tensor.detach()
-        """The tensor, without its graph; None when it is paged."""
+        """The tensor without its graph. ``None`` once it is paged."""
         self._version = tensor._version
         self.paged: _Paged | None = None
-        """Where its bytes are then."""
+        """Pages with its bytes, once it is paged."""
         self.like: torch.Tensor | None = None
-        """A tensor without memory, of its shape, strides and dtype, when it is paged."""
+        """Meta tensor of its shape, strides and dtype, once it is paged."""
 
     def page(self, paged: _Paged) -> None:
-        """Let go of the tensor: its bytes are in pages."""
+        """Release the tensor, whose bytes are now in pages."""
         assert self.tensor is not None
         shape, strides = self.tensor.shape, self.tensor.stride()
         self.like = torch.empty_strided(shape, strides, dtype=self.tensor.dtype, device="meta")
@@ -68,57 +68,58 @@ class _Saved:
 
     @property
     def modified(self) -> bool:
-        """Whether the tensor was modified in place since: autograd does not look where there are hooks."""
+        """Whether the tensor was modified in place after it was saved, which autograd does not check with hooks."""
         return self.tensor is not None and self.tensor._version != self._version
 
 
 class _Paged:
-    """A stretch of memory in pages, for all that have saved a tensor in it, whatever its shape."""
+    """Paged copy of a piece of memory. Every saved tensor in that memory shares it, whatever its shape."""
 
     __slots__ = ("__weakref__", "kept", "modified")
 
     def __init__(self, kept: StoredActivation) -> None:
         self.kept = kept
         self.modified = False
-        """Whether it was modified before all of it was copied. Changed by `_end_copies`."""
+        """Whether the memory was modified before the copy completed. Set by `_end_copies`."""
 
 
 class SavedActivations:
-    """Pages what training forwards of a model keep of what passes between its FSDP modules.
+    """Saved-tensor and module hooks that page the inputs of FSDP modules in training forwards.
 
-    Life cycle: hooks on the model, until `detach`. Only the training thread runs forwards; backwards run on autograd's.
+    The hooks stay on the model until `detach`. Only the training thread runs forwards; backwards run on a thread of
+    autograd.
 
     Args:
-        sharded: the model.
-        pages: keep the bytes.
+        sharded: Model to hook.
+        pages: Storage for the bytes.
     """
 
     def __init__(self, sharded: ShardedModel, pages: ActivationPages) -> None:
         self._pages = pages
         self._inputs: dict[int, Any] = {}
-        """Memory that FSDP modules of the forward that runs were called with, by `cdata`."""
+        """Memory of the inputs of FSDP modules in the current forward, by `cdata`."""
         self._held: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
-        """What was saved outside of FSDP modules and may be the input of one, by `id`."""
+        """Tensors saved outside FSDP modules that may become the input of one, by `id`."""
         self._paged: dict[_Key, tuple[Any, int, weakref.ref[_Paged]]] = {}
-        """Memory and version of what has been paged in the forward that runs: it may be saved again."""
+        """Memory and version of tensors paged in the current forward. The same tensor may be saved again."""
         self._copying: list[tuple[torch.Tensor, int, DeviceEvent, _Paged]] = []
-        """Tensors that a device still copies into pages, with their versions."""
+        """Tensors that a device is still copying into pages, with their versions."""
         self._inside: list[Any] = []
-        """FSDP modules that are running, but for the root; the innermost last."""
+        """Running FSDP modules except for the root, innermost last."""
         self._begun: set[int] = set()
-        """FSDP modules that have begun in the forward that runs, but for the root, by `id`."""
+        """FSDP modules except for the root that the current forward has called, by `id`."""
         self._entered: list[saved_tensors_hooks | None] = []
-        """For each forward of the root that runs, what it lets autograd save by."""
+        """Saved-tensor hooks for each running forward of the root."""
         self._warned = False
-        """Whether it was said that nothing is paged. [Note: hooks of others]"""
+        """Whether the warning was logged. [Note: hooks around the model]"""
         fsdp_modules = [module for module in sharded.model.modules() if torch_private.is_sharded_module(module)]
         self._fsdp_modules = sum(fsdp_module is not sharded.model for fsdp_module in fsdp_modules)
-        """All that there are, but for the root."""
+        """Number of FSDP modules, excluding the root."""
         with ExitStack() as undo:
             for fsdp_module in fsdp_modules:
                 if fsdp_module is not sharded.model:
                     self._hook(fsdp_module, self._begin_fsdp_module, self._end_fsdp_module, undo)
-                    # FSDP2 may give it its inputs in another dtype.
+                    # Inspect the inputs again after the hook of FSDP2, which may cast them.
                     undo.callback(fsdp_module.register_forward_pre_hook(_eager(self._look), with_kwargs=True).remove)
             self._hook(sharded.model, self._begin, self._end, undo)
             self._undo = undo.pop_all()
@@ -131,14 +132,16 @@ class SavedActivations:
         undo.callback(hook.remove)
 
     def detach(self) -> None:
-        """Remove the hooks. What has been saved can be loaded as long as there are pages. Idempotent."""
+        """Remove the hooks. Idempotent.
+
+        Saved activations can still be loaded as long as their pages exist.
+        """
         self._drop_interrupted()
         self._undo.close()
 
     # Forwards #
 
     def _begin(self, module: Any, args: Any, kwargs: Any) -> None:
-        """Begin a forward of the root."""
         if not torch_private.in_backward():
             self._drop_interrupted()
         hooks = None
@@ -157,37 +160,36 @@ class SavedActivations:
         if not self._warned:
             self._warned = True
             _log.warning(
-                "activations.tier has no effect: hooks for saved tensors around the model (torch.utils.checkpoint, "
-                "save_on_cpu) have all that it saves; leave them out, or checkpoint its layers"
+                "activations.tier has no effect: saved-tensor hooks around the model (torch.utils.checkpoint, "
+                "save_on_cpu) receive all saved tensors; remove them, or apply checkpointing to single layers"
             )
 
     def _end(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """End a forward of the root, well or not."""
-        hooks = self._entered.pop() if self._entered else None  # a hook of others may have failed before `_begin`
+        """End a forward of the root, also after an exception."""
+        hooks = self._entered.pop() if self._entered else None  # a hook of the user may have failed before `_begin`
         if hooks is not None:
             hooks.__exit__()  # type: ignore[no-untyped-call]
         self._end_copies()
 
     def _drop_interrupted(self) -> None:
-        """Forget forwards that were interrupted: torch calls `_end` behind an `Exception` only."""
+        """Discard interrupted forwards, because torch calls `_end` after an `Exception` only."""
         self._inside.clear()
         for hooks in filter(None, reversed(self._entered)):
             hooks.__exit__()  # type: ignore[no-untyped-call]
         self._entered.clear()
 
     def _begin_fsdp_module(self, module: Any, args: Any, kwargs: Any) -> None:
-        """Begin a forward of another FSDP module."""
         self._inside.append(module)
         self._begun.add(id(module))
         self._look(module, args, kwargs)
 
     def _end_fsdp_module(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """End a forward of another FSDP module, well or not."""
+        """End the forward of an FSDP module, also after an exception."""
         if self._inside and self._inside[-1] is module:
             self._inside.pop()
 
     def _look(self, module: Any, args: Any, kwargs: Any) -> None:
-        """Note what an FSDP module is called with, and page what was saved of it before."""
+        """Register the inputs of an FSDP module, and page the saved tensors that turn out to be such inputs."""
         if not any(self._entered) or torch_private.in_backward():
             return
         self._end_copies()
@@ -201,7 +203,7 @@ class SavedActivations:
                 del self._held[id(saved)]
 
     def _can_be_paged(self, tensor: torch.Tensor) -> bool:
-        """Whether pages can hold a tensor, and it is worth it."""
+        """Whether a tensor can be paged and is large enough to be worth it."""
         return (
             type(tensor) is torch.Tensor
             and tensor.is_floating_point()
@@ -214,20 +216,24 @@ class SavedActivations:
         memory = self._inputs.get(torch_private.weak_memory(tensor).cdata)
         return memory is not None and not memory.expired()
 
-    # What autograd calls #
+    # Called by autograd #
 
     def _save(self, tensor: torch.Tensor) -> _Saved:
-        """Return what autograd is to keep of a tensor."""
+        """Return the object that autograd saves in place of the tensor."""
         saved = _Saved(tensor)
         if self._can_be_paged(tensor):
-            if self._is_input(tensor):  # also where it has been detached, as in what torch.compile makes
+            if self._is_input(tensor):  # even if detached, as in graphs of torch.compile
                 saved.page(self._page(tensor))
             elif not self._inside and _is_activation(tensor):
                 self._held[id(saved)] = saved
         return saved
 
     def _load(self, saved: _Saved) -> torch.Tensor:
-        """Return the tensor. Raises `RuntimeError`, as autograd does, if it was modified meanwhile."""
+        """Return the saved tensor.
+
+        Raises:
+            RuntimeError: If the tensor was modified in place in the meantime, as in autograd.
+        """
         paged = saved.paged
         if paged is None:
             assert saved.tensor is not None
@@ -238,15 +244,19 @@ class SavedActivations:
         assert like is not None
         found = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._pages.device)
         self._pages.load(paged.kept, _bytes(found))
-        self._end_copies()  # behind `load`, which waits for those of these pages
+        self._end_copies()  # must come after `load`, which waits for the copies into these pages
         if paged.modified:
             raise RuntimeError(
-                f"{_MODIFIED} while it was copied: the input of an FSDP module, of shape {tuple(like.shape)}"
+                f"{_MODIFIED} while it was copied to pages: the input of an FSDP module, of shape {tuple(like.shape)}"
             )
         return found
 
     def _page(self, tensor: torch.Tensor) -> _Paged:
-        """Copy the memory of a tensor into pages, unless that has been done. Raises as `ActivationPages.keep`."""
+        """Copy the memory of a tensor into pages, unless they already hold it.
+
+        Raises:
+            BudgetError: If the space for activations is exhausted.
+        """
         memory = torch_private.weak_memory(tensor)
         key: _Key = memory.cdata, int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes
         if key in self._paged:
@@ -255,13 +265,11 @@ class SavedActivations:
             if there is not None and not before.expired() and version == tensor._version:
                 self._pages.keep_again(there.kept)
                 return there
-        tensor = tensor.detach()  # has the same version, also later
+        tensor = tensor.detach()  # shares the version counter
         try:
             kept, device_event = self._pages.keep(_bytes(tensor))
         except BudgetError as error:
-            raise BudgetError(
-                f"{error}. There was no room in layer {len(self._begun)} of {self._fsdp_modules}"
-            ) from None
+            raise BudgetError(f"{error}. Space ran out in layer {len(self._begun)} of {self._fsdp_modules}") from None
         paged = _Paged(kept)
         self._paged[key] = memory, tensor._version, weakref.ref(paged)
         if not device_event.passed():
@@ -269,7 +277,7 @@ class SavedActivations:
         return paged
 
     def _end_copies(self) -> None:
-        """Let go of what has been copied."""
+        """Release the tensors whose copies have completed, and note the modified ones."""
         while self._copying and self._copying[0][2].passed():
             tensor, version, _, paged = self._copying.pop(0)
             paged.modified = tensor._version != version
@@ -280,12 +288,12 @@ def _eager(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_activation(tensor: torch.Tensor) -> bool:
-    """Whether a tensor was computed, and a gradient goes on from it: no parameter nor view of one, mask or position."""
+    """Whether a tensor was computed and requires grad. Parameters, their views, masks and positions do not qualify."""
     return tensor.requires_grad and not (tensor if tensor._base is None else tensor._base).is_leaf
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it has each element of a stretch of memory once, in any order of dimensions."""
+    """Whether the elements of a tensor fill a contiguous piece of memory exactly once, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -296,12 +304,10 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a dense tensor as bytes."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in arguments."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (tuple, list)):

@@ -1,9 +1,9 @@
-"""The paged shard: a tensor with shape, dtype and device, but no storage.
+"""Paged shard: a tensor with shape, dtype and device, but no storage.
 
-FSDP2 asks it for its all-gather input (`fsdp_pre_all_gather`); the answer is another tensor without storage
-that copies itself, page by page, into the buffer that FSDP2 has allocated. So no shard is ever assembled in
-between, a shard may cross any number of pages, and a cache slot is held exactly as long as its bytes are copied.
-All else that is done to a shard is done as `PagedTensor` says.
+FSDP2 asks the shard for its all-gather input (`fsdp_pre_all_gather`). The shard returns another tensor without storage,
+which copies itself page by page into the buffer that FSDP2 has allocated. No shard is assembled in an intermediate
+buffer, a shard may span any number of pages, and a cache slot is held only while its bytes are copied. All other
+operations follow the rules of `PagedTensor`.
 """
 
 from __future__ import annotations
@@ -23,53 +23,53 @@ aten = torch.ops.aten
 
 
 class ShardSource(Protocol):
-    """Who knows the content of a shard."""
+    """Storage that provides the content of shards."""
 
     def gather_into(self, shard: int, destination: torch.Tensor) -> None:
         """Copy the all-gather input of a shard (compute dtype, padded) into a flat tensor."""
 
     def load(self, shard: int) -> torch.Tensor:
-        """Return the real elements of a shard in the dtype it is trained in, shape (numel,)."""
+        """Return the elements of a shard without padding, in the dtype that is trained, shape (numel,)."""
 
     def save(self, shard: int, content: torch.Tensor) -> None:
-        """Replace the real elements of a shard."""
+        """Replace the elements of a shard, without padding."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShardHandle:
-    """Where one shard is.
-
-    `padded` is the shape of its all-gather input, `gather_dtype` the dtype of that; `device` the compute device.
-    """
+    """Location and properties of one shard."""
 
     source: ShardSource
-    """Who has its content."""
+    """Storage of the content."""
     shard: int
-    """Its number in the layout."""
+    """Index of the shard in the layout."""
     name: str
-    """Of the parameter, for errors."""
+    """Name of the parameter, for error messages."""
     padded: torch.Size
+    """Shape of the all-gather input."""
     gather_dtype: torch.dtype
+    """Dtype of the all-gather input."""
     device: torch.device
+    """Compute device."""
 
     def load(self) -> torch.Tensor:
-        """Return a copy of the real elements, flat, on the compute device."""
+        """Return a copy of the elements without padding, flat, on the compute device."""
         return self.source.load(self.shard).to(self.device)
 
     def save(self, content: torch.Tensor) -> None:
-        """Replace the real elements."""
+        """Replace the elements, without padding."""
         self.source.save(self.shard, content)
 
 
 class PagedShard(PagedTensor):
-    """This rank's slice of a parameter, paged, or a view of it."""
+    """This rank's paged slice of a parameter, or a view of it."""
 
     handle: ShardHandle
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Answer FSDP2 with what it is to gather: this slice in the compute dtype, padded."""
+        """Return the all-gather input to FSDP2: this slice in the compute dtype, padded."""
         return (GatherInput(self.handle, self.handle.padded),), None
 
     def fsdp_post_all_gather(
@@ -80,24 +80,24 @@ class PagedShard(PagedTensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """Answer FSDP2 with the gathered parameter: the output of the all-gather itself."""
+        """Return the gathered parameter to FSDP2: the output of the all-gather, without a copy."""
         (tensor,) = all_gather_outputs
         return None if out is not None else (tensor, (tensor,))
 
 
-# FSDP2 asks for it at every gather of every parameter, and to inspect a function takes longer than to answer.
+# FSDP2 reads the signature in every gather of every parameter, and inspecting the function takes longer than the call.
 PagedShard.fsdp_pre_all_gather.__signature__ = inspect.signature(PagedShard.fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
 
 class GatherInput(torch.Tensor):
-    """The all-gather input of a paged shard: copies itself out of the pages when FSDP2 copies it."""
+    """All-gather input of a paged shard. It copies itself from the pages when FSDP2 copies it."""
 
     handle: ShardHandle
     raw: bool
 
     @staticmethod
     def __new__(cls: type[GatherInput], handle: ShardHandle, shape: Sequence[int], raw: bool = False) -> GatherInput:
-        """Make the input; `raw` is the same bytes seen as uint8 (FSDP2 gathers mixed dtypes that way)."""
+        """Create the input. With `raw`, it is the same bytes as uint8, the form in which FSDP2 gathers mixed dtypes."""
         dtype = torch.uint8 if raw else handle.gather_dtype
         tensor: GatherInput = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=handle.device
@@ -106,10 +106,10 @@ class GatherInput(torch.Tensor):
         return tensor
 
     def __init__(self, *args: Any) -> None:
-        """All is done in `__new__`."""
+        """Do nothing, because `__new__` has set all attributes."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Name the shard."""
+        """Return a description that names the shard."""
         return f"GatherInput({self.handle.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def copy_into(self, destination: torch.Tensor) -> None:
@@ -121,7 +121,7 @@ class GatherInput(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
-        """Copy out on `copy_` and `_foreach_copy_`; keep views lazy."""
+        """Copy the pages on `copy_` and `_foreach_copy_`, and keep views lazy."""
         first = args[0] if args else None
         if func is aten.copy_.default and isinstance(args[1], GatherInput):
             args[1].copy_into(args[0])
@@ -148,7 +148,7 @@ class GatherInput(torch.Tensor):
 
 
 def _viewed(shape: torch.Size, wanted: Sequence[int]) -> Sequence[int]:
-    """Return the shape that a tensor of a shape has when it is viewed as another; FSDP2 always asks for a flat one."""
+    """Return the resulting shape of `Tensor.view(wanted)`. FSDP2 always requests a flat view, which is fast."""
     return (shape.numel(),) if tuple(wanted) == (-1,) else torch.empty(shape, device="meta").view(wanted).shape
 
 

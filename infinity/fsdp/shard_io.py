@@ -1,4 +1,4 @@
-"""Content of shards, through the pager: whole shards in and out of their pages."""
+"""Read and write the content of whole shards through the pager."""
 
 from __future__ import annotations
 
@@ -27,20 +27,24 @@ from infinity.units import format_size
 
 
 class GatherListener(Protocol):
-    """Who runs steps: is told when shards are used."""
+    """Receiver of notifications about the use of shards."""
 
     def gathering(self, shard: int) -> bool:
-        """Note that a shard's pages are about to be copied out for an all-gather; return whether in a training step."""
+        """Note that the pages of a shard are about to be copied for an all-gather.
+
+        Returns:
+            ``True`` in a training step.
+        """
 
     def gathered(self, shard: int) -> None:
-        """Note that they have been, in a training step."""
+        """Note that the pages of a shard have been copied for an all-gather in a training step."""
 
     def look(self, shard: int) -> None:
-        """Let weights and states of a shard be those of the last step: somebody is about to read or write them."""
+        """Flush the pending updates of a shard, because its weights or states are about to be read or written."""
 
 
 class _OpenRun(NamedTuple):
-    """What there is until a run is closed."""
+    """Objects that are only available until the run is closed."""
 
     pager: Pager
     listener: GatherListener
@@ -50,10 +54,10 @@ class _OpenRun(NamedTuple):
 
 
 class ShardIO:
-    """Gathers, loads and saves whole shards, through the pager; what a `PagedShard` asks.
+    """Gathers, loads and saves whole shards through the pager. It is the source of `PagedShard`.
 
-    It lives as long as tensors of the model do. After `close` it only says why there is nothing to be had any more.
-    The training thread calls all methods.
+    The object lives as long as the tensors of the model. After `close`, its methods raise `InfinityError` with the
+    reason. Only the training thread calls its methods.
     """
 
     def __init__(
@@ -68,29 +72,36 @@ class ShardIO:
         load_limit: int,
         make_room: Callable[[Iterable[int]], None],
     ) -> None:
-        """Listen.
+        """Create the source of a model's shards.
 
         Args:
-            device: what computes.
-            staging: may have weights on it ahead of their gather.
-            load_limit: most bytes that `load` may have given away at any moment: memory outside of the host cache.
-            make_room: called with pages of what is not trained before they are written again: they have no room for it.
+            layout: Pages of this rank.
+            pager: Pager that holds the pages.
+            device: Device that computes.
+            gpu_prefetcher: GPU prefetch buffer, which may hold weights ahead of their gather.
+            listener: Receiver of notifications.
+            ledger: Ledger that records times and copied bytes.
+            load_limit: Maximum number of bytes, outside the host cache, of loaded tensors that are alive at the same
+                time.
+            make_room: Callback that makes space on the drives for new versions of frozen pages. It is called with their
+                indices before they are rewritten.
         """
         self._layout, self._device, self._load_limit = layout, device, load_limit
         self._open: _OpenRun | None  # None once closed
         self._open = _OpenRun(pager, listener, ledger, gpu_prefetcher, make_room)
-        # What errors say once it is closed.
         self._why_closed = "the optimizer of this model was closed, and the model's values went with it"
-        self._loaded = 0  # bytes of shards that `load` has returned, but for those in `_returned`
-        # Bytes of those that nobody has any more. Any thread appends, also from within the collector: so there is no
-        # lock, but one call that is not interrupted; `_held` takes them.
+        self._loaded = (
+            0  # bytes of tensors that `load` has returned, less the entries that `_held` took from `_returned`
+        )
+        # Bytes of loaded tensors that have been freed; `_held` consumes the entries. Any thread may append, even from
+        # within the garbage collector, where taking a lock could deadlock. `deque.append` is atomic and needs no lock.
         self._returned: deque[int] = deque()
 
     def close(self, why: str = "") -> None:
-        """Let go of what it has. Tensors refer to this object, where Python's collector finds no cycles.
+        """Release all objects of the run. Tensors may keep this object alive in cycles that Python cannot collect.
 
         Args:
-            why: what errors say from now on; by default that the optimizer was closed.
+            why: Message of later errors. By default it states that the optimizer was closed.
         """
         self._open = None
         self._why_closed = why or self._why_closed
@@ -118,7 +129,7 @@ class ShardIO:
         return self._open
 
     def gather_into(self, shard: int, destination: torch.Tensor) -> None:
-        """Copy the compute-dtype elements of a shard, padding included, into a flat tensor."""
+        """Copy the elements of a shard in the compute dtype, padding included, into a flat tensor."""
         placed, listener = self._layout.shards[shard], self._listener
         name = placed.spec.name
         shown = record_function(f"infinity::gather ({name})") if torch_private.profiler_is_on() else nullcontext()
@@ -145,11 +156,11 @@ class ShardIO:
                     self._device.copy(destination[first - placed.start : last - placed.start], source, stream)
 
     def load(self, shard: int) -> torch.Tensor:
-        """Return a copy of the real elements of a shard in the dtype it is trained in, shape (numel,).
+        """Return a copy of the elements of a shard without padding, in the dtype that is trained, shape (numel,).
 
         Raises:
-            UnsupportedError: with what was loaded and is still held, that is more than the limit for loading outside of
-                the plan.
+            UnsupportedError: If this tensor and the loaded tensors that are still alive would exceed the load limit.
+            InfinityError: See `load_section`.
         """
         content = self.load_section(shard, MASTER)
         self._loaded += content.nbytes
@@ -157,37 +168,44 @@ class ShardIO:
         return content
 
     def _held(self) -> int:
-        """Return the bytes that `load` has returned and somebody still has."""
+        """Return the number of bytes that `load` has returned and that are still alive."""
         while self._returned:
             self._loaded -= self._returned.popleft()
         return self._loaded
 
     def load_section(self, shard: int, name: str) -> torch.Tensor:
-        """Return one section (``master`` or a state kind) of a shard's real elements, shape (numel,).
+        """Return one section of the elements of a shard, without padding, shape (numel,).
+
+        Args:
+            shard: Index of the shard.
+            name: ``master`` or the name of an optimizer state.
 
         Raises:
-            UnsupportedError: as `load`.
-            InfinityError: the shard was updated in backward, and `step()` has not been called; or all is closed.
+            UnsupportedError: See `load`.
+            InfinityError: If the shard was updated in backward and `step()` has not been called, or if the run is
+                closed.
         """
         placed = self._layout.shards[shard]
         segment = self._layout.segments[placed.segment]
         size = placed.spec.numel * torch_dtype(segment.format.dtypes[name]).itemsize
         if size + self._held() > self._load_limit:
-            gc.collect()  # what was loaded before an error may hang on its traceback
+            gc.collect()  # the traceback of an earlier error may keep loaded tensors alive
         if size + self._held() > self._load_limit:
-            held = f", and {format_size(self._loaded)} are loaded already" if self._loaded else ""
+            held = f" in addition to {format_size(self._loaded)} already loaded" if self._loaded else ""
             raise UnsupportedError(
-                f"loading {placed.spec.name} would take {format_size(size)} of host memory outside the host cache{held} "
-                f"(limit {format_size(self._load_limit)}); to save the model in bounded memory call "
-                "optimizer.save_pretrained(folder), optimizer.save_dcp(folder) or, to go on from, optimizer.save_checkpoint()"
+                f"loading {placed.spec.name} would use {format_size(size)} of host memory outside the host cache{held} "
+                f"(limit {format_size(self._load_limit)}); to save the model in bounded memory, call "
+                "optimizer.save_pretrained(folder), optimizer.save_dcp(folder) or optimizer.save_checkpoint()"
             )
         return self.read(shard, name)
 
     def read(self, shard: int, name: str) -> torch.Tensor:
-        """Return what `load_section` returns, of any size: for who lets go of it before the next one.
+        """Return the result of `load_section` without a limit on its size.
+
+        The caller must free the tensor before the next read.
 
         Raises:
-            InfinityError: as `load_section`.
+            InfinityError: See `load_section`.
         """
         placed = self._layout.shards[shard]
         segment = self._layout.segments[placed.segment]
@@ -200,22 +218,28 @@ class ShardIO:
         return read_section(segment, name, placed.start, placed.start + placed.spec.numel, visit)
 
     def save(self, shard: int, content: torch.Tensor) -> None:
-        """Replace the real elements of a shard: its master, and the weights in the compute dtype."""
+        """Replace the elements of a shard, without padding: the master and the weights in the compute dtype."""
         self.save_section(shard, MASTER, content)
 
     def save_section(self, shard: int, name: str, content: torch.Tensor) -> None:
-        """Replace one section (``master`` or a state kind) of a shard's real elements, shape (numel,).
+        """Replace one section of the elements of a shard, without padding.
+
+        Args:
+            shard: Index of the shard.
+            name: ``master`` or the name of an optimizer state.
+            content: New elements, shape (numel,).
 
         Raises:
-            UnsupportedError: `content` has another number of elements.
-            BudgetError: it is not trained, and the drives have no room for another version of it.
-            InfinityError: as `load_section`.
+            UnsupportedError: If `content` has a different number of elements.
+            BudgetError: If the shard is frozen and the drives have no space for another version of it.
+            InfinityError: See `load_section`.
         """
         placed = self._layout.shards[shard]
         segment = self._layout.segments[placed.segment]
         if content.numel() != placed.spec.numel:
             raise UnsupportedError(
-                f"{placed.spec.name} has {placed.spec.numel} elements on this rank, got {content.numel()}"
+                f"{placed.spec.name} has {placed.spec.numel} elements on this rank, but the new value has "
+                f"{content.numel()}"
             )
         self._listener.look(shard)
         self._gpu_prefetcher.drop(placed.fsdp_module)
@@ -230,11 +254,13 @@ class ShardIO:
                         put(held, page, component, placed.start, items)
 
     def initialise(self, fsdp_module: int, value_of: Callable[[int, str], torch.Tensor | None]) -> None:
-        """Write the first content of an FSDP module's pages.
+        """Write the initial content of an FSDP module's pages.
 
         Args:
-            value_of: returns one section (``master`` or a state kind) of the real elements of a shard, given its
-                position in the FSDP module, shape (numel,); the master in the dtype that is trained; None for zeros.
+            fsdp_module: Index of the FSDP module.
+            value_of: Function that returns one section of the elements of a shard, without padding, shape (numel,), or
+                ``None`` for zeros. Its arguments are the position of the shard in the FSDP module and ``master`` or the
+                name of an optimizer state. The master has the dtype that is trained.
         """
         first = self._layout.fsdp_module_shards[fsdp_module][0]
         for segment in self._layout.segments:
@@ -255,12 +281,12 @@ class ShardIO:
                             put(content, page, component, start, items)
 
     def _checked(self, shard: int, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Return the first value of a section if it fits: more would be written into the next shard's place."""
+        """Return an initial value after a size check, because excess elements would overwrite the next shard."""
         spec, segment = self._layout.shards[shard].spec, self._layout.segments[self._layout.shards[shard].segment]
         wanted = torch_dtype(segment.format.dtypes[name])
         if value.numel() != spec.numel or value.dtype != wanted:
             raise UnsupportedError(
-                f"the first value of {spec.name} ({name}) has {value.numel()} elements of {value.dtype} on this rank, "
-                f"{spec.numel} of {wanted} are needed"
+                f"the initial value of {spec.name} ({name}) has {value.numel()} elements of {value.dtype} on this "
+                f"rank, but must have {spec.numel} of {wanted}"
             )
         return value

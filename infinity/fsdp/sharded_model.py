@@ -1,4 +1,4 @@
-"""What `fully_shard` has made of a model: its FSDP modules, their parameters, and this rank's slices of them."""
+"""Describe a model on which `fully_shard` was called: its FSDP modules, their parameters, and this rank's slices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from infinity.schedule.trace import Event
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter of an FSDP module: FSDP2's object, and all names that the model has for it."""
+    """Parameter of an FSDP module: the FSDPParam object of FSDP2, and all names of the parameter in the model."""
 
     param: Any
     names: tuple[str, ...]
@@ -30,16 +30,16 @@ class Member:
 
 @dataclass(frozen=True)
 class UpdateExtent:
-    """What of a parameter an update needs at once, where that is more than any elements; see `ShardSpec`."""
+    """Elements that the update of a parameter needs together, if it is not element-wise. See `ShardSpec`."""
 
     row: int = 1
-    """Elements of a row."""
+    """Elements per row."""
     whole: int = 0
-    """Elements of the whole parameter."""
+    """Elements of the full parameter."""
 
     @property
     def slices(self) -> str:
-        """What the slices of an update are, as `StateFormat.key` has it."""
+        """Kind of the slices of an update, as in `StateFormat.key`."""
         return "whole" if self.whole else "rows" if self.row > 1 else ""
 
 
@@ -49,41 +49,40 @@ _OTHER_WRAPPERS = {"FullyShardedDataParallel", "DistributedDataParallel"}
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """What `fully_shard` left behind: FSDP modules, their parameters, and what each looks like on this rank."""
+    """FSDP modules of a model, their parameters, and the properties of each on this rank."""
 
     model: nn.Module
     names: tuple[str, ...]
-    """Of FSDP modules, in the order in which FSDP2 has them."""
+    """Names of the FSDP modules, in the order of FSDP2."""
     groups: tuple[Any, ...]
-    """FSDP2's parameter group of each FSDP module."""
+    """FSDP2 parameter group of each FSDP module."""
     members: tuple[tuple[Member, ...], ...]
-    """Parameters of each FSDP module, in the order in which they are gathered."""
+    """Parameters of each FSDP module, in all-gather order."""
     device: torch.device
-    """Where the model computes."""
+    """Device that computes."""
     on_meta: bool
-    """Whether a parameter has no value yet."""
+    """Whether any parameter is on the meta device."""
 
     @classmethod
     def inspect(cls, model: nn.Module) -> ShardedModel:
         """Find the FSDP modules of a model.
 
         Raises:
-            UnsupportedError: the model is not sharded, or a parameter is outside of all FSDP modules; or this release
-                of
-                torch lacks what is needed of FSDP2.
+            UnsupportedError: If the model is not sharded, a parameter is outside all FSDP modules, or this release of
+                torch lacks a required part of FSDP2.
         """
         if not isinstance(model, nn.Module):
-            raise UnsupportedError(f"the model is of type {type(model).__name__}, which is no torch.nn.Module")
+            raise UnsupportedError(f"the model must be a torch.nn.Module, but is of type {type(model).__name__}")
         if wrappers := _OTHER_WRAPPERS & {type(module).__name__ for module in model.modules()}:
             raise UnsupportedError(
-                f"the model is wrapped in {min(wrappers)}, which keeps its weights in memory; leave that out and call "
-                "fully_shard(…, mesh=infinity.mesh()) of torch.distributed.fsdp on its layers and on itself"
+                f"the model is wrapped in {min(wrappers)}, which keeps its weights in memory; remove the wrapper, and "
+                "call torch.distributed.fsdp.fully_shard(…, mesh=infinity.mesh()) on its layers and on the model"
             )
         torch_private.require_names(model)
-        _refuse_quantised_modules(model)
+        _reject_quantized_modules(model)
         found = list(torch_private.parameter_groups(model))
         if not found:
-            raise UnsupportedError("the model is not sharded: call fully_shard on its layers and on itself first")
+            raise UnsupportedError("the model is not sharded; call fully_shard on its layers and on the model first")
         names_of: dict[int, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             names_of.setdefault(id(param), []).append(name)
@@ -92,20 +91,21 @@ class ShardedModel:
         for name, group in found:
             if torch_private.uses_cpu_offload(group):
                 raise UnsupportedError(
-                    f"FSDP module {name} was sharded with CPUOffloadPolicy; leave offload_policy out, infinity pages instead"
+                    f"FSDP module {name} was sharded with CPUOffloadPolicy, which paging replaces; "
+                    "remove offload_policy"
                 )
             if torch_private.reshards_to_fewer_ranks(group):
                 raise UnsupportedError(
-                    f"FSDP module {name} was sharded with a number for reshard_after_forward, which keeps a part of all "
-                    "gathered weights in memory until backward; infinity reads them again from NVMe: pass True (or "
-                    "False for FSDP modules whose weights are to stay)"
+                    f"FSDP module {name} was sharded with a number for reshard_after_forward, which keeps a part of "
+                    "all gathered weights in memory until backward; pass True, or False for FSDP modules whose "
+                    "weights should stay gathered"
                 )
             for param in torch_private.fsdp_params(group):
                 if id(param.sharded_param) not in names_of:
                     module, key = torch_private.owner(param)
                     raise UnsupportedError(
-                        f"{key} of a {torch_private.original_class(module).__name__} in FSDP module {name} is not the parameter "
-                        "that fully_shard has sharded: tie or replace parameters before fully_shard"
+                        f"{key} of a {torch_private.original_class(module).__name__} in FSDP module {name} is not the "
+                        "parameter that fully_shard sharded; tie or replace parameters before fully_shard"
                     )
             members.append(
                 tuple(Member(p, tuple(names_of.pop(id(p.sharded_param)))) for p in torch_private.fsdp_params(group))
@@ -117,10 +117,10 @@ class ShardedModel:
             for fsdp_module in members
             for member in fsdp_module
         ):
-            raise UnsupportedError("the model is offloaded already; build it anew to offload it again")
+            raise UnsupportedError("the model is already offloaded; build a new model to offload it again")
         for fsdp_module in members:
             for member in fsdp_module:
-                _refuse_composed(member)
+                _reject_composite(member)
         devices = {member.param.sharded_param.device.type for fsdp_module in members for member in fsdp_module}
         return cls(
             model=model,
@@ -133,18 +133,18 @@ class ShardedModel:
 
     @property
     def shards(self) -> tuple[Member, ...]:
-        """All parameters, in the order of the shards."""
+        """All parameters, in the order of their shards."""
         return tuple(member for fsdp_module in self.members for member in fsdp_module)
 
     def parameters(self) -> list[list[nn.Parameter]]:
-        """Return the sharded parameters, FSDP module by FSDP module."""
+        """Return the sharded parameters of each FSDP module."""
         return [[member.param.sharded_param for member in fsdp_module] for fsdp_module in self.members]
 
     def expected_step(self, *, alone: bool) -> tuple[Event, ...]:
-        """Return the events of a training step in which FSDP modules are used in the order in which the model has them.
+        """Return the events of a training step that uses the FSDP modules in the order of the model.
 
         Args:
-            alone: whether there is one rank.
+            alone: Whether there is only one rank.
         """
         fsdp_modules = self.parameters()
         root = self.names[0] == torch_private.ROOT
@@ -162,11 +162,12 @@ class ShardedModel:
         kinds_of: Callable[[nn.Parameter], tuple[tuple[str, str], ...]],
         reach_of: Callable[[Member], UpdateExtent] = lambda _: UpdateExtent(),
     ) -> tuple[list[FSDPModuleSpec], dict[str, StateFormat]]:
-        """Return the FSDP modules and state formats from which pages are laid out.
+        """Return the FSDP modules and state formats that determine the layout of pages.
 
         Args:
-            kinds_of: the optimizer's element-wise states of a trainable parameter, as (name, dtype).
-            reach_of: what of a trainable parameter its update needs at once.
+            kinds_of: Function that returns the optimizer's element-wise states of a trainable parameter, as (name,
+                dtype).
+            reach_of: Function that returns the elements that the update of a trainable parameter needs together.
         """
         fsdp_modules: list[FSDPModuleSpec] = []
         formats: dict[str, StateFormat] = {}
@@ -199,13 +200,13 @@ class ShardedModel:
 
 
 _UNQUANTISED = (
-    "load the base without a quantization_config, in bfloat16, and have its layers quantised by "
-    "infinity.formats.quantised.quantise_ (or leave it so: 4 bytes per parameter are read in a step)"
+    "load the base model in bfloat16 without quantization_config, and quantize its layers with "
+    "infinity.formats.quantised.quantise_, or leave it in bfloat16 (4 bytes read per parameter and step)"
 )
 
 
 def _outside(model: nn.Module, names: list[str]) -> UnsupportedError:
-    """Return the error for parameters that are in no FSDP module, which says how they get there."""
+    """Return the error for parameters that are in no FSDP module. The fix depends on how they were added."""
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
     def of_adapter(name: str) -> bool:
@@ -215,55 +216,61 @@ def _outside(model: nn.Module, names: list[str]) -> UnsupportedError:
 
     if all(map(of_adapter, names)):
         return UnsupportedError(
-            "parameters of adapters of peft are outside of all FSDP modules, since they were added after fully_shard: "
-            f"{shown}; give their configuration to infinity.from_pretrained or from_config (adapters=), or call "
-            "get_peft_model before fully_shard (docs/how-to/lora.md)"
+            f"these adapter parameters of peft were added after fully_shard and are in no FSDP module: {shown}; pass "
+            "the adapter configuration to infinity.from_pretrained or from_config (adapters=), or call get_peft_model "
+            "before fully_shard (docs/how-to/lora.md)"
         )
-    return UnsupportedError(f"parameters outside of all FSDP modules: {shown}; call fully_shard(model) too")
+    return UnsupportedError(f"these parameters are in no FSDP module: {shown}; also call fully_shard(model)")
 
 
-def _refuse_quantised_modules(model: nn.Module) -> None:
-    """Refuse modules of bitsandbytes, which keep what their weights are decoded with in memory, beside the parameter.
+def _reject_quantized_modules(model: nn.Module) -> None:
+    """Reject bitsandbytes modules, whose quantization state is not part of the parameter.
 
-    `fully_shard` puts a DTensor in the parameter's place and loses that.
+    `fully_shard` replaces the parameter by a DTensor and loses that state.
 
     Raises:
-        UnsupportedError: there is one; it is named.
+        UnsupportedError: If there is such a module. The message names it.
     """
     for name, module in model.named_modules():
         cls = torch_private.original_class(module)
         if cls.__module__.partition(".")[0] == "bitsandbytes" and any(True for _ in module.parameters(recurse=False)):
             raise UnsupportedError(
-                f"{name} is quantised by bitsandbytes ({cls.__name__}), whose scales are no part of its parameters and "
-                f"are lost under fully_shard; {_UNQUANTISED}"
+                f"{name} is quantized by bitsandbytes ({cls.__name__}), whose scales are not part of its parameters "
+                f"and are lost under fully_shard; {_UNQUANTISED}"
             )
 
 
-def _refuse_composed(member: Member) -> None:
-    """Refuse a parameter that is made of several tensors, as quantised weights are: its bytes are not its elements.
+def _reject_composite(member: Member) -> None:
+    """Reject a tensor subclass that consists of several tensors, because its bytes are not its elements.
+
+    Quantized weights are an example.
 
     Raises:
-        UnsupportedError: it is one; it is named.
+        UnsupportedError: If the parameter is of such a type. The message names it.
     """
     local = torch_private.local_tensor(member.param)
     if hasattr(type(local), "__tensor_flatten__") and not isinstance(local, PagedShard):
         raise UnsupportedError(
-            f"{member.names[0]} is of type {type(local).__name__}, a tensor that is made of several; pages hold plain "
-            f"elements: {_UNQUANTISED}"
+            f"{member.names[0]} is of type {type(local).__name__}, which consists of several tensors, but pages hold "
+            f"plain elements; {_UNQUANTISED}"
         )
 
 
 def check_gradient_dtype(name: str, param: nn.Parameter) -> None:
-    """Check that the gradients of a parameter are of its own dtype. Raises `UnsupportedError` where they are not."""
+    """Check that the gradients of a parameter have the dtype of the parameter.
+
+    Raises:
+        UnsupportedError: If `grad_dtype` differs from the dtype of the parameter.
+    """
     if torch_private.has_gradient_dtype(param):
         raise UnsupportedError(
-            f"{name} has grad_dtype = {param.grad_dtype}, but the gradients of offloaded parameters are kept in the "
-            f"dtype of the parameter: set {name}.grad_dtype = {param.dtype}, or leave it"
+            f"{name} has grad_dtype = {param.grad_dtype}, but the gradients of offloaded parameters are stored in the "
+            f"dtype of the parameter; set {name}.grad_dtype = {param.dtype}, or leave it unset"
         )
 
 
 def local_bounds(param: Any) -> tuple[list[int], list[int]]:
-    """Return offsets and sizes of this rank's slice of a whole parameter, one per dimension."""
+    """Return offsets and sizes of this rank's slice of a full parameter, one per dimension."""
     sizes = list(torch_private.full_shape(param))
     offsets = [0] * len(sizes)
     rank, size = torch_private.shard_rank_and_size(param)
@@ -275,7 +282,7 @@ def local_bounds(param: Any) -> tuple[list[int], list[int]]:
 
 
 def local_slice(param: Any, whole: torch.Tensor) -> torch.Tensor:
-    """Return this rank's real elements of a whole parameter, flat."""
+    """Return this rank's elements of a full parameter, flat and without padding."""
     rank, size = torch_private.shard_rank_and_size(param)
     chunks = torch.chunk(whole, size, dim=torch_private.shard_dim(param))
     return chunks[rank].reshape(-1) if rank < len(chunks) else whole.new_empty(0)

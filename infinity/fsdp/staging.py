@@ -1,12 +1,10 @@
-"""Weights on the device ahead of their gather: a thread copies those of the next FSDP module while this one computes.
+"""Prefetch weights to the GPU: a thread copies the weights of the next FSDP module while the current one computes.
 
-[Note: staging] When an FSDP module has been gathered, the pages of the next one are reserved, which takes their place
-in the plan
-there and then: so what is moved does not depend on how fast anything is. A thread of its own waits for them, copies
-each into a slot on the device, on a stream of its own, and gives the reservation back behind a mark. The gather is then
-a
-copy on the device. A slot is used again behind the last such copy; the slots of FSDP modules that are *kept* have their
-weights until the step ends, and no later gather of such an FSDP module reads pages.
+[Note: GPU prefetch] Once an FSDP module has been gathered, the training thread reserves the pages of the next one. The
+reservation takes their place in the plan immediately, so the transfers do not depend on timing. The prefetch thread
+waits for the pages, copies each into a slot on the device on its own stream, and returns the reservation after a device
+event. The gather is then a copy on the device. A slot is reused after the last such copy. The slots of *kept* FSDP
+modules hold their weights until the step ends, and later gathers of these FSDP modules read no pages.
 """
 
 from __future__ import annotations
@@ -31,59 +29,55 @@ from infinity.schedule.update_schedule import UpdateSchedule
 
 
 class _Part(NamedTuple):
-    """What a shard has in one page."""
+    """Elements of a shard in one page."""
 
     reservation: Reservation
     page: Page
     placed: Placed
     first: int
-    """Its first element there, in the segment."""
+    """Index of the first element in the segment."""
     last: int
-    """The first one behind."""
+    """Index after the last element in the segment."""
     offset: int
-    """Where the shard begins in the slot, in bytes."""
+    """Offset of the shard in the slot, in bytes."""
 
 
 class _Slot:
-    """Room for the weights of one FSDP module on the device."""
+    """Device memory for the weights of one FSDP module."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory  # bytes
-        self.used: DeviceEvent | None = None  # behind all that was done with it; None before anything was
-        self.filled: Future[DeviceEvent] | None = (
-            None  # the mark behind the copies into it, once the device has all of them
-        )
+        self.used: DeviceEvent | None = None  # after the last use of the memory; None before the first use
+        self.filled: Future[DeviceEvent] | None = None  # result: the event after all copies into the slot
 
 
 class GpuPrefetcher:
-    """The slots, what is in them, and the thread that fills them.
+    """GPU prefetch buffer: its slots, and the thread that fills them.
 
-    Life cycle: without slots until `provide`. An FSDP module is *staged* from `stage` on; its shards are copied out one
-    after
-    the other, and behind the last one its slot is free again, but for FSDP modules that are kept. `drop` forgets what
-    is
-    staged, where weights change. The training thread calls all methods.
+    There are no slots before `provide`. `stage` starts to prefetch an FSDP module. Its shards are then copied out one
+    after another, and the slot is free again after the last one unless the FSDP module is kept. `drop` discards
+    prefetched weights before they change. The training thread calls all methods.
 
     Args:
-        layout: pages of this rank.
-        pager: has them.
-        device: that computes.
+        layout: Pages of this rank.
+        pager: Pager that holds the pages.
+        device: Device that computes.
     """
 
     def __init__(self, layout: Layout, pager: Pager, device: Device) -> None:
         self._layout, self._pager, self._device = layout, pager, device
         self._free: deque[_Slot] = deque()  # slots for FSDP modules that are not kept, the next one first
-        self._own: dict[int, _Slot] = {}  # by FSDP module that is kept, its slot
-        self._prefetched: dict[int, _Slot] = {}  # by FSDP module, the slot that has its weights, or gets them
+        self._own: dict[int, _Slot] = {}  # slots of kept FSDP modules
+        self._prefetched: dict[int, _Slot] = {}  # by FSDP module, the slot that holds or receives its weights
         self._provided: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
-        """For which FSDP modules there are slots, and which of them are kept."""
-        self._thread: ThreadPoolExecutor | None = None  # begins with `provide`
+        """FSDP modules that have slots, and the kept ones among them."""
+        self._thread: ThreadPoolExecutor | None = None  # started by `provide`
 
     def provide(self, update_schedule: UpdateSchedule, events: Sequence[Event]) -> None:
-        """Have the slots that steps need which look like `events`. Where they are others, what is staged is forgotten.
+        """Allocate the slots for steps with the given events. If the slots change, prefetched weights are discarded.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room for them; there are none then.
+            torch.OutOfMemoryError: If the device memory is too small. No slots remain in that case.
         """
         prefetched = (
             frozenset(prefetched_modules(events, update_schedule)) if update_schedule.prefetched else frozenset()
@@ -94,7 +88,7 @@ class GpuPrefetcher:
         self.drop()
         stream = self._device.stream("stage")
         for slot in (*self._free, *self._own.values()):
-            self._device.keep(slot.memory, stream)  # copies into it may not have ended
+            self._device.keep(slot.memory, stream)  # copies into it may still be running
         self._free, self._own, self._provided = deque(), {}, (frozenset(), frozenset())
         passing = [fsdp_module_bytes(self._layout, fsdp_module) for fsdp_module in prefetched - kept]
         free = [self._new_slot(max(passing)) for _ in range(SLOTS if passing else 0)]
@@ -102,7 +96,7 @@ class GpuPrefetcher:
             fsdp_module: self._new_slot(fsdp_module_bytes(self._layout, fsdp_module)) for fsdp_module in sorted(kept)
         }
         self._free, self._own, self._provided = deque(free), own, (prefetched, kept)
-        self._device.record_event(self._device.current()).before(stream)  # behind what the memory was used for before
+        self._device.record_event(self._device.current()).before(stream)  # after earlier uses of the same memory
         if prefetched and self._thread is None:
             self._thread = ThreadPoolExecutor(1, "infinity-stage", self._device.enter_thread)
 
@@ -110,30 +104,30 @@ class GpuPrefetcher:
         return _Slot(torch.empty(nbytes, dtype=torch.uint8, device=self._device.name))
 
     def has(self, fsdp_module: int) -> bool:
-        """Whether the weights of an FSDP module are staged."""
+        """Return whether the weights of an FSDP module are prefetched."""
         return fsdp_module in self._prefetched
 
     def has_room(self, fsdp_module: int) -> bool:
-        """Whether there is a slot for an FSDP module:
+        """Return whether there is a slot for an FSDP module.
 
-        off the plan, what was staged and is not gathered keeps its own.
+        Outside the plan, weights that are prefetched but never gathered keep their slot.
         """
         return fsdp_module in self._own or bool(self._free)
 
     def stage(self, fsdp_module: int) -> None:
-        """Begin to copy the weights of an FSDP module;
+        """Start to prefetch the weights of an FSDP module, and take their place in the plan.
 
-        their place in the plan is taken here. Raises as `Pager.reservation`.
+        Raises the errors of `Pager.reservation`.
         """
         if self._thread is None:
-            raise InfinityError("there are no slots to stage weights in")
+            raise InfinityError("the GPU prefetch buffer has no slots; call provide first")
         slot = self._own.get(fsdp_module) or self._free.popleft()
         self._prefetched[fsdp_module] = slot
         slot.filled = self._thread.submit(self._fill, slot.memory, slot.used, self._parts(fsdp_module))
         slot.used = None
 
     def _parts(self, fsdp_module: int) -> deque[_Part]:
-        """Reservation the pages of an FSDP module, shard by shard, as `gather_accesses` has them."""
+        """Reserve the pages of an FSDP module, shard by shard, in the order of `gather_accesses`."""
         device_event = partial(self._device.record_event, self._device.stream("stage"))
         accesses = gather_accesses(self._layout, fsdp_module)
         parts: deque[_Part] = deque()
@@ -148,15 +142,17 @@ class GpuPrefetcher:
         return parts
 
     def _fill(self, memory: torch.Tensor, used: DeviceEvent | None, parts: deque[_Part]) -> DeviceEvent:
-        """Give the device all copies into the memory of a slot; return the mark behind them. In the thread.
+        """Issue all copies into the memory of a slot, and return the event after them. Runs in the prefetch thread.
 
         Args:
-            used: behind what was done with the memory before.
+            memory: Memory of the slot.
+            used: Event after earlier uses of the memory.
+            parts: Parts to copy, each with its reservation.
         """
         try:
             return self._copy_in(memory, used, parts)
         except Exception as error:
-            self._pager.fail(error)  # reservations are left that will not be returned: nobody is to wait for them
+            self._pager.fail(error)  # the remaining reservations are never returned, so no thread may wait for them
             raise
 
     def _copy_in(self, memory: torch.Tensor, used: DeviceEvent | None, parts: deque[_Part]) -> DeviceEvent:
@@ -174,11 +170,10 @@ class GpuPrefetcher:
         return self._device.record_event(stream)
 
     def copy_out(self, shard: int, destination: torch.Tensor) -> None:
-        """Copy the weights of a shard of a staged FSDP module, padding included, into a flat tensor, on the current
-        stream.
+        """Copy the prefetched weights of a shard, padding included, into a flat tensor on the current stream.
 
         Raises:
-            Exception: what kept its pages from being read.
+            Exception: The error that kept its pages from being read.
         """
         fsdp_module = self._layout.shards[shard].fsdp_module
         slot, stream = self._prefetched[fsdp_module], self._device.current()
@@ -194,23 +189,26 @@ class GpuPrefetcher:
                 self._free.append(slot)
 
     def _filled(self, slot: _Slot) -> DeviceEvent:
-        """Wait until all copies into a slot are on their way. Raises what kept them, or the first error."""
+        """Wait until all copies into a slot have been issued.
+
+        Raises the error that prevented them, or the pager's first error.
+        """
         assert slot.filled is not None
         self._pager.wait_for_job(slot.filled, "read")
         return slot.filled.result()
 
     def drop(self, fsdp_module: int | None = None) -> None:
-        """Forget what is staged of one FSDP module, or of all: its weights are about to change."""
+        """Discard the prefetched weights of one FSDP module, or of all, because they are about to change."""
         for index in [fsdp_module] if fsdp_module is not None else list(self._prefetched):
             slot = self._prefetched.pop(index, None)
             if slot is not None:
-                with suppress(Exception):  # the pager has it too: whoever asks for a page next gets it
+                with suppress(Exception):  # the pager stores the error and raises it at the next access
                     slot.used = slot.used or self._filled(slot)
                 if index not in self._own:
                     self._free.append(slot)
 
     def close(self) -> None:
-        """End the thread; what it has not begun is dropped."""
+        """End the thread. Copies that have not begun are dropped."""
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
         self._free, self._own, self._prefetched = deque(), {}, {}

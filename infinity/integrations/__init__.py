@@ -1,1 +1,1 @@
-"""Frameworks that bring a training loop of their own: what connects each with `infinity.offload`."""
+"""Integrations with frameworks that have a training loop of their own."""

@@ -1,7 +1,8 @@
-"""Accelerate: `prepare` in place of `Accelerator.prepare`, for scripts that use FSDP2.
+"""Accelerate: a `prepare` function that replaces `Accelerator.prepare` in scripts that use FSDP2.
 
-The model is sharded as Accelerate would (or was, by the script), `infinity.offload` takes its shards, and the methods
-of the accelerator that would bring the whole state into memory are served from NVMe. All others are Accelerate's own.
+The model is sharded as Accelerate would shard it (unless the script already did), `infinity.offload` takes over its
+shards, and the methods of the accelerator that would load the whole state into memory are replaced. All other methods
+are Accelerate's own.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ with needs("accelerate", "infinity.integrations.accelerate"):
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
 
-_GATHERED = 256 * MIB  # most bytes of a state dict that is gathered in memory
+_GATHERED = 256 * MIB  # limit, in bytes, for a state dict that is gathered in memory
 _SERVED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 
 
@@ -54,37 +55,38 @@ def prepare(
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
     resume_from: str | os.PathLike[str] | None = None,
 ) -> tuple[Any, ...]:
-    """Do what `accelerator.prepare(model, optimizer, *others)` does, with the state of training on NVMe.
+    """Do what `accelerator.prepare(model, optimizer, *others)` does, with the training state on NVMe.
 
-    What changes of the accelerator: `no_sync` and `accumulate` reduce the gradients of every micro-batch (as with
-    `sync_each_batch`), since those of the whole model would stay in memory otherwise; `save_state` is a checkpoint and
-    what
-    Accelerate writes beside weights and optimizer; `load_state` checks that this is what the run goes on from;
-    `save_model` streams; `get_state_dict` is refused for a model that does not fit.
+    These methods of the accelerator change: `no_sync` and `accumulate` reduce the gradients of every micro-batch (as
+    with `sync_each_batch`), because unreduced gradients of the whole model would stay in memory; `save_state` saves a
+    checkpoint and the files that Accelerate writes in addition to weights and optimizer; `load_state` checks that the
+    run has resumed from that checkpoint; `save_model` streams; `get_state_dict` raises for a model that does not fit
+    in memory.
 
     Args:
-        accelerator: of one process, several on CPUs or GPUs, or FSDP2.
-        model: sharded with `fully_shard`; or not, and then it is as the FSDP2 plugin says. On the meta device it
-            begins with `weights`, or as its own code sets it.
-        optimizer: over the model's parameters, not prepared.
+        accelerator: accelerator of one process, of several processes on CPUs or GPUs, or with FSDP2.
+        model: model, sharded with `fully_shard`, or unsharded to be sharded as the FSDP2 plugin says. A model on the
+            meta device is initialized from `weights`, or by its own code.
+        optimizer: optimizer of the model's parameters, not prepared.
         others: data loaders and schedulers, which Accelerate prepares.
         config: settings, as for `infinity.offload`.
         weights: as for `infinity.offload`.
         strict: as for `infinity.offload`.
         init: as for `infinity.offload`.
-        fsdp_plugin: how the model is to be sharded; by default the accelerator's. Accelerate has none on CPUs.
-        resume_from: a folder that `save_state` wrote; the run goes on from its checkpoint. Call `load_state` with it,
-            too.
+        fsdp_plugin: plugin that describes the sharding. Default: the accelerator's. Accelerate has none on CPUs.
+        resume_from: folder that `save_state` wrote. The run resumes from its checkpoint. Call `load_state` with the
+            same folder afterwards.
 
     Returns:
-        Model, optimizer (Accelerate's; what `infinity.offload` returns is its `.optimizer`) and `others`.
+        Model, optimizer (Accelerate's; the result of `infinity.offload` is its `.optimizer`) and `others`.
 
     Raises:
-        UnsupportedError: what the accelerator is to do besides cannot work, with the reason.
-        ConfigError: the model is not sharded, does not compute in the accelerator's precision, or `resume_from` is no
-            such folder.
-        CheckpointError: the checkpoint of `resume_from` was replaced; nothing is changed.
-        Exception: what `infinity.offload` raises.
+        UnsupportedError: if the accelerator is configured for a feature that cannot work. The message gives the
+            reason.
+        ConfigError: if the model is not sharded, does not compute in the accelerator's precision, or `resume_from`
+            was not written by `save_state`.
+        CheckpointError: if the checkpoint of `resume_from` was replaced. Nothing is changed.
+        Exception: any error of `infinity.offload`.
     """
     _check(accelerator, optimizer, others)
     settings = load_config(config)
@@ -97,7 +99,7 @@ def prepare(
     _check_precision(accelerator, model)
     paged = infinity.offload(model, optimizer, settings, weights=weights, strict=strict, init=init)
     _Served(accelerator, model, paged).take_over()
-    wrapped = accelerator.prepare_optimizer(paged, device_placement=False)  # else it asks for the whole state
+    wrapped = accelerator.prepare_optimizer(paged, device_placement=False)  # otherwise it requests the whole state
     accelerator._models.append(model)
     for item in (model, wrapped):
         item._is_accelerate_prepared = True
@@ -111,31 +113,33 @@ def _prepared(accelerator: Accelerator, other: Any) -> Any:
 
 
 def _check(accelerator: Accelerator, optimizer: torch.optim.Optimizer, others: tuple[Any, ...]) -> None:
-    """Refuse what cannot work. Raises `UnsupportedError`."""
+    """Raise `UnsupportedError` for features that cannot work."""
     kind = str(accelerator.distributed_type.value)
     if kind not in _SERVED:
-        raise UnsupportedError(f"Accelerate with {kind}: it has its own sharding; use FSDP2 or none of these")
+        raise UnsupportedError(f"Accelerate with {kind}: it shards the model itself; use FSDP2 or remove it")
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise UnsupportedError("FSDP of version 1 keeps flat parameters in memory; set fsdp_version: 2")
+        raise UnsupportedError("FSDP1 keeps flat parameters in memory; set fsdp_version: 2")
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise UnsupportedError(
             f"mixed_precision = {accelerator.mixed_precision!r}: Accelerate would scale losses or convert layers; "
-            "'bf16' and 'no' are served"
+            "use 'bf16' or 'no'"
         )
     if accelerator.state.dynamo_plugin.backend != "NO":
         raise UnsupportedError(
-            "Accelerate's dynamo_backend compiles the whole model; leave it out, and compile its layers before prepare"
+            "dynamo_backend compiles the whole model; remove it, and compile the layers before prepare"
         )
     parallel = accelerator.parallelism_config
     if parallel is not None and (parallel.tp_enabled or parallel.cp_enabled):
-        raise UnsupportedError("tensor or context parallelism of Accelerate; shard over data parallel ranks only")
+        raise UnsupportedError(
+            "tensor and context parallelism of Accelerate are not supported; shard over data-parallel ranks only"
+        )
     if isinstance(optimizer, AcceleratedOptimizer):
-        raise UnsupportedError("the optimizer is prepared already; call this in place of accelerator.prepare")
+        raise UnsupportedError("the optimizer is already prepared; call this function instead of accelerator.prepare")
     for other in others:
         if isinstance(other, nn.Module | torch.optim.Optimizer):
             raise UnsupportedError(
-                f"a second {type(other).__name__} besides model and optimizer: prepare what stays in memory with "
-                "accelerator.prepare"
+                f"a second {type(other).__name__} in addition to model and optimizer is not supported; prepare "
+                "objects that stay in memory with accelerator.prepare"
             )
 
 
@@ -147,7 +151,7 @@ def _shard(
 ) -> None:
     """Shard a model as Accelerate does, and give the optimizer its new parameters, by name.
 
-    Accelerate finds those by the address of their memory, of which a model on the meta device has none.
+    Accelerate matches parameters by the address of their memory, and a model on the meta device has no addresses.
     """
     plugin = given if given is not None else getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None:
@@ -156,9 +160,9 @@ def _shard(
             "itself, or give fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, …)"
         )
     if plugin.fsdp_version != 2:
-        raise UnsupportedError("the FSDP plugin is of version 1; make it with fsdp_version=2")
+        raise UnsupportedError("the FSDP plugin has fsdp_version=1; set fsdp_version=2")
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        raise UnsupportedError("the FSDP plugin has cpu_offload, which keeps the state in memory; leave it out")
+        raise UnsupportedError("the FSDP plugin has cpu_offload, which keeps the state in memory; remove it")
     on_meta = all(param.is_meta for param in model.parameters())
     if plugin.cpu_ram_efficient_loading and not on_meta and accelerator.num_processes > 1:
         raise ConfigError(
@@ -169,7 +173,7 @@ def _shard(
     plugin.cpu_ram_efficient_loading = False
     if plugin.mixed_precision_policy is None and accelerator.mixed_precision != "no":
         plugin.set_mixed_precision(accelerator.mixed_precision)
-    asked = SimpleNamespace(  # what these two ask an accelerator for
+    asked = SimpleNamespace(  # the attributes that these two functions read from an accelerator
         state=SimpleNamespace(fsdp_plugin=plugin),
         torch_device_mesh=accelerator.torch_device_mesh,
         parallelism_config=accelerator.parallelism_config,
@@ -190,7 +194,9 @@ def _shard(
 
 
 def _check_precision(accelerator: Accelerator, model: nn.Module) -> None:
-    """Check that FSDP modules compute in the accelerator's precision: nothing else would. Raises `ConfigError`."""
+    """Check that FSDP modules compute in the accelerator's precision, because no other component would cast. Raises
+    `ConfigError`.
+    """
     if accelerator.mixed_precision != "bf16":
         return
     for member in ShardedModel.inspect(model).shards:
@@ -203,7 +209,7 @@ def _check_precision(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 class _Served:
-    """The methods of an accelerator that are served from NVMe."""
+    """Methods of an accelerator that read or write state on NVMe."""
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, paged: PagedOptimizer) -> None:
         self._accelerator, self._model, self._paged = accelerator, model, paged
@@ -211,25 +217,26 @@ class _Served:
         self._save, self._load = accelerator.save_state, accelerator.load_state
 
     def take_over(self) -> None:
-        """Put them in the place of Accelerate's."""
+        """Replace the methods of the accelerator."""
         for name in ("no_sync", "save_state", "load_state", "save_model", "get_state_dict"):
             setattr(self._accelerator, name, getattr(self, name))
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Reduce all the same: gradients are added up on NVMe instead of whole in the memory of every rank."""
+        """Reduce gradients anyway, so that they accumulate on NVMe and not unreduced in the memory of every rank."""
         yield
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **named: Any) -> Any:
-        """Write what Accelerate keeps besides weights and optimizer into a folder, then checkpoint; all ranks together.
+        """Write the files that Accelerate saves in addition to weights and optimizer, then save a checkpoint.
 
-        Whenever it is cut off, the checkpoint before and its folder belong together still, also if that is this folder:
-        it
-        stays beside until the new checkpoint is there. Not if Accelerate itself removes that folder (`total_limit=1`).
+        All ranks call it together. If it is interrupted, the previous folder and the previous checkpoint still belong
+        together, even if both folders have the same name, because the previous folder is kept under another name
+        until the new checkpoint exists. This does not hold if Accelerate itself removes that folder
+        (`total_limit=1`).
 
         Raises:
-            InfinityError: gradients are pending (call it after `step`), or another rank failed.
-            StorageError, OSError: a drive refused; the checkpoint before is intact.
+            InfinityError: if gradients are pending (call it after `step`), or another rank failed.
+            StorageError, OSError: if a drive reports an error. The previous checkpoint stays intact.
         """
 
         def write() -> Path:
@@ -241,11 +248,13 @@ class _Served:
         return self._checkpoints.save("save_state", folder, write)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **named: Any) -> None:
-        """Load what Accelerate keeps besides weights and optimizer, which the run must go on from already.
+        """Load the files that Accelerate saved in addition to weights and optimizer, from which the run must have
+        resumed.
 
         Raises:
-            ConfigError: the folder is none of `save_state`.
-            CheckpointError: the run has not gone on from its checkpoint, or has trained since; says what to do.
+            ConfigError: if `save_state` did not write the folder.
+            CheckpointError: if the run did not resume from its checkpoint, or has trained since. The message names
+                the fix.
         """
         folder = self._checkpoints.check(Path(input_dir if input_dir is not None else self._newest()).expanduser())
         with self._apart():
@@ -266,20 +275,20 @@ class _Served:
         max_shard_size: int | str = FILE_BYTES,
         safe_serialization: bool = True,
     ) -> list[Path]:
-        """Write the weights, streamed, in place of those of before: `PagedOptimizer.save_pretrained`.
+        """Write the weights as a stream and replace earlier ones, as `PagedOptimizer.save_pretrained` does.
 
-        Raises what that raises; the folder is as it was then.
+        Raises its errors; the folder is then unchanged.
         """
         if not safe_serialization:
-            raise UnsupportedError("safe_serialization=False: pickles of a whole model are not written")
+            raise UnsupportedError("safe_serialization=False is not supported, because it pickles the whole model")
         self._check_model(model)
         return self._checkpoints.export(Path(save_directory).expanduser(), file_bytes=max_shard_size)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the whole weights on rank 0, and nothing on others.
+        """Return the full weights on rank 0, and an empty dict on other ranks.
 
         Raises:
-            UnsupportedError: they are too large to be gathered.
+            UnsupportedError: if they are too large to gather.
         """
         self._check_model(model)
         nbytes = sum(param.numel() * param.itemsize for param in self._model.parameters())
@@ -294,11 +303,11 @@ class _Served:
 
     def _check_model(self, model: nn.Module) -> None:
         if self._accelerator.unwrap_model(model) is not self._accelerator.unwrap_model(self._model):
-            raise ConfigError(f"this {type(model).__name__} is not the model that was prepared")
+            raise ConfigError(f"this {type(model).__name__} is not the prepared model")
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Let Accelerate see no model and no optimizer: theirs is in the checkpoint."""
+        """Hide model and optimizer from Accelerate, because their state is in the checkpoint."""
         accelerator = self._accelerator
         models, optimizers = accelerator._models, accelerator._optimizers
         accelerator._models = [model for model in models if model is not self._model]

@@ -1,4 +1,4 @@
-"""Checkpoints of a framework: a folder with what the framework keeps, and the checkpoint that belongs to it."""
+"""Checkpoints of a framework: a folder with the framework's files, and the infinity checkpoint that belongs to it."""
 
 from __future__ import annotations
 
@@ -31,39 +31,40 @@ from infinity.units import MIB
 from infinity.untrusted_files import read_regular
 
 RECORD = "infinity.json"
-"""In a folder: which checkpoint belongs to it."""
-_KEY = "checkpoint"  # in the `extra` of a checkpoint: which folder belongs to it
+"""File in a folder that names its infinity checkpoint."""
+_KEY = "checkpoint"  # key in the `extra` of a checkpoint that names its folder
 
 
 class Record(NamedTuple):
-    """What a folder says of its checkpoint."""
+    """Reference from a folder to its infinity checkpoint."""
 
     run_id: str
     step: int
     token: str
-    """Random; the checkpoint has the same."""
+    """Random; the checkpoint contains the same token."""
 
     @classmethod
     def read(cls, folder: Path) -> Record:
-        """Read that of a folder. Raises `ConfigError` where there is none."""
+        """Read the record of a folder. Raises `ConfigError` if it has none."""
         try:
             found = json.loads(read_regular(folder / RECORD, MIB))
             return cls(str(found["run_id"]), int(found["step"]), str(found["token"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             raise ConfigError(
-                f"{folder / RECORD} cannot be read: {reason}; name a folder that was saved with the state on NVMe"
+                f"{folder / RECORD} cannot be read: {reason}; pass a folder that was saved with the state on NVMe"
             ) from error
 
     @classmethod
     def of_checkpoint(cls, folder: Path, settings: Config, ranks: Ranks) -> tuple[Path, Record]:
-        """Return a folder whose checkpoint is there, and its record; all ranks together, rank 0 reads.
+        """Return the folder whose checkpoint exists, and its record. All ranks call it together, and rank 0 reads.
 
-        That is the folder itself, or what was set aside to write it again. Nothing is changed.
+        The result is the folder itself, or the copy that was set aside while the folder is written again. Nothing is
+        changed.
 
         Raises:
-            ConfigError: there is no record.
-            CheckpointError: another save has taken the place of its checkpoint since.
+            ConfigError: if there is no record.
+            CheckpointError: if another save has replaced the checkpoint since.
         """
         there = ranks.on_first("reading the checkpoint", partial(_records, folder))
         belongs = [_belongs(record, settings, ranks) for _, record in there]
@@ -72,20 +73,21 @@ class Record(NamedTuple):
                 return place, record
         place, record = there[0]
         if belongs[0] is not None:
-            other = str(belongs[0].get("folder", "")) or "another one, which no folder belongs to"
+            other = str(belongs[0].get("folder", "")) or "another one, without a folder"
             raise CheckpointError(
-                f"{folder} belongs to a checkpoint of step {record.step} of run {record.run_id} that was replaced: the one "
-                f"of this step is that of {other}; nothing was changed, name a folder whose checkpoint is there"
+                f"{folder} belongs to a checkpoint of step {record.step} of run {record.run_id} that was replaced: "
+                f"the checkpoint of this step belongs to {other}; nothing was changed, pass a folder whose checkpoint "
+                "exists"
             )
-        return place, record  # `infinity.offload` says which checkpoints are there
+        return place, record  # `infinity.offload` reports which checkpoints exist
 
     @classmethod
     def newest(cls, folders: Sequence[Path], settings: Config, ranks: Ranks) -> tuple[Path, Record] | None:
-        """Return the first of some folders whose checkpoint is there, as `of_checkpoint`; all ranks together, with the
-        same.
+        """Return the first of several folders whose checkpoint exists, as `of_checkpoint`. All ranks call it together
+        with the same arguments.
 
         Raises:
-            CheckpointError: a checkpoint cannot be read.
+            CheckpointError: if a checkpoint cannot be read.
         """
         for folder in folders:
             for place, record in ranks.on_first("reading a checkpoint", partial(_records, folder, strict=False)):
@@ -95,44 +97,47 @@ class Record(NamedTuple):
         return None
 
     def resumed(self, settings: Config) -> Config:
-        """Return settings with which a run goes on from the checkpoint."""
+        """Return settings that resume a run from the checkpoint."""
         return going_on(settings, self.run_id, self.step)
 
 
 class Checkpoints:
-    """Saves folders and checkpoints so that whenever it is cut off, a checkpoint and its folder are a pair still.
+    """Saves folders and checkpoints so that after an interruption at any point one folder and its checkpoint still
+    match.
 
-    A folder that is saved again stays beside until the new checkpoint is there. [Note: a folder that is written again]
+    If a folder is saved again, its previous version is kept until the new checkpoint exists. [Note: a folder that is
+    written again]
     """
 
     def __init__(self, paged: PagedOptimizer, how: str) -> None:
-        """Find which folder the run has gone on from.
+        """Determine the folder that the run has resumed from.
 
         Args:
-            how: what resumes from a folder, with ``{}`` for it, for errors.
+            paged: optimizer of the run.
+            how: call that resumes from a folder, with ``{}`` for the folder, for errors.
         """
         self._paged, self._how = paged, how
         found = paged.resumed_extra.get(_KEY)
         belongs = found if isinstance(found, dict) else {}
-        # Of the folder whose checkpoint the run has gone on from, or has made last.
+        # Record of the folder that the run has resumed from or saved last.
         self._token, self._folder = str(belongs.get("token", "")), str(belongs.get("folder", ""))
-        self._step = paged.steps  # of that checkpoint
+        self._step = paged.steps  # step of that checkpoint
 
     def save(self, what: str, folder: Path | None, write: Callable[[], Path]) -> Path:
-        """Let a framework write its folder, and checkpoint; all ranks together.
+        """Let a framework write its folder, then save a checkpoint. All ranks call it together.
 
         Args:
-            what: names the call in messages.
-            folder: which one that is; None if the framework makes a new one.
-            write: writes the files of this rank into the folder, and returns that.
+            what: name of the call in messages.
+            folder: folder to write; None if the framework creates a new one.
+            write: function that writes the files of this rank and returns the folder.
 
         Raises:
-            InfinityError: gradients are pending (call it after `step`), or another rank failed.
-            StorageError, OSError: a drive refused; the checkpoint before is intact.
+            InfinityError: if gradients are pending (call it after `step`), or another rank failed.
+            StorageError, OSError: if a drive reports an error. The previous checkpoint stays intact.
         """
         self._paged.check_between(what)
         ranks, run = self._paged.run.ranks, self._paged.run
-        # Of two folders of one step, the checkpoint of the second replaces that of the first: it belongs to both.
+        # If two folders are saved at one step, the second checkpoint replaces the first and belongs to both folders.
         again = bool(self._token) and self._step == self._paged.steps
         token = self._token if again else ranks.agree(secrets.token_hex(16))
         if folder is not None:
@@ -147,39 +152,41 @@ class Checkpoints:
         return folder
 
     def export(self, folder: Path, **named: Any) -> list[Path]:
-        """Write weights with `PagedOptimizer.save_pretrained`, in place of those that a folder has; all ranks together.
+        """Write weights with `PagedOptimizer.save_pretrained`, replacing weights in the folder. All ranks call it
+        together.
 
         Other files of the folder stay.
 
         Args:
-            folder: new, or what has weights already.
-            named: what else that takes.
+            folder: new folder, or folder with earlier weights.
+            named: further arguments of `save_pretrained`.
 
         Returns:
             The files, on every rank.
 
         Raises:
-            Exception: what `save_pretrained` raises; the folder is as it was then.
+            Exception: any error of `save_pretrained`; the folder is then unchanged.
         """
         what, ranks = "save_pretrained", self._paged.run.ranks
         self._flush_updates(what, folder)
         if not ranks.on_first(what, lambda: folder.is_dir() and any(folder.iterdir())):
             return self._paged.save_pretrained(folder, **named)
         beside = ranks.agree(made_beside(folder))
-        ranks.on_first(what, partial(remove, beside))  # of an export that was cut off
+        ranks.on_first(what, partial(remove, beside))  # left by an interrupted export
         written = self._paged.save_pretrained(beside, **named)
         ranks.on_first(what, partial(exchange, folder, beside))
         return [folder / file.name for file in written]
 
     def check(self, folder: Path) -> Path:
-        """Check that the run is where it was when a folder was saved; all ranks together.
+        """Check that the run is at the step of a saved folder. All ranks call it together.
 
         Returns:
-            The folder to load: itself, or what was set aside to write it again.
+            The folder to load: the folder itself, or the copy that was set aside while it is written again.
 
         Raises:
-            ConfigError: the folder is none of `save`.
-            CheckpointError: the run has not gone on from its checkpoint, or has trained since; says what to do.
+            ConfigError: if `save` did not write the folder.
+            CheckpointError: if the run did not resume from its checkpoint, or has trained since. The message names
+                the fix.
         """
         ranks = self._paged.run.ranks
         there = ranks.on_first("reading the checkpoint", partial(_records, folder))
@@ -190,12 +197,12 @@ class Checkpoints:
         behind = f" behind {self._folder}" if self._folder else ""
         raise CheckpointError(
             f"{folder} belongs to step {record.step} of run {record.run_id}, and this one is at step "
-            f"{self._paged.steps}{behind}: weights and optimizer are taken over when the run begins, "
+            f"{self._paged.steps}{behind}: weights and optimizer are restored when the run starts; "
             f"{self._how.format(repr(str(folder)))}; older folders need run.retained_checkpoints"
         )
 
     def _flush_updates(self, what: str, folder: Path) -> None:
-        """End what writing a folder again has left, or take up what was set aside if only that has its checkpoint."""
+        """Finish an interrupted rewrite of a folder: keep the version whose checkpoint exists."""
         ranks, settings = self._paged.run.ranks, self._paged.run.settings
         if not ranks.agree(before(folder).is_dir()):
             return
@@ -211,7 +218,7 @@ class Checkpoints:
 
 
 def _records(folder: Path, *, strict: bool = True) -> list[tuple[Path, Record]]:
-    """Return the records of a folder and of what was set aside to write it again. If `strict`, raises `ConfigError`."""
+    """Return the records of a folder and of its copy that was set aside. Raises `ConfigError` if `strict`."""
     found, wrong = [], None
     for place in (folder, before(folder)):
         try:
@@ -224,12 +231,14 @@ def _records(folder: Path, *, strict: bool = True) -> list[tuple[Path, Record]]:
 
 
 def _belongs(record: Record, settings: Config, ranks: Ranks) -> dict[str, Any] | None:
-    """Return what the checkpoint of a record's run and step says of its folder; None where there is no such checkpoint.
+    """Return the reference to a folder in the checkpoint of a record's run and step; None if there is no such
+    checkpoint.
 
-    All ranks together: nodes need not see each other's checkpoints.
+    All ranks call it together, because nodes may not see each other's checkpoints.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read. OSError: a path cannot be.
+        CheckpointError: if the checkpoint cannot be read.
+        OSError: if a path cannot be read.
     """
 
     def look() -> tuple[Path | None, list[Published]]:
@@ -260,7 +269,7 @@ def _set_aside(folder: Path) -> None:
 
 
 def _make_durable(folder: Path, record: Record | None) -> None:
-    """Flush what this rank and others have written into a folder, and note the checkpoint to come."""
+    """Flush the files that all ranks have written into a folder, and record the coming checkpoint."""
     make_durable(folder)
     if record is not None:
         write_durably(folder / RECORD, json.dumps(record._asdict()).encode())

@@ -1,4 +1,6 @@
-"""Lightning: a strategy in place of `ModelParallelStrategy`, for modules that `fully_shard` in `configure_model`."""
+"""Lightning: a strategy that replaces `ModelParallelStrategy` for modules that call `fully_shard` in
+`configure_model`.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,16 @@ with needs("lightning", "infinity.integrations.lightning"):
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
 META = "meta.pt"
-"""In the folder of a checkpoint: what Lightning keeps besides weights and optimizer."""
-_MOST_META = 1 << 30  # bytes of that
+"""File in a checkpoint folder with the data that Lightning saves in addition to weights and optimizer."""
+_MOST_META = 1 << 30  # limit for its size, in bytes
 
 
 class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
     """Trains a module whose `configure_model` calls `fully_shard`, with its state on NVMe.
 
-    `trainer.fit` makes the optimizer, offloads, and with `ckpt_path` goes on from the checkpoint of that checkpoint. A
-    checkpoint is a folder with what Lightning keeps besides weights and optimizer, and a checkpoint, which copies
-    nothing.
-    All ranks are data parallel: `self.device_mesh["data_parallel"]` is the mesh for `fully_shard`.
+    `trainer.fit` creates the optimizer, offloads it, and with `ckpt_path` resumes from that checkpoint. A Lightning
+    checkpoint is a folder with Lightning's own data, plus an infinity checkpoint on the NVMe paths, which copies no
+    data. All ranks are data parallel: `self.device_mesh["data_parallel"]` is the mesh for `fully_shard`.
     """
 
     def __init__(
@@ -53,74 +54,78 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         init: InitFunction | None = None,
         **named: Any,
     ) -> None:
-        """Prepare.
-
-        Args:
+        """Args:
             config: settings, as for `infinity.offload`.
-            weights: as for `infinity.offload`; names are those of the module that `fully_shard` was called on last.
+            weights: as for `infinity.offload`; names are relative to the module that `fully_shard` was called on
+                last.
             strict: as for `infinity.offload`.
             init: as for `infinity.offload`.
             named: further arguments of `ModelParallelStrategy` (`process_group_backend`, `timeout`).
 
         Raises:
-            ConfigError: a setting is wrong.
-            UnsupportedError: sizes of parallelism or a form of checkpoints were given.
+            ConfigError: if a setting is invalid.
+            UnsupportedError: if parallel sizes or a checkpoint format are given.
         """
         for refused in ("data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint"):
             if refused in named:
                 raise UnsupportedError(
-                    f"{refused}: all ranks are data parallel, and checkpoints are checkpoints; leave it"
+                    f"{refused}: all ranks are data parallel, and checkpoints are folders; remove it"
                 )
         super().__init__(**named)
         self._settings, self._weights, self._strict, self._init = load_config(config), weights, strict, init
         self._paged: PagedOptimizer | None = None  # of the last fit
         self._checkpoints: Checkpoints | None = None  # of the last fit
-        self._loaded: Path | None = None  # the folder that the fit to come goes on from
+        self._loaded: Path | None = None  # folder that the next fit resumes from
 
     @property
     def paged(self) -> PagedOptimizer:
-        """What `infinity.offload` returned, to save, look at and close. Raises `UnsupportedError` before `fit`."""
+        """Optimizer returned by `infinity.offload`, to save, inspect and close. Raises `UnsupportedError` before
+        `fit`.
+        """
         if self._paged is None:
-            raise UnsupportedError("trainer.fit was not called yet: it makes the optimizer, and moves weights to NVMe")
+            raise UnsupportedError("call trainer.fit first: it creates the optimizer and moves the weights to NVMe")
         return self._paged
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """No: which checkpoint to go on from is to be known when the run begins, in `setup`."""
+        """Return False, because the checkpoint to resume from must be known when the run starts, in `setup`."""
         return False
 
     def setup_environment(self) -> None:
-        """Make the process group, and a mesh of which all ranks are data parallel."""
+        """Create the process group, and a mesh in which all ranks are data parallel."""
         self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
         super().setup_environment()
 
     def _get_process_group_backend(self) -> str:
-        """Return one in which ranks can exchange plain objects too, on a GPU."""
+        """Return a backend that can also exchange Python objects if ranks compute on GPUs."""
         given: str | None = self._process_group_backend
         return given or ("cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo")
 
     def setup(self, trainer: Trainer) -> None:
-        """Make the optimizer and move the state of the training to NVMe; values are made or read as a stream.
+        """Create the optimizer and move the training state to NVMe; values are initialized or read as a stream.
 
         Raises:
-            UnsupportedError: what the module or the trainer wants cannot work, with the reason.
-            ConfigError: the checkpoint is none of this strategy.
-            Exception: what `infinity.offload` raises.
+            UnsupportedError: if the module or the trainer uses a feature that cannot work. The message gives the
+                reason.
+            ConfigError: if this strategy did not write the checkpoint.
+            Exception: any error of `infinity.offload`.
         """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         if not is_overridden("configure_model", self.lightning_module):
-            raise UnsupportedError("the LightningModule has no configure_model(): call fully_shard on its layers there")
+            raise UnsupportedError(
+                "the LightningModule has no configure_model(); define it, and call fully_shard on the layers in it"
+            )
         if self.precision_plugin.precision != "32-true":
             raise UnsupportedError(
                 f"Trainer(precision={self.precision_plugin.precision!r}): give fully_shard "
-                "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) instead, and leave precision out"
+                "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) instead, and remove precision"
             )
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self._fit(trainer)
         elif self._paged is None:
-            raise UnsupportedError("validate, test or predict before fit: the weights are not anywhere yet")
+            raise UnsupportedError("validate, test and predict need weights that fit has moved to NVMe; call fit first")
 
     def _fit(self, trainer: Trainer) -> None:
         settings, loaded = self._settings, self._loaded
@@ -151,42 +156,44 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         self.setup_precision_plugin()
 
     def on_exception(self, exception: BaseException) -> None:
-        """End the run with its reason, which the other ranks are told."""
+        """End the run, and report the reason to the other ranks."""
         if self._paged is not None:
             self._paged.close(exception)
 
     # Checkpoints #
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return nothing: weights are in the checkpoint."""
+        """Return an empty dict, because weights are in the checkpoint."""
         return {}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return nothing: states are in the checkpoint."""
+        """Return an empty dict, because optimizer states are in the checkpoint."""
         return {}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write what Lightning keeps into a folder, and checkpoint; all ranks together.
+        """Write Lightning's data into a folder, and save a checkpoint. All ranks call it together.
 
-        Without the states of optimizers (`save_weights_only=True`), the folder is one for `from_pretrained` instead,
-        and there is no checkpoint. A folder of before is replaced, and stays until the new one is complete.
+        Without optimizer states (`save_weights_only=True`), the folder is written for `from_pretrained` instead,
+        without a checkpoint. A previous folder is replaced once the new one is complete.
 
         Raises:
-            InfinityError: gradients are pending, or another rank failed.
-            StorageError, OSError, ConfigError: a drive refused; the checkpoint before is intact.
-            UnsupportedError: `storage_options` were given.
+            InfinityError: if gradients are pending, or another rank failed.
+            StorageError, OSError, ConfigError: if a drive reports an error. The previous checkpoint stays intact.
+            UnsupportedError: if `storage_options` are given.
         """
         if storage_options is not None:
-            raise UnsupportedError("storage_options: checkpoints are folders on a local or shared file system")
+            raise UnsupportedError(
+                "storage_options is not supported, because checkpoints are folders on a local or shared file system"
+            )
         folder = Path(self.broadcast(filepath))
         assert self._checkpoints is not None
         if "optimizer_states" not in checkpoint:
             self._checkpoints.export(folder)
             return
         kept = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        kept |= {"state_dict": {}, "optimizer_states": []}  # Lightning looks whether they are there
+        kept |= {"state_dict": {}, "optimizer_states": []}  # Lightning checks that these keys exist
         self._checkpoints.save("save_checkpoint", folder, partial(self._write, folder, kept))
 
     def _write(self, folder: Path, kept: dict[str, Any]) -> Path:
@@ -200,11 +207,11 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return what Lightning kept; the run begins with weights and optimizer of its checkpoint, or is there already.
+        """Return Lightning's data; the run starts from weights and optimizer of the checkpoint, or is already there.
 
         Raises:
-            ConfigError: the folder is none of `save_checkpoint`.
-            CheckpointError: the run is not at that checkpoint; says what to do.
+            ConfigError: if `save_checkpoint` did not write the folder.
+            CheckpointError: if the run is not at that checkpoint. The message names the fix.
         """
         folder, ranks = Path(self.broadcast(checkpoint_path)), Ranks.current()
         assert self.lightning_module is not None
@@ -223,7 +230,7 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
 
 
 def _sharded(module: nn.Module) -> nn.Module:
-    """Return what `fully_shard` was called on last: the module, or the one in it that has all of its parameters."""
+    """Return the module that `fully_shard` was called on last: `module`, or the child with all of its parameters."""
     whole = {id(param) for param in module.parameters()}
     for child in module.children():
         if isinstance(child, FSDPModule) and {id(param) for param in child.parameters()} == whole:

@@ -1,4 +1,4 @@
-"""Checkpoints on NVMe paths, to which the checkpoints of frameworks belong."""
+"""Infinity checkpoints on NVMe paths, to which the checkpoints of frameworks refer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from infinity.store.marker import look_for_runs
 
 
 def checkpoint_folders(paths: Iterable[str]) -> dict[str, Path]:
-    """Return where the checkpoints of each run are, by its id, as far as this node has them. Raises `OSError`."""
+    """Return the checkpoint folder of each run by its id, for the runs that this node has. Raises `OSError`."""
     runs, _ = look_for_runs([path for path in paths if os.path.isdir(path)])
-    return {run.run_id: run.roots[0] / "checkpoints" for run in runs if 0 in run.roots}  # the first folder has them
+    # checkpoints are on the first path
+    return {run.run_id: run.roots[0] / "checkpoints" for run in runs if 0 in run.roots}
 
 
 def going_on(settings: Config, run_id: str, step: int) -> Config:
-    """Return settings with which a run goes on from a checkpoint."""
+    """Return settings that resume a run from a checkpoint."""
     return replace(settings, run=replace(settings.run, resume=run_id, resume_step=step))

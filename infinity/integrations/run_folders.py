@@ -1,9 +1,9 @@
-"""Folders that a framework writes again under the same name: what was there stays beside until it is replaced.
+"""Rewriting of folders under the same name: the previous version is kept until the new one is complete.
 
-[Note: a folder that is written again] It is renamed to `.NAME.before`, a new one is written in its place, and only when
-that holds (its checkpoint is published, its weights are durable) is the one before taken apart: what the new one lacks
-is
-moved there, since a framework would have left it, and the rest is removed. Cut off before, both are there.
+[Note: a folder that is written again] The folder is renamed to `.NAME.before`, and a new one is written in its place.
+Only when the new one is valid (its checkpoint is published, its weights are durable) is the previous one dissolved:
+files that the new one lacks are moved into it, because a framework would have left them, and the rest is removed. If
+the process is interrupted earlier, both folders exist.
 """
 
 from __future__ import annotations
@@ -18,29 +18,31 @@ from infinity.checkpoint.durable import sync_file
 from infinity.untrusted_files import sync_folder
 
 WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "adapter_model.safetensors")
-"""Files of an export: those of one before are no part of it."""
+"""Files of an export; those of an earlier export are removed."""
 
 
 def before(folder: Path) -> Path:
-    """Return where a folder is while it is written again."""
+    """Return the name of the previous version of a folder."""
     place = Path(os.path.realpath(folder))
     return place.with_name(f".{place.name}.before")
 
 
 def made_beside(folder: Path) -> Path:
-    """Return where weights are written that are to replace those in a folder."""
+    """Return the folder in which weights are written before they replace others."""
     place = Path(os.path.realpath(folder))
     return place.with_name(f".{place.name}.new")
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, if it is there. Raises `OSError`."""
+    """Remove a folder if it exists. Raises `OSError`."""
     if folder.exists():
         shutil.rmtree(folder)
 
 
 def make_durable(folder: Path) -> None:
-    """Flush the files of a folder, whoever has written them, and what is in it. Raises `OSError`."""
+    """Flush all files of a folder and its directory entries, independent of the process that wrote them. Raises
+    `OSError`.
+    """
     for file in folder.iterdir():
         if file.is_file():
             sync_file(file)
@@ -49,7 +51,7 @@ def make_durable(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> None:
-    """Begin to write a folder again. Raises `OSError`."""
+    """Start to write a folder again. Raises `OSError`."""
     place = Path(os.path.realpath(folder))
     os.rename(place, before(folder))
     place.mkdir()
@@ -57,7 +59,7 @@ def set_aside(folder: Path) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """Take up what was set aside in place of what is there. Raises `OSError`."""
+    """Restore the previous version of a folder. Raises `OSError`."""
     place = Path(os.path.realpath(folder))
     remove(place)
     os.rename(before(folder), place)
@@ -65,10 +67,11 @@ def put_back(folder: Path) -> None:
 
 
 def finish(folder: Path, drop: Sequence[str] = ()) -> None:
-    """End writing a folder again: move what it lacks from the one before, except files like `drop`; remove the rest.
+    """Finish writing a folder again: move files that it lacks from the previous version, except files matching
+    `drop`.
 
     Raises:
-        OSError: the file system refused; what was not moved is in the one before still.
+        OSError: if the file system reports an error. Files that were not moved stay in the previous version.
     """
     place, old = Path(os.path.realpath(folder)), before(folder)
     for entry in old.iterdir():
@@ -80,7 +83,7 @@ def finish(folder: Path, drop: Sequence[str] = ()) -> None:
 
 
 def exchange(folder: Path, made: Path) -> None:
-    """Put a folder with weights that was made beside in the place of one with others. Raises `OSError`."""
+    """Replace a folder by another one with new weights. Raises `OSError`."""
     place = Path(os.path.realpath(folder))
     os.rename(place, before(folder))
     try:

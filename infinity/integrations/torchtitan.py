@@ -1,9 +1,9 @@
-"""torchtitan: `on_nvme(config, settings)` in place of a Trainer's config: the same training, with its state on NVMe.
+"""torchtitan: `on_nvme(config, settings)` turns a Trainer config into the config of the same training with its state
+on NVMe.
 
-The model stays on the meta device and is initialised FSDP module by FSDP module, the container of optimizers steps the
-one that
-`infinity.offload` returns, and a checkpoint is a folder with what torchtitan keeps besides weights and optimizer, and a
-checkpoint, which copies nothing.
+The model stays on the meta device and is initialized one FSDP module at a time. The optimizer container steps the
+optimizer that `infinity.offload` returns. A torchtitan checkpoint is a folder with torchtitan's own data, plus an
+infinity checkpoint on the NVMe paths, which copies no data.
 """
 
 from __future__ import annotations
@@ -39,21 +39,25 @@ with needs("torchtitan", "infinity.integrations.torchtitan"):
     from torchtitan.trainer import Trainer
 
 _log = logging.getLogger("infinity")
-_FOLDER = re.compile(r"step-(\d+)")  # as torchtitan names them
+_FOLDER = re.compile(r"step-(\d+)")  # torchtitan's naming
 
 
 def on_nvme(config: Trainer.Config, settings: Mapping[str, Any] | str | os.PathLike[str]) -> PagedTrainer.Config:
-    """Return the config of the same training with its state on NVMe; a function of a config registry may return it.
+    """Return the config of the same training with its state on NVMe, for example from a function of a config
+    registry.
 
     Args:
-        config: what `torchtitan.trainer.Trainer` is built from.
+        config: config that `torchtitan.trainer.Trainer` is built from.
         settings: as for `infinity.offload`.
 
     Raises:
-        UnsupportedError: the config is that of another Trainer.
+        UnsupportedError: if the config belongs to another Trainer.
     """
     if type(config) is not Trainer.Config:
-        raise UnsupportedError(f"{type(config).__qualname__} is the config of another Trainer, which may do otherwise")
+        raise UnsupportedError(
+            f"{type(config).__qualname__} is the config of another Trainer, which is not supported; pass a torchtitan "
+            "Trainer.Config"
+        )
     given = dict(settings) if isinstance(settings, Mapping) else os.fspath(settings)
     return PagedTrainer.Config(**_fields(config), infinity=given)
 
@@ -67,18 +71,18 @@ class PagedTrainer(Trainer):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):  # type: ignore[misc]
-        """What `on_nvme` returns."""
+        """Config returned by `on_nvme`."""
 
         infinity: Annotated[Any, tyro.conf.Suppress] = field(default_factory=dict)
         """Settings, as for `infinity.offload`: a mapping, or the name of a file."""
 
     def __init__(self, config: PagedTrainer.Config) -> None:
-        """Build everything, and move the state to NVMe, or go on from a checkpoint; all ranks together.
+        """Build the trainer and move its state to NVMe, or resume from a checkpoint. All ranks build it together.
 
         Raises:
-            UnsupportedError: the config wants what cannot work, with the reason.
-            ConfigError: a setting is wrong, or `checkpoint.load_step` has no folder.
-            Exception: what `infinity.offload` raises.
+            UnsupportedError: if the config uses a feature that cannot work. The message gives the reason.
+            ConfigError: if a setting is invalid, or `checkpoint.load_step` has no folder.
+            Exception: any error of `infinity.offload`.
         """
         _check(config)
         folder = os.path.join(config.dump_folder, config.checkpoint.folder) if config.checkpoint.enable else ""
@@ -91,38 +95,39 @@ class PagedTrainer(Trainer):  # type: ignore[misc]
             "optimizer": optimizer,
             "checkpoint": NVMeCheckpointManager.Config(**_fields_of_base(config.checkpoint)),
             "model_spec": replace(spec, parallelize_fn=partial(_parallelised, spec.parallelize_fn)),
-            # Of the ways to have tensor parallel parameters, that which leaves all others to FSDP2.
+            # Of the ways to obtain tensor-parallel parameters, this one leaves all other parameters to FSDP2.
             "parallelism": replace(config.parallelism, spmd_backend="partial_dtensor"),
-            "training": replace(config.training, disable_cuda_graphs=True),  # a graph would keep cache slots' addresses
+            # a graph would keep the addresses of cache slots
+            "training": replace(config.training, disable_cuda_graphs=True),
         }
         super().__init__(replace(config, **changed))
 
     def init_distributed(self) -> ParallelDims:
-        """Make process groups in which ranks can exchange plain objects too, on a GPU."""
+        """Create process groups that can also exchange Python objects if ranks compute on GPUs."""
         world_size = init_distributed(
             self.config.comm, enable_cpu_backend=self.device.type != "cpu", base_folder=self.config.dump_folder
         )
         return ParallelDims.from_config(self.config.parallelism, world_size)
 
     def close(self) -> None:
-        """End; what is not checkpointed is gone, unless `run.keep` says otherwise."""
+        """Close the run. State without a checkpoint is discarded unless `run.keep` says otherwise."""
         if hasattr(self, "optimizers"):
             self.optimizers.paged.close()
         super().close()
 
 
 def _fields_of_base(config: BaseCheckpointManager.Config) -> dict[str, Any]:
-    """Return what all checkpoint managers of torchtitan are told."""
+    """Return the arguments common to all checkpoint managers of torchtitan."""
     return {item.name: getattr(config, item.name) for item in fields(BaseCheckpointManager.Config)}
 
 
 def _check(config: PagedTrainer.Config) -> None:
-    """Refuse what cannot work. Raises `UnsupportedError`, `ConfigError`."""
+    """Raise `UnsupportedError` or `ConfigError` for features that cannot work."""
     checkpoint, parallelism = config.checkpoint, config.parallelism
     wrong = {
         "parallelism.pipeline_parallel_degree": (
             parallelism.pipeline_parallel_degree > 1,
-            "one rank has several parts of the model, whose steps are not one sequence of FSDP modules",
+            "several model parts on one rank do not form one sequence of FSDP modules",
         ),
         **{
             f"parallelism.{kind}_parallel_degree": (
@@ -134,24 +139,27 @@ def _check(config: PagedTrainer.Config) -> None:
         "training.enable_cpu_offload": (config.training.enable_cpu_offload, "it keeps the state in memory"),
         "optimizer.implementation = 'fused_opt_states_bf16'": (
             config.optimizer.implementation == "fused_opt_states_bf16",
-            'it changes states by a hook; set state.format = "bf16-moments"',
+            'it modifies states in a hook; set state.format = "bf16-moments"',
         ),
         "loss": (
             issubclass(_owner(config.loss), ChunkedLossWrapper),
-            "it calls the model's head outside of the model, chunk by chunk; use CrossEntropyLoss.Config()",
+            "it calls the head in chunks outside of the model; use CrossEntropyLoss.Config()",
         ),
-        "checkpoint.initial_load_path": (checkpoint.initial_load_path is not None, "a run begins from its own code"),
+        "checkpoint.initial_load_path": (
+            checkpoint.initial_load_path is not None,
+            "a run is initialized by its own code",
+        ),
         "checkpoint.last_save_in_hf": (
             checkpoint.last_save_in_hf,
-            "weights of torchtitan's names are not converted; trainer.optimizers.paged.save_dcp(folder) writes them",
+            "weights are saved under torchtitan's names; call trainer.optimizers.paged.save_dcp(folder)",
         ),
-        "checkpoint.create_seed_checkpoint": (checkpoint.create_seed_checkpoint, "it is a model in memory"),
+        "checkpoint.create_seed_checkpoint": (checkpoint.create_seed_checkpoint, "it needs a model in memory"),
     }
     for name, (is_so, why) in wrong.items():
         if is_so:
             raise UnsupportedError(f"{name} with the state on NVMe: {why}")
     if config.model_spec is None:
-        raise ConfigError("model_spec is missing: a config of torchtitan's registry has one")
+        raise ConfigError("model_spec is missing; use a config of torchtitan's registry")
 
 
 def _owner(config: Any) -> type:
@@ -160,7 +168,7 @@ def _owner(config: Any) -> type:
 
 
 def _parallelised(parallelise: Callable[..., nn.Module], model: nn.Module, **named: Any) -> nn.Module:
-    """Return the sharded model, which stays on the meta device: `PagedOptimizers` gives it its values."""
+    """Return the sharded model, still on the meta device; `PagedOptimizers` initializes it."""
     sharded = parallelise(model, **named)
     sharded.to_empty = lambda **_: sharded  # type: ignore[method-assign]
     sharded.init_weights = lambda **_: None  # type: ignore[assignment]
@@ -168,37 +176,37 @@ def _parallelised(parallelise: Callable[..., nn.Module], model: nn.Module, **nam
 
 
 def _initialise(module: nn.Module) -> None:
-    """Initialise what a module has itself, as torchtitan does; others do it for those inside of it."""
+    """Initialize a module's own parameters as torchtitan does; its children are initialized separately."""
     if isinstance(module, Module):
         module._init_self_parameters()
         module._init_self_buffers()
 
 
 class PagedOptimizers(OptimizersContainer):  # type: ignore[misc]
-    """torchtitan's optimizers as one that steps through pages; all ranks are to build it together."""
+    """torchtitan's optimizers as one optimizer that updates pages. All ranks build it together."""
 
     optimizers: list[Any]
-    """What `infinity.offload` returned, alone."""
+    """The optimizer returned by `infinity.offload`, as the only item."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc]
-        """torchtitan's own, and where the state is."""
+        """torchtitan's config plus the location of the state."""
 
         infinity: Annotated[Any, tyro.conf.Suppress] = field(default_factory=dict)
         """Settings, as for `infinity.offload`: a mapping, or the name of a file."""
 
         folder: Annotated[str, tyro.conf.Suppress] = ""
-        """Of checkpoints: the run goes on from one of them; empty for none."""
+        """Folder of checkpoints to resume from; empty to start a new run."""
 
         load_step: Annotated[int, tyro.conf.Suppress] = -1
-        """Which of them; -1 for the last one whose checkpoint is there, if there is one."""
+        """Step to resume from; -1 for the last one whose checkpoint exists, if any."""
 
     def __init__(self, config: PagedOptimizers.Config, *, model_parts: list[nn.Module]) -> None:
-        """Build the optimizers, and let `infinity.offload` have them.
+        """Build the optimizers and pass them to `infinity.offload`.
 
         Raises:
-            ConfigError: there is no checkpoint of `load_step`.
-            Exception: what `infinity.offload` raises.
+            ConfigError: if there is no checkpoint of `load_step`.
+            Exception: any error of `infinity.offload`.
         """
         super().__init__(config, model_parts=model_parts)
         settings, self.resumed = load_config(config.infinity), None
@@ -211,18 +219,16 @@ class PagedOptimizers(OptimizersContainer):  # type: ignore[misc]
         self.optimizers = [self.paged]
 
     def state_dict(self) -> dict[str, Any]:
-        """Refuse. Raises `UnsupportedError`."""
-        raise UnsupportedError(
-            "the state of the optimizers is on NVMe: a checkpoint of it is a checkpoint, see `NVMeCheckpointManager`"
-        )
+        """Raise `UnsupportedError`, because the state is on NVMe."""
+        raise UnsupportedError("the state of the optimizers is on NVMe: `NVMeCheckpointManager` saves it")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuse. Raises `UnsupportedError`."""
+        """Raise `UnsupportedError`, because the state is on NVMe."""
         self.state_dict()
 
 
 def _resumed(folder: Path, step: int, settings: Config) -> tuple[Path, Record] | None:
-    """Return the checkpoint to go on from; all ranks together. Raises `ConfigError`, `CheckpointError`."""
+    """Return the checkpoint to resume from. All ranks call it together. Raises `ConfigError`, `CheckpointError`."""
     ranks = Ranks.current()
     if step >= 0:
         return Record.of_checkpoint(folder / f"step-{step}", settings, ranks)
@@ -230,28 +236,29 @@ def _resumed(folder: Path, step: int, settings: Config) -> tuple[Path, Record] |
     found = Record.newest(there[::-1], settings, ranks)
     if there and found is None:
         raise CheckpointError(
-            f"{folder} has checkpoints, and no checkpoint of any of them is in storage.paths: name the paths of the run in "
-            "run.resume_paths, or remove the folder to begin anew"
+            f"{folder} has checkpoint folders, but storage.paths has none of their NVMe checkpoints; set "
+            "run.resume_paths to the paths of the run, or remove the folder to start a new run"
         )
     return found
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Return the folders of checkpoints, by step."""
+    """Return the checkpoint folders, ordered by step."""
     found = [child for child in folder.iterdir() if _FOLDER.fullmatch(child.name)] if folder.is_dir() else []
     return sorted(found, key=lambda child: int(child.name.removeprefix("step-")))
 
 
 class NVMeCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
-    """Checkpoints as checkpoints: a folder has what torchtitan keeps besides weights and optimizer, a file for each
-    rank.
+    """Saves torchtitan checkpoints as folders of torchtitan's own data, one file per rank, plus an infinity
+    checkpoint.
 
-    As many are kept as `run.retained_checkpoints` says, not `keep_latest_k`. All ranks call everything together.
+    `run.retained_checkpoints` sets the number of checkpoints to keep, not `keep_latest_k`. All ranks call all methods
+    together.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
-        """torchtitan's own; what it says of the format of other managers' files does not count."""
+        """torchtitan's config. Fields about file formats of other managers have no effect."""
 
     def __init__(
         self,
@@ -265,14 +272,13 @@ class NVMeCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         sd_adapter: Any,
         base_folder: str = "",
     ) -> None:
-        """Write nothing yet."""
         self.enable, self.save_future, self._config = config.enable, None, config
         self._folder, self._optimizers = Path(base_folder, config.folder), optimizers
         self._kept = {LR_SCHEDULER: lr_schedulers, DATALOADER: dataloader, **states}
         self._checkpoints = Checkpoints(optimizers.paged, "build the trainer with checkpoint.load_step for {}")
 
     def _load(self, step: int = -1) -> bool:
-        """Load what was kept besides the state, which the optimizers have gone on from. Raises `ConfigError`."""
+        """Load torchtitan's own data; the optimizers have already resumed from the state. Raises `ConfigError`."""
         if self._optimizers.resumed is None:
             return False
         file = self._checkpoints.check(self._optimizers.resumed[0]) / self._name
@@ -280,7 +286,7 @@ class NVMeCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             kept = torch.load(file, weights_only=True)
         except FileNotFoundError:
             raise ConfigError(
-                f"{str(file)!r} is missing: data go on only on the number of ranks that the checkpoint was saved on"
+                f"{str(file)!r} is missing: data loading can only resume on as many ranks as saved the checkpoint"
             ) from None
         for name, state in self._kept.items():
             if name not in self._config.exclude_from_loading:
@@ -308,7 +314,7 @@ class NVMeCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return True
 
     def _remove_others(self) -> None:
-        """Remove the folders of this run whose checkpoints are gone."""
+        """Remove the folders of this run whose checkpoints no longer exist."""
         run = self._optimizers.paged.run
         for folder in _folders(self._folder):
             try:
@@ -320,10 +326,10 @@ class NVMeCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _maybe_wait_for_staging(self) -> None:
-        """Nothing is staged."""
+        """Do nothing, because no data is staged."""
 
     def _wait_for_saving(self) -> None:
-        """A checkpoint has ended when `save` returns."""
+        """Do nothing, because a checkpoint is complete when `save` returns."""
 
     def _close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because no resource is held."""

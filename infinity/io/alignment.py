@@ -1,4 +1,4 @@
-"""Whether a file can be opened with O_DIRECT, and to what its transfers must then be aligned."""
+"""O_DIRECT: opening files with it where possible, and the alignment that it requires."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import warnings
 from dataclasses import dataclass
 
 DEFAULT_ALIGNMENT = 4096
-"""Bytes; enough for every drive and file system that does not say what it needs."""
+"""Alignment in bytes that suffices for every drive and file system that does not report its own."""
 
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
@@ -22,7 +22,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, kw_only=True)
 class AlignedFile:
-    """A descriptor and how transfers through it must be shaped: see `DataFile`."""
+    """Descriptor of a file, and the requirements for transfers through it; see `DataFile`."""
 
     fd: int
     direct: bool
@@ -30,10 +30,10 @@ class AlignedFile:
 
 
 def open_aligned(path: str, flags: int, mode: int = 0o600) -> AlignedFile:
-    """Open `path` with O_DIRECT where its file system has it, else buffered with one warning.
+    """Open `path` with O_DIRECT if its file system supports it. Otherwise open it buffered and emit a warning.
 
     Raises:
-        OSError: the file cannot be opened either way.
+        OSError: if the file cannot be opened either way.
     """
     try:
         fd = os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, mode)
@@ -49,10 +49,10 @@ def open_aligned(path: str, flags: int, mode: int = 0o600) -> AlignedFile:
 
 
 def direct_alignment(fd: int) -> int:
-    """Return the alignment in bytes of O_DIRECT transfers on `fd`; 0 where the kernel says there are none.
+    """Return the alignment of O_DIRECT transfers on `fd` in bytes, or 0 if the kernel reports no support.
 
-    One number covers memory address, file offset and length. Kernels before 6.1 and file systems that do
-    not answer get `DEFAULT_ALIGNMENT`.
+    The alignment applies to the memory address, the file offset and the length. For kernels before 6.1, and for file
+    systems that do not report an alignment, the result is `DEFAULT_ALIGNMENT`.
     """
     statx = getattr(_libc, "statx", None)
     if statx is None:
@@ -69,8 +69,8 @@ def direct_alignment(fd: int) -> int:
 
 def _open_buffered(path: str, flags: int, mode: int) -> AlignedFile:
     warnings.warn(
-        f"{path}: the file system has no O_DIRECT; transfers go through the page cache, which costs memory "
-        "and speed. Put storage.paths on an ext4 or XFS file system on a local drive",
+        f"{path}: the file system does not support O_DIRECT, so transfers use the page cache, which costs memory and "
+        "speed. Set storage.paths to folders on a local drive with ext4 or XFS.",
         RuntimeWarning,
         stacklevel=4,
     )

@@ -1,6 +1,6 @@
-"""Which drive and which file system a folder is on, and what the kernel tells about them.
+"""Drives and file systems of folders, with their properties and counters from the kernel.
 
-Everything comes from ``stat``, ``statvfs``, ``/proc/self/mountinfo`` and sysfs; no root is needed.
+All information comes from ``stat``, ``statvfs``, ``/proc/self/mountinfo`` and sysfs, and does not require root.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Final
 
 SYSFS: Final = Path("/sys")
-_SECTOR_BYTES: Final = 512  # the FSDP module of /sys/class/block/*/stat, whatever the drive's own sector is
-_PER_SECOND: Final = 1000  # milliseconds, in which that file counts time
+_SECTOR_BYTES: Final = 512  # unit of /sys/class/block/*/stat, independent of the sector size of the drive
+_PER_SECOND: Final = 1000  # the file counts milliseconds
 _IN_MEMORY: Final = ("tmpfs", "ramfs", "hugetlbfs")
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drive:
-    """A whole block device. `name` is the kernel's; `identity` survives renumbering where there is one."""
+    """Block device. `name` is assigned by the kernel. `identity` stays the same after renumbering if there is one."""
 
     name: str
     identity: str
@@ -29,7 +29,7 @@ class Drive:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a folder is: its drive, and the number of its file system (`st_dev`), which may be in memory."""
+    """Location of a folder: its drive and the number of its file system (`st_dev`), which may be in memory."""
 
     path: str
     drive: Drive
@@ -39,21 +39,21 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:
-    """A mounted file system, as the kernel lists it."""
+    """Mounted file system."""
 
     point: str
-    """Where it is mounted."""
+    """Mount point."""
     kind: str
-    """Its type, such as ``ext4``; ``none`` where nothing is known."""
+    """Type, e.g. ``ext4``; ``none`` if unknown."""
     source: str
-    """The device, or what its type takes for one."""
+    """Device, or its equivalent for the type of file system."""
     options: str
-    """Of the mount and of the file system, separated by commas."""
+    """Options of the mount and of the file system, separated by commas."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """Bytes of a file system: in all, and free to users."""
+    """Capacity of a file system and space available to users, in bytes."""
 
     capacity: int
     free: int
@@ -61,32 +61,32 @@ class Space:
 
 @dataclass(frozen=True, kw_only=True)
 class DriveCounters:
-    """What went over a drive since boot."""
+    """Traffic of a drive since boot."""
 
     read: int
-    """Bytes."""
+    """Bytes read."""
     written: int
-    """Bytes."""
+    """Bytes written."""
     reads: int
-    """Requests that completed, as the kernel passed them on: it merges neighbours, and splits large ones."""
+    """Number of completed reads, as issued by the kernel, which merges adjacent requests and splits large ones."""
     writes: int
-    """The same of writes."""
+    """Number of completed writes."""
     read_seconds: float
-    """Sum of what each read took, from when it was queued until it completed."""
+    """Total time of all reads in seconds, each from queueing to completion."""
     write_seconds: float
-    """Sum of what each write took."""
+    """Total time of all writes in seconds."""
     busy_seconds: float
-    """In which at least one request was under way."""
+    """Time in seconds during which at least one request was in flight."""
 
 
 def locate(path: str, sysfs: Path = SYSFS) -> Place:
-    """Return where a folder is.
+    """Return the location of a folder.
 
-    A partition counts as its drive; a file system without a block device (tmpfs, overlay, NFS) gets the
-    name of its type and number.
+    A partition counts as its drive. A file system without a block device (tmpfs, overlay, NFS) is represented by a
+    drive named after its type and number.
 
     Raises:
-        OSError: the folder is missing or may not be looked at.
+        OSError: if the folder does not exist or is not accessible.
     """
     number = os.stat(path).st_dev
     name, kind = _block_name(number, sysfs), ""
@@ -103,14 +103,14 @@ def locate(path: str, sysfs: Path = SYSFS) -> Place:
 
 
 def mount_of(path: str, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mount:
-    """Return the file system that a folder is in. Raises OSError."""
+    """Return the file system of a folder. Raises `OSError`."""
     target = Path(path).resolve()
     best, answer = -1, Mount(point="/", kind="none", source="", options="")
-    for line in mountinfo.read_text(errors="surrogateescape").splitlines():  # names of any bytes, as os has them
+    for line in mountinfo.read_text(errors="surrogateescape").splitlines():  # names may contain any bytes
         before, _, after = line.partition(" - ")
         _, _, _, _, mounted, options, *_ = before.split()
         point = Path(_ESCAPE.sub(lambda match: chr(int(match[1], 8)), mounted))
-        # >= : of two mounts on one point the later one is on top
+        # >= because of two mounts on one mount point, the later one is visible.
         if target.is_relative_to(point) and len(point.parts) >= best:
             kind, source, *more = after.split(" ", 2)
             best = len(point.parts)
@@ -119,13 +119,13 @@ def mount_of(path: str, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mount
 
 
 def space(path: str) -> Space:
-    """Return the bytes of the file system of a folder. Raises OSError."""
+    """Return the size and free space of a folder's file system. Raises `OSError`."""
     found = os.statvfs(path)
     return Space(capacity=found.f_frsize * found.f_blocks, free=found.f_frsize * found.f_bavail)
 
 
 def counters(drive: Drive, sysfs: Path = SYSFS) -> DriveCounters | None:
-    """Return what went over a drive, or None if the kernel does not count it."""
+    """Return the traffic of a drive, or ``None`` if the kernel does not count it."""
     try:
         fields = (sysfs / "class/block" / drive.name / "stat").read_text().split()
         reads, _, read, reading, writes, _, written, writing, _, busy = map(int, fields[:10])
@@ -143,10 +143,10 @@ def counters(drive: Drive, sysfs: Path = SYSFS) -> DriveCounters | None:
 
 
 def wear_ratio(drive: Drive, sysfs: Path = SYSFS) -> float | None:
-    """Return the share of its rated life that a drive has used, or None if sysfs does not tell.
+    """Return the used fraction of a drive's rated life, or ``None`` if sysfs does not report it.
 
-    Today's kernels tell it only for eMMC (``life_time``: two numbers in steps of a tenth, 1 = up to a
-    tenth); the health log of an NVMe drive needs root.
+    Current kernels report it only for eMMC (``life_time``: two numbers in steps of 10 %; 1 means up to 10 %). The
+    health log of an NVMe drive requires root.
     """
     try:
         steps = [
@@ -159,7 +159,7 @@ def wear_ratio(drive: Drive, sysfs: Path = SYSFS) -> float | None:
 
 
 def _block_name(number: int, sysfs: Path) -> str | None:
-    """Return the drive of a device number; None for an anonymous one (tmpfs, overlay, btrfs: major 0)."""
+    """Return the drive for a device number, or ``None`` for an anonymous one (tmpfs, overlay, btrfs: major 0)."""
     try:
         folder = (sysfs / "dev/block" / f"{os.major(number)}:{os.minor(number)}").resolve(strict=True)
     except OSError:

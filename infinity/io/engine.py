@@ -1,12 +1,12 @@
-"""The whole contract of an I/O engine.
+"""Interface of I/O engines.
 
-An engine moves bytes between memory and (file, offset). Every request has a ticket of its own; whoever
-needs the bytes waits for *that* ticket. A ticket completes exactly once: with nothing (every byte moved)
-or with a `StorageError` that names operation, path, offset, length and errno. Short transfers are continued
-by the engine; a transfer that makes no progress is an error.
+An engine transfers bytes between memory and (file, offset). Every request has its own ticket, and a caller that needs
+the bytes waits for that ticket. A ticket completes exactly once: either without an error, after every byte has been
+transferred, or with a `StorageError` that names the operation, path, offset, length and errno. The engine continues
+short transfers. A transfer that makes no progress is an error.
 
-Alignment: file offset, length and address must be multiples of `DataFile.alignment` when
-`DataFile.direct` is true; the engine checks and raises `ValueError`, it never copies.
+If `DataFile.direct` is true, file offset, length and address must be multiples of `DataFile.alignment`. The engine
+checks this and raises `ValueError`; it never copies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Protocol
 from infinity.errors import InfinityError, StallError
 
 CLOSE_SECONDS = 10.0
-"""How long closing an engine waits for requests in flight, in seconds."""
+"""Seconds that closing an engine waits for requests in flight."""
 
 
 class Op(Enum):
@@ -33,62 +33,62 @@ class Op(Enum):
 
 @dataclass(frozen=True)
 class DataFile:
-    """An open file that an engine can transfer from and to."""
+    """Open file of an engine."""
 
     path: str
     fd: int
-    """Its descriptor, open while the engine's table of files has it."""
+    """Descriptor. It stays open as long as the file is in the engine's table of files."""
     direct: bool
-    """Whether transfers go past the page cache (O_DIRECT)."""
+    """``True`` if transfers bypass the page cache (O_DIRECT)."""
     alignment: int
-    """Bytes of which offset, length and address of a direct transfer are multiples; 1 where it is not direct."""
+    """Alignment of offset, length and address of direct transfers in bytes; 1 if the file is not direct."""
 
 
 @dataclass(eq=False)
 class Ticket:
-    """One request: what it moves, and how it ended.
+    """State of one request.
 
-    Life cycle: in flight until the engine calls `complete`, exactly once, from any thread; then done, and nothing
-    changes any more. Callbacks run in the completing thread, in the order in which they were added; one added after
-    completion runs at once in the adding thread.
+    Life cycle: a ticket is in flight until the engine calls `complete`, exactly once, from any thread. Afterwards it
+    does not change. Callbacks run in the completing thread in the order in which they were added. A callback that is
+    added after completion runs immediately in the adding thread.
     """
 
     op: Op
     path: str
     offset: int
-    """In the file, in bytes."""
+    """Offset in the file in bytes."""
     length: int
-    """Bytes."""
+    """Length in bytes."""
     submitted: float = field(default_factory=time.perf_counter)
-    """When it was made, in seconds of `time.perf_counter`."""
+    """Time of submission, in seconds of `time.perf_counter`."""
     started: float = 0.0
-    """When its first bytes were asked of the drive, on the same clock; before that it waits for other requests. 0 until
-    then; set by the engine."""
+    """Time at which the first bytes were requested from the drive, on the same clock. Until then the request waits for
+    other requests, and the value is 0. Set by the engine."""
     completed: float = 0.0
-    """When it was done, on the same clock; set by `complete`."""
+    """Time of completion, on the same clock. Set by `complete`."""
     retries: int = 0
-    """Parts that were submitted again after a short or interrupted transfer. Several threads of an engine may add
-    without a lock, so one may be lost: it is only reported."""
+    """Number of parts that were resubmitted after a short or interrupted transfer. Threads of an engine update it
+    without a lock, so an increment may be lost. The value is only reported."""
     error: InfinityError | None = None
-    """Why it failed; set by `complete`, before `_done`, so it is there for whoever sees that the transfer has ended."""
+    """Error of the transfer. Set by `complete` before `_done`, so it is visible to every thread that sees the end."""
     _done: threading.Event = field(default_factory=threading.Event, repr=False)
     """Set by `complete`, under `_lock`."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    """Makes sure that a callback that is added while the transfer ends is called, and once."""
+    """Ensures that a callback that is added during completion is called exactly once."""
     _callbacks: list[Callable[[Ticket], None]] = field(default_factory=list, repr=False)
-    """To be called by `complete`; under `_lock`."""
+    """Callbacks for `complete`. Guarded by `_lock`."""
 
     @property
     def done(self) -> bool:
-        """Whether the transfer has ended, well or not."""
+        """``True`` if the transfer has ended, with or without an error."""
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the transfer has ended.
 
         Raises:
-            StorageError: the transfer failed.
-            StallError: `timeout` seconds passed.
+            StorageError: if the transfer failed.
+            StallError: if it has not ended after `timeout` seconds.
         """
         if not self._done.wait(timeout):
             raise StallError(
@@ -107,8 +107,9 @@ class Ticket:
         callback(self)
 
     def complete(self, error: InfinityError | None = None) -> None:
-        """End the transfer (engines only)."""
+        """End the transfer. Called only by engines."""
         with self._lock:
+            # The error is set before the event: a thread that sees the end must also see the error.
             self.error, self.completed = error, time.perf_counter()
             self._done.set()
             callbacks, self._callbacks = self._callbacks, []
@@ -117,49 +118,49 @@ class Ticket:
 
 
 class Engine(Protocol):
-    """What an engine does. Safe to call from several threads."""
+    """I/O engine. All methods are thread-safe."""
 
     @property
     def name(self) -> str:
         """Name in settings, metrics and logs: ``io_uring`` or ``threads``."""
 
     def open(self, path: str, *, create: bool = False) -> DataFile:
-        """Open a file, or create it with mode 0600, with O_DIRECT where the file system has it.
+        """Open a file with O_DIRECT if its file system supports it. With `create`, create it with mode 0600.
 
         Raises:
-            StorageError: the file cannot be opened.
+            StorageError: if the file cannot be opened.
         """
 
     def register(self, memory: memoryview) -> None:
-        """Announce the memory that later transfers use (pinned once); that it cannot be pinned only costs speed.
+        """Register memory that later transfers use, so that it is pinned once. A failure only reduces speed.
 
         Raises:
-            InfinityError: the engine is closed.
+            InfinityError: if the engine is closed.
         """
 
     def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
-        """Start moving ``len(memory)`` bytes and return at once. Never blocks on the device.
+        """Start a transfer of ``len(memory)`` bytes and return immediately. Never blocks on the device.
 
         Raises:
-            ValueError: an empty, negative or misaligned request, memory that is not contiguous, or a read into
-                read-only memory.
-            StorageError: the file is not open in this engine.
-            InfinityError: the engine is closed.
+            ValueError: if the request is empty, negative or misaligned, if the memory is not contiguous, or if a read
+                has read-only memory as its target.
+            StorageError: if the file is not open in this engine.
+            InfinityError: if the engine is closed.
         """
 
     def sync(self, file: DataFile) -> None:
         """Make completed writes durable (`fdatasync`).
 
         Raises:
-            StorageError: the device refused.
+            StorageError: if the device fails.
         """
 
     def forget(self, file: DataFile) -> None:
         """Close a file that has no request in flight."""
 
     def close(self) -> None:
-        """Wait for what is in flight, then release threads, rings and descriptors. Idempotent.
+        """Wait for requests in flight, then release threads, rings and descriptors. Idempotent.
 
         Raises:
-            StallError: requests were still in flight after `CLOSE_SECONDS`; they keep all that they need.
+            StallError: if requests are still in flight after `CLOSE_SECONDS`. They keep the resources that they need.
         """

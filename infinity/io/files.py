@@ -1,4 +1,4 @@
-"""What every engine does the same way: its open files, the check of a request, the address of memory, its end."""
+"""Common parts of all engines: the table of open files, validation of requests, memory addresses, and shutdown."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from infinity.io.engine import CLOSE_SECONDS, DataFile, Op, Ticket
 
 
 class FileTable:
-    """The files that an engine has open.
+    """Files that an engine has open.
 
-    A descriptor number is used again by the system as soon as it is closed, so a request or a second
-    `forget` for a file that is no longer in the table is refused instead of reaching another file.
+    The system reuses a descriptor number as soon as it is closed. Therefore a request or a second `forget` for a file
+    that is no longer in the table must be rejected; otherwise it would reach another file.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        """Guards changes of `_files`; a single look-up needs no lock."""
+        """Guards changes to `_files`. A single lookup needs no lock."""
         self._files: dict[int, DataFile] = {}
-        """Open files by descriptor; any thread adds and removes."""
+        """Open files by descriptor. Any thread may add and remove."""
 
     def open(self, path: str, *, create: bool) -> DataFile:
-        """Open or create `path`, readable and writable by its owner only.
+        """Open `path` for reading and writing. With `create`, create it with mode 0600.
 
         Raises:
-            StorageError: the file cannot be opened.
+            StorageError: if the file cannot be opened.
         """
         try:
             opened = open_aligned(path, os.O_RDWR | (os.O_CREAT if create else 0))
@@ -45,7 +45,7 @@ class FileTable:
         """Check that `file` is open in this table.
 
         Raises:
-            StorageError: it is not; it names `op`, `offset` and `length`, in bytes.
+            StorageError: if it is not. The error contains `op`, `offset` and `length`, in bytes.
         """
         if self._files.get(file.fd) is not file:
             raise StorageError(
@@ -61,7 +61,7 @@ class FileTable:
         """Make completed writes to `file` durable.
 
         Raises:
-            StorageError: the device refused, or the file is not open.
+            StorageError: if the device fails, or if the file is not open.
         """
         self.require(file, "sync", 0, 0)
         try:
@@ -70,7 +70,7 @@ class FileTable:
             raise StorageError("sync", file.path, 0, 0, error.errno) from error
 
     def forget(self, file: DataFile) -> None:
-        """Close `file`; nothing happens if that was done before."""
+        """Close `file`. Does nothing if it is already closed."""
         with self._lock:
             if self._files.get(file.fd) is not file:
                 return
@@ -78,18 +78,18 @@ class FileTable:
         os.close(file.fd)
 
     def close(self) -> None:
-        """Close every file that is still open."""
+        """Close all open files."""
         for file in list(self._files.values()):
             self.forget(file)
 
 
 class PinnedView:
-    """Memory of one request: its address, and an export that keeps it from being freed.
+    """Memory of one request: its address, and an export that keeps it alive.
 
-    Life cycle: the export is held until `release`; the owner cannot resize, release or unmap the memory meanwhile.
+    The export is held until `release`. Until then, the owner cannot resize, release or unmap the memory.
 
     Raises:
-        ValueError: the memory is not contiguous.
+        ValueError: if the memory is not contiguous.
     """
 
     __slots__ = ("_export", "address", "length")
@@ -98,7 +98,7 @@ class PinnedView:
         if not memory.c_contiguous:
             raise ValueError("memory of a transfer must be contiguous")
         self.length = memory.nbytes  # bytes
-        # `address` is that of the first byte, 0 where there is none; `_export` keeps the memory, None after `release`.
+        # `address` is 0 if the memory is empty. `_export` keeps the memory alive; ``None`` after `release`.
         if memory.readonly:
             view = _PyBuffer()
             ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(memory), ctypes.byref(view), 0)
@@ -110,7 +110,7 @@ class PinnedView:
             self.address = ctypes.addressof(export) if export is not None else 0
 
     def release(self) -> None:
-        """Give up the export."""
+        """Release the export."""
         self._export = None
 
 
@@ -131,7 +131,7 @@ class _PyBuffer(ctypes.Structure):
 
 
 class _ReadOnlyExport:
-    """`from_buffer` refuses read-only memory, which is fine to write from."""
+    """Export of read-only memory, which a write may use but `from_buffer` does not accept."""
 
     __slots__ = ("_view",)
 
@@ -143,19 +143,19 @@ class _ReadOnlyExport:
 
 
 def pin_request(op: Op, file: DataFile, offset: int, memory: memoryview) -> PinnedView:
-    """Check a request against the contract and return its memory, pinned.
+    """Validate a request and return its memory, pinned.
 
     Raises:
-        ValueError: an empty request, a negative or misaligned offset, length or address, memory that is
-            not contiguous, or read-only memory as the target of a read.
+        ValueError: if the request is empty, if offset, length or address is negative or misaligned, if the memory is
+            not contiguous, or if a read has read-only memory as its target.
     """
     if offset < 0:
-        raise ValueError(f"offset {offset} of a {op.value} of {file.path} is negative")
+        raise ValueError(f"{op.value} of {file.path}: offset {offset} is negative")
     if op is Op.READ and memory.readonly:
-        raise ValueError(f"the memory for a read of {file.path} is read-only")
+        raise ValueError(f"read of {file.path}: the target memory is read-only")
     pinned = PinnedView(memory)
     if not pinned.length:
-        raise ValueError(f"a {op.value} of 0 bytes at offset {offset} of {file.path}")
+        raise ValueError(f"{op.value} of {file.path}: 0 bytes at offset {offset}")
     if file.direct and (offset | pinned.length | pinned.address) % file.alignment:
         raise ValueError(
             f"{op.value} of {pinned.length} bytes at offset {offset} of {file.path} at address "
@@ -165,18 +165,18 @@ def pin_request(op: Op, file: DataFile, offset: int, memory: memoryview) -> Pinn
 
 
 def transfer_error(ticket: Ticket, code: int | None, at: int) -> StorageError:
-    """Return the error of `ticket` that stopped `at` bytes after its start; without errno: no progress."""
+    """Return the error of a transfer that stopped `at` bytes after its start. Without errno, it made no progress."""
     where = f"stopped at byte {ticket.offset + at}"
     if code is None:
-        where += ": end of file" if ticket.op is Op.READ else ": the device takes no more bytes"
+        where += ": end of file" if ticket.op is Op.READ else ": the device accepts no more bytes"
     return StorageError(ticket.op.value, ticket.path, ticket.offset, ticket.length, code, where)
 
 
 def join_threads(threads: Sequence[threading.Thread]) -> None:
-    """Wait for an engine's threads, which end when nothing is in flight any more.
+    """Wait for the threads of an engine, which end when no request is in flight.
 
     Raises:
-        StallError: one is still at work after `CLOSE_SECONDS`.
+        StallError: if a thread is still running after `CLOSE_SECONDS`.
     """
     deadline = time.monotonic() + CLOSE_SECONDS
     for thread in threads:
@@ -184,6 +184,6 @@ def join_threads(threads: Sequence[threading.Thread]) -> None:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 raise StallError(
-                    f"a device has not answered {CLOSE_SECONDS:.0f} s after the end of the run; its files stay open "
-                    "and locked until this process ends"
+                    f"a device has not responded within {CLOSE_SECONDS:.0f} s after the end of the run. Its files stay "
+                    "open and locked until this process exits."
                 )

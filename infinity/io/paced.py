@@ -1,7 +1,7 @@
-"""An engine in front of another one, which hands requests on as fast as the files of a folder are allowed to be moved.
+"""Engine that limits the rate at which another engine receives requests for the files of a folder.
 
-For drives that several jobs share: the node's daemon tells each of them how fast it may go (`infinity.run.pacing`). As
-long as nothing is told, requests pass through at once.
+It serves drives that several jobs share: the daemon of the node assigns a rate to each job (`infinity.run.pacing`).
+Without a rate, requests pass through immediately.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from infinity.io.engine import DataFile, Engine, Op, Ticket
 from infinity.io.files import PinnedView, join_threads, pin_request
 
 _BURST_SECONDS = 0.1
-"""How much of its rate a file that was idle may move at once."""
-_LONGEST_SLEEP = 60.0  # seconds; a clock has a largest time to wait
+"""Amount that an idle file may transfer at once, in seconds of its rate."""
+_LONGEST_SLEEP = 60.0  # seconds; waits have a maximum timeout
 
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """A request that waits for its turn; handed on once, by the pacing thread."""
+    """Request that waits for its turn. The pacing thread submits it exactly once."""
 
     ticket: Ticket
     file: DataFile
@@ -35,64 +35,65 @@ class _Request:
 
 @dataclass(eq=False, slots=True)
 class _Bucket:
-    """The token bucket of a folder: a request may go when there is a token, and takes one per byte, also those to come.
+    """Token bucket of a folder. A request may start while there is a token, and takes one token per byte.
 
-    So a request larger than the bucket waits for no more than its predecessors. All under the engine's condition.
+    The number of tokens may become negative, so a request larger than the bucket waits only for its predecessors. All
+    attributes are guarded by the engine's condition.
     """
 
     rate: float
-    """Tokens that come per second: bytes per second."""
+    """Tokens added per second, i.e. bytes per second."""
     tokens: float = 0.0
-    """Below 0 where requests have gone ahead of their time."""
+    """Number of tokens. Negative after a request that exceeded them."""
     filled: float = field(default_factory=time.monotonic)
-    """When tokens were last added, in seconds of `time.monotonic`."""
+    """Time at which tokens were last added, in seconds of `time.monotonic`."""
     waiting: deque[_Request] = field(default_factory=deque)
-    """In the order in which they came."""
+    """Requests in order of arrival."""
 
     def seconds_left(self, now: float) -> float:
-        """Add what has come since the last time; return the seconds until the next request may go, 0 for now."""
+        """Add the tokens since the last call. Return the seconds until the next request may start, or 0."""
         self.tokens = min(self.tokens + (now - self.filled) * self.rate, self.rate * _BURST_SECONDS)
         self.filled = now
         return max(0.0, -self.tokens / self.rate)
 
 
 class PacedEngine:
-    """Hands requests on to another engine; those of files in a folder that has a rate wait until they may go.
+    """Forwards requests to another engine. Requests for a folder with a rate wait for their turn.
 
-    Life cycle: *open*, without rates and without a thread; the first rate starts the pacing thread. A folder whose rate
-    is taken back has what waits handed on at once. `close` takes back all rates, ends the thread, and closes the other
-    engine, which completes what it was handed.
+    Life cycle: initially *open*, without rates and without a thread. The first rate starts the pacing thread. When the
+    rate of a folder is removed, its waiting requests are forwarded at once. `close` removes all rates, ends the
+    thread, and closes the other engine, which completes its requests.
 
-    What the other engine refuses when a request's turn has come is the error of its ticket.
+    If the other engine rejects a request after its wait, the error is reported by the ticket of the request.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._changed = threading.Condition()
-        """Lock of what follows; notified when the pacing thread may have to do something else than sleep."""
+        """Guards the following attributes. Notified when the pacing thread may have work."""
         self._buckets: dict[str, _Bucket] = {}
-        """By folder of the files. Replaced and not changed, so that `submit` looks without the lock."""
+        """Token bucket by folder. The dict is replaced, never modified, so `submit` can read it without the lock."""
         self._released: deque[_Request] = deque()
-        """What waited for a rate that was taken back."""
+        """Requests that waited for a rate that has been removed."""
         self._thread: threading.Thread | None = None
-        """Hands on what has waited; started with the first rate."""
+        """Thread that forwards waiting requests. Started with the first rate."""
         self._closed = False
 
     @property
     def name(self) -> str:
-        """Name of the engine that moves the bytes."""
+        """Name of the engine that transfers the bytes."""
         return self._engine.name
 
     def open(self, path: str, *, create: bool = False) -> DataFile:
-        """Open (or create) a file. Raises `StorageError`."""
+        """Open or create a file. Raises `StorageError`."""
         return self._engine.open(path, create=create)
 
     def register(self, memory: memoryview) -> None:
-        """Announce memory to the engine that moves the bytes."""
+        """Register memory with the engine that transfers the bytes."""
         self._engine.register(memory)
 
     def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
-        """Hand a transfer on, now or when it may go. Raises `ValueError` (misaligned, empty) or `InfinityError`."""
+        """Forward a transfer, now or after its wait. Raises `ValueError` (misaligned, empty) or `InfinityError`."""
         if not self._buckets or (folder := os.path.dirname(file.path)) not in self._buckets:
             return self._engine.submit(op, file, offset, memory)
         pinned = pin_request(op, file, offset, memory)
@@ -103,13 +104,14 @@ class PacedEngine:
                 bucket.waiting.append(_Request(ticket, file, memory, pinned))
                 self._changed.notify()
                 return ticket
-        pinned.release()  # the rate was taken back just now
+        pinned.release()  # the rate has just been removed
         return self._engine.submit(op, file, offset, memory)
 
     def pace(self, rates: Mapping[str, float]) -> None:
-        """Set the bytes per second of the files in a folder, above 0, all together and both ways; others have no limit.
+        """Set the rates of folders; all other folders have no limit. Does nothing after `close`.
 
-        After `close`, nothing happens.
+        Args:
+            rates: Bytes per second by folder, greater than 0, for all files and both directions together.
         """
         with self._changed:
             if self._closed or (not rates and not self._buckets):
@@ -117,7 +119,7 @@ class PacedEngine:
             buckets = {}
             for folder, rate in rates.items():
                 bucket = buckets[folder] = self._buckets.get(folder) or _Bucket(rate)
-                bucket.seconds_left(time.monotonic())  # what has come so far has come at the old rate
+                bucket.seconds_left(time.monotonic())  # tokens up to now accrue at the old rate
                 bucket.rate = rate
             for folder in self._buckets.keys() - rates.keys():
                 self._released.extend(self._buckets[folder].waiting)
@@ -136,7 +138,7 @@ class PacedEngine:
         self._engine.forget(file)
 
     def close(self) -> None:
-        """Hand on what waits, complete it, then close the other engine. Idempotent. Raises `StallError`."""
+        """Forward and complete waiting requests, then close the other engine. Idempotent. Raises `StallError`."""
         self.pace({})
         with self._changed:
             self._closed = True
@@ -149,12 +151,12 @@ class PacedEngine:
         while (due := self._due()) is not None:
             while due:
                 ticket, moved = self._hand_on(due.popleft())
-                # Here nothing of the request is referred to any more: its memory may be freed when it has ended.
+                # No reference to the request is left here, so that its memory can be freed when the transfer has ended.
                 if moved is not None:
                     moved.on_done(partial(_end, ticket))
 
     def _due(self) -> deque[_Request] | None:
-        """Wait until requests may go, and return them; None at the end."""
+        """Wait until requests may start and return them. Return ``None`` at the end."""
         with self._changed:
             while True:
                 due, self._released = self._released, deque()
@@ -176,13 +178,13 @@ class PacedEngine:
                 self._changed.wait(None if sleep is None else min(sleep, _LONGEST_SLEEP))
 
     def _hand_on(self, request: _Request) -> tuple[Ticket, Ticket | None]:
-        """Return the ticket of a request, and that of the other engine, if it takes the request."""
+        """Return the ticket of a request, and the ticket of the other engine if it accepts the request."""
         ticket = request.ticket
         try:
             return ticket, self._engine.submit(ticket.op, request.file, ticket.offset, request.memory)
-        except Exception as error:  # this runs on a thread of its own: whoever waits must hear of it
+        except Exception as error:  # on the pacing thread: the ticket must report it, or its waiter would block forever
             failed = error if isinstance(error, InfinityError) else InfinityError(repr(error))
-            failed = failed.with_traceback(None)  # whose cache slots refer to the request's memory
+            failed = failed.with_traceback(None)  # because its frames refer to the request's memory
         finally:
             request.pinned.release()
         ticket.complete(failed)
@@ -191,5 +193,5 @@ class PacedEngine:
 
 def _end(ticket: Ticket, moved: Ticket) -> None:
     ticket.retries = moved.retries
-    ticket.started = ticket.submitted  # it waited for this drive's rate, and for nothing else
+    ticket.started = ticket.submitted  # the wait for the rate counts as time of the drive
     ticket.complete(moved.error)

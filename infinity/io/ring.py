@@ -1,17 +1,18 @@
-"""One io_uring instance, reached through raw system calls with `ctypes`.
+"""One io_uring instance, accessed through raw system calls with `ctypes`.
 
-Layout and constants: include/uapi/linux/io_uring.h. All methods belong to one thread, the one that made
-the ring: the kernel then runs completions in that thread only (DEFER_TASKRUN), never interrupts another,
-and never cancels requests because the thread that submitted them ended.
+For layout and constants, see include/uapi/linux/io_uring.h. All methods must be called by the thread that created the
+ring. The kernel then processes completions only in that thread (DEFER_TASKRUN), never interrupts another thread, and
+never cancels requests because the submitting thread has ended.
 
-[Note: memory order] liburing reads and writes heads and tails with acquire and release; Python has plain loads and
-stores only. They are enough for submissions: without a polling thread of the kernel (SQPOLL, not used here) it reads
-that queue only inside `enter`, on this very thread, and a thread sees its own stores in order. They are enough for
-completions since 6.1: with DEFER_TASKRUN the kernel writes these inside `enter` too, on this thread. Older kernels may
-write them at any time from another processor: the entry first, then the tail. There it takes a processor that does not
-reorder loads, as x86-64 does not; the interpreter does not either: the tail is loaded by one call, each entry by a
-later one. On other processors `_setup` refuses such a kernel. A tail that is too old does no harm: what is missing
-comes with the next `reap`.
+[Note: memory order] liburing accesses heads and tails with acquire and release semantics, but Python has only plain
+loads and stores. These are sufficient for submissions: without a polling thread of the kernel (SQPOLL, not used here),
+the kernel reads the submission queue only inside `enter`, on this thread, and a thread sees its own stores in order.
+
+Plain loads are sufficient for completions since kernel 6.1, because with DEFER_TASKRUN the kernel writes completions
+inside `enter` on this thread as well. Older kernels may write them at any time from another processor: first the entry,
+then the tail. In that case the processor must not reorder loads, which holds for x86-64. The interpreter does not
+reorder them either, because the tail is loaded by one call and each entry by a later one. On other processors, `_setup`
+rejects such a kernel. An outdated tail is harmless: the next `reap` returns the missing completions.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ FIXED_PIECE_BYTES = 1 << 30
 """The kernel registers at most 1 GiB as one buffer."""
 
 FIXED_PIECES = 1024
-"""Pieces that the table of registered buffers has room for."""
+"""Size of the table of registered buffers, in pieces."""
 
 _SYS_SETUP, _SYS_ENTER, _SYS_REGISTER = 425, 426, 427
 _SETUP_CLAMP, _SETUP_SINGLE_ISSUER, _SETUP_DEFER_TASKRUN = 1 << 4, 1 << 12, 1 << 13
 _ENTER_GETEVENTS = 1
 _FEAT_SINGLE_MMAP, _FEAT_NODROP, _FEAT_RW_CUR_POS = 1 << 0, 1 << 1, 1 << 3
-_NEEDED = _FEAT_SINGLE_MMAP | _FEAT_NODROP | _FEAT_RW_CUR_POS  # RW_CUR_POS came with READ and WRITE, in 5.6
+_NEEDED = _FEAT_SINGLE_MMAP | _FEAT_NODROP | _FEAT_RW_CUR_POS  # RW_CUR_POS, READ and WRITE were added in kernel 5.6
 _OFFSET_SQES = 0x10000000
 _REGISTER_BUFFERS, _REGISTER_BUFFERS2, _REGISTER_BUFFERS_UPDATE = 0, 15, 16
 _REGISTER_SPARSE = 1
@@ -90,32 +91,32 @@ class _Iovec(ctypes.Structure):
 
 
 class RingRefusedError(InfinityError):
-    """The kernel, a container's seccomp profile or a sysctl does not allow io_uring."""
+    """Raised if the kernel, the seccomp profile of a container, or a sysctl does not allow io_uring."""
 
     def __init__(self, code: int, call: str = "io_uring") -> None:
         self.errno = code
-        super().__init__(f"{call} refused: {errno.errorcode.get(code, code)} ({_refusal(code)})")
+        super().__init__(f"{call} is not available: {errno.errorcode.get(code, code)} ({_refusal(code)})")
 
 
 class Ring:
-    """Submission and completion queue.
+    """Submission queue and completion queue.
 
     Args:
-        entries: submissions that fit the queue between two calls of `enter`; the kernel rounds up to a
-            power of two and clamps at 32768.
+        entries: Maximum number of submissions between two calls of `enter`. The kernel rounds up to a power of two and
+            clamps the value to 32768.
 
     Raises:
-        RingRefusedError: the kernel refuses to make it or to enter it, or is older than 5.6.
+        RingRefusedError: if the kernel does not allow the ring or its use, or is older than 5.6.
     """
 
     def __init__(self, entries: int) -> None:
         params, self._fd = _setup(entries)
         self.entries = int(params.sq_entries)
-        """Submissions that fit the queue."""
+        """Capacity of the submission queue."""
         self._pending = 0
-        """Submissions that have been pushed and that the kernel has not taken; changed by `push` and `enter`."""
+        """Number of pushed submissions that the kernel has not taken. Changed by `push` and `enter`."""
         self._sparse: bool | None = None
-        """Whether registered buffers can be added one after the other; None until it is tried by `register`."""
+        """``True`` if registered buffers can be added one after the other. ``None`` until `register` has tried it."""
         try:
             if params.features & _NEEDED != _NEEDED:
                 raise RingRefusedError(errno.ENOSYS)
@@ -125,22 +126,22 @@ class Ring:
         except BaseException:
             os.close(self._fd)
             raise
-        # `_map` is both rings of indices and the completions, as the kernel lays them out; `_sqes` the submissions.
+        # `_map` contains both index rings and the completions in the kernel's layout; `_sqes` contains the submissions.
         self._words = memoryview(self._map).cast("I")
-        """`_map` as words of 32 bits: an aligned one is loaded and stored in one piece."""
+        """`_map` as 32-bit words. An aligned word is loaded and stored atomically."""
         self._sq_tail_at, self._cq_tail_at = params.sq.tail // 4, params.cq.tail // 4
         self._cq_head_at, self._cqes_at = params.cq.head // 4, params.cq.cqes
-        # The first three are words of `_words`, the last one is a byte of `_map`.
+        # The first three are indices into `_words`, the last one is an offset into `_map`.
         self._sq_mask, self._cq_mask = params.sq_entries - 1, params.cq_entries - 1
         self._tail = self._head = 0
-        """Own copies of the tail of submissions (changed by `push`) and of the head of completions (by `reap`), modulo
-        2**32: nobody else changes these two."""
+        """Local copies of the submission tail (changed by `push`) and of the completion head (changed by `reap`),
+        modulo 2**32. Only this object changes them."""
         for index in range(params.sq_entries):
             self._words[params.sq.array // 4 + index] = index
         self._try()
 
     def _try(self) -> None:
-        """Send one operation that does nothing: a seccomp profile may allow a ring but not its use."""
+        """Submit one no-op, because a seccomp profile may allow the setup of a ring but not its use."""
         self.push(NOP, -1, 0, 0, 0, 0)
         code = errno.EAGAIN
         for _ in range(_TRIES):
@@ -155,24 +156,24 @@ class Ring:
         raise RingRefusedError(code, "io_uring_enter")
 
     def push(self, opcode: int, fd: int, address: int, length: int, offset: int, data: int, piece: int = 0) -> None:
-        """Put one submission into the queue; `enter` hands it to the kernel.
+        """Add a submission to the queue; `enter` passes it to the kernel.
 
-        The caller keeps fewer than `entries` submissions between two calls of `enter`.
+        The caller must push fewer than `entries` submissions between two calls of `enter`.
         """
         at = (self._tail & self._sq_mask) << 6
         _SQE.pack_into(self._sqes, at, opcode, 0, 0, fd, offset, address, length, 0, data, piece, 0, 0, 0, 0)
-        # A plain store: the kernel looks at it in `enter`, on this thread. [Note: memory order]
+        # A plain store, because the kernel reads it in `enter`, on this thread. [Note: memory order]
         self._tail = self._words[self._sq_tail_at] = (self._tail + 1) & _MASK
         self._pending += 1
 
     def enter(self, wait_for: int) -> None:
-        """Submit what was pushed and wait for `wait_for` completions, without the GIL.
+        """Submit pushed entries and wait for `wait_for` completions, without the GIL.
 
-        May return early (a signal, a momentary lack of memory); what was not submitted goes with the
-        next call.
+        The call may return early, e.g. after a signal or a temporary lack of memory. Entries that were not submitted
+        are submitted by the next call.
 
         Raises:
-            OSError: the ring is broken.
+            OSError: if the ring is broken.
         """
         count = _syscall(_SYS_ENTER, self._fd, self._pending, wait_for, _ENTER_GETEVENTS, None, 0)
         if count >= 0:
@@ -183,24 +184,24 @@ class Ring:
             raise OSError(code, os.strerror(code), "io_uring_enter")
 
     def reap(self) -> list[tuple[int, int]]:
-        """Return (data, result) of every completion there is; a negative result is minus an errno."""
-        tail = self._words[self._cq_tail_at]  # a plain load, before those of the entries [Note: memory order]
+        """Return (data, result) of every available completion. A negative result is a negated errno."""
+        tail = self._words[self._cq_tail_at]  # a plain load, before the loads of the entries [Note: memory order]
         found: list[tuple[int, int]] = []
         while self._head != tail:
             data, result, _ = _CQE.unpack_from(self._map, self._cqes_at + ((self._head & self._cq_mask) << 4))
             found.append((data, result))
             self._head = (self._head + 1) & _MASK
-        # A plain store, when the entries have been copied: from here on the kernel may write others there.
+        # Stored after the entries have been copied, because the kernel may overwrite them from now on.
         self._words[self._cq_head_at] = self._head
         return found
 
     def register(self, first: int, pieces: list[tuple[int, int]]) -> None:
-        """Pin memory as registered buffers number `first` and up; each piece is (address, length).
+        """Pin memory as registered buffers, numbered from `first`. Each piece is (address, length).
 
-        Kernels before 5.19 take one call of this only.
+        Kernels before 5.19 accept only one call of this method.
 
         Raises:
-            OSError: EPERM or ENOMEM (locked-memory limit), EBUSY (a second call on an old kernel).
+            OSError: EPERM or ENOMEM for the locked-memory limit; EBUSY for a second call on an old kernel.
         """
         vectors = (_Iovec * len(pieces))(*(_Iovec(address, length) for address, length in pieces))
         if self._sparse is None:
@@ -216,7 +217,7 @@ class Ring:
             raise OSError(code, os.strerror(code), "io_uring_register")
 
     def close(self) -> None:
-        """Unmap the queues and close the ring; registered memory is unpinned."""
+        """Unmap the queues, unpin registered memory and close the ring."""
         self._words.release()
         self._map.close()
         self._sqes.close()
@@ -228,7 +229,7 @@ class Ring:
 
 def _setup(entries: int) -> tuple[_Params, int]:
     choices = [_SETUP_CLAMP | _SETUP_SINGLE_ISSUER | _SETUP_DEFER_TASKRUN]
-    if platform.machine() == "x86_64":  # kernels before 6.1, only where loads stay in order. [Note: memory order]
+    if platform.machine() == "x86_64":  # kernels before 6.1 [Note: memory order]
         choices.append(_SETUP_CLAMP)
     for flags in choices:
         params = _Params(flags=flags)
@@ -249,11 +250,11 @@ def _refusal(code: int) -> str:
                     return "sysctl kernel.io_uring_disabled"
         except OSError:
             pass
-        return "seccomp profile of the container?"
+        return "probably the seccomp profile of the container"
     if code == errno.ENOSYS:
-        return "kernel without io_uring or older than 5.6, or a seccomp profile"
+        return "the kernel has no io_uring or is older than 5.6, or a seccomp profile blocks it"
     if code == errno.EINVAL and platform.machine() != "x86_64":
-        return f"kernel older than 6.1 on {platform.machine()}, which reorders loads"
+        return f"the kernel is older than 6.1 on {platform.machine()}, which reorders loads"
     if code == errno.ENOMEM:
-        return "limit of locked memory, ulimit -l"
+        return "limit of locked memory, see ulimit -l"
     return os.strerror(code)

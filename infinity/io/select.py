@@ -1,4 +1,4 @@
-"""The choice of an engine."""
+"""Selection of an I/O engine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _log = logging.getLogger(__name__)
 
 
 def open_engine(config: StorageConfig, why: str = "") -> tuple[Engine, str]:
-    """Return a running engine and the reason for choosing it, which is logged.
+    """Return a running engine and the reason for choosing it. The reason is logged.
 
     Args:
-        config: with ``auto`` as engine, io_uring is taken where the kernel has it.
-        why: what the engine in `config` was chosen for, if that was not by whoever wrote the settings.
+        config: Storage settings. For ``auto``, io_uring is used if the kernel allows it.
+        why: Reason for the engine in `config`, if it was not set by the user.
 
     Raises:
-        ConfigError: `storage.engine` asks for io_uring and the kernel refuses it.
+        ConfigError: if `storage.engine` is ``io_uring``, but the kernel does not allow it.
     """
     engine, reason = _choose(config, why)
     _log.info("I/O engine %s: %s", engine.name, reason)
@@ -32,7 +32,7 @@ def open_engine(config: StorageConfig, why: str = "") -> tuple[Engine, str]:
 
 @cache
 def _say_once(reason: str) -> None:
-    _log.warning("%s; threads move the pages instead, which takes more of the processor", reason)
+    _log.warning("%s. Using the thread engine instead, which needs more CPU time.", reason)
 
 
 def _choose(config: StorageConfig, why: str) -> tuple[Engine, str]:
@@ -42,7 +42,7 @@ def _choose(config: StorageConfig, why: str) -> tuple[Engine, str]:
         engine = UringEngine(config.queue_depth, config.request_bytes, max(1, len(config.paths)))
     except RingRefusedError as error:
         if config.engine == "io_uring":
-            raise ConfigError(f"storage.engine = 'io_uring', but {error}; use 'auto' or 'threads'") from error
+            raise ConfigError(f"storage.engine is 'io_uring', but {error}. Use 'auto' or 'threads'.") from error
         _say_once(str(error))
         return ThreadEngine(config.queue_depth, config.request_bytes), str(error)
     if config.engine == "io_uring":

@@ -1,10 +1,10 @@
-"""The engine of threads: `preadv` and `pwritev`, which release the GIL. Works everywhere.
+"""Thread engine: transfers with `preadv` and `pwritev`, which release the GIL. Works on all systems.
 
-Fallback where io_uring is blocked, and the reference for the contract.
+It is the fallback if io_uring is not available, and the reference implementation of the interface.
 
-Life cycle of a request: cut into chunks by `submit`, which wait in one queue; each is moved by one thread, in as many
-calls as it takes; the thread that ends the last one completes the ticket. After the first error the chunks that are
-left are not moved, only counted.
+Life cycle of a request: `submit` divides it into chunks, which wait in one queue. Each chunk is transferred by one
+thread, with as many calls as needed. The thread that ends the last chunk completes the ticket. After the first error,
+the remaining chunks are counted but not transferred.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _MOST_RETRIES = 1000
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """One transfer that was asked for."""
+    """One transfer."""
 
     ticket: Ticket
     file: DataFile
     pinned: PinnedView
     memory: memoryview
-    chunks_left: int  # that have not ended; changed under the engine's lock, by any of its threads
-    # An error of some chunk. Threads may set it at the same time, without the lock: either error is true, and who does
-    # not see it moves a chunk too many, which is not wrong. Who reads it has ended the last chunk, under the lock, so
-    # all others have set theirs before.
+    chunks_left: int  # not ended yet; changed under the engine's lock by any of its threads
+    # Error of a chunk. Threads may set it concurrently without the lock. Each value is valid, and a thread that does
+    # not see it yet transfers a chunk too many, which is harmless. The thread that reads it has ended the last chunk
+    # under the lock, so all other threads have set theirs before.
     error: InfinityError | None = None
 
 
 @dataclass(eq=False, slots=True)
 class _Chunk:
-    """Bytes `start` to `stop` of a request; nothing changes."""
+    """Bytes `start` to `stop` of a request. Immutable."""
 
     request: _Request
     start: int
@@ -52,10 +52,10 @@ class _Chunk:
 
 
 class ThreadEngine:
-    """Moves every chunk of at most `request_bytes` in one of `queue_depth` threads (at most 32), in order.
+    """Transfers each chunk of at most `request_bytes` in one of `queue_depth` threads (at most 32), in order.
 
-    As many chunks are in flight. Life cycle: open from the start; after `close` nothing more is taken, what was
-    submitted completes, and the threads end.
+    The number of threads is also the number of chunks in flight. Life cycle: open after construction. After `close`, no
+    request is accepted, submitted requests complete, and the threads end.
     """
 
     name = "threads"
@@ -64,11 +64,11 @@ class ThreadEngine:
         self._request_bytes = request_bytes
         self._files = FileTable()
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
-        """Chunks that no thread has taken, in order; None ends one thread."""
+        """Chunks that no thread has taken, in order. ``None`` ends one thread."""
         self._lock = threading.Lock()
-        """Guards `_closed` and the count of chunks left of every request; no chunk is queued behind the end."""
+        """Guards `_closed` and `chunks_left` of every request, so that no chunk is queued after the end markers."""
         self._closed = False
-        """Whether nothing more is taken; set by `close`."""
+        """``True`` if no more requests are accepted. Set by `close`."""
         self._threads = [
             threading.Thread(target=self._run, name=f"infinity-io-{index}", daemon=True)
             for index in range(min(queue_depth, _MOST_THREADS))
@@ -77,14 +77,14 @@ class ThreadEngine:
             thread.start()
 
     def open(self, path: str, *, create: bool = False) -> DataFile:
-        """Open (or create, mode 0600) a file. Raises as `Engine.open`."""
+        """Open or create a file. See `Engine.open`."""
         return self._files.open(path, create=create)
 
     def register(self, memory: memoryview) -> None:
-        """Do nothing: `preadv` has no use for announced memory."""
+        """Do nothing, because `preadv` does not use registered memory."""
 
     def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
-        """Queue a transfer. Raises as `Engine.submit`."""
+        """Queue a transfer. See `Engine.submit`."""
         pinned = pin_request(op, file, offset, memory)
         length, step = pinned.length, self._request_bytes
         self._files.require(file, op, offset, length)
@@ -106,7 +106,7 @@ class ThreadEngine:
         self._files.forget(file)
 
     def close(self) -> None:
-        """Complete what was submitted, then end the threads and close the files. Idempotent. Raises `StallError`."""
+        """Complete submitted requests, then end the threads and close the files. Idempotent. Raises `StallError`."""
         with self._lock:
             first, self._closed = not self._closed, True
             if first:
@@ -129,7 +129,7 @@ class ThreadEngine:
                         ticket.op.value, ticket.path, ticket.offset, ticket.length, None, repr(error)
                     )
             self._end_chunk(request)
-            del chunk, request  # an idle thread must not keep the memory of its last request
+            del chunk, request  # an idle thread must not keep the memory of its last request alive
 
     def _end_chunk(self, request: _Request) -> None:
         with self._lock:
@@ -161,7 +161,7 @@ def _move(chunk: _Chunk) -> None:
                 ticket.retries += 1
                 continue
             raise transfer_error(ticket, error.errno or errno.EIO, at) from error
-        # The rest of a direct transfer must start aligned again.
+        # The rest of a direct transfer must start at an aligned offset again.
         progress = moved - moved % file.alignment
         if progress == 0:
             raise transfer_error(ticket, None, at)

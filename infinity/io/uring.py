@@ -1,14 +1,14 @@
-"""The engine of io_uring: a few rings, each with one thread that submits and reaps.
+"""io_uring engine: a few rings, each with one thread that submits requests and reaps completions.
 
-`submit` only appends to a list and, if a thread sleeps, wakes it through an eventfd; the thread cuts requests into
-chunks, keeps at most its share of `queue_depth` of each file in the kernel, and hands over all new ones and waits for
-completions in a single system call. Files take turns, so that a slow drive does not hold up the others.
-Nothing but that thread touches the ring (`ring.py` says why).
+`submit` only appends to a list and, if a thread sleeps, wakes it through an eventfd. The thread divides requests into
+chunks and keeps at most its part of `queue_depth` of each file in the kernel. It submits all new chunks and waits for
+completions in a single system call. Files take turns, so that a slow drive does not delay the others. Only this thread
+touches the ring (see `ring.py` for the reason).
 
-Life cycle of a request: incoming (from `submit` on) -> backlog (taken by the thread) -> chunks in the kernel, again
-where one was short or interrupted -> its ticket completes, when all chunks have ended. After the first error the chunks
-that are left are not sent; the ticket completes with that error when those in the kernel have ended, so that its memory
-is not given back under them. If the ring itself breaks: see `_abandon`.
+Life cycle of a request: incoming (after `submit`), backlog (taken by the thread), chunks in the kernel (resubmitted if
+one was short or interrupted), and completion of its ticket when all chunks have ended. After the first error, the
+remaining chunks are not submitted. The ticket completes with that error only when the chunks in the kernel have ended,
+so that the kernel never writes to memory that the caller has reused. For a broken ring, see `_abandon`.
 """
 
 from __future__ import annotations
@@ -35,52 +35,52 @@ from infinity.units import align_down
 _log = logging.getLogger(__name__)
 
 RINGS = 2
-"""With two, a step that the drive bounds took a tenth less time than with one, on two cores that compute; four were no
-better."""
+"""Number of rings. With two rings, a step that is limited by the drive took 10 % less time than with one, on two cores
+that also compute. Four rings were not faster."""
 _MOST_RETRIES = 1000
 _MOST_SLOTS = 4096
-"""Chunks of a ring in the kernel at most; it has a limit of its own, of 32768."""
+"""Maximum number of chunks of a ring in the kernel. The limit of io_uring itself is 32768."""
 _WAKE = (1 << 64) - 1
-"""`data` of the read of `_wake_fd`; no slot has this number."""
+"""`data` of the read of `_wake_fd`. No slot has this number."""
 _LAST_ADDRESS = (1 << 64) - 1
-"""No piece of registered memory ends behind this address."""
+"""Highest end address of registered memory."""
 _RETRY_ERRORS = (-errno.EAGAIN, -errno.EINTR)
 
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """One transfer that was asked for; changed by the thread of its ring only."""
+    """One transfer. Changed only by the thread of its ring."""
 
     ticket: Ticket
     file: DataFile
     pinned: PinnedView
-    cursor: int = 0  # bytes already cut into chunks; all of them after an error
-    chunks: int = 0  # chunks cut and not ended
-    error: StorageError | None = None  # the first one of a chunk
+    cursor: int = 0  # bytes that have been divided into chunks; all bytes after an error
+    chunks: int = 0  # chunks that have not ended
+    error: StorageError | None = None  # first error of a chunk
 
 
 @dataclass(eq=False, slots=True)
 class _Chunk:
-    """Bytes `start` to `stop` of a request: one operation of the kernel; changed by the thread of its ring only."""
+    """Bytes `start` to `stop` of a request, transferred by one kernel operation. Changed only by the ring's thread."""
 
     request: _Request
-    start: int  # moves on when the kernel has moved a part
+    start: int  # advances after a partial transfer
     stop: int
-    retries: int = 0  # how often it was interrupted
+    retries: int = 0  # number of interruptions
 
 
 class UringEngine:
-    """Moves chunks of at most `request_bytes` with io_uring, at most `queue_depth` of each file in flight.
+    """Transfers chunks of at most `request_bytes` with io_uring, with at most `queue_depth` of each file in flight.
 
-    And no more than that for each of `paths` in all: a run has one file on each of its paths. Each request goes to the
-    ring that has fewest of its file. Rings have a thread each (`RingThread`): while one waits for the interpreter, or
-    verifies what it has read, the others keep the drives busy.
+    The total number of chunks in flight is limited to `queue_depth` for each of `paths`, because a run has one file per
+    path. Each request goes to the ring with the fewest requests for its file. Each ring has its own thread
+    (`RingThread`): while one thread waits for the GIL or verifies a page, the others keep the drives busy.
 
-    Life cycle: open from the start; after `close` nothing more is taken, what was submitted completes, and the threads
-    end. A ring that breaks takes nothing more, which ends the run.
+    Life cycle: open after construction. After `close`, no request is accepted, submitted requests complete, and the
+    threads end. A broken ring accepts no more requests, which ends the run.
 
     Raises:
-        RingRefusedError: io_uring is not allowed here; the message says why.
+        RingRefusedError: if io_uring is not available. The message states the reason.
     """
 
     name = "io_uring"
@@ -89,30 +89,31 @@ class UringEngine:
         self._files = FileTable()
         try:
             self._rings = _open_rings(min(rings, queue_depth), queue_depth, request_bytes, paths)
-        except RingRefusedError:  # there may be room for one: of locked memory, or descriptors
+        except RingRefusedError:  # one ring may fit into the limits of locked memory and descriptors
             self._rings = _open_rings(1, queue_depth, request_bytes, paths)
 
     def open(self, path: str, *, create: bool = False) -> DataFile:
-        """Open (or create, mode 0600) a file. Raises as `Engine.open`."""
+        """Open or create a file. See `Engine.open`."""
         return self._files.open(path, create=create)
 
     def register(self, memory: memoryview) -> None:
-        """Pin `memory` in the kernel, so that transfers skip looking up its pages.
+        """Pin `memory` in the kernel, so that transfers do not have to look up its pages.
 
-        Without the right or the locked-memory limit for it (EPERM, ENOMEM; each ring counts), a message is logged and
-        transfers go on unregistered. The memory cannot be freed before the engine is closed.
+        If the process lacks the permission or exceeds its locked-memory limit (EPERM, ENOMEM; each ring counts), a
+        message is logged, and transfers use unregistered memory. The memory cannot be freed before the engine is
+        closed.
 
         Raises:
-            InfinityError: the engine is closed.
+            InfinityError: if the engine is closed.
         """
         for ring in self._rings:
             ring.register(memory)
 
     def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
-        """Queue a transfer. Raises as `Engine.submit`."""
+        """Queue a transfer. See `Engine.submit`."""
         pinned = pin_request(op, file, offset, memory)
         self._files.require(file, op, offset, pinned.length)
-        # Looked at without their locks: a ring that has a request more than another one is as good.
+        # Read without locks, because the choice of a ring with one request more is just as good.
         return min(self._rings, key=lambda ring: ring.load(file)).submit(op, file, offset, pinned)
 
     def sync(self, file: DataFile) -> None:
@@ -124,7 +125,7 @@ class UringEngine:
         self._files.forget(file)
 
     def close(self) -> None:
-        """Complete what was submitted, then end threads, rings and files. Idempotent. Raises `StallError`."""
+        """Complete submitted requests, then end threads, rings and files. Idempotent. Raises `StallError`."""
         for ring in self._rings:
             ring.end()
         join_threads([ring.thread for ring in self._rings])
@@ -132,7 +133,7 @@ class UringEngine:
 
 
 def _open_rings(number: int, queue_depth: int, request_bytes: int, paths: int) -> list[RingThread]:
-    """Return rings that share the depth. Raises `RingRefusedError`, and leaves none open then."""
+    """Return rings that share the queue depth. If one is not available, close all and raise `RingRefusedError`."""
     rings: list[RingThread] = []
     try:
         for index in range(number):
@@ -146,68 +147,69 @@ def _open_rings(number: int, queue_depth: int, request_bytes: int, paths: int) -
 
 
 class RingThread:
-    """One ring, and the thread that submits to it and reaps; at most `queue_depth` chunks of each file in flight.
+    """One ring and its thread, with at most `queue_depth` chunks of each file in flight.
 
-    Life cycle: open from the start; after `end`, or when the ring is broken, nothing more is taken, what was submitted
-    completes, and the thread ends.
+    Life cycle: open after construction. After `end`, or if the ring is broken, no request is accepted, submitted
+    requests complete, and the thread ends.
 
     Raises:
-        RingRefusedError: io_uring is not allowed here; the message says why.
+        RingRefusedError: if io_uring is not available. The message states the reason.
     """
 
     def __init__(self, queue_depth: int, request_bytes: int, paths: int) -> None:
         self._depth, self._request_bytes = queue_depth, request_bytes
         self._most = min(queue_depth * paths, _MOST_SLOTS)
-        """How many chunks may be in the kernel."""
+        """Maximum number of chunks in the kernel."""
         self._lock = threading.Lock()
-        """Guards what follows, up to `_wake_fd`: what is shared with the thread."""
+        """Guards the attributes up to `_wake_fd`, which are shared with the thread."""
         self._incoming: list[_Request] = []
-        """Requests that the thread has not taken; `submit` adds."""
+        """Requests that the thread has not taken. `submit` adds to it."""
         self._commands: list[Callable[[], None]] = []
-        """What else the thread is to do with the ring; `register` adds."""
+        """Other functions for the thread to run. `register` adds to it."""
         self._outstanding = 0
-        """Requests whose tickets have not completed; `submit` adds, the thread subtracts."""
+        """Number of requests whose tickets have not completed. `submit` adds, the thread subtracts."""
         self._of_file: Counter[DataFile] = Counter()
-        """Of these, by file; a file without any is not there."""
+        """The same by file. Files without requests are not included."""
         self._asleep = False
-        """Whether the thread waits in the kernel, or is about to, and a write to `_wake_fd` is needed to wake it. The
-        thread sets it under the lock, when nothing was left to take, so whoever adds after that sees it. `_wake` clears
-        it under the lock; so does the thread without it, and looks at `_incoming` again before it sleeps: a wake-up too
-        many is harmless."""
+        """``True`` if the thread waits in the kernel or is about to, so that only a write to `_wake_fd` wakes it.
+
+        The thread sets it under the lock when it has found no work. Therefore every later `submit` sees it. `_wake`
+        clears it under the lock. The thread also clears it without the lock, but checks `_incoming` again before it
+        sleeps, and an unnecessary wake-up is harmless."""
         self._closed = False
-        """Whether nothing more is taken; set by `end`, or by the thread when the ring is broken."""
+        """``True`` if no more requests are accepted. Set by `end`, or by the thread if the ring is broken."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
-        """Its reads end when something is written to it; closed by the thread at its end."""
-        # Only the thread touches what follows (and `_start`, before there is one).
+        """Eventfd that wakes the thread. The thread closes it at its end."""
+        # Only the thread uses the following attributes, except for `_start`, which runs before the thread.
         self._backlog: dict[DataFile, deque[_Request]] = {}
-        """By file, requests of which something is still to be cut into chunks, in order; a file without any is not
-        there."""
+        """Requests that have not been divided into chunks completely, by file and in order. Files without requests are
+        not included."""
         self._in_kernel: Counter[DataFile] = Counter()
-        """By file, chunks in the kernel; a file without any is not there."""
+        """Number of chunks in the kernel by file. Files without chunks are not included."""
         self._again: deque[_Chunk] = deque()
-        """Chunks that were short or interrupted, to be sent again before any others."""
+        """Chunks that were short or interrupted. They are resubmitted before any others."""
         self._slots: list[_Chunk | None] = []
-        """The chunk in the kernel by slot; its number comes back with the completion."""
+        """Chunk in the kernel by slot. The slot number is returned with the completion."""
         self._free: list[int] = []
         """Slots without a chunk."""
         self._wake_armed = False
-        """Whether a read of `_wake_fd` is in the ring, so that a write ends the wait."""
+        """``True`` if a read of `_wake_fd` is in the ring, so that a write ends the wait."""
         self._wake_count = ctypes.create_string_buffer(8)
-        """Where that read puts its eight bytes."""
+        """Buffer of that read, eight bytes."""
         self._pieces: list[tuple[int, int]] = []
-        """(address, end) of registered memory, sorted."""
+        """Registered memory as (address, end), sorted."""
         self._piece_numbers: list[int] = []
-        """Under which number the ring knows each of `_pieces`."""
+        """Number of each of `_pieces` in the ring."""
         self._registered: list[PinnedView] = []
-        """What keeps registered memory from being freed; released at the thread's end."""
+        """Keeps registered memory alive. Released when the thread ends."""
         self._ring: Ring
-        """Made by the thread, and set at its start."""
+        """Created by the thread."""
         self.thread: threading.Thread
-        """Does all of that; set by `_start`, before anybody has this object."""
+        """Thread of the ring. Set by `_start`, before any other thread can use this object."""
         self._start()
 
     def register(self, memory: memoryview) -> None:
-        """Pin memory as `UringEngine.register`."""
+        """Pin memory. See `UringEngine.register`."""
         pinned = PinnedView(memory)
         done = threading.Event()
 
@@ -226,11 +228,11 @@ class RingThread:
             done.wait()
 
     def load(self, file: DataFile) -> tuple[int, int]:
-        """Return how many requests have not completed: of a file, and in all."""
+        """Return the number of requests that have not completed: for a file, and in total."""
         return self._of_file.get(file, 0), self._outstanding
 
     def submit(self, op: Op, file: DataFile, offset: int, pinned: PinnedView) -> Ticket:
-        """Queue a transfer of an open file. Raises `InfinityError`: nothing is taken any more."""
+        """Queue a transfer of an open file. Raises `InfinityError` if no more requests are accepted."""
         ticket = Ticket(op, file.path, offset, pinned.length)
         request = _Request(ticket, file, pinned)
         with self._lock:
@@ -243,13 +245,13 @@ class RingThread:
         return ticket
 
     def end(self) -> None:
-        """Take nothing more, and end the thread when what was submitted has completed. Idempotent."""
+        """Accept no more requests, and end the thread when submitted requests have completed. Idempotent."""
         with self._lock:
             self._closed = True
             self._wake()
 
     def _wake(self) -> None:
-        # Under the lock, under which the thread closes the descriptor and ends `_asleep`.
+        # Called with the lock held, because the thread closes the descriptor and clears `_asleep` under it.
         if self._asleep:
             self._asleep = False
             os.eventfd_write(self._wake_fd, 1)
@@ -276,7 +278,7 @@ class RingThread:
             os.close(self._wake_fd)
             raise refused[0]
 
-    # What follows runs in the thread.
+    # The following methods run in the thread.
 
     def _run(self, ring: Ring) -> None:
         self._ring = ring
@@ -297,13 +299,13 @@ class RingThread:
         finally:
             ring.close()
             with self._lock:
-                self._asleep = False  # so that `_wake` does not write to a number that is used again
+                self._asleep = False  # so that `_wake` does not write to a reused descriptor number
                 os.close(self._wake_fd)
             for pinned in self._registered:
                 pinned.release()
 
     def _prepare(self) -> bool:
-        """Push all that fits, and return whether there is anything to wait for."""
+        """Push all chunks that fit. Return whether there is anything to wait for."""
         while True:
             self._push_chunks()
             with self._lock:
@@ -315,13 +317,13 @@ class RingThread:
                 elif not commands:
                     if self._closed and not self._outstanding:
                         return False
-                    # With every slot taken, a completion comes first anyway: no wake-up needed.
+                    # If all slots are taken, a completion arrives before there is room: no wake-up is needed.
                     asleep = self._asleep = bool(self._free)
                     break
             for command in commands:
                 command()
-        # The thread's own copy: `_wake` may have cleared `_asleep`, and written, since the lock was given back. If the
-        # read is pushed all the same it ends at once; without it, nothing would end the wait.
+        # Uses the local copy, because `_wake` may have cleared `_asleep` and written since the lock was released. If
+        # the read is pushed in that case, it ends at once. Without the read, no write could end the wait.
         if asleep and not self._wake_armed:
             self._ring.push(uapi.READ, self._wake_fd, ctypes.addressof(self._wake_count), 8, 0, _WAKE)
             self._wake_armed = True
@@ -339,7 +341,7 @@ class RingThread:
                 files.append(file)
 
     def _next_chunk(self, file: DataFile) -> _Chunk | None:
-        """Cut the next chunk from the requests of a file; None if there is nothing left of them."""
+        """Return the next chunk of a file, or ``None`` if its requests have been divided completely."""
         backlog = self._backlog[file]
         while backlog:
             request = backlog[0]
@@ -373,7 +375,7 @@ class RingThread:
         self._ring.push(opcode, request.file.fd, address, length, ticket.offset + start, slot, piece)
 
     def _piece_of(self, address: int, length: int) -> int | None:
-        """Return under which number the ring knows registered memory that has all of this; None if none has."""
+        """Return the number of the registered piece that contains this memory, or ``None``."""
         at = bisect.bisect_right(self._pieces, (address, _LAST_ADDRESS)) - 1
         if at < 0 or address + length > self._pieces[at][1]:
             return None
@@ -389,6 +391,7 @@ class RingThread:
         self._in_kernel[request.file] -= 1
         if not self._in_kernel[request.file]:
             del self._in_kernel[request.file]
+        # Every result is inspected: complete, interrupted, failed, short, or without progress.
         if result == chunk.stop - chunk.start:
             self._end_chunk(request)
         elif result in _RETRY_ERRORS and chunk.retries < _MOST_RETRIES:
@@ -399,7 +402,7 @@ class RingThread:
             self._fail(request, transfer_error(request.ticket, -result, chunk.start))
         elif progress := align_down(result, request.file.alignment):
             request.ticket.retries += 1
-            chunk.start += progress  # the rest of a direct transfer must start aligned again
+            chunk.start += progress  # the rest of a direct transfer must start at an aligned offset again
             self._again.append(chunk)
         else:
             self._fail(request, transfer_error(request.ticket, None, chunk.start))
@@ -412,6 +415,8 @@ class RingThread:
 
     def _end_chunk(self, request: _Request) -> None:
         request.chunks -= 1
+        # Only when no chunk is left in the kernel, because the caller reuses the memory as soon as the ticket
+        # completes.
         if request.chunks == 0 and request.cursor == request.pinned.length:
             self._end_request(request, request.error)
 
@@ -440,7 +445,7 @@ class RingThread:
                 raise OSError(errno.ENOSPC, "too many pieces of registered memory")
             self._ring.register(number, [(at, min(step, end - at)) for at in starts])
         except OSError as error:
-            _log.info("memory is not registered with io_uring (%s); transfers go on without", error.strerror)
+            _log.info("memory is not registered with io_uring (%s); transfers use unregistered memory", error.strerror)
             pinned.release()
             return
         self._registered.append(pinned)
@@ -451,11 +456,11 @@ class RingThread:
         self._piece_numbers = [numbers[piece] for piece in self._pieces]
 
     def _abandon(self, cause: BaseException) -> None:
-        """Fail every request after the ring broke, so that nobody waits for ever.
+        """Fail all requests after the ring has broken, so that no thread waits forever.
 
-        Chunks in the kernel cannot be waited for any more: it may still write to the memory of a read that has failed.
-        So whoever gets such an error must not use that memory again. The pager does not: after a failure it starts
-        nothing.
+        Chunks that are in the kernel can no longer be awaited. The kernel may still write to the memory of a read that
+        has failed. Therefore a caller that receives this error must not reuse the memory. The pager complies, because
+        it starts no transfer after a failure.
         """
         with self._lock:
             self._closed = True

@@ -1,1 +1,1 @@
-"""Host memory: the host cache, what the C library keeps, and how much there is to take."""
+"""Memory: the host cache, compute devices, and the limits on memory use."""

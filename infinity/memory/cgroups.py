@@ -1,7 +1,7 @@
-"""The control groups that this process is in, as far as it sees them.
+"""Control groups of this process, as far as they are visible to it.
 
-Every group from the process's own up to the root has limits of its own, and all of them hold. A container sees the part
-of the tree that is mounted in it; the tree's path in /proc/self/cgroup may begin above that.
+Each group from the process's own up to the root has its own limits, and all of them apply. A container sees only the
+part of the hierarchy that is mounted in it; the path in /proc/self/cgroup may start above that part.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import NamedTuple
 
 
 class Group(NamedTuple):
-    """One group."""
+    """Control group."""
 
     version: int
-    """1 or 2: the files in it have other names."""
+    """Version of control groups, 1 or 2. Their files have different names."""
     folder: Path
-    """Where it is mounted."""
+    """Folder where the group is mounted."""
 
 
 def groups(controller: str, root: Path = Path("/")) -> Iterator[Group]:
-    """Yield the groups whose limits on a resource hold for this process, its own first.
+    """Yield the groups whose limits on a resource apply to this process, starting with its own group.
 
     Args:
-        controller: the resource, as version 1 calls it: ``memory``, ``cpu``.
-        root: where `proc` and everything that is mounted lie.
+        controller: Name of the resource in version 1, e.g. ``memory`` or ``cpu``.
+        root: Folder that contains `proc` and all mount points.
     """
     try:
         own = [line.split(":", 2) for line in _lines(root / "proc/self/cgroup")]
@@ -50,17 +50,17 @@ def groups(controller: str, root: Path = Path("/")) -> Iterator[Group]:
                 inner = PurePosixPath(path).relative_to(mounted)
             except ValueError:
                 inner = PurePosixPath("..")
-            if ".." in inner.parts:  # it is not below what is mounted, or that has another name here
+            if ".." in inner.parts:  # outside the mounted part, or the mounted part has another name here
                 inner = PurePosixPath()
             for folder in (inner, *inner.parents):
                 yield Group(version, root / point.lstrip("/") / folder)
 
 
 def cores_of_groups(root: Path = Path("/")) -> float:
-    """Return how many cores' time the control groups of this process leave it; infinity where they set no limit.
+    """Return the CPU time that the control groups allow this process, in cores; infinity without a limit.
 
     Args:
-        root: where `proc` and everything that is mounted lie.
+        root: Folder that contains `proc` and all mount points.
     """
     least = math.inf
     for version, folder in groups("cpu", root):
@@ -72,13 +72,13 @@ def cores_of_groups(root: Path = Path("/")) -> float:
                 period = (folder / "cpu.cfs_period_us").read_text()
             if int(time) > 0:
                 least = min(least, int(time) / int(period))
-        except (OSError, ValueError):  # no limit ("max"), or the root
+        except (OSError, ValueError):  # no limit ("max"), or the root group
             continue
     return least
 
 
 def _lines(file: Path) -> list[str]:
-    return file.read_text(errors="surrogateescape").splitlines()  # names of any bytes, as `os` has them
+    return file.read_text(errors="surrogateescape").splitlines()  # names may contain any bytes, as in `os`
 
 
 def _unescaped(text: str) -> str:

@@ -1,9 +1,8 @@
-"""The device that computes: its streams, marks on them, and host memory that it copies to and from.
+"""Compute devices: streams, events, and host memory for copies to and from a device.
 
-What is asynchronous on a device is here and nowhere else, and nothing else in the package names `torch.cuda` (random
-states in checkpoints and `infinity.mesh` apart). `AcceleratorDevice` is written with what `torch.get_device_module` has
-for
-every accelerator, as FSDP2 is; what only CUDA has, registered host memory, is in `CudaDevice`.
+All asynchronous device operations are in this module, and no other module of the package uses `torch.cuda`, except for
+random states in checkpoints and `infinity.mesh`. `AcceleratorDevice` uses only functions that `torch.get_device_module`
+provides for every accelerator, like FSDP2. Registered host memory, which only CUDA provides, is in `CudaDevice`.
 """
 
 from __future__ import annotations
@@ -24,81 +23,81 @@ from infinity.memory.limits import device_margin
 from infinity.units import GIB
 
 Stream = Any
-"""A queue of the device, of the kind that its module has; None on the CPU."""
+"""Stream of the device, of the type that its module defines. ``None`` on the CPU."""
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 100e-6, 1e-3
-"""Seconds between two looks at a mark: twice as many after each, at first as many as a page takes. A look needs the
-lock of Python, which the thread that launches kernels has to give up for it."""
+"""Limits for the pause between two queries of an event, in seconds. The pause doubles after each query. The shortest
+one is the time that one page takes. A query needs the GIL, which delays the thread that launches kernels."""
 _LARGEST_PIECE: Final = 64 * GIB
-"""Most bytes that are registered at once: newer drivers refuse single registrations of half a TiB."""
+"""Maximum number of bytes per registration. Newer drivers reject single registrations of 512 GiB."""
 _PORTABLE: Final = 1
 """`cudaHostRegisterPortable`: pinned for every device of this process, whichever was current."""
 
 
 class DeviceEvent(Protocol):
-    """A point on a stream, behind all that the stream has been given so far."""
+    """Point on a stream, after all operations that were queued before."""
 
     def passed(self) -> bool:
-        """Whether the device has come there; never waits."""
+        """Return whether the device has reached the event, without blocking."""
 
     def before(self, stream: Stream) -> None:
-        """Let all that a stream is given from now on wait for it. The host does not wait."""
+        """Make further operations on a stream wait for the event, without blocking the host."""
 
 
 class Pinned(Protocol):
-    """Host memory that is registered, so that copies run beside the host."""
+    """Registered host memory, to and from which copies run asynchronously."""
 
     @property
     def registered(self) -> bool:
-        """Whether it is."""
+        """``True`` if the memory is registered."""
 
     def close(self) -> None:
-        """Unregister it."""
+        """Unregister the memory."""
 
 
 class Device(Protocol):
-    """What computes. Every method may be called from any thread."""
+    """Compute device. All methods are thread-safe."""
 
     name: torch.device
-    """Which one."""
+    """Device as torch names it."""
     asynchronous: bool
-    """Whether operations are only queued when they return."""
+    """``True`` if operations return before they have completed."""
 
     def enter_thread(self) -> None:
-        """Make it this thread's device: a thread that has none takes the first one."""
+        """Make this the current device of the calling thread. By default, a thread uses the first device."""
 
     def current(self) -> Stream:
-        """Return the stream that operations of this thread go to."""
+        """Return the current stream of the calling thread."""
 
     def stream(self, purpose: str) -> Stream:
-        """Return a stream of its own for a purpose, always the same one."""
+        """Return the stream for a purpose. Each purpose has its own stream."""
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Let operations of this thread go to a stream."""
+        """Return a context manager that queues operations of the calling thread on a stream."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """Copy between host and device, in either direction, or on the device; of one shape, contiguous on the host."""
+        """Copy between host and device or within the device. Shapes are equal, and host tensors are contiguous."""
 
     def take_copied(self) -> tuple[int, int]:
-        """Return the bytes that were copied to it and from it since the last call."""
+        """Return the number of bytes copied to the device and from it since the last call."""
 
     def record_event(self, stream: Stream) -> DeviceEvent:
-        """Return a mark behind all that a stream has been given."""
+        """Return an event after all operations that a stream has been given."""
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Let the memory of a tensor not be used again before a stream has done what it has been given so far."""
+        """Prevent reuse of a tensor's memory until a stream has completed its queued operations."""
 
     def spare_bytes(self) -> int:
-        """Return how much of its memory may be used for what only saves time: what is free but for a margin."""
+        """Return the device memory available for optional buffers in bytes: free memory less a margin."""
 
     def pin(self, memory: memoryview, piece: int) -> Pinned:
-        """Register host memory, in parts that begin at multiples of `piece` bytes; warns where that fails."""
+        """Register host memory, in parts that start at multiples of `piece` bytes. Emit a warning if that fails."""
 
 
 class _Passed:
-    """The mark of a device that has done everything when a call returns."""
+    """Event of a device whose operations have completed when they return."""
 
     def passed(self) -> bool:
-        """Return True."""
+        """Return ``True``."""
         return True
 
     def before(self, stream: Stream) -> None:
@@ -115,7 +114,7 @@ class _Unregistered:
 
 
 class CpuDevice:
-    """The CPU: copies are done when they return, and there are no streams."""
+    """CPU device. Copies are synchronous, and there are no streams."""
 
     asynchronous = False
 
@@ -126,41 +125,41 @@ class CpuDevice:
         """Do nothing."""
 
     def current(self) -> Stream:
-        """Return None, as `stream`."""
+        """Return ``None``, like `stream`."""
 
     def stream(self, purpose: str) -> Stream:
-        """Return None: there is none."""
+        """Return ``None``, because the CPU has no streams."""
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Change nothing."""
+        """Return a context manager that does nothing."""
         return nullcontext()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """Copy, at once."""
+        """Copy synchronously."""
         target.copy_(source)
 
     def take_copied(self) -> tuple[int, int]:
-        """Return zeros: it computes in the host's memory."""
+        """Return zeros, because the CPU computes in host memory."""
         return 0, 0
 
     def record_event(self, stream: Stream) -> DeviceEvent:
-        """Return a mark that has been passed."""
+        """Return an event that has passed."""
         return _Passed()
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Do nothing."""
 
     def spare_bytes(self) -> int:
-        """Return 0: it computes in the host's memory."""
+        """Return 0, because the CPU computes in host memory."""
         return 0
 
     def pin(self, memory: memoryview, piece: int) -> Pinned:
-        """Do nothing."""
+        """Return unregistered memory."""
         return _Unregistered()
 
 
 class _StreamEvent:
-    """A mark that is an event of the device."""
+    """Event recorded on a stream."""
 
     __slots__ = ("_event",)
 
@@ -168,33 +167,33 @@ class _StreamEvent:
         self._event = event
 
     def passed(self) -> bool:
-        """Whether the device has come there."""
+        """Return whether the device has reached the event."""
         return bool(self._event.query())
 
     def before(self, stream: Stream) -> None:
-        """Let a stream wait for it."""
+        """Make a stream wait for the event."""
         stream.wait_event(self._event)
 
 
 class AcceleratorDevice:
-    """Any accelerator that torch has. Host memory is not registered, so copies wait for one another."""
+    """Any accelerator that torch supports. Host memory is not registered, so copies are not concurrent."""
 
     asynchronous = True
 
     def __init__(self, name: torch.device) -> None:
-        self._module: Any = torch.get_device_module(name.type)  # torch.cuda and its like
+        self._module: Any = torch.get_device_module(name.type)  # e.g. torch.cuda
         index = name.index if name.index is not None else self._module.current_device()
         self.name = name if name.type == "cpu" else torch.device(name.type, index)
-        self._streams: dict[str, Stream] = {}  # by purpose, made when they are first asked for; under `_lock`
-        self._copied = {True: 0, False: 0}  # bytes, to the host or from it, since `take_copied`; under `_lock`
+        self._streams: dict[str, Stream] = {}  # by purpose, created on first use; guarded by `_lock`
+        self._copied = {True: 0, False: 0}  # bytes to the host (True) and from it (False); guarded by `_lock`
         self._lock = threading.Lock()
 
     def enter_thread(self) -> None:
-        """Make it this thread's device."""
+        """Make this the current device of the calling thread."""
         self._module.set_device(self.name)
 
     def current(self) -> Stream:
-        """Return the stream that operations of this thread go to."""
+        """Return the current stream of the calling thread."""
         return self._module.current_stream(self.name)
 
     def stream(self, purpose: str) -> Stream:
@@ -205,67 +204,68 @@ class AcceleratorDevice:
             return self._streams[purpose]
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Let operations of this thread go to a stream."""
+        """Return a context manager that queues operations of the calling thread on a stream."""
         return self._module.stream(stream)  # type: ignore[no-any-return]
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """Queue a copy."""
+        """Queue a copy on a stream."""
         back = self._is_host(target)
         if back or self._is_host(source):
             with self._lock:
                 self._copied[back] += target.nbytes
         with self.on(stream):
-            # With another dtype torch copies through memory of its own, and on the host does not wait for that copy.
+            # If the dtypes differ, torch copies through a temporary buffer and, on the host, does not wait for that
+            # copy.
             target.copy_(source.to(target.dtype), non_blocking=True)
 
     def _is_host(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"
 
     def take_copied(self) -> tuple[int, int]:
-        """Return the bytes that were copied to the device and from it since the last call."""
+        """Return the number of bytes copied to the device and from it since the last call."""
         with self._lock:
             copied, self._copied = self._copied, {True: 0, False: 0}
         return copied[False], copied[True]
 
     def record_event(self, stream: Stream) -> DeviceEvent:
-        """Return a mark behind all that a stream has been given."""
+        """Return an event after all operations that a stream has been given."""
         return _StreamEvent(stream.record_event())
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Let the allocator wait for a stream."""
+        """Make the allocator wait for a stream."""
         tensor.record_stream(stream)
 
     def spare_bytes(self) -> int:
-        """Return what is free, less a margin for longer steps."""
+        """Return free memory less a margin for longer steps, in bytes."""
         free, total = self._memory()
         return max(0, free - device_margin(total))
 
     def _memory(self) -> tuple[int, int]:
-        """Return the bytes that nobody holds, and those of all memory."""
+        """Return the number of free bytes and of all bytes."""
         free, total = self._module.mem_get_info(self.name)
         return int(free), int(total)
 
     def pin(self, memory: memoryview, piece: int) -> Pinned:
-        """Do nothing: there is no call for it that all accelerators have."""
+        """Return unregistered memory, because accelerators have no common call that registers memory."""
         return _Unregistered()
 
 
 class CudaDevice(AcceleratorDevice):
-    """A GPU of CUDA or ROCm."""
+    """GPU of CUDA or ROCm."""
 
     def _memory(self) -> tuple[int, int]:
-        """Return what is free and what there is, as far as this process may have it."""
+        """Return free and total memory within the limit of this process, in bytes."""
         free, total = super()._memory()
         allowed = int(torch.cuda.get_per_process_memory_fraction(self.name) * total)
         return min(free, allowed - torch.cuda.memory_reserved(self.name)), allowed
 
     def pin(self, memory: memoryview, piece: int) -> Pinned:
-        """Register memory."""
+        """Register memory with CUDA."""
         self.enter_thread()
         return _Registered(memory, piece, torch.cuda.cudart(), self._clear)  # type: ignore[no-untyped-call]
 
     def _clear(self) -> None:
-        """Have an error reported that CUDA keeps for the next call that looks: an innocent one would raise it."""
+        """Clear the error that CUDA keeps after a failed call. Otherwise the next, unrelated call would raise it."""
         try:
             torch.zeros(1, device=self.name)
             torch.cuda.synchronize(self.name)
@@ -274,11 +274,11 @@ class CudaDevice(AcceleratorDevice):
 
 
 class _Registered:
-    """Host memory that CUDA has registered, piece by piece; nothing of it stays registered where one piece fails."""
+    """Host memory registered with CUDA, piece by piece. If one piece fails, all pieces are unregistered."""
 
     def __init__(self, memory: memoryview, piece: int, cudart: Any, clear: Callable[[], None]) -> None:
         self._cudart = cudart
-        self._addresses: list[int] = []  # of the pieces that are registered
+        self._addresses: list[int] = []  # of registered pieces
         start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         step = max(1, _LARGEST_PIECE // piece) * piece
         for offset in range(0, len(memory), step):
@@ -288,8 +288,8 @@ class _Registered:
                 clear()
                 self.close()
                 warnings.warn(
-                    f"CUDA did not register {nbytes} bytes of host memory ({_error(cudart, status)}); copies to and "
-                    "from the device will be slower: raise the limit of locked memory (ulimit -l)",
+                    f"CUDA did not register {nbytes} bytes of host memory ({_error(cudart, status)}), so copies to and "
+                    "from the device are slower. Raise the limit of locked memory (ulimit -l).",
                     stacklevel=4,
                 )
                 return
@@ -306,7 +306,7 @@ class _Registered:
 
 
 def _error(cudart: Any, status: int) -> str:
-    """Return what CUDA says about an error, with its number."""
+    """Return CUDA's description of an error and its number."""
     try:
         return f"{cudart.cudaGetErrorString(cudart.cudaError(status))}, error {status}"
     except (AttributeError, TypeError, ValueError):
@@ -314,32 +314,33 @@ def _error(cudart: Any, status: int) -> str:
 
 
 KINDS: dict[str, Callable[[torch.device], Device]] = {"cpu": CpuDevice, "meta": CpuDevice, "cuda": CudaDevice}
-"""By type of device; any other is an `AcceleratorDevice`. What is on the meta device does nothing at any time."""
+"""Device classes by type. Any other type uses `AcceleratorDevice`. Operations on the meta device do nothing."""
 
 
 @cache
 def open_device(name: torch.device) -> Device:
-    """Return the device of this name, always the same one."""
+    """Return the device of this name. Repeated calls return the same object."""
     return KINDS.get(name.type, AcceleratorDevice)(name)
 
 
 def transfer_bytes(device: Device, nbytes: int, piece: int) -> tuple[torch.Tensor, Pinned]:
-    """Return host memory that a device copies to and from, as bytes, and its registration; see `Device.pin`."""
+    """Return host memory for device copies as a byte tensor, and its registration. See `Device.pin`."""
     memory = transfer_memory(nbytes)
     return torch.frombuffer(memory, dtype=torch.uint8), device.pin(memory, piece)
 
 
 def wait(device_event: DeviceEvent, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
-    """Wait until a mark has been passed; never under a lock.
+    """Wait until an event has passed. The caller must not hold a lock.
 
-    The host looks again and again: an event has no wait with a time limit.
+    The host polls, because events have no wait with a timeout.
 
     Args:
-        timeout: seconds.
-        given_up: ends the wait when it is true.
+        device_event: Event to wait for.
+        timeout: Maximum time to wait, in seconds.
+        given_up: Ends the wait when it returns ``True``.
 
     Returns:
-        Whether it has been passed.
+        ``True`` if the event has passed.
     """
     deadline, pause = time.perf_counter() + timeout, _SHORTEST_SLEEP
     while not device_event.passed():

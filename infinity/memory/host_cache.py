@@ -1,4 +1,4 @@
-"""The host cache: one fixed allocation, cut into cache slots of one size."""
+"""Host cache: one fixed allocation of pinned memory, divided into cache slots of equal size."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from infinity.units import format_size
 
 
 class HostCache:
-    """Page-aligned host memory of a fixed size, registered with the device that computes.
+    """Page-aligned host memory of a fixed size, registered with the compute device.
 
-    Allocated once and touched at once, so that a budget that does not fit fails before training. Exact sizes:
-    torch's own pinned allocator would round up to a power of two. Which page has which cache slot is not known here.
+    The memory is allocated and touched at once, so that a budget that does not fit fails before training. The size is
+    exact, whereas torch's pinned allocator would round it up to a power of two. The assignment of pages to cache slots
+    is not part of this class.
 
     Args:
-        cache slots: their number.
-        cache_slot_bytes: size of each in bytes, a multiple of what direct transfers are aligned to.
-        device: what computes.
+        cache_slots: Number of cache slots.
+        cache_slot_bytes: Size of a cache slot in bytes, a multiple of the alignment of direct transfers.
+        device: Compute device.
 
     Raises:
-        BudgetError: there is not so much memory.
+        BudgetError: if too little memory is available.
     """
 
     def __init__(self, cache_slots: int, cache_slot_bytes: int, *, device: Device) -> None:
-        self.cache_slots, self.cache_slot_bytes = cache_slots, cache_slot_bytes  # fixed, as all below
+        self.cache_slots, self.cache_slot_bytes = cache_slots, cache_slot_bytes  # constant, like all attributes
         size = cache_slots * cache_slot_bytes
         try:
-            self.memory = transfer_memory(size)  # all bytes of the host cache
+            self.memory = transfer_memory(size)
         except (OSError, ValueError, OverflowError) as error:
             raise BudgetError(
                 f"cannot allocate a host cache of {format_size(size)} (memory.host_bytes): {error}"
             ) from error
-        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)  # the same bytes as a tensor of one dimension
+        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self._pinned = device.pin(
             self.memory, cache_slot_bytes
         )  # ends with `close`; one thread makes and closes a host cache
 
     @property
     def registered(self) -> bool:
-        """Whether the device has it registered, so that copies run beside the host."""
+        """``True`` if the device has registered the memory, so that copies are asynchronous."""
         return self._pinned.registered
 
     @property
@@ -55,21 +56,21 @@ class HostCache:
         return self.memory[start : start + nbytes]
 
     def part(self, first: int, cache_slots: int) -> HostCachePart:
-        """Return so many of its cache slots, from number `first` on."""
+        """Return the given number of cache slots, starting with number `first`."""
         return HostCachePart(self, first, cache_slots)
 
     def close(self) -> None:
-        """Unregister. The memory itself goes when the last view of it does."""
+        """Unregister the memory. It is freed with its last view."""
         self._pinned.close()
 
 
 class HostCachePart:
-    """Some cache slots of a host cache, numbered from 0."""
+    """Part of a host cache. Its cache slots are numbered from 0."""
 
     def __init__(self, host_cache: HostCache, first: int, cache_slots: int) -> None:
         self._host_cache, self._first = host_cache, first
         self.cache_slots = cache_slots
-        """Their number; fixed."""
+        """Number of cache slots; constant."""
 
     def view(self, cache_slot: int, nbytes: int) -> memoryview:
         """Return the first `nbytes` bytes of a cache slot."""

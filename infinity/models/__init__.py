@@ -1,1 +1,1 @@
-"""Sharded models of transformers, made from a name or a configuration."""
+"""Build sharded models of transformers from a name or a configuration."""

@@ -1,6 +1,6 @@
-"""Adapters of peft on a model that is not sharded yet:
+"""Add adapters of peft to a model before it is sharded.
 
-afterwards `fully_shard` would not have them in its FSDP modules.
+Adapters that are added after `fully_shard` are not part of its FSDP modules.
 """
 
 from __future__ import annotations
@@ -16,31 +16,33 @@ from infinity.optional_dependencies import needs
 
 
 def with_adapters(model: nn.Module, config: Any) -> Any:
-    """Return the `PeftModel` of a model on the meta device, with the adapters of a configuration.
+    """Return a `PeftModel` that adds adapters to a model on the meta device.
 
     Args:
-        model: of transformers, not sharded. What is frozen in it and what is put into it is up to peft.
-        config: a `PeftConfig`, such as `peft.LoraConfig`.
+        model: Model of transformers that is not sharded. peft decides which parameters are frozen and which modules are
+            added.
+        config: A `PeftConfig`, such as `peft.LoraConfig`.
 
     Raises:
-        ConfigError: it is none, or peft cannot add it to this model, with the reason and the linear layers there are.
-        MissingPackageError: peft is not installed.
+        ConfigError: If `config` is not a `PeftConfig`, or peft cannot add the adapters. The message gives the reason
+            and the linear layers of the model.
+        MissingPackageError: If peft is not installed.
     """
     with needs("peft", "adapters="):
         import peft
 
     if not isinstance(config, peft.PeftConfig):
         raise ConfigError(
-            f"adapters={config!r:.80} is no configuration of peft, but of type {type(config).__name__}; pass one, such "
-            'as peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")'
+            f"adapters={config!r:.80} must be a configuration of peft, but is of type {type(config).__name__}; pass, "
+            'for example, peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")'
         )
     linear = sorted({name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, nn.Linear)})
     try:
         with torch.device("meta"):
             return peft.get_peft_model(model, config)  # type: ignore[arg-type]
-    except Exception as error:  # whatever peft says to values that do not fit
+    except Exception as error:  # peft raises many types for values that do not fit the model
         reason = one_line(error).rstrip(".")
         raise ConfigError(
-            f"{type(config).__name__} cannot be added to this model: {reason}; its linear layers: "
+            f"{type(config).__name__} cannot be added to this model: {reason}; linear layers of the model: "
             f"{', '.join(linear) or 'none'}"
         ) from error

@@ -1,4 +1,4 @@
-"""Models of transformers on the meta device: which class a configuration is built with, and what cannot be."""
+"""Build models of transformers on the meta device, and choose the class for a configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from infinity.formats.weight_files import refuse_quantised
 from infinity.optional_dependencies import needs
 
 Dtype = torch.dtype | str
-"""Of parameters: a dtype of torch, its name, or ``auto``: that of the configuration, else fp32."""
+"""Dtype of parameters: a torch dtype, its name, or ``"auto"`` for the dtype of the configuration (fp32 if it has
+none).
+"""
 
 
 def build(
@@ -23,22 +25,27 @@ def build(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """Return the model of a configuration, with all of its tensors on the meta device, in training mode.
+    """Return the model for a configuration in training mode, with all tensors on the meta device.
 
     Args:
-        config, auto_class, dtype, attn_implementation, trust_remote_code: see `infinity.from_config`.
+        config: See `infinity.from_config`.
+        auto_class: See `infinity.from_config`.
+        dtype: See `infinity.from_config`.
+        attn_implementation: See `infinity.from_config`.
+        trust_remote_code: See `infinity.from_config`.
 
     Raises:
-        ConfigError: there is no such class, or it cannot be built of this configuration; the model is quantised.
-        MissingPackageError: transformers is not installed.
+        ConfigError: If the class does not exist, the model cannot be built from the configuration, or the model is
+            quantized.
+        MissingPackageError: If transformers is not installed.
     """
     with needs("hf", "a model of transformers"):
         import transformers
 
     if not isinstance(config, transformers.PreTrainedConfig):
         raise ConfigError(
-            f"{config!r:.80} is no configuration of transformers, but of type {type(config).__name__}; make one "
-            "(AutoConfig.from_pretrained), or call infinity.from_pretrained with a name or a folder"
+            f"{config!r:.80} must be a configuration of transformers, but is of type {type(config).__name__}; create "
+            "one with AutoConfig.from_pretrained, or call infinity.from_pretrained with a name or a folder"
         )
     refuse_quantised(config.to_dict(), getattr(config, "_name_or_path", "") or type(config).__name__)
     cls, config = _class_for(config, auto_class, trust_remote_code)
@@ -50,20 +57,20 @@ def build(
     try:
         with torch.device("meta"):
             model = (cls.from_config if is_auto(cls) else cls._from_config)(config, **values)
-    except Exception as error:  # whatever numbers that do not fit together make of it
-        raise ConfigError(f"{cls.__name__} cannot be built of this configuration: {one_line(error)}") from error
+    except Exception as error:  # inconsistent numbers may raise an exception of any type
+        raise ConfigError(f"{cls.__name__} cannot be built from this configuration: {one_line(error)}") from error
     if any(not parameter.is_meta for parameter in model.parameters()):
-        model.to("meta")  # some classes make parameters beside the device that they are built on
+        model.to("meta")  # some classes ignore the default device for some parameters
     return model.train()
 
 
 def is_auto(cls: Any) -> bool:
-    """Whether a class of transformers chooses another one by the configuration."""
+    """Return whether a class of transformers is an auto class, which selects the model class by the configuration."""
     return hasattr(cls, "_model_mapping")
 
 
 def attention_of(config: Any, auto_class: str) -> str:
-    """Return the attention to train a model with: ``"sdpa"``, torch's own, or ``"eager"`` where it lacks that."""
+    """Return the attention implementation for training: ``"sdpa"``, or ``"eager"`` if the model does not support it."""
     import transformers
 
     models: Any = getattr(transformers, auto_class)._model_mapping
@@ -72,7 +79,7 @@ def attention_of(config: Any, auto_class: str) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Return what an error of transformers says, as one line."""
+    """Return the message of an error of transformers as one line."""
     text = " ".join(str(error).split())
     return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
 
@@ -81,12 +88,12 @@ def _dtype(wanted: Dtype, config: Any) -> torch.dtype:
     named = getattr(config, "dtype", None) or torch.float32 if wanted == "auto" else wanted
     found = getattr(torch, named, None) if isinstance(named, str) else named
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f"dtype={wanted!r} is no floating-point dtype of torch, nor 'auto'")
+        raise ConfigError(f"dtype={wanted!r} must be a floating-point dtype of torch, or 'auto'")
     return found
 
 
 def _class_for(config: Any, wanted: type | str | None, trust: bool) -> tuple[Any, Any]:
-    """Return the class to build with, and the part of the configuration that it is built of."""
+    """Return the class to build with, and the part of the configuration that it takes."""
     import transformers
 
     cls: Any = wanted
@@ -97,20 +104,20 @@ def _class_for(config: Any, wanted: type | str | None, trust: bool) -> tuple[Any
         if cls is None:
             near = difflib.get_close_matches(wanted, [n for n in dir(transformers) if n.startswith("Auto")], n=1)
             raise ConfigError(
-                f"auto_class={wanted!r} is no class of transformers{f'; did you mean {near[0]}?' if near else ''}"
+                f"auto_class={wanted!r} is not a class of transformers{f'; did you mean {near[0]}?' if near else ''}"
             )
     if is_auto(cls):
         remote = trust and cls.__name__ in (getattr(config, "auto_map", None) or {})
         if not remote and type(config) not in cls._model_mapping:
-            raise ConfigError(f"{cls.__name__} has no model of type {config.model_type}; {_choices(config)}")
+            raise ConfigError(f"{cls.__name__} does not support models of type {config.model_type}; {_choices(config)}")
         return cls, config
     if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
-        raise ConfigError(f"auto_class={wanted!r} is neither an AutoModel class nor a model of transformers")
+        raise ConfigError(f"auto_class={wanted!r} must be an AutoModel class or a model class of transformers")
     kind: Any = cls.config_class
-    for part in (config, config.get_text_config()):  # a language model of a configuration for several kinds of input
+    for part in (config, config.get_text_config()):  # the language model of a multimodal configuration
         if kind is None or isinstance(part, kind):
             return cls, part
-    raise ConfigError(f"{cls.__name__} is built of a {kind.__name__}, not of a {type(config).__name__}")
+    raise ConfigError(f"{cls.__name__} needs a {kind.__name__}, but the configuration is a {type(config).__name__}")
 
 
 def _own_class(config: Any, trust: bool) -> Any:
@@ -120,7 +127,7 @@ def _own_class(config: Any, trust: bool) -> Any:
     architecture = next(iter(getattr(config, "architectures", None) or ()), None)
     if architecture is None:
         raise ConfigError(
-            f"the configuration names no architecture, so say what the model is for with auto_class; {_choices(config)}"
+            f"the configuration names no architecture; choose a class with auto_class; {_choices(config)}"
         )
     remote = getattr(config, "auto_map", None) or {}
     if trust:
@@ -131,19 +138,19 @@ def _own_class(config: Any, trust: bool) -> Any:
         return cls
     if remote and not trust:
         raise ConfigError(
-            f"{architecture} is not in transformers, but comes with code of its own ({config._name_or_path}); read it, "
-            "and pass trust_remote_code=True to run it"
+            f"{architecture} is not in transformers, and its own code ({config._name_or_path}) is not trusted; review "
+            "the code, and pass trust_remote_code=True to run it"
         )
     raise ConfigError(
-        f"the configuration's architecture {architecture} is not in transformers {transformers.__version__}; name "
-        f"another class with auto_class ({_choices(config)}), or install a release that has it"
+        f"the architecture {architecture} of the configuration is not in transformers {transformers.__version__}; "
+        f"choose another class with auto_class ({_choices(config)}), or install a release that has it"
     )
 
 
 def _choices(config: Any) -> str:
-    """Return which AutoModel classes have a model of this type."""
+    """Return a list of the AutoModel classes that support the type of a configuration, for messages."""
     import transformers
 
     autos = [name for name in dir(transformers) if name.startswith("AutoModel")]
     fitting = [name for name in autos if type(config) in getattr(getattr(transformers, name), "_model_mapping", ())]
-    return f"those that have one: {', '.join(fitting)}" if fitting else f"no AutoModel class has {config.model_type}"
+    return f"supported by: {', '.join(fitting)}" if fitting else f"no AutoModel class supports {config.model_type}"

@@ -1,4 +1,4 @@
-"""Where a pretrained model lies: a folder, or a model of the Hub by its id, by transformers' own functions."""
+"""Locate the files of a pretrained model, in a folder or on the Hugging Face Hub, with functions of transformers."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ from infinity.optional_dependencies import needs
 
 @dataclass(frozen=True, kw_only=True)
 class HubOptions:
-    """Arguments of transformers about where files come from."""
+    """Arguments of transformers that select the source of files."""
 
     revision: str | None = None
-    """Branch, tag or checkpoint; None: the main branch."""
+    """Branch, tag or commit. ``None``: the main branch."""
     subfolder: str = ""
-    """Folder of the files, below the model's."""
+    """Folder of the files inside the model's folder."""
     cache_dir: str | os.PathLike[str] | None = None
-    """Where fetched files lie; None: as the Hub's variables say."""
+    """Cache for downloaded files. ``None``: the cache that the environment variables of the Hub select."""
     token: str | bool | None = None
-    """For models that not everybody may read; None: as `hf auth login` has left it."""
+    """Token for models with restricted access. ``None``: the token stored by `hf auth login`."""
     local_files_only: bool = False
-    """Whether nothing is fetched."""
+    """Whether to use only files that are already in the cache."""
 
     def arguments(self, revision: str | None = None) -> dict[str, Any]:
-        """Return them for a function of transformers; `revision` replaces one that may move."""
+        """Return the options as keyword arguments for a function of transformers.
+
+        Args:
+            revision: Fixed revision that replaces one that may move, such as a branch.
+        """
         return {**vars(self), "revision": revision or self.revision}
 
 
@@ -41,20 +45,21 @@ def find_config(
     """Return the configuration of a pretrained model, of type `PreTrainedConfig`.
 
     Args:
-        name: folder, or id.
-        trust_remote_code: whether the configuration may bring its class along.
-        values: that differ from those of the file.
+        name: Folder, or model id on the Hub.
+        options: Source of the files.
+        trust_remote_code: Whether code that comes with the configuration may run.
+        values: Values that override values of the file.
 
     Raises:
-        ConfigError: there is none that can be read, or it has no such values.
-        MissingPackageError: transformers is not installed.
+        ConfigError: If no configuration can be read, or it does not have one of the values.
+        MissingPackageError: If transformers is not installed.
     """
     with needs("hf", "infinity.from_pretrained"):
         from transformers import AutoConfig
 
     if os.path.isfile(name):
         raise ConfigError(
-            f"{os.fspath(name)} is a file; name its folder, or make a configuration for from_config of it"
+            f"{os.fspath(name)} is a file; pass its folder, or load it as a configuration and call from_config"
         )
     try:
         config, unused = AutoConfig.from_pretrained(
@@ -64,35 +69,35 @@ def find_config(
             **options.arguments(),
             **values,
         )
-    except Exception as error:  # whatever the Hub, or a file of any content, makes of transformers
+    except Exception as error:  # the Hub or a malformed file may raise an exception of any type
         raise ConfigError(f"{_where(name)}: {one_line(error)}") from error
     if wrong := sorted(unused.keys() & values.keys()):
         near = difflib.get_close_matches(wrong[0], config.to_dict(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"{wrong[0]} is no value of a {type(config).__name__}, nor an argument{hint}")
+        raise ConfigError(f"{wrong[0]} is neither a value of {type(config).__name__} nor an argument{hint}")
     return config
 
 
 def _where(name: str | os.PathLike[str]) -> str:
     if os.path.isdir(name):
         return f"the configuration in {os.fspath(name)} cannot be read"
-    return f"{os.fspath(name)!r} is no folder here, and is not to be had as a model of the Hub"
+    return f"{os.fspath(name)!r} is not a folder, and cannot be loaded as a model from the Hub"
 
 
 def find_weights(name: str | os.PathLike[str], config: Any, options: HubOptions) -> Path:
-    """Return the folder that holds the safetensors of a pretrained model; fetch them first if it is an id.
+    """Return the folder with the safetensors of a pretrained model. If `name` is a model id, download them first.
 
     Raises:
-        ConfigError: there are none, one is malformed, or they are quantised.
+        ConfigError: If there are no safetensors, a file is malformed, or the weights are quantized.
     """
     refuse_quantised(config.to_dict(), os.fspath(name))
     folder = Path(name) / options.subfolder if os.path.isdir(name) else _fetch(str(name), config, options)
-    WeightFiles(folder)  # which says what is wrong with them
+    WeightFiles(folder)  # raises if a file is malformed
     return folder.absolute()
 
 
 def _fetch(name: str, config: Any, options: HubOptions) -> Path:
-    """Have the files of the weights in the cache, all of one checkpoint; return their folder there."""
+    """Download all weight files of one commit into the cache, and return their folder there."""
     from transformers.utils.hub import cached_file
 
     arguments = options.arguments(getattr(config, "_checkpoint_hash", None))
@@ -103,18 +108,18 @@ def _fetch(name: str, config: Any, options: HubOptions) -> Path:
             found: Any = cached_file(name, file, **arguments)
             for part in sorted(set(read_index(Path(found)).values())) if file.endswith(".json") else ():
                 cached_file(name, part, **arguments)
-        except OSError as error:  # not there, or nobody could be asked
+        except OSError as error:  # the file does not exist, or the Hub cannot be reached
             reason = reason or one_line(error)
             continue
         return Path(found).parent
     raise ConfigError(
-        f"{name} has no weights as safetensors ({SINGLE} or {INDEX}) that are to be had here; pickles are not read: "
-        f"load it with from_pretrained of transformers and save it with save_pretrained. What was said: {reason}"
+        f"{name} has no safetensors that can be loaded ({SINGLE} or {INDEX}): {reason}; to convert pickles, which are "
+        "not supported, load the model with from_pretrained of transformers and save it with save_pretrained"
     )
 
 
 def find_generation_config(folder: Path) -> Any | None:
-    """Return the generation config that lies beside weights; None where there is none that can be read."""
+    """Return the generation config next to weights, or ``None`` if it does not exist or cannot be read."""
     from transformers import GenerationConfig
 
     try:

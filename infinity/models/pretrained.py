@@ -1,4 +1,4 @@
-"""`infinity.from_pretrained` and `infinity.from_config`: a sharded model of transformers on the meta device."""
+"""Public functions that return a sharded model of transformers on the meta device."""
 
 from __future__ import annotations
 
@@ -34,39 +34,49 @@ def from_config(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """Return a model of transformers that was built of a configuration, sharded and on the meta device.
+    """Build a model of transformers from a configuration, sharded and on the meta device.
 
-    It takes no memory; `infinity.offload` gives it first values as its own code sets them, FSDP module by FSDP module.
-    `fully_shard`
-    was called on its layers, found by their structure, and on itself: decoders, encoders, both, vision, several kinds
-    of input, experts. Embeddings and heads are the root's. The model is in training mode.
+    The model takes no memory. `infinity.offload` initializes it, one FSDP module at a time, as the model's own code
+    does. `fully_shard` is called on the layers, which are found by the structure of the model, and on the model itself.
+    This works for decoders, encoders, encoder-decoders, vision models, multimodal models and mixtures of experts.
+    Embeddings and heads belong to the root. The model is in training mode.
 
     Args:
-        config: of transformers; as there, `dtype` and `attn_implementation` are noted in it.
-        auto_class: what the model is for: an AutoModel class or a model's own, or the name of one
-            (``"AutoModelForSequenceClassification"``). By default the architecture that the configuration names.
-        adapters: a `PeftConfig` such as `peft.LoraConfig`: `get_peft_model` is called with it before the model is
-            sharded, and what comes back is its `PeftModel`, whose base is frozen.
-        dtype: of parameters, which is what is trained. ``"auto"`` is that of the configuration.
-        mp_policy: mixed precision of FSDP2; by default bf16 for gathered weights and computation, fp32 for reductions.
-            `MixedPrecisionPolicy()` computes in `dtype`.
-        mesh: of devices; by default `infinity.mesh()`.
-        reshard_after_forward: of FSDP2. By default layers are gathered again in backward, and the root is not.
-        activation_checkpointing: whether layers compute their activations again in backward. `micro_batches` does so by
-            itself: leave it off then.
-        attn_implementation: of transformers, such as ``"sdpa"``.
-        trust_remote_code: whether code that comes with the configuration may run.
+        config: Configuration of transformers. As in transformers, `dtype` and `attn_implementation` are stored in it.
+        auto_class: An AutoModel class or a model class, or the name of one (``"AutoModelForSequenceClassification"``).
+            Default: the architecture that the configuration names.
+        adapters: A `PeftConfig`, such as `peft.LoraConfig`. The model is passed to `get_peft_model` before it is
+            sharded, and the returned model is the `PeftModel`, whose base is frozen.
+        dtype: Dtype of the parameters, in which they are trained. ``"auto"``: the dtype of the configuration.
+        mp_policy: Mixed precision policy of FSDP2. Default: bf16 for gathered weights and computation, fp32 for
+            reductions. ``MixedPrecisionPolicy()`` computes in `dtype`.
+        mesh: Device mesh. Default: `infinity.mesh()`.
+        reshard_after_forward: See `fully_shard`; an ``int`` is not supported. Default: layers are resharded after
+            forward, and the root is not.
+        activation_checkpointing: Whether layers recompute their activations in backward. Leave it off with
+            `infinity.micro_batches`, which always recomputes them.
+        attn_implementation: Attention implementation of transformers, such as ``"sdpa"``.
+        trust_remote_code: Whether code that comes with the configuration may run.
+
+    Returns:
+        The model, ready for `infinity.offload`.
 
     Raises:
-        ConfigError: there is no such class, or it cannot be built of this configuration; the model is quantised; it
-            needs remote code; peft cannot add the adapters.
-        UnsupportedError: `fully_shard` does not take a parameter, or the model has no activation checkpointing.
-        MissingPackageError: transformers is not installed, or peft for `adapters`.
+        ConfigError: If the class does not exist, the model cannot be built from the configuration, the model is
+            quantized or needs remote code, or peft cannot add the adapters.
+        UnsupportedError: If `fully_shard` does not support a parameter, or the model does not support activation
+            checkpointing.
+        MissingPackageError: If transformers is not installed, or peft with `adapters`.
+
+    Example::
+
+        >>> config = transformers.AutoConfig.from_pretrained("Qwen/Qwen3-8B")
+        >>> model = infinity.from_config(config, auto_class="AutoModelForCausalLM")
     """
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise ConfigError(
-            f"reshard_after_forward={reshard_after_forward!r} must be True, False or None: a number of ranks keeps a "
-            "part of all gathered weights in memory until backward"
+            f"reshard_after_forward={reshard_after_forward!r} is not supported: with a number of ranks, a part of all "
+            "gathered weights stays in memory until backward; pass True, False or None"
         )
     model = build(
         config, auto_class, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
@@ -81,7 +91,7 @@ def from_config(
         reshard_after_forward=reshard_after_forward,
         activation_checkpointing=activation_checkpointing,
     )
-    model.hf_device_map = {"": chosen.device_type}  # it is placed: transformers' Trainer does not move it
+    model.hf_device_map = {"": chosen.device_type}  # keeps transformers' Trainer from moving the model
     return model
 
 
@@ -104,27 +114,48 @@ def from_pretrained(
     local_files_only: bool = False,
     **config_values: Any,
 ) -> Any:
-    """Return a pretrained model of transformers, sharded and on the meta device; `infinity.offload` reads its weights.
+    """Return a pretrained model of transformers, sharded and on the meta device.
 
-    As `from_pretrained` of transformers, but nothing of the weights is in memory: only config.json and the headers of
-    safetensors are read here, and the place is noted with the model. `offload(model, optimizer, config)` then streams
-    the weights FSDP module by FSDP module, with its rules for what is missing and unexpected (`strict`); its
-    `weights=`, if given, is
-    read instead, and a run that resumes reads neither. With `adapters` they are those of the
-    base. How the model is sharded: `infinity.from_config`.
+    The function works like `from_pretrained` of transformers, except that no weights are loaded. It reads only
+    config.json and the headers of the safetensors, and records their location with the model. `infinity.offload` then
+    streams the weights to NVMe, one FSDP module at a time, and applies its rules for missing and unexpected tensors
+    (`strict`). If `offload` is called with `weights=`, it reads from that folder instead, and a run that resumes from a
+    checkpoint reads neither. With `adapters`, the weights are loaded into the base model.
 
     Args:
-        name_or_folder: a folder that `save_pretrained` wrote, or the id of a model in the Hub, which is looked up and
-            fetched into its cache by transformers, as its variables and `HF_HUB_OFFLINE` say. Pickles are not read.
-        auto_class, adapters, dtype, mp_policy, mesh, reshard_after_forward, activation_checkpointing,
-            attn_implementation, trust_remote_code: see `infinity.from_config`.
-        revision, subfolder, cache_dir, token, local_files_only: of transformers, for an id.
-        **config_values: values of the configuration that differ: ``num_labels=3``.
+        name_or_folder: A folder written by `save_pretrained`, or the id of a model on the Hub. transformers looks up
+            the id and downloads the model into its cache, according to its environment variables and `HF_HUB_OFFLINE`.
+            Pickles are not supported.
+        auto_class: See `infinity.from_config`.
+        adapters: See `infinity.from_config`.
+        dtype: See `infinity.from_config`.
+        mp_policy: See `infinity.from_config`.
+        mesh: See `infinity.from_config`.
+        reshard_after_forward: See `infinity.from_config`.
+        activation_checkpointing: See `infinity.from_config`.
+        attn_implementation: See `infinity.from_config`.
+        trust_remote_code: Whether code that comes with the model may run.
+        revision: Branch, tag or commit of a model on the Hub. Default: the main branch.
+        subfolder: Folder of the files inside the model's folder.
+        cache_dir: Cache for downloaded files. Default: the cache of transformers.
+        token: Token for models with restricted access. Default: the token stored by `hf auth login`.
+        local_files_only: Whether to use only files that are already in the cache.
+        **config_values: Values that override values of the configuration, such as ``num_labels=3``.
+
+    Returns:
+        The model, ready for `infinity.offload`.
 
     Raises:
-        ConfigError: there is no such model, or no safetensors of it; a value is not of its configuration; and what
-            `infinity.from_config` refuses.
-        UnsupportedError, MissingPackageError: see `infinity.from_config`.
+        ConfigError: If the model does not exist or has no safetensors, a value is not part of its configuration, or for
+            a reason listed in `infinity.from_config`.
+        UnsupportedError: See `infinity.from_config`.
+        MissingPackageError: See `infinity.from_config`.
+
+    Example::
+
+        >>> model = infinity.from_pretrained("Qwen/Qwen3-8B")
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        >>> optimizer = infinity.offload(model, optimizer, {"storage": {"paths": ["/nvme0/run"]}})
     """
     options = HubOptions(
         revision=revision, subfolder=subfolder, cache_dir=cache_dir, token=token, local_files_only=local_files_only

@@ -1,6 +1,6 @@
-"""Which modules of a model of transformers become FSDP modules, and `fully_shard` on them:
+"""Choose the modules of a transformers model that become FSDP modules, and call `fully_shard` on them.
 
-the one place that decides it.
+This module is the only place where the choice is made.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _log = logging.getLogger("infinity")
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that become FSDP modules of their own, in the order of the model; the rest belongs to the
-    root.
+    """Return the modules that become FSDP modules of their own, in the order of the model.
 
-    They are the members of the outermost lists of modules: the layers of a decoder, of an encoder, of each part of a
-    model for several kinds of input. Where `_no_split_modules` names members of lists further inside, it is those
-    (the layers of a stage, not the stage). Members without modules of their own stay with the root (a list of heads),
-    and so do those that have a parameter in common with something outside of them: an FSDP module owns its parameters.
+    All other modules belong to the root. The layers are the members of the outermost module lists: the layers of a
+    decoder or an encoder, and of each part of a multimodal model. If `_no_split_modules` names members of lists further
+    inside, these are the layers instead (the layers of a stage, not the stage). Members without submodules, such as a
+    list of heads, stay with the root. Members that share a parameter with a module outside themselves also stay with
+    the root, because an FSDP module owns its parameters.
     """
     return [layer for layer, shares in _candidates(model) if not shares]
 
@@ -38,33 +38,38 @@ def shard(
     reshard_after_forward: bool | None = None,
     activation_checkpointing: bool = False,
 ) -> None:
-    """Call `fully_shard` on every layer of a model of transformers and on itself.
+    """Call `fully_shard` on every layer of a transformers model and on the model itself.
 
     Args:
-        reshard_after_forward: of FSDP2. By default layers are gathered again in backward, and the root is not.
-        activation_checkpointing: whether layers compute their activations again in backward.
+        model: Model to shard.
+        mesh: Device mesh.
+        mp_policy: Mixed precision policy of FSDP2.
+        reshard_after_forward: See `fully_shard`. Default: layers are resharded after forward, and the root is not.
+        activation_checkpointing: Whether layers recompute their activations in backward.
 
     Raises:
-        UnsupportedError: the model has no activation checkpointing, or a parameter that `fully_shard` does not take.
+        UnsupportedError: If the model does not support activation checkpointing, or `fully_shard` does not support a
+            parameter.
     """
-    # Before fully_shard: it makes another class of the model's.
+    # Read the name before fully_shard, which replaces the class of the model.
     name = type(model).__name__
     scalars = [key for key, parameter in model.named_parameters() if parameter.dim() == 0]
     if scalars:
         raise UnsupportedError(
-            f"{', '.join(scalars)} of {name} has no dimension, and fully_shard takes no such parameter: train a part "
-            "of the model that does without it (auto_class), or a class of yours whose parameter has the shape (1,)"
+            f"{', '.join(scalars)} of {name} has no dimension, which fully_shard does not support; choose an "
+            "auto_class without this parameter, or a model class of your own in which it has the shape (1,)"
         )
     if activation_checkpointing:
         _checkpoint_layers(model)
     candidates = _candidates(model)
     if shared := [layer for layer, shares in candidates if shares]:
         _log.warning(
-            "%d layers of %s share parameters with other modules, and are gathered with the rest: %s",
+            "parameters of %d of the layers of %s are shared with other modules, which keeps these layers in the root: "
+            "%s",
             len(shared), name, ", ".join(sorted({type(layer).__name__ for layer in shared})),
         )  # fmt: skip
     elif not candidates:
-        _log.warning("%s has no lists of layers, so all of it is one FSDP module, gathered at once", name)
+        _log.warning("%s has no list of layers, so the whole model is one FSDP module and is gathered at once", name)
     for layer, shares in candidates:
         if not shares:
             fully_shard(layer, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard_after_forward)
@@ -72,7 +77,7 @@ def shard(
 
 
 def _candidates(model: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Return members of lists, and whether each has a parameter that something else has too."""
+    """Return members of module lists, each with ``True`` if it shares a parameter with another module."""
     named = frozenset(getattr(model, "_no_split_modules", None) or ())
     members = list(dict.fromkeys(_members(model, named)))
     owners = Counter(id(parameter) for layer in members for parameter in layer.parameters())
@@ -85,7 +90,12 @@ def _candidates(model: nn.Module) -> list[tuple[nn.Module, bool]]:
 
 
 def _members(module: nn.Module, named: Collection[str]) -> Iterator[nn.Module]:
-    """Yield what may be an FSDP module below a module; `named` are the classes that transformers does not split."""
+    """Yield candidates for FSDP modules inside a module.
+
+    Args:
+        module: Module to search.
+        named: Names of the classes in `_no_split_modules`.
+    """
     for child in module.children():
         yield from _in_list(child, named) if isinstance(child, nn.ModuleList) else _members(child, named)
 
@@ -108,7 +118,7 @@ def _has_inside(module: nn.Module, named: Collection[str]) -> bool:
 
 
 def _outside(module: nn.Module, layers: Collection[nn.Module], seen: set[nn.Module]) -> Iterator[nn.Parameter]:
-    """Yield the parameters that can be reached without passing a layer."""
+    """Yield the parameters that can be reached without passing through a layer."""
     if module in layers or module in seen:
         return
     seen.add(module)

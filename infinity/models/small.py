@@ -1,4 +1,7 @@
-"""Small copies of models of transformers: every kind of layer that the model has, few and narrow, random values."""
+"""Build small copies of transformers models with random values.
+
+A copy has every kind of layer that the model has, but fewer and narrower layers.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from infinity.models.building import attention_of, build, one_line
 from infinity.models.sharding import layers_of
 
 VOCABULARY = 256
-"""Tokens that a copy knows at most."""
+"""Maximum vocabulary size of a copy."""
 
 _LARGEST = 64_000_000  # parameters of a copy
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -28,42 +31,43 @@ _WIDTHS = re.compile(
 )
 _EXPERTS = re.compile(r"^(n|num|moe_num)_(local_|routed_)?experts$")
 _MODEL_WIDTH = re.compile(r"^(hidden_size|d_model|n_embd|emb(edding)?_dim)$")
-_MULTIPLE = 8  # of which widths are one, as products of experts want them
+_MULTIPLE = 8  # widths stay a multiple of this, as grouped matrix products of experts require
 _TOKENS = re.compile(r"_token_(id|index)$")
 
 
 def small_copy(config: Any, auto_class: str) -> nn.Module:
-    """Return a small model with the structure that a configuration gives a large one, on the CPU, in evaluation.
+    """Return a small model with the structure of a large one, on the CPU and in evaluation mode.
 
-    Its layers are the model's first ones, up to where each kind of layer has been seen, else all; widths and numbers of
-    heads are a fraction. What a layer is made of is compared with the model itself, built on the meta device: a copy
-    that lacks anything of it is none. Every parameter has random values, also where models begin with zeros. Random
-    states are as before; it takes less than a GiB and some seconds.
+    The copy has the first layers of the model, up to the point where each kind of layer has occurred, or all layers if
+    fewer do not work. Widths and numbers of heads are divided by a common factor. The kinds of layers are compared with
+    the model itself, built on the meta device, and a copy that lacks one is rejected. Every parameter has random
+    values, including parameters that models initialize to zero. The states of random number generators are preserved. A
+    copy takes less than 1 GiB of memory and a few seconds.
 
     Args:
-        config: of transformers; it is not changed.
-        auto_class: an AutoModel class.
+        config: Configuration of transformers. It is not modified.
+        auto_class: Name of an AutoModel class.
 
     Raises:
-        ConfigError: the model itself cannot be built.
-        UnsupportedError: none of the copies that were tried is like the model, with the reason.
+        ConfigError: If the model itself cannot be built.
+        UnsupportedError: If no copy that was tried has the structure of the model. The message gives the reason.
     """
     attention = attention_of(config, auto_class)
     whole = build(copy.deepcopy(config), auto_class, attn_implementation=attention)
     kinds = [_kind(layer) for layer in layers_of(whole)]
-    reason = "its layers are in no list"
+    reason = "the model has no list of layers"
     for candidate in _candidates(config, kinds) if kinds else ():
         try:
             on_meta = build(copy.deepcopy(candidate), auto_class, attn_implementation=attention)
             if {_kind(layer) for layer in layers_of(on_meta)} != set(kinds):
-                reason = "a smaller one has other layers"
+                reason = "a smaller model has different layers"
             elif sum(parameter.numel() for parameter in on_meta.parameters()) > _LARGEST:
-                reason = f"a smaller one has more than {_LARGEST} parameters"
+                reason = f"a smaller model still has more than {_LARGEST} parameters"
             else:
                 return _with_values(candidate, auto_class, attention)
-        except Exception as error:  # whatever numbers that do not fit together make of transformers
+        except Exception as error:  # inconsistent numbers may raise an exception of any type
             reason = one_line(error)
-    raise UnsupportedError(f"no small copy of a {config.model_type} could be made: {reason}")
+    raise UnsupportedError(f"cannot build a small copy of a {config.model_type} model: {reason}")
 
 
 def _with_values(config: Any, auto_class: str, attention: str) -> nn.Module:
@@ -80,7 +84,7 @@ def _with_values(config: Any, auto_class: str, attention: str) -> nn.Module:
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Return what a layer is made of, whatever its sizes: modules, and their switches and names."""
+    """Return the structure of a layer regardless of its sizes: its modules with their flags and strings."""
     return tuple(
         (name, type(module).__name__, tuple(sorted((key, value) for key, value in vars(module).items()
                                                    if isinstance(value, bool | str))))
@@ -89,7 +93,7 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _candidates(config: Any, kinds: list[Any]) -> Iterator[Any]:
-    """Yield smaller configurations, those first that are likely to do: few layers before all, narrow before wide."""
+    """Yield smaller configurations, the most promising ones first: few layers before all, narrow before wide."""
     least = max(2, max(kinds.index(kind) for kind in kinds) + 1)
     numbers = [number for part in _parts(config) for number in _numbers(part)]
     heads = [value for name, value in numbers if _HEADS.search(name) and not _GROUPS.search(name)]
@@ -107,7 +111,7 @@ def _candidates(config: Any, kinds: list[Any]) -> Iterator[Any]:
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """Yield a configuration and those inside of it."""
+    """Yield a configuration and its nested configurations."""
     import transformers
 
     yield config
@@ -123,7 +127,7 @@ def _numbers(config: Any) -> Iterator[tuple[str, int]]:
 
 
 def _shrink(config: Any, divisor: int, layers: int, all_layers: int, fewer_experts: int) -> None:
-    """Change the numbers of one configuration; those in proportion stay so, and what one head is stays as it is."""
+    """Change the numbers of one configuration in proportion, and preserve the size of a head."""
     for name, value in _numbers(config):
         if name in _LAYERS and value == all_layers:
             setattr(config, name, layers)

@@ -1,4 +1,4 @@
-"""Which weights a model on the meta device is to begin with: noted with the model, until `offload` reads them."""
+"""Record the location of the initial weights with a model on the meta device, until `offload` reads them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from torch import nn
 from infinity import torch_private
 from infinity.errors import ConfigError
 
-_ATTRIBUTE = "_infinity_weights"  # of the model, so that it goes along into copies
+_ATTRIBUTE = "_infinity_weights"  # attribute of the model, so that copies keep it
 
 
 def note_weights(model: nn.Module, weights: Path) -> None:
-    """Note where the weights of a model lie."""
+    """Record the folder with the weights of a model."""
     setattr(model, _ATTRIBUTE, weights)
 
 
 def noted_weights(model: nn.Module) -> Path | None:
-    """Return where the weights of a model lie, if that was noted.
+    """Return the recorded folder with the weights of a model, or ``None`` if none was recorded.
 
     Raises:
-        ConfigError: it was noted for a module inside of the model, whose names are others.
+        ConfigError: If the folder was recorded for a submodule, whose parameter names differ from the names in the
+            model.
     """
     own = torch_private.unwrapped_module(model)
     for name, module in own.named_modules():
@@ -31,7 +32,7 @@ def noted_weights(model: nn.Module) -> Path | None:
         if module is own:
             return found
         raise ConfigError(
-            f"the weights of {found} are those of {name}, which is only a part of this model: pass weights=, a folder "
-            "with the tensors of the whole model by its own names"
+            f"{found} holds the weights of {name}, which is only a part of this model; pass weights=, a folder with "
+            "the tensors of the whole model under its own names"
         )
     return None

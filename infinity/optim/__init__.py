@@ -1,1 +1,1 @@
-"""The update of one page, and where in the step updates run."""
+"""Optimizer updates on pages, and their schedule within a training step."""

@@ -1,4 +1,7 @@
-"""The optimizer that was passed to `infinity.offload`: its param groups stay its own, its state lies on NVMe."""
+"""Access to the optimizer that was passed to `infinity.offload`, the base optimizer.
+
+Its param groups remain in use, for example by schedulers. Its state is stored on NVMe.
+"""
 
 from __future__ import annotations
 
@@ -16,54 +19,59 @@ from infinity.optim.optimizer_clone import attributes, content, is_plain
 from infinity.optim.update import same_setting, snapshot
 
 NO_ENTRIES = (
-    "the state of an offloaded optimizer has no entries that can be set or removed: write to its tensors, for example "
-    'optimizer.state[p]["exp_avg"].zero_(), or offload a model anew for a fresh start'
+    "entries of an offloaded optimizer's state cannot be set or removed; write to its tensors, for example "
+    'optimizer.state[p]["exp_avg"].zero_(), or offload the model again to start from scratch'
 )
 
 
 class BaseOptimizer:
-    """What updates use of the optimizer that was passed in, and what of it must not change behind their back.
+    """Settings and attributes of the base optimizer that updates use.
 
-    It trains nothing by itself any more. Its settings may change at any time between steps: schedulers do that.
+    The base optimizer no longer trains by itself. Its settings may change between steps, for example through a
+    scheduler. Changes that updates of pages cannot follow raise an error.
+
+    Args:
+        optimizer: optimizer that was passed to `infinity.offload`.
+        parameters: model parameters, indexed by shard.
+        kernel: update kernel created from the optimizer.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], kernel: UpdateKernel
     ) -> None:
-        """Note what there is.
-
-        Args:
-            parameters: by shard.
-            kernel: made of this optimizer.
-        """
         self.optimizer = optimizer
         self.kernel = kernel
         groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        self._group_numbers = [groups.get(id(param), -1) for param in parameters]  # by shard; -1: it is in none
+        self._group_numbers = [groups.get(id(param), -1) for param in parameters]  # by shard; -1: in no group
         self._shards = {id(param): shard for shard, param in enumerate(parameters)}  # by id of the parameter
-        self._members = self._members_now()  # ids of the parameters of each param group, as they were passed in
+        self._members = self._members_now()  # ids of the parameters of each param group at `infinity.offload`
         self._watched = {name for name, value in attributes(optimizer).items() if is_plain(value)}
-        """Attributes whose values updates take over."""
+        """Attributes whose current values updates use."""
         self._wrapped = [
             inner
             for inner in attributes(optimizer).values()
             if isinstance(inner, torch.optim.Optimizer) and inner.param_groups is optimizer.param_groups
         ]
-        """Optimizers inside of it that have the same param groups."""
-        self._fixed: list[Any] = []  # what each of several keeps on itself since `hand_over`
-        self._state: object = None  # what lies in its attribute `state` since `hand_over`
-        # Settings of the groups, and what it keeps on itself, as gradients began to arrive in this step; None before.
+        """Inner optimizers that share its param groups."""
+        self._fixed: list[Any] = []  # attributes of each combined optimizer at `hand_over`
+        self._state: object = None  # value of its attribute `state` since `hand_over`
+        # Settings of the groups, and attributes, at the first gradient of this step; None before.
         self._noted: tuple[list[dict[str, Any]], Own] | None = None
 
     @property
     def name(self) -> str:
-        """Its class."""
+        """Class name of the optimizer."""
         return name_of(self.optimizer)
 
     def hand_over(self, paged: torch.optim.Optimizer, state: object) -> None:
-        """Let `paged` train in its place: from now on it refuses to, and its `state` is what `paged` has.
+        """Let `paged` train in place of the base optimizer.
 
-        What is left on it has no reference to `paged`: it does not keep a closed run in memory.
+        From now on, `step()` of the base optimizer raises an error. The base optimizer holds no reference to `paged`,
+        so that it does not keep a closed run in memory.
+
+        Args:
+            paged: optimizer that trains.
+            state: mapping that becomes the `state` of the base optimizer.
         """
         torch_private.share_step_hooks(paged, self.optimizer)
         for part in {id(one): one for one in (self.optimizer, *parts(self.optimizer))}.values():
@@ -75,41 +83,47 @@ class BaseOptimizer:
         self._fixed = self._content_of_parts()
 
     def called(self) -> None:
-        """Note that `step()` was called, where schedulers that were made on what was given look for it."""
+        """Record that `step()` was called, for schedulers that were created on the base optimizer."""
         for part in {id(one): one for one in (self.optimizer, *parts(self.optimizer))}.values():
             vars(part)["_opt_called"] = True
 
     # Settings #
 
     def settings_of(self, shards: Iterable[int]) -> dict[int, Mapping[str, Any]]:
-        """Return the settings of shards as they are now: schedulers change them before the update runs."""
+        """Return a snapshot of the settings of shards, because schedulers may change them before the update runs."""
         fixed: dict[int, Mapping[str, Any]] = {}
         found = {}
         for shard in shards:
-            group = self.optimizer.param_groups[self._group_numbers[shard]]  # groups may be replaced: looked up now
+            # Looked up now, because groups may be replaced
+            group = self.optimizer.param_groups[self._group_numbers[shard]]
             if id(group) not in fixed:
                 fixed[id(group)] = snapshot(group)
             found[shard] = fixed[id(group)]
         return found
 
     def groups_by_shard(self) -> list[dict[str, Any]]:
-        """Return the param groups with shards in place of parameters, as checkpoints have them."""
+        """Return the param groups with shards in place of parameters, as stored in checkpoints."""
         return [
             {**group, "params": [self._shards[id(param)] for param in group["params"]]}
             for group in self.optimizer.param_groups
         ]
 
     def check_copies(self) -> None:
-        """Check that settings, and what the optimizer keeps on itself, can be copied. Raises `UnsupportedError`."""
+        """Check that settings and attributes of the optimizer can be copied.
+
+        Raises:
+            UnsupportedError: if one cannot be copied.
+        """
         for group in self.optimizer.param_groups:
             snapshot(group)
         self.kernel.own()
 
     def note_settings(self) -> None:
-        """Note the settings with which updates in backward begin, once per step.
+        """Record the settings with which updates in backward begin, once per step.
 
         Raises:
-            UnsupportedError: as `check`.
+            InfinityError: if the optimizer is in a mode in which it cannot step.
+            UnsupportedError: if `check` raises it.
         """
         if self._noted is None:
             self.check()
@@ -117,11 +131,11 @@ class BaseOptimizer:
             self._noted = [snapshot(group) for group in self.optimizer.param_groups], self.kernel.own()
 
     def forget_settings(self) -> None:
-        """Note that the step has ended."""
+        """Discard the recorded settings at the end of a step."""
         self._noted = None
 
     def changed_setting(self) -> str:
-        """Say what was changed since `note_settings`, in groups or on the optimizer; "" if nothing."""
+        """Return a description of the first setting or attribute that changed since `note_settings`, or ""."""
         if self._noted is None:
             return ""
         groups, own = self._noted
@@ -136,10 +150,10 @@ class BaseOptimizer:
         return f"an attribute of {self.name} was changed" if self.kernel.own() is not own else ""
 
     def check_settings(self) -> None:
-        """Check that what updates in backward have used is what `step()` would.
+        """Check that `step()` would use the same settings as updates in backward did.
 
         Raises:
-            InfinityError: it was changed between backward and step, and would apply to a part of the parameters only.
+            InfinityError: if settings changed, because the new values would apply to only some of the parameters.
         """
         if changed := self.changed_setting():
             raise InfinityError(
@@ -147,26 +161,27 @@ class BaseOptimizer:
                 'backward, or set update.schedule = "after_backward"'
             )
 
-    # What was replaced on it #
+    # Replaced attributes #
 
     def check(self) -> None:
-        """Check that parameters and state are those that updates know of.
+        """Check that updates know the parameters and the state of the base optimizer.
 
         Raises:
-            UnsupportedError: parameters were added to a param group, or the state was replaced.
+            UnsupportedError: if the parameters of a param group, the state, or an attribute of a combined optimizer
+                changed.
         """
         groups = self.optimizer.param_groups
         if self._members_now() != self._members or any(inner.param_groups is not groups for inner in self._wrapped):
             raise UnsupportedError(
-                "the parameters of a param group were changed after infinity.offload; give the optimizer all of them "
-                "before, and set lr to 0 for what is not to be trained; settings can be changed in the groups"
+                "the parameters of a param group were changed after infinity.offload; pass all parameters to the "
+                "optimizer before infinity.offload, and set lr to 0 for parameters that should not train"
             )
         if vars(self.optimizer).get("state") is not self._state:
             raise UnsupportedError(NO_ENTRIES)
         if self._content_of_parts() != self._fixed:
             raise UnsupportedError(
-                f"an attribute of one of the optimizers ({self.name}) was changed after infinity.offload, and updates "
-                "of pages have the first value: change settings in its param groups instead"
+                f"an attribute of one of the optimizers ({self.name}) was changed after infinity.offload, but updates "
+                "of pages use its original value; change settings in its param groups instead"
             )
 
     def _content_of_parts(self) -> list[Any]:
@@ -177,51 +192,61 @@ class BaseOptimizer:
         return [[id(param) for param in group["params"]] for group in self.optimizer.param_groups]
 
     def set_attribute(self, name: str, value: Any) -> None:
-        """Set an attribute: updates from the next step on use it.
+        """Set an attribute of the base optimizer, which updates use from the next step on.
 
         Raises:
-            UnsupportedError: updates would not know of it.
+            UnsupportedError: if updates would not use it.
         """
         known = isinstance(getattr(type(self.optimizer), name, None), property)
         if not known and not (name in self._watched and is_plain(value)):
             raise UnsupportedError(
-                f"{name} of {self.name} cannot be set after infinity.offload, since updates of pages "
-                "would not see it: set numbers, texts, small tensors, or lists of them that the optimizer has had "
-                "before, set it before infinity.offload, or keep it outside of the optimizer"
+                f"{name} of {self.name} cannot be set after infinity.offload because updates of pages would not use "
+                "it; set it before infinity.offload, or store it elsewhere (existing attributes that hold numbers, "
+                "strings, small tensors or lists of these can be set)"
             )
         setattr(self.optimizer, name, value)
 
     def check_method(self, name: str, *args: Any, **named: Any) -> None:
-        """Check that calling a method of the optimizer's own would change nothing.
+        """Check that a method of the base optimizer would change no weights or states.
 
         Raises:
-            UnsupportedError: it would.
+            UnsupportedError: if it would.
         """
         if name not in MODES or self.kernel.would_change(name, *args, **named):
-            hint = "; call train() before offload" if name in MODES else ""
+            hint = "; call train() before infinity.offload" if name in MODES else ""
             raise UnsupportedError(
-                f"{name}() of {self.name} would have to change weights or states, which are on NVMe"
-                f"{hint}; to evaluate other weights than those that are trained, load an export of a checkpoint"
+                f"{name}() of {self.name} would have to change weights or states, which are stored on NVMe"
+                f"{hint}; to evaluate other weights than the trained ones, load an exported checkpoint"
             )
 
 
 def _reject_step_of_base(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if hasattr(optimizer, "read_state"):  # the one that trains in its place shares its hooks
+    if hasattr(optimizer, "read_state"):  # the paged optimizer shares these hooks
         return
     raise InfinityError(
-        "this optimizer was given to infinity.offload and trains nothing any more: call step() of the optimizer that "
-        "infinity.offload has returned"
+        "this optimizer was replaced by the one that infinity.offload() returned; call step() on that one"
     )
 
 
 def refuse_group(*_: Any, **__: Any) -> NoReturn:
-    """Refuse another param group. Raises `UnsupportedError`."""
+    """Raise an error, because param groups cannot be added.
+
+    Raises:
+        UnsupportedError: always.
+    """
     raise UnsupportedError(
-        "a param group cannot be added to an offloaded optimizer: its parameters have no pages; give the "
-        "optimizer all groups before infinity.offload"
+        "a param group cannot be added to an offloaded optimizer because its parameters have no pages; add all "
+        "groups before infinity.offload"
     )
 
 
 def refuse_loading(*_: Any, **__: Any) -> NoReturn:
-    """Refuse another state. Raises `UnsupportedError`."""
-    raise UnsupportedError("the optimizer's state is on NVMe: set run.resume to continue from a checkpoint")
+    """Raise an error, because a state cannot be loaded.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        "load_state_dict() is not supported: the optimizer state is stored on NVMe. Set run.resume to continue from a "
+        "checkpoint."
+    )

@@ -1,12 +1,10 @@
-"""Updates on the device: copies of pages there, between their cache slots and the optimizer.
+"""Pages that are updated on the GPU, and their copies to and from cache slots.
 
-[Note: updates on the device] The pages of a batch of ranges are copied to the device, updated there by the same code as
-in memory, and copied back; each of the three has a stream, so that a batch is copied while the one before is updated.
-A page that later ranges of the FSDP module need too stays on the device until the last of them. The pages' reservations
-are returned
-behind the mark of the copies back, so nobody uses a cache slot before it has what the update made of it. Pages of FSDP
-modules that
-live there are updated where they are.
+[Note: updates on the device] The pages of a batch of ranges are copied to the GPU, updated there by the same code as in
+memory, and copied back. Each of these operations has its own stream, so that one batch is copied while the previous one
+is updated. A page that later ranges of the FSDP module need stays on the GPU until the last of these ranges. The
+reservations of pages are returned with the event after the copies back, so that a cache slot is not used before it
+holds the result of the update. Pages of GPU-resident FSDP modules are updated in place.
 """
 
 from __future__ import annotations
@@ -28,33 +26,33 @@ from infinity.schedule.trace import Access
 
 
 class DevicePages:
-    """The pages of the FSDP module that is being updated, on the device. The thread of updates calls all methods.
+    """Pages on the GPU of the FSDP module that is being updated. The update thread calls all methods.
 
     Args:
         layout: pages of this rank.
-        device: that updates.
-        pager: waits for it.
+        device: GPU that updates the pages.
+        pager: waits for the GPU.
     """
 
     def __init__(self, layout: Layout, device: Device, pager: Pager) -> None:
         self._layout, self._device, self._pager = layout, device, pager
-        self._pages: dict[int, torch.Tensor] = {}  # by page, its bytes on the device
-        self._needed: Counter[int] = Counter()  # by page, how many ranges of the FSDP module are still to use it
-        self._back: dict[int, tuple[memoryview, torch.Tensor]] = {}  # what `leave` copies back: cache slot and page
-        self._batches: deque[DeviceEvent] = deque()  # behind batches that may not have ended
-        self._left: DeviceEvent | None = (
-            None  # behind all so far, from `leave` until more is begun: for all reservations of a batch
-        )
+        self._pages: dict[int, torch.Tensor] = {}  # bytes on the GPU, by page
+        self._needed: Counter[int] = Counter()  # number of remaining ranges of the FSDP module, by page
+        # Cache slot and GPU bytes of the pages that `leave` copies back
+        self._back: dict[int, tuple[memoryview, torch.Tensor]] = {}
+        self._batches: deque[DeviceEvent] = deque()  # events after batches that may be unfinished
+        # Event after all work so far, from `leave` until the next batch; shared by all reservations of a batch
+        self._left: DeviceEvent | None = None
 
     def begin(
         self, grads: Mapping[int, torch.Tensor] | None, arrived: Sequence[DeviceEvent], accesses: Iterable[Access]
     ) -> Slices | None:
-        """Take an FSDP module in hand; return its gradients, or None where they are in pages.
+        """Begin the update of an FSDP module, and return its gradients, or ``None`` if they are in pages.
 
         Args:
-            grads: by shard, flat; None where they are in pages.
-            arrived: where the device has them.
-            accesses: of all its ranges.
+            grads: flat gradients by shard; ``None`` if they are in pages.
+            arrived: events after which the gradients are complete.
+            accesses: accesses of all ranges of the FSDP module.
         """
         self._needed = Counter(use.page for access in accesses for use in access)
         self._left = None
@@ -68,13 +66,17 @@ class DevicePages:
         return {shard: (self._layout.shards[shard].start, grad) for shard, grad in grads.items()}
 
     def bring(self, access: Access, contents: Sequence[Content]) -> list[torch.Tensor]:
-        """Begin to copy the pages of a range to the device; return their bytes there, for what runs `on_stream`.
+        """Begin to copy the pages of a range to the GPU, and return their bytes there for use in `on_stream`.
 
-        Those that live there are returned as they are.
+        GPU-resident pages are returned as they are.
+
+        Args:
+            access: access of the range.
+            contents: bytes of its pages.
 
         Raises:
-            StallError: the device does not answer.
-            Exception: the first error, if something has failed before.
+            StallError: if the GPU does not respond.
+            Exception: the first error of the run, if it has failed before.
         """
         while len(self._batches) >= BATCHES:
             self._pager.wait_for_device(self._batches.popleft(), "update pages")
@@ -102,11 +104,11 @@ class DevicePages:
         return found
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """Let this thread compute on the stream of updates."""
+        """Make this thread compute on the update stream."""
         return self._device.on(self._device.stream("update"))
 
     def leave(self) -> None:
-        """End a batch: begin to copy back what no later range of the FSDP module needs."""
+        """End a batch, and begin to copy back the pages that no later range of the FSDP module needs."""
         if not self._back:
             self._batches.append(self._device.record_event(self._device.stream("update")))
             return
@@ -121,11 +123,14 @@ class DevicePages:
         self._batches.append(self._left)
 
     def join(self) -> None:
-        """Let this thread's stream wait for all updates so far: what the optimizer counts may be on the device."""
+        """Make this thread's stream wait for all updates so far, because scalar states may be on the GPU."""
         self._device.record_event(self._device.stream("update")).before(self._device.current())
 
     def record_event(self) -> DeviceEvent:
-        """Return a mark behind all that was done with pages so far: an update that has failed has not copied back."""
+        """Return an event after all work on pages so far.
+
+        After a failed update, no copies back have recorded an event, so one is recorded here.
+        """
         if self._left is not None:
             return self._left
         back = self._device.stream("back")

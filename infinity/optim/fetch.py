@@ -1,4 +1,4 @@
-"""Gradients on their way from the device to the thread that updates with them, range by range."""
+"""Copies of gradients from the GPU to the thread that updates with them, range by range."""
 
 from __future__ import annotations
 
@@ -13,46 +13,45 @@ from infinity.memory.device import Device, DeviceEvent, transfer_bytes, wait
 from infinity.schedule.pager import Pager
 
 _LAST_SECONDS = 5.0
-"""How long `close` waits for each copy that nobody has taken."""
+"""Time limit of `close` for each copy that was not taken, in seconds."""
 Slices = Mapping[int, tuple[int, torch.Tensor]]
-"""Gradients of a range: by shard, the element of the segment at which what is there of it begins, and its elements."""
+"""Gradients of a range by shard, each with the element of the segment at which it begins."""
 
 
 class GradientFetcher:
-    """Copies gradients to the host ahead of their update, through a ring of registered memory.
+    """Copy gradients to the host ahead of their update, through a ring buffer of pinned memory.
 
-    The thread of updates calls everything, after it was made; it has one FSDP module in hand at a time. On the CPU
-    gradients
-    are taken as they are.
+    The update thread calls all methods, for one FSDP module at a time. On the CPU, gradients are used in place.
 
     Args:
         layout: pages of this rank.
-        device: that has the gradients.
-        pager: waits for it.
+        device: device that holds the gradients.
+        pager: waits for the device.
     """
 
     def __init__(self, layout: Layout, device: Device, pager: Pager) -> None:
         self._layout, self._device, self._pager = layout, device, pager
-        self._slot_bytes = range_gradient_bytes(layout) if device.asynchronous else 0  # of one range
+        # Bytes of a slot, which holds one range
+        self._slot_bytes = range_gradient_bytes(layout) if device.asynchronous else 0
         self._ring: list[torch.Tensor] = []  # the slots, in bytes
         if self._slot_bytes:
             ring, self._pinned = transfer_bytes(device, FETCHED * self._slot_bytes, self._slot_bytes)
             self._ring = [*ring.view(FETCHED, self._slot_bytes)]
-        self._next = 0  # slot that is filled next
-        self._held = 0  # slots whose gradients were taken and not released
-        self._grads: Mapping[int, torch.Tensor] = {}  # of the FSDP module in hand: by shard, flat, on the device
+        self._next = 0  # slot to fill next
+        self._held = 0  # slots with gradients that were taken and not released
+        # Flat gradients on the device of the current FSDP module, by shard
+        self._grads: Mapping[int, torch.Tensor] = {}
         self._waiting: deque[Range] = deque()  # ranges whose copies have not begun
-        self._coming: deque[tuple[Slices, DeviceEvent]] = (
-            deque()
-        )  # of ranges in order, and where their copies have ended
+        # Gradients of ranges in order, and the events after their copies
+        self._coming: deque[tuple[Slices, DeviceEvent]] = deque()
 
     def begin(self, grads: Mapping[int, torch.Tensor], arrived: Sequence[DeviceEvent], ranges: Sequence[Range]) -> None:
-        """Take an FSDP module in hand.
+        """Begin with the gradients of an FSDP module.
 
         Args:
-            grads: by shard, flat.
-            arrived: where the device has them.
-            ranges: of its update, in the order in which they will be taken.
+            grads: flat gradients by shard.
+            arrived: events after which the gradients are complete.
+            ranges: ranges of the update, in the order in which they will be taken.
         """
         stream = self._device.stream("back")
         for device_event in arrived:
@@ -61,11 +60,11 @@ class GradientFetcher:
         self._copy_ahead()
 
     def take(self) -> Slices:
-        """Wait for the gradients of the next range; they are there until `release`.
+        """Wait for the gradients of the next range, which stay valid until `release`.
 
         Raises:
-            StallError: the device does not answer.
-            Exception: the first error, if something has failed before.
+            StallError: if the device does not respond.
+            Exception: the first error of the run, if it has failed before.
         """
         slices, device_event = self._coming[0]
         self._pager.wait_for_device(device_event, "copy gradients")
@@ -75,24 +74,24 @@ class GradientFetcher:
 
     @property
     def ready(self) -> bool:
-        """Whether `take` would not wait."""
+        """``True`` if `take` would not wait."""
         return bool(self._coming) and self._coming[0][1].passed()
 
     def release(self) -> None:
-        """Let go of what was taken."""
+        """Release all gradients that were taken."""
         self._held = 0
         self._copy_ahead()
         if not self._coming:
             self._grads = {}
 
     def close(self) -> None:
-        """Unregister the ring; not where the device is still at it, which has not answered then."""
+        """Unregister the ring buffer, unless the device has not finished its copies in time."""
         if self._ring and all(wait(device_event, _LAST_SECONDS) for _, device_event in self._coming):
             self._ring = []
             self._pinned.close()
 
     def _copy_ahead(self) -> None:
-        """Begin copies as far as there are slots."""
+        """Begin copies until all slots are in use."""
         while self._waiting and (not self._ring or len(self._coming) + self._held < len(self._ring)):
             self._coming.append(self._copy(self._waiting.popleft()))
 

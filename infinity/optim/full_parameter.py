@@ -1,16 +1,15 @@
-"""Whole parameters out of the slices of all ranks, for updates that need more than a rank has.
+"""Full parameters, gathered from the slices of all ranks for updates that cannot run on a slice.
 
-[Note: exchange in updates] An update that needs a whole parameter runs on every rank that has a slice of it, on the
-same numbers and with the same result; each keeps its own slice. Gradient, master and states are gathered for it, one
-parameter at a time. Updates run on a thread of their own, beside FSDP2's collectives, so they have a process group of
-their own. All ranks run such updates in the same order, and none waits for something that another rank does later: all
-run in backward as soon as the gradients are there, or in `step()` (`UpdateSchedule.of`), never in the next forward,
-which a
-rank alone could run ahead to by looking at a weight.
+[Note: exchange in updates] An update that requires a full parameter runs on every rank that has a slice of it, with the
+same inputs and the same result. Each rank keeps its own slice. Gradient, master and states are gathered for one
+parameter at a time. Updates run on their own thread in parallel with FSDP2's collectives, so they use separate process
+groups. All ranks run these updates in the same order, and no rank waits for something that another rank does later.
+Therefore, all of them run in backward as soon as the gradients have arrived, or in `step()` (`UpdateSchedule.of`). They
+never run in the next forward, because a single rank could run them ahead of time by reading a weight.
 
-[Note: exchanges that are left] An exchange that another rank never comes to cannot be called off, and the destructor of
-a gloo group waits for it, up to the time limit of collectives and wherever Python happens to collect garbage. So the
-group of such an exchange is never destroyed: its threads and sockets end with the process.
+[Note: abandoned exchanges] An exchange that another rank never joins cannot be cancelled. The destructor of a gloo
+group waits for it up to the timeout of collectives, wherever Python happens to collect garbage. Therefore, the group of
+such an exchange is never destroyed. Its threads and sockets end with the process.
 """
 
 from __future__ import annotations
@@ -32,25 +31,33 @@ from infinity.errors import InfinityError, LostRankError, StallError
 from infinity.ranks import Ranks, naming_loss
 
 _SHORTEST, _LONGEST = 50e-6, 5e-3
-"""Seconds between two looks whether an exchange has ended."""
+"""Minimum and maximum interval between two checks for the end of an exchange, in seconds."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Which slice of a parameter this rank has: chunks of equal length, the last ones shorter or empty."""
+    """Slice of a parameter on this rank. All slices have the same length, but the last may be shorter or empty."""
 
     group: Any
-    """Process group of the ranks that share it."""
+    """Process group of the ranks that share the parameter."""
     rank: int
-    """Which of them this is."""
+    """Index of this rank in the group."""
     size: int
-    """How many they are."""
+    """Number of ranks in the group."""
 
 
 class FullParameters:
-    """Gathers parameters that ranks share.
+    """Gather parameters that ranks share.
 
-    The thread of updates calls `meet`, `gather` and `own`; `close` comes when that has ended.
+    The update thread calls `meet`, `gather` and `own`. Call `close` after it has stopped.
+
+    Args:
+        layout: pages of this rank.
+        slices: slices of parameters that are updated as full parameters and shared with other ranks, by shard.
+        ranks: communication between ranks.
+        failure: returns the error of a run that has failed, which ends all waits, or ``None``.
+        exchanging: returns a context for each exchange, which lasts until the slowest rank has joined.
+        timeout: time limit in seconds for an exchange after the run has ended.
     """
 
     def __init__(
@@ -62,25 +69,21 @@ class FullParameters:
         exchanging: Callable[[], AbstractContextManager[None]],
         timeout: float,
     ) -> None:
-        """Gather nothing yet.
-
-        Args:
-            slices: by shard, of those that are updated whole and shared with other ranks.
-            failure: returns the error of a run that has failed, so that nothing is waited for.
-            exchanging: returns a context for each exchange, which takes as long as other ranks do.
-            timeout: seconds after which, in the end, a rank that does not come to an exchange is waited for no longer.
-        """
         self._layout, self._slices, self._ranks = layout, slices, ranks
         self._failure, self._exchanging = failure, exchanging
-        self._timeout, self._patience = timeout, math.inf  # seconds for each exchange; set by `end`
+        # Time limits per exchange in seconds; the second is set by `end`
+        self._timeout, self._patience = timeout, math.inf
         self._last: dict[Any, Any] = {}  # by process group, its last exchange
 
     def end(self, *, early: bool = False) -> None:
-        """Note that the run ends: updates that were begun are, unless it ends `early`, still exchanged, others too."""
+        """Note that the run ends.
+
+        Updates that have begun still exchange data, and others too, unless the run ends `early`.
+        """
         self._patience = 0.0 if early else min(self._patience, self._timeout)
 
     def close(self) -> None:
-        """Close the process groups. [Note: exchanges that are left]"""
+        """Close the process groups; see [Note: abandoned exchanges]."""
         for group, work in self._last.items():
             if not work.is_completed():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -90,14 +93,18 @@ class FullParameters:
                 dist.destroy_process_group(group)
 
     def on_any_rank(self, value: bool) -> bool:
-        """Return whether it is true on any rank: what decides the order of updates. Of the training thread."""
+        """Return whether `value` is true on any rank, because it determines the order of updates.
+
+        Only the training thread calls it.
+        """
         return any(self._ranks.collect(value))
 
     def meet(self, shard: int, step: int) -> None:
-        """Check that all ranks that share a parameter are about to update it, in the same step.
+        """Check that all ranks that share a parameter are about to update it in the same step.
 
         Raises:
-            InfinityError: they are not. LostRankError: as `gather`.
+            InfinityError: if they are not.
+            LostRankError: if another rank has exited.
         """
         if shard not in self._slices:
             return
@@ -106,15 +113,20 @@ class FullParameters:
         if len({tuple(place) for place in places.tolist()}) > 1:
             name = self._layout.shards[shard].spec.name
             raise InfinityError(
-                f"ranks update different parameters: this one {name} in step {step + 1}, another one something else; "
-                "gradients must be dropped, changed or looked at on all ranks alike"
+                f"ranks update different parameters: this rank updates {name} in step {step + 1}, and another rank "
+                "does not; drop, change and read gradients in the same way on all ranks"
             )
 
     def gather(self, shard: int, values: torch.Tensor) -> torch.Tensor:
-        """Return a section of the whole parameter, flat, given this rank's elements of it.
+        """Return a section of the full parameter as a flat tensor.
+
+        Args:
+            shard: index of the shard.
+            values: this rank's elements of the section.
 
         Raises:
-            LostRankError: another rank has ended. StallError: it does not come, and the run ends.
+            LostRankError: if another rank has exited.
+            StallError: if another rank does not join while the run ends.
         """
         if shard not in self._slices:
             return values
@@ -125,7 +137,7 @@ class FullParameters:
         return whole[: spec.whole]
 
     def own(self, shard: int, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's elements of a section."""
+        """Return this rank's elements of a section of the full parameter."""
         if shard not in self._slices:
             return whole
         spec = self._layout.shards[shard].spec
@@ -133,7 +145,7 @@ class FullParameters:
         return whole[first : first + spec.numel]
 
     def _gather(self, shard: int, into: torch.Tensor, mine: torch.Tensor) -> None:
-        """Put what ranks have of a parameter one behind the other."""
+        """Concatenate the slices of all ranks in `into`."""
         name, group = self._layout.shards[shard].spec.name, self._slices[shard].group
         try:
             with self._exchanging(), naming_loss():
@@ -152,23 +164,24 @@ class FullParameters:
             if (failure := self._failure()) is not None:
                 raise failure
             if time.monotonic() - began > self._patience:
-                raise StallError(f"the run ended while another rank did not come to the update of {name}")
+                raise StallError(f"the run ended before another rank joined the update of {name}")
             time.sleep(seconds)
             seconds = min(2 * seconds, _LONGEST)
         work.wait()
 
 
 def open_slices(shared: Mapping[int, tuple[tuple[int, ...], int]], ranks: Ranks) -> dict[int, Slice]:
-    """Make process groups for parameters that are updated whole; all ranks call it together.
+    """Create process groups for parameters that are updated as full parameters. All ranks call it together.
 
     Args:
-        shared: by shard, the ranks that share the parameter, and which of them this is.
+        shared: by shard, the ranks that share the parameter, and the index of this rank among them.
+        ranks: communication between ranks.
 
     Returns:
-        The slices by shard; `FullParameters.close` closes the groups.
+        The slices by shard. `FullParameters.close` closes the groups.
     """
     mine = {members for members, _ in shared.values()}
-    everyone = sorted(set().union(*ranks.collect(mine)))  # each rank has to know of all groups, in the same order
+    everyone = sorted(set().union(*ranks.collect(mine)))  # each rank must create all groups in the same order
     made = {members: dist.new_group(list(members), backend="gloo") for members in everyone}
     groups = {members: made[members] for members in mine}
     return {shard: Slice(groups[members], at, len(members)) for shard, (members, at) in shared.items()}

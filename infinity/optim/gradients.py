@@ -1,11 +1,10 @@
-"""Gradients between backward and their update: as they arrived, or in GRAD pages, with what was done to them since.
+"""Gradients between backward and the update, as they arrived or in GRAD pages, with the changes made to them since.
 
-[Note: life of a gradient] It begins when FSDP2 has reduced it (or when it is assigned), is *held* until those of its
-FSDP module are there, and is *stored* then, or used up by an update in backward. It ends with `step()`, which uses it
-up, or
-when it is dropped: when `p.grad` is another one or None. Nobody is told of that, so it is looked at when a gradient
-arrives, in the next forward, and in `step()`. What the user does with `p.grad` in between comes here through a
-`PagedGradient`.
+[Note: life of a gradient] A gradient begins when FSDP2 has reduced it, or when the user assigns it. It is *held* until
+all gradients of its FSDP module have arrived. Then it is *stored*, or used by an update in backward. It ends when
+`step()` uses it, or when it is dropped, i.e. when `p.grad` becomes another tensor or None. PyTorch does not report
+that, so `p.grad` is checked when a gradient arrives, in the next forward, and in `step()`. Operations that the user
+applies to `p.grad` in between reach this module through a `PagedGradient`.
 """
 
 from __future__ import annotations
@@ -36,53 +35,53 @@ from infinity.schedule.trace import Access, Mode, Use, store_gradient_accesses
 from infinity.telemetry.ledger import Ledger
 
 _MOST_EDITS = 16
-"""Operations that are recorded for a gradient; with one more, the gradient is stored anew."""
+"""Maximum number of recorded operations per gradient. With one more, the gradient is stored again."""
 
 USED_IN_BACKWARD = (
-    "the gradient of {name} was used up by its update in backward; for clip_grad_norm_, torch.amp.GradScaler, and "
-    "everything that reads, changes or drops gradients between backward and step(), set update.schedule = "
+    "the gradient of {name} was consumed by its update in backward; to use clip_grad_norm_, torch.amp.GradScaler or "
+    "other code that reads, changes or drops gradients between backward and step(), set update.schedule = "
     '"after_backward" (or "in_forward")'
 )
 SECOND = (
-    "a second gradient of FSDP module {FSDP module} arrived after its update in backward; with several backward passes per step set "
-    'update.schedule = "after_backward"'
+    "a second gradient of FSDP module {fsdp_module} arrived after its update in backward; to run several backward "
+    'passes per step, set update.schedule = "after_backward"'
 )
 USED_BY_STEP = (
-    "the gradient of {name} was used up by step(): read it before; and call zero_grad() before the next backward, "
-    "gradients that are kept over a step cannot be added to"
+    "the gradient of {name} was consumed by step(); read it before step(), and call zero_grad() before the next "
+    "backward, because a gradient cannot be accumulated across steps"
 )
 USED_TWICE = (
-    "the gradient of {name} was used up by the step() before, and memory would update with it again: call zero_grad() "
-    "after step(), also where it is set to zero or None for a part of the parameters only"
+    "the gradient of {name} was consumed by the previous step(), and an optimizer in memory would apply it again; call "
+    "zero_grad() after step(), even if you set the gradients of some parameters to zero or None"
 )
 CUT_OFF = (
-    "the gradient of {name} was being stored when that was cut off: call zero_grad(), and begin with the forward again"
+    "the gradient of {name} is incomplete because storing it was interrupted; call zero_grad() and repeat the forward"
 )
-DROPPED = "this gradient of {name} was dropped, by zero_grad() or for another one; clone() what is to be kept"
-CLOSED = "the gradient of {name} went with the optimizer, which was closed"
+DROPPED = "this gradient of {name} was dropped by zero_grad() or replaced by another one; clone() it to keep a copy"
+CLOSED = "the gradient of {name} was released when the optimizer was closed"
 
 
 class OneGradient:
-    """One gradient of a shard; what a `PagedGradient` asks. The training thread alone uses it."""
+    """One gradient of a shard, accessed through a `PagedGradient`. Only the training thread uses it."""
 
     __slots__ = ("arriving", "edits", "gone", "held", "length", "owner", "shape", "shard", "stored", "zero")
 
     def __init__(self, owner: Gradients, shard: int, shape: torch.Size) -> None:
         self.owner, self.shard = owner, shard
         self.shape = shape  # of the local shard
-        self.held: torch.Tensor | None = None  # as it arrived, on the device, to be added to what is stored
-        self.stored = False  # whether (a part of) it is in GRAD pages
-        self.zero = False  # whether all elements are zero, and nothing is held or stored
-        self.edits: list[Edit] = []  # what was done to it since it was stored, and is still to be done by who reads it
-        self.length: torch.Tensor | None = None  # its norm of order 2 when it was stored, a scalar
-        self.arriving = False  # between what FSDP2 adds to it and the last hook, with hooks of the user in between
-        self.gone = ""  # why it is not there any more, with {name} for the parameter; empty while it is there
+        self.held: torch.Tensor | None = None  # on the device as it arrived, to be added to the stored part
+        self.stored = False  # whether it is in GRAD pages, in part or completely
+        self.zero = False  # whether all elements are zero, so that no elements are held or stored
+        self.edits: list[Edit] = []  # changes since it was stored, which every reader must still apply
+        self.length: torch.Tensor | None = None  # its 2-norm when it was stored, a scalar
+        self.arriving = False  # true from FSDP2's accumulation until the last hook, with user hooks in between
+        self.gone = ""  # reason why it is unavailable, with {name} for the parameter; empty while available
 
     def __repr__(self) -> str:
         return self.owner.name(self.shard)
 
     def load(self) -> torch.Tensor:
-        """Return the elements; see `infinity.fsdp.gradient.Gradient`, as for all methods."""
+        """Return the elements. For all methods, see `infinity.fsdp.gradient.Gradient`."""
         return self.owner.load(self).view(self.shape)
 
     def replace(self, values: torch.Tensor) -> None:
@@ -90,40 +89,49 @@ class OneGradient:
         self.owner.replace(self, values)
 
     def clear(self) -> None:
-        """Replace the elements by zeros."""
+        """Replace the elements with zeros."""
         self.owner.clear(self)
 
     def record(self, edit: Edit) -> None:
-        """Change the elements when they are read next."""
+        """Apply a change to the elements the next time they are read."""
         self.owner.record(self, edit)
 
     def add(self, values: torch.Tensor) -> bool:
-        """Take over what FSDP2 has reduced."""
+        """Take over a gradient that FSDP2 has reduced."""
         return self.owner.add(self, values)
 
     def norm(self) -> torch.Tensor | None:
-        """Return the norm of order 2, where it is known."""
+        """Return the 2-norm, or ``None`` if it is unknown."""
         self.owner.check(self)
         return None if self.held is not None or self.edits else self.length
 
     @property
     def there(self) -> bool:
-        """Whether it has elements: to be updated with, or to be kept from a checkpoint."""
+        """``True`` if it has elements, to update with or to exclude from a checkpoint."""
         return not self.gone and (self.held is not None or self.stored)
 
     def end(self, reason: str) -> None:
-        """Let go of the elements."""
+        """Release the elements."""
         self.gone = reason
         self.held, self.length, self.stored, self.zero = None, None, False, False
         self.edits = []
 
 
 class Gradients:
-    """The gradients of this rank: what arrives, what is stored, and what is used at once.
+    """Gradients of this rank, from their arrival until an update uses them.
 
-    Gradients of one FSDP module come in one after the other; `close_arrivals` ends that, and stores them or begins the
-    update
-    of the FSDP module, as the update schedule says. All methods are called by the training thread.
+    Gradients of one FSDP module arrive one after the other. `close_arrivals` then stores them or begins the update of
+    the FSDP module, as the update schedule says. The training thread calls all methods.
+
+    Args:
+        layout: pages of this rank.
+        pager: provides the pages.
+        device: compute device.
+        planner: holds the update schedule.
+        updates: running and pending updates.
+        recording: events of the current step.
+        ledger: records times.
+        parameters: model parameters, indexed by shard.
     """
 
     def __init__(
@@ -137,12 +145,6 @@ class Gradients:
         ledger: Ledger,
         parameters: Sequence[nn.Parameter],
     ) -> None:
-        """Begin without any.
-
-        Args:
-            device: what computes.
-            parameters: by shard.
-        """
         self._layout, self._pager, self._device, self._planner = layout, pager, device, planner
         self._updates, self._recording, self._ledger = updates, recording, ledger
         self._parameters = {
@@ -151,37 +153,35 @@ class Gradients:
         self._trainable = [
             sum(layout.shards[shard].spec.trainable for shard in shards) for shards in layout.fsdp_module_shards
         ]
-        """By FSDP module, how many gradients it can have."""
-        self._fsdp_module = -1  # whose gradients are coming in; -1: of none
-        self._arrivals: dict[
-            int, OneGradient
-        ] = {}  # by shard of `_fsdp_module`, what is held and neither stored nor used
-        self._arrived: dict[Stream, DeviceEvent] = {}  # by stream, the last mark behind gradients of `_fsdp_module`
-        self._current: dict[
-            int, OneGradient
-        ] = {}  # by shard, that of `p.grad`; used up by `step()` until it is another
-        self._stored: dict[
-            int, dict[int, OneGradient]
-        ] = {}  # by FSDP module, in the order in which they came, and shard
-        self._components: dict[
-            int, int
-        ] = {}  # by FSDP module, how many components are stored: as many as were ever needed
+        """Number of trainable shards by FSDP module, i.e. of gradients that it can receive."""
+        self._fsdp_module = -1  # FSDP module whose gradients are arriving, or -1
+        # Gradients of `_fsdp_module` by shard that are held, and neither stored nor used
+        self._arrivals: dict[int, OneGradient] = {}
+        self._arrived: dict[Stream, DeviceEvent] = {}  # by stream, the last event after gradients of `_fsdp_module`
+        # Gradients in `p.grad` by shard; after `step()`, a consumed one stays until it is replaced
+        self._current: dict[int, OneGradient] = {}
+        # Stored gradients by FSDP module, in order of arrival, and shard
+        self._stored: dict[int, dict[int, OneGradient]] = {}
+        self._components: dict[int, int] = {}  # number of stored components by FSDP module; it never decreases
         self.looked_at = False
-        """Whether anybody but the update needed a gradient since the last step."""
+        """``True`` if a gradient was read by anything but the update since the last step."""
         self.changed = False
-        """Whether there is something new since `reconcile`."""
+        """``True`` if gradients changed since the last `reconcile`."""
         self._summed = any(isinstance(param, DTensor) and param.device_mesh.size() > 1 for param in parameters)
-        """Whether gradients are sums over ranks, whose lower halves are hardly ever zero: nobody looks at them where
-        that would make the host wait for the reduction."""
-        self._pinned: Pinned | None = None  # the registration of `_on_host`
-        self._on_host: torch.Tensor | None = None  # memory of shape (1,) for numbers from the device; None on the CPU
+        """``True`` if gradients are sums over ranks. The lower halves of sums are hardly ever zero, so they are not
+        checked if the check would make the host wait for the reduction."""
+        self._pinned: Pinned | None = None  # registration of `_on_host`
+        self._on_host: torch.Tensor | None = None  # buffer of shape (1,) for numbers from the GPU; None on the CPU
         if device.asynchronous:
             memory, self._pinned = transfer_bytes(device, PAGESIZE, PAGESIZE)
             self._on_host = memory.view(torch.int64)[:1]
-        self._closed = False  # set by `close`
+        self._closed = False
 
     def close(self) -> None:
-        """Let go of everything: gradients refer to this object from within tensors, where Python finds no cycles."""
+        """Release all gradients.
+
+        Gradients reference this object from within tensors, where Python's garbage collector finds no cycles.
+        """
         if self._closed:
             return
         self._closed = True
@@ -197,32 +197,34 @@ class Gradients:
         return self._layout.shards[shard].spec.name
 
     def check(self, gradient: OneGradient) -> None:
-        """Note that somebody needs a gradient.
+        """Note that a gradient is needed.
 
         Raises:
-            InfinityError: it is gone.
+            InfinityError: if it was consumed or dropped.
         """
         if gradient.gone:
             raise InfinityError(gradient.gone.format(name=self.name(gradient.shard)))
         self.looked_at = True
 
     def _is_current(self, shard: int, local: torch.Tensor) -> bool:
-        """Whether a tensor is the gradient of a shard that is known."""
+        """Return whether a tensor is the known gradient of a shard."""
         return isinstance(local, PagedGradient) and local.is_whole and local.gradient is self._current.get(shard)
 
-    # As they come in #
+    # Arrival #
 
     def take(self, shard: int, local: torch.Tensor | None) -> OneGradient | None:
-        """Take over what is in `p.grad` after a reduction, and after the user's hooks.
+        """Take over the gradient in `p.grad` after a reduction and the user's hooks.
 
         Args:
-            local: of the shape of the local shard, in the dtype of the parameter; None where it was dropped.
+            shard: index of the shard.
+            local: local gradient with the shape of the shard and the dtype of the parameter; ``None`` if it was
+                dropped.
 
         Returns:
-            What is to be in `p.grad` from now on, if that is something else.
+            The gradient that must replace `p.grad`, or ``None`` if `p.grad` stays as it is.
 
         Raises:
-            InfinityError: the FSDP module was updated in backward already.
+            InfinityError: if the FSDP module was already updated in backward.
         """
         found = None
         if local is None:
@@ -231,7 +233,7 @@ class Gradients:
             gradient = self._current[shard]
             gradient.arriving = False
             if gradient.held is not None:
-                self._mark_arrival()  # behind what hooks of the user have done to it
+                self._mark_arrival()  # after the changes by user hooks
         else:
             found = self._begin(shard, local.clone() if isinstance(local, PagedGradient) else local)
         if self._arrivals and len(self._arrivals) == self._trainable[self._fsdp_module]:
@@ -252,10 +254,11 @@ class Gradients:
         self._arrived[stream] = self._device.record_event(stream)
 
     def close_arrivals(self) -> None:
-        """Store or use the gradients of the FSDP module whose gradients were coming in.
+        """Store or use the gradients of the FSDP module whose gradients were arriving.
 
         Raises:
-            InfinityError: the FSDP module was updated in backward already: they are its second ones in this step.
+            InfinityError: if the FSDP module was already updated in backward, so that these are its second gradients in
+                this step.
         """
         if not self._arrivals:
             return
@@ -269,7 +272,7 @@ class Gradients:
         name = self._layout.fsdp_modules[fsdp_module].name
         if fsdp_module in self._updates.begun:
             raise InfinityError(SECOND.format(fsdp_module=name))
-        # What was written into gradients before backward is stored; then the sum is too, and `step()` uses it.
+        # Values that were written into gradients before backward are stored. Then the sum is stored too, for `step()`.
         in_backward = fsdp_module in self._planner.update_schedule.in_backward and fsdp_module not in self._stored
         with torch.no_grad(), record_function(f"infinity::gradients ({name})"):
             held = {shard: gradient.held for shard, gradient in arrivals.items() if gradient.held is not None}
@@ -281,37 +284,38 @@ class Gradients:
                 arrived = (self._device.record_event(self._device.current()),)
             if in_backward:
                 self._recording.gradients(fsdp_module, self._components.get(fsdp_module, 1))
-                self._updates.begin_in_backward(fsdp_module, grads, arrived)  # may refuse: then nothing is used up
+                # May raise, in which case the gradients remain available
+                self._updates.begin_in_backward(fsdp_module, grads, arrived)
                 for gradient in arrivals.values():
                     gradient.end(USED_IN_BACKWARD)
             else:
                 self._store(fsdp_module, arrivals)
 
     def _take_over(self, arrived: Iterable[DeviceEvent], grads: Iterable[torch.Tensor]) -> None:
-        """Let this thread's stream use gradients that came in on others."""
+        """Make the current stream wait for gradients that arrived on other streams."""
         stream = self._device.current()
         for device_event in arrived:
             device_event.before(stream)
         for grad in grads:
             self._device.keep(grad, stream)
 
-    # What is done to one #
+    # Operations on one gradient #
 
     def _begin(self, shard: int, values: torch.Tensor) -> OneGradient:
-        """Take over a gradient that has just been reduced, in place of the one that there was."""
+        """Replace the gradient of a shard with one that has just been reduced."""
         self._drop(shard)
         gradient = self._current[shard] = OneGradient(self, shard, values.shape)
         self._hold(gradient, values)
         return gradient
 
     def add(self, gradient: OneGradient, values: torch.Tensor) -> bool:
-        """Take over what FSDP2 adds to `p.grad`, in backward, before hooks are called.
+        """Take over a gradient that FSDP2 adds to `p.grad` in backward, before hooks are called.
 
         Returns:
-            Whether it was FSDP2: what others add is a change like any.
+            ``True`` if FSDP2 added it. An addition by other code is an ordinary change.
 
         Raises:
-            InfinityError: the gradient was used up, by its update in backward or by `step()`.
+            InfinityError: if the gradient was consumed by its update in backward or by `step()`.
         """
         if not torch_private.in_backward() or gradient.arriving:
             return False
@@ -321,7 +325,7 @@ class Gradients:
         if gradient.gone:
             self.check(gradient)
         if gradient.zero:
-            values.add_(0.0)  # as zeros to which it is added: they turn -0 into 0
+            values.add_(0.0)  # as in an addition to zeros, which turns -0 into 0
         gradient.arriving = True
         self._hold(gradient, values)
         return True
@@ -334,7 +338,7 @@ class Gradients:
         self._note_arrival(gradient)
 
     def load(self, gradient: OneGradient) -> torch.Tensor:
-        """Return the elements: what is held, or a copy."""
+        """Return the elements: the held tensor, or a copy of the stored ones."""
         self.check(gradient)
         if gradient.held is not None and not gradient.stored:
             return gradient.held
@@ -360,7 +364,7 @@ class Gradients:
         return flat.to(device)
 
     def replace(self, gradient: OneGradient, values: torch.Tensor) -> None:
-        """Replace the elements; where `step()` has used them up, a new gradient begins."""
+        """Replace the elements. After `step()` has consumed a gradient, this begins a new one."""
         if gradient.held is values:
             return
         self._begin_anew(gradient)
@@ -371,7 +375,7 @@ class Gradients:
         self._write(gradient, values.reshape(-1))
 
     def clear(self, gradient: OneGradient) -> None:
-        """Replace the elements by zeros, which are not stored."""
+        """Replace the elements with zeros, which are not stored."""
         self._begin_anew(gradient)
         self._unstore(gradient)
         gradient.held, gradient.zero, gradient.edits, gradient.length = None, True, [], None
@@ -385,7 +389,7 @@ class Gradients:
             self.check(gradient)
 
     def record(self, gradient: OneGradient, edit: Edit) -> None:
-        """Change the elements when they are read next; at once if they are held."""
+        """Apply a change when the elements are read next, or immediately if they are held."""
         self.check(gradient)
         if gradient.held is not None and gradient.stored:
             self.close_arrivals()
@@ -396,24 +400,24 @@ class Gradients:
         if len(gradient.edits) > _MOST_EDITS:
             self._write(gradient, self.load(gradient).reshape(-1))
 
-    # All of them #
+    # Operations on all gradients #
 
     @property
     def there(self) -> bool:
-        """Whether there are gradients to be updated with."""
+        """``True`` if there are gradients to update with."""
         return any(gradient.there for gradient in self._current.values())
 
     @property
     def zeros(self) -> bool:
-        """Whether there are gradients that are nothing but zeros: memory updates with them too."""
+        """``True`` if there are gradients whose elements are all zero. Updates in memory use these gradients too."""
         return any(gradient.zero for gradient in self._current.values())
 
     def reconcile(self) -> None:
-        """Look at every `p.grad`: drop gradients that are not there any more, store those that were assigned.
+        """Check every `p.grad`. Drop gradients that were removed, and store gradients that were assigned.
 
         Raises:
-            InfinityError: a gradient is to be dropped that an update in backward has used up.
-            UnsupportedError: a gradient was assigned that is no DTensor.
+            InfinityError: if a removed gradient was already consumed by an update in backward.
+            UnsupportedError: if an assigned gradient is not a DTensor.
         """
         assigned: dict[int, torch.Tensor] = {}
         for shard, param in self._parameters.items():
@@ -425,7 +429,9 @@ class Gradients:
             if self._is_current(shard, local):
                 continue
             if local is grad:
-                raise UnsupportedError(f"the gradient that was assigned to {self.name(shard)} is no DTensor")
+                raise UnsupportedError(
+                    f"the gradient assigned to {self.name(shard)} is not a DTensor; assign a DTensor"
+                )
             if isinstance(local, PagedGradient):
                 local = local.clone()
             assigned[shard] = local
@@ -438,10 +444,10 @@ class Gradients:
         self.changed = False
 
     def check_new(self) -> None:
-        """Check that no `p.grad` is left from the step before, and none was cut off.
+        """Check that no gradient of the previous step remains in `p.grad`, and that all are complete.
 
         Raises:
-            InfinityError: one is or was.
+            InfinityError: if one remains or is incomplete.
         """
         for shard, gradient in self._current.items():
             if gradient.gone == USED_BY_STEP:
@@ -450,7 +456,6 @@ class Gradients:
                 self.check(gradient)
 
     def _drop(self, shard: int) -> None:
-        """Forget the gradient of a shard."""
         gradient = self._current.get(shard)
         if gradient is None:
             return
@@ -472,22 +477,22 @@ class Gradients:
                 self._discard(fsdp_module)
 
     def store_zeros(self) -> None:
-        """Store those that are zeros: they are updated with."""
+        """Store gradients whose elements are all zero, so that updates use them."""
         for gradient in list(self._current.values()):
             if gradient.zero:
                 self._write(gradient, self.load(gradient))
 
     @property
     def components(self) -> Mapping[int, int]:
-        """By FSDP module, how many components of its gradients are stored."""
+        """Number of stored gradient components by FSDP module."""
         return self._components
 
     def use_up(self) -> dict[int, dict[int, tuple[Edit, ...]]]:
-        """End all gradients: a step uses them.
+        """End all gradients because a step consumes them.
 
         Returns:
-            What is stored: by FSDP module in the order in which gradients came, by shard, what is still to be done to
-            it.
+            Stored gradients by FSDP module, in order of arrival, and shard, each with the changes that must still be
+            applied.
         """
         stored = {
             fsdp_module: {shard: tuple(gradient.edits) for shard, gradient in of_fsdp_module.items()}
@@ -500,7 +505,7 @@ class Gradients:
         return stored
 
     def discard(self) -> None:
-        """Free the pages of all gradients: a step uses none."""
+        """End all gradients and free their pages because a step does not use them."""
         for fsdp_module in self._stored:
             self._discard(fsdp_module)
         self.use_up()
@@ -513,7 +518,7 @@ class Gradients:
     # Pages #
 
     def _store(self, fsdp_module: int, arrivals: Mapping[int, OneGradient]) -> None:
-        """Store what is held of an FSDP module's gradients, added to what is stored."""
+        """Add the held gradients of an FSDP module to the stored ones, and store the sums."""
         self._updates.run_pending(fsdp_module)
         stored = self._stored.pop(fsdp_module, {})
         try:
@@ -531,19 +536,23 @@ class Gradients:
                 self._walk(accesses, stored, totals, gpu_resident=self._pager.gpu_resident(fsdp_module))
             with self._ledger.part("update"):
                 norms = torch._foreach_norm(list(totals.values()), 2.0)
-        except BaseException:  # pages of some are sums already, and of others not yet
+        except BaseException:  # some pages hold sums already, and others do not
             for gradient in (stored | dict(arrivals)).values():
                 gradient.end(CUT_OFF)
-            with suppress(Exception):  # of drives, which is what is raised then
+            with suppress(Exception):  # an I/O error, which the outer exception already reports
                 self._discard(fsdp_module)
             raise
         for shard, norm in zip(totals, norms, strict=True):
             gradient = arrivals[shard]
             gradient.held, gradient.stored, gradient.length, gradient.edits = None, True, norm, []
-        self._stored[fsdp_module] = stored | {shard: arrivals[shard] for shard in totals}  # at the end: arrival order
+        # Appended, to keep the order of arrival
+        self._stored[fsdp_module] = stored | {shard: arrivals[shard] for shard in totals}
 
     def _components_of(self, fsdp_module: int, values: Mapping[int, torch.Tensor], *, added: bool) -> int:
-        """Return how many components hold gradients of an FSDP module; a sum of two is taken to need all there are."""
+        """Return the number of components that gradients of an FSDP module need.
+
+        A sum of two gradients is assumed to need all components.
+        """
         pages = [
             self._layout.pages[access[0].page]
             for access in store_gradient_accesses(self._layout, fsdp_module, stored=0, components=1)
@@ -558,11 +567,11 @@ class Gradients:
             return 1
         if added or (self._device.asynchronous and self._summed) or self._components.get(fsdp_module) == len(HALVES):
             return len(HALVES)
-        # Added up on the device: it is waited for once.
+        # Sum on the device, so that the host waits only once.
         return len(HALVES) if self._number(sum(torch.count_nonzero(halves(part)[1]) for part in divided)) else 1
 
     def _number(self, value: torch.Tensor | int) -> int:
-        """Return what the device has computed: it is waited for."""
+        """Return a number that the device computes. Waits for the device."""
         if self._on_host is None or isinstance(value, int):
             return int(value)
         stream = self._device.current()
@@ -578,10 +587,15 @@ class Gradients:
         *,
         gpu_resident: bool,
     ) -> None:
-        """Add what is stored to the new gradients, then store the sums. Addition order as in memory: commutative.
+        """Add stored gradients to the new ones, and store the sums.
+
+        The result equals that in memory because the addition of two values is commutative.
 
         Args:
-            gpu_resident: whether that is on the device.
+            accesses: page accesses of the FSDP module, in order.
+            stored: stored gradients by shard.
+            totals: new gradients by shard.
+            gpu_resident: whether the pages are on the device.
         """
         current = self._device.current()
         back = current if gpu_resident else self._device.stream("back")
@@ -594,7 +608,7 @@ class Gradients:
                     for content, page in zip(contents, pages, strict=True)
                 ]
                 for component in components[old:] if old else ():
-                    component.zero_()  # of shards that have none this time
+                    component.zero_()  # shards without a gradient this time
                 for shard, at, part in self._slices(pages[0], totals):
                     fmt = self._layout.format_of(shard)
                     if shard in stored:
@@ -606,12 +620,15 @@ class Gradients:
                         part.add_(self._to_device(before, part))
                     values = gradient_components(fmt, part)
                     self._device.record_event(current).before(back)
-                    for component, of_component in zip(components, values, strict=False):  # those that are stored
+                    for component, of_component in zip(components, values, strict=False):  # stored components only
                         self._device.copy(component[at], of_component, back)
                         self._device.keep(of_component, back)
 
     def _to_device(self, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return values where the computation is; they are read there before anything that is copied back now."""
+        """Return values on the compute device.
+
+        The copy runs on the current stream, so it reads the page before later copies write to it.
+        """
         if not self._device.asynchronous:
             return values
         copied = torch.empty(values.shape, dtype=like.dtype, device=like.device)
@@ -619,11 +636,11 @@ class Gradients:
         return copied
 
     def _write(self, gradient: OneGradient, values: torch.Tensor) -> None:
-        """Store the elements of one gradient, flat, in place of what is stored of it."""
+        """Replace the stored elements of one gradient. `values` is flat."""
         with interrupts.held():
             try:
                 self._write_whole(gradient, values)
-            except BaseException:  # some of its pages may have the new ones already
+            except BaseException:  # some of its pages may already hold the new elements
                 self._unstore(gradient)
                 gradient.end(CUT_OFF)
                 raise
@@ -650,7 +667,7 @@ class Gradients:
         self._stored[fsdp_module][shard] = gradient
 
     def _add_components(self, fsdp_module: int, components: int) -> None:
-        """Let the gradients of an FSDP module have more components, which are zero so far."""
+        """Extend the gradients of an FSDP module to more components, which are zero at first."""
         before = self._components[fsdp_module]
         if components <= before:
             return
@@ -663,7 +680,7 @@ class Gradients:
         self._recording.widen(fsdp_module, components)
 
     def _slices(self, page: Page, flats: Mapping[int, torch.Tensor]) -> Iterator[tuple[int, slice, torch.Tensor]]:
-        """Yield (shard, slice of the page, slice of the shard's flat tensor) for every overlap."""
+        """Yield (shard, slice of the page, slice of the shard's flat tensor) for every overlap with a page."""
         for shard in self._layout.page_shards[page.index]:
             if shard in flats:
                 placed = self._layout.shards[shard]

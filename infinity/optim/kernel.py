@@ -1,12 +1,14 @@
-"""Any optimizer as a kernel on page views.
+"""Update kernel that runs any optimizer on views of pages.
 
-Nothing here knows what Adam is. A page is updated by running a copy of the user's own optimizer on views of the page.
-Same object, same settings, same kernel: same bits; where that does not hold, `infinity.optim.probe` finds it out.
+This module has no knowledge of specific algorithms such as Adam. A page is updated by running a copy of the user's own
+optimizer on views of the page. The same class with the same settings runs the same kernels and gives the same bits.
+`infinity.optim.probe` detects optimizers for which that does not hold.
 
-[Note: values that advance] Some optimizers count steps in their param groups, or on themselves, not in the state of a
-parameter. All pages of a step start from the values that were there before the step; they are advanced once per step,
-by a copy of the optimizer whose parameters have no gradient (`advance`), as soon as all updates of the step know what
-they start from. The updates may run later. The probe proves that what advances so is what advances in memory.
+[Note: values that advance] Some optimizers count steps in their param groups or attributes instead of in the state of
+each parameter. All pages of a step start from the values before the step. These values are then advanced once per step
+by a copy of the optimizer whose parameters have no gradient (`advance`), as soon as all updates of the step hold their
+starting values. The updates themselves may run later. The probe verifies that the advanced values match the values in
+memory.
 """
 
 from __future__ import annotations
@@ -37,17 +39,20 @@ from infinity.optim.optimizer_clone import (
 from infinity.optim.validation import reaches_an_optimizer
 
 MODES: Final = ("eval", "train")
-"""Methods with which schedule-free optimizers change the weights that are evaluated into those that are trained."""
+"""Methods of schedule-free optimizers that switch weights between their evaluation and training values."""
 Scalars = dict[str, Any]
 Own = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """State of one parameter: element-wise kinds as (name, dtype name), and names of the scalars.
+    """Layout of the state of one parameter.
 
-    `slices` says what an update has to be given: ``flat`` slices of any elements, shape (n,); slices of any elements
-    with the parameter's ``rank``, shape (1, …, 1, n); whole ``rows``, shape (n, …); or the ``whole`` parameter.
+    Attributes:
+        kinds: element-wise states as (name, dtype name).
+        scalars: names of the scalar states.
+        slices: smallest slices that an update supports: ``flat`` slices of any elements, shape (n,); slices with the
+            ``rank`` of the parameter, shape (1, …, 1, n); full ``rows``, shape (n, …); or the ``whole`` parameter.
     """
 
     kinds: tuple[tuple[str, str], ...]
@@ -57,9 +62,9 @@ class StateSpec:
 
 @dataclass
 class Piece:
-    """A slice of one shard in an update: its elements, gradient and state views, all of shape (n,).
+    """A slice of one shard in an update, with its elements, gradient and state views, all of shape (n,).
 
-    There is no gradient where a method of the optimizer runs in place of its step.
+    The gradient is ``None`` if a method of the optimizer runs in place of its step.
     """
 
     shard: int
@@ -69,69 +74,74 @@ class Piece:
 
 
 class UpdateKernel:
-    """Runs a copy of one optimizer on slices of parameters. `infinity.optim.probe.make_kernel` proves that it can."""
+    """Run a copy of one optimizer on slices of parameters.
+
+    `infinity.optim.probe.make_kernel` verifies that the optimizer supports this.
+
+    Args:
+        optimizer: optimizer to copy.
+
+    Raises:
+        UnsupportedError: if an attribute of the optimizer cannot be copied.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy the optimizer.
-
-        Raises:
-            UnsupportedError: it keeps what cannot be copied.
-        """
-        self.name = name_of(optimizer)  # its class, for errors
+        self.name = name_of(optimizer)  # class name, for errors
         self._optimizer = optimizer
-        self.template = Template(optimizer)  # from which copies are made
-        self._runner = self.template.over([])  # the copy that updates; has parameters only inside of `update`
-        self._step = torch_private.unhooked_step(self._runner)  # its step, without the hooks of users
+        self.template = Template(optimizer)  # creates copies of the optimizer
+        self._runner = self.template.over([])  # the copy that updates; has parameters only inside `update`
+        self._step = torch_private.unhooked_step(self._runner)  # its step, without user hooks
         self.shapes: dict[int, tuple[int, ...]] = {}
-        """By shard: the shape in which slices are given to the optimizer, where it is not (n,); -1 for what the length
-        of a slice decides. Set by the probe while it tries, then once by `give_shapes`, before the first update."""
+        """Shapes in which slices are passed to the optimizer, by shard, unless the shape is (n,). -1 marks the
+        dimension given by the length of the slice. The probe sets it during its trials; `give_shapes` then sets it
+        once, before the first update."""
         self.advancing: frozenset[str] = frozenset()
         """Settings of param groups that an update changes."""
         self.advancing_own: frozenset[str] = frozenset()
-        """Attributes of the optimizer itself that an update changes."""
-        self._own: Own = {}  # the last that `own` returned
-        self._applied: Own = {}  # the one that the runner has; this and the runner belong to the thread of updates
+        """Attributes of the optimizer that an update changes."""
+        self._own: Own = {}  # last return value of `own`
+        self._applied: Own = {}  # values applied to the runner; it and the runner belong to the update thread
         self.uses_closure = False
-        """Whether updates depend on the loss that a closure returns."""
+        """``True`` if updates depend on the loss that a closure returns."""
         self.modes = all(inspect.ismethod(getattr(optimizer, name, None)) for name in MODES)
-        """Whether it has `MODES` that can be changed over pages; the probe looks whether they can."""
+        """``True`` if the optimizer has the methods `MODES`. The probe resets it if they cannot run on pages."""
         self.builds = any(optimizer.state.values()) and self._makes_its_state()
-        """Whether the constructor makes the state of parameters."""
-        # Attributes whose values updates take over.
+        """``True`` if the constructor creates the state of parameters."""
+        # Attributes that are copied to the runner.
         self._watched = [name for name, value in attributes(optimizer).items() if is_plain(value)]
         self._objects = [name for name, value in attributes(optimizer).items() if is_object(value)]
-        """Attributes that are no plain data, and that a loop may change: own classes of settings, sets."""
+        """Attributes that are not plain data and may change during training, such as settings classes and sets."""
         self._tied = {name for name in self._objects if reaches_an_optimizer(vars(optimizer)[name])}
-        """Those that hold the optimizer, which are not copied anew."""
-        # What these were when `own` looked last.
+        """Attributes in `_objects` that reference the optimizer. They are not copied again."""
+        # Contents of these attributes in the last call of `own`.
         self._seen, self._seen_objects = self._content_of_own(), self._content_of_objects()
-        self._objects_now: dict[str, Any] = {}  # copies of them, once they are others than they were at first
+        self._objects_now: dict[str, Any] = {}  # copies of `_objects`, once their contents have changed
         self.layouts: dict[tuple[int, torch.dtype, int], StateSpec] = {}
-        """By number of the param group, dtype and number of dimensions."""
+        """State layouts by param group number, dtype and number of dimensions."""
 
     def discover(self, param: torch.Tensor, group: Mapping[str, Any]) -> StateSpec:
-        """Return the state layout of a parameter of a param group."""
+        """Return the state layout of a parameter in a param group."""
         number = next(n for n, known in enumerate(self._optimizer.param_groups) if known is group)
         return self.layouts[number, param.dtype, param.ndim]
 
-    # State that the constructor makes #
+    # State created by the constructor #
 
     def has_progress(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer has taken steps: whether its state is more than what its constructor made."""
+        """Return whether an optimizer has taken steps, i.e. has more state than its constructor creates."""
         return any(optimizer.state.values()) and not self.builds
 
     def _makes_its_state(self) -> bool:
-        """Whether the state that is there is that of a new optimizer."""
+        """Return whether the existing state equals the state of a new optimizer."""
         made: list[Mapping[str, Any]] = []
         for group in self._optimizer.param_groups:
             try:
                 built = self.build([nn.Parameter(torch.ones(2, 2))], group)
             except Exception:
                 return False
-            # What is made from a group's settings has others as defaults.
+            # The defaults differ, because the new optimizer receives the group's settings as defaults.
             part = owner(self._optimizer, group)
-            found, base_optimizer = ({**attributes(one), "defaults": None} for one in (built, part))
-            if content(found) != content(base_optimizer):
+            found, expected = ({**attributes(one), "defaults": None} for one in (built, part))
+            if content(found) != content(expected):
                 return False
             made.append(next(iter(built.state.values()), {}))
         for group, state in zip(self._optimizer.param_groups, made, strict=True):
@@ -142,15 +152,19 @@ class UpdateKernel:
         return True
 
     def build(self, params: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """Return a new optimizer of the class, from those settings that its constructor takes."""
+        """Return a new optimizer of the same class, with the settings that its constructor accepts."""
         made = type(owner(self._optimizer, settings))
         accepted = inspect.signature(made.__init__).parameters.keys() - {"self", "params"}
         return made(params, **{key: value for key, value in settings.items() if key in accepted})
 
-    # Values that the optimizer keeps on itself #
+    # Attributes of the optimizer #
 
     def own(self) -> Own:
-        """Return the values on the optimizer that updates from now on start from; empty where they never change."""
+        """Return the attribute values that new updates start from; empty if they have never changed.
+
+        Raises:
+            UnsupportedError: if a changed attribute cannot be copied.
+        """
         now, objects = self._content_of_own(), self._content_of_objects()
         if now != self._seen or objects != self._seen_objects or (self.advancing_own and not self._own):
             if objects != self._seen_objects:
@@ -165,20 +179,20 @@ class UpdateKernel:
         before = dict(self._seen_objects)
         if any(before.get(name) != now for name, now in self._content_of_objects() if name in self._tied):
             raise UnsupportedError(
-                f"{', '.join(sorted(self._tied))} on {self.name} changed after infinity.offload, and holds the "
-                "optimizer itself, while updates of pages run on copies: change numbers on the optimizer instead"
+                f"{', '.join(sorted(self._tied))} on {self.name} changed after infinity.offload and references the "
+                "optimizer, but updates of pages run on copies; change numeric attributes of the optimizer instead"
             )
         changed = {name: value for name, value in changed.items() if name not in self._tied}
         try:
             return copy.deepcopy(changed)
         except Exception as error:
             raise UnsupportedError(
-                f"{', '.join(changed)} on {self.name} changed after infinity.offload, and cannot be copied ({error}); "
-                "updates of pages run on copies: change numbers on the optimizer or in its param groups instead"
+                f"{', '.join(changed)} on {self.name} changed after infinity.offload and cannot be copied ({error}), "
+                "but updates of pages run on copies; change numeric attributes or param group settings instead"
             ) from error
 
     def plain_own(self) -> Iterator[tuple[str, Any]]:
-        """Yield the attributes of the optimizer that are plain data."""
+        """Yield the names and values of attributes that are plain data."""
         there = vars(self._optimizer)
         return ((name, there[name]) for name in self._watched if name in there)
 
@@ -194,33 +208,33 @@ class UpdateKernel:
         ]
 
     def restore_own(self, own: Own) -> None:
-        """Put values that a checkpoint kept back onto the optimizer."""
+        """Restore attribute values from a checkpoint."""
         there = vars(self._optimizer)
         there.update({name: in_place_of(there.get(name), value) for name, value in own.items()})
 
     @property
     def kept_own(self) -> dict[str, Any]:
-        """The values on the optimizer that a checkpoint keeps: those that advance."""
+        """Attribute values that a checkpoint stores, i.e. the ones that updates advance."""
         return {name: copied(vars(self._optimizer)[name]) for name in sorted(self.advancing_own)}
 
     # Modes #
 
     def would_change(self, method: str, *args: Any, **named: Any) -> bool:
-        """Whether a method of the optimizer, such as `train`, would change its groups or what it keeps on itself."""
+        """Return whether a method such as `train` would change param groups or attributes of the optimizer."""
         clock = self._clock(self._optimizer.param_groups, dict(self.plain_own()))
         before = content([[settings_of(group) for group in clock.param_groups], attributes(clock)])
         getattr(clock, method)(*args, **named)
         return bool(before != content([[settings_of(group) for group in clock.param_groups], attributes(clock)]))
 
     def switch(self, method: str) -> None:
-        """Change, in the param groups and on the optimizer, what one of `MODES` changes there."""
+        """Apply one of `MODES` to the param groups and attributes of the optimizer."""
         own = {name: copied(value) for name, value in self.plain_own()}
         self.switch_values(self._optimizer.param_groups, own, method)
         there = vars(self._optimizer)
         there.update({name: in_place_of(there[name], value) for name, value in own.items()})
 
     def switch_values(self, groups: Sequence[dict[str, Any]], own: dict[str, Any], method: str) -> None:
-        """Change in param groups, and in `own`, what one of `MODES` changes in them and on the optimizer."""
+        """Apply one of `MODES` to param groups, and to the attribute values in `own`."""
         clock = self._clock(groups, own)
         getattr(clock, method)()
         own.update({name: copied(vars(clock)[name]) for name in own if name in vars(clock)})
@@ -228,22 +242,22 @@ class UpdateKernel:
             group.update({key: in_place_of(group.get(key), value) for key, value in settings_of(after).items()})
 
     def check_steps(self) -> None:
-        """Check that the optimizer is in a mode in which it steps.
+        """Check that the optimizer is in a mode in which it can step.
 
         Raises:
-            InfinityError: it is not, in its own words.
+            InfinityError: if it is not; the message contains the error of the optimizer.
         """
         if not self.modes:
             return
         try:
             torch_private.unhooked_step(self._clock(self._optimizer.param_groups, dict(self.plain_own())))()
         except Exception as error:
-            raise InfinityError(f"{self.name} does not step: {error}") from error
+            raise InfinityError(f"{self.name} cannot step: {error}") from error
 
     def _clock(self, groups: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """Return a copy over groups of parameters without gradients: what it does changes groups and attributes only.
+        """Return a copy whose parameters have no gradients, so that it changes only groups and attributes.
 
-        It is another one than the copy that updates, which may be doing so on another thread.
+        It is separate from the runner, which may be in use on another thread.
         """
         clock = self.template.over(
             [{**settings_of(group), "params": [nn.Parameter(torch.zeros(1))]} for group in groups]
@@ -253,16 +267,16 @@ class UpdateKernel:
         return clock
 
     def reset(self) -> None:
-        """Begin anew with a copy of the optimizer, after one has failed."""
+        """Replace the runner with a new copy of the optimizer after a failure."""
         self._runner = self.template.over([])
         self._step, self._applied = torch_private.unhooked_step(self._runner), {}
 
     # Updates #
 
     def advance(self) -> None:
-        """Advance what updates change in the param groups and on the optimizer: once per step.
+        """Advance the values in param groups and attributes that an update changes.
 
-        To be called when all updates of the step have their settings.
+        Call it once per step, after all updates of the step have received their settings.
         """
         if self.advancing or self.advancing_own:
             own = {name: copied(value) for name, value in self.plain_own()}
@@ -271,7 +285,7 @@ class UpdateKernel:
             there.update({name: in_place_of(there[name], own[name]) for name in self.advancing_own})
 
     def advance_values(self, groups: Sequence[dict[str, Any]], own: dict[str, Any]) -> None:
-        """Change, as a step does, what advances in param groups, and in `own` what it changes on the optimizer."""
+        """Advance values in param groups, and the attribute values in `own`, as one step does."""
         clock = self._clock(groups, own)
         torch_private.unhooked_step(clock)()
         own.update({name: copied(vars(clock)[name]) for name in own if name in vars(clock)})
@@ -279,7 +293,7 @@ class UpdateKernel:
             group.update({key: in_place_of(group.get(key), after[key]) for key in self.advancing if key in after})
 
     def _apply(self, own: Own) -> None:
-        """Let the runner start from these values on itself."""
+        """Set the attribute values from which the runner starts."""
         if self.advancing_own:
             objects = {name: value for name, value in own.items() if name in self._objects}
             vars(self._runner).update({k: copied(v) for k, v in own.items() if k not in objects} | objects)
@@ -295,22 +309,22 @@ class UpdateKernel:
         own: Own,
         method: str = "",
     ) -> dict[int, Scalars]:
-        """Update slices in place: master and states.
+        """Update the master and the states of slices in place.
 
         Args:
-            pieces: slices that share a param group.
-            settings: the group's settings at the step, as in `param_groups`.
-            before: scalars of each shard at the start of the step; a shard that is missing has never been updated.
-            own: what `own()` returned at the step.
-            method: what to run in place of a step: one of `MODES`.
+            pieces: slices of shards in the same param group.
+            settings: settings of the group at the time of the step, as in `param_groups`.
+            before: scalar states of each shard before the step. Shards that were never updated are missing.
+            own: return value of `own()` at the time of the step.
+            method: one of `MODES` that runs in place of `step()`, or an empty string.
 
         Returns:
-            The scalars of each shard after the step.
+            Scalar states of each shard after the step.
 
         Raises:
-            InfinityError: the optimizer begins to keep a state that it did not keep when it was probed.
+            InfinityError: if the optimizer creates a state that it did not have when it was probed.
         """
-        runner, base_optimizer = self._runner, []
+        runner, prepared = self._runner, []
         runner.state.clear()
         if own:
             self._apply(own)
@@ -324,7 +338,7 @@ class UpdateKernel:
                 grad = grad.view(shape) if grad is not None else None
                 states = {key: view.view(shape) for key, view in states.items()}
             param.grad = grad
-            base_optimizer.append((piece, param, states))
+            prepared.append((piece, param, states))
             if piece.shard in before:
                 scalars = {
                     key: _copied_for(key, value, piece.master, settings) for key, value in before[piece.shard].items()
@@ -332,7 +346,7 @@ class UpdateKernel:
                 runner.state[param] = {**scalars, **states}
             elif self.builds and not method:
                 runner.state[param] = self.build([param], settings).state[param]
-        group = {**settings, "params": [param for _, param, _ in base_optimizer]}
+        group = {**settings, "params": [param for _, param, _ in prepared]}
         for key in self.advancing:
             if key in group:
                 group[key] = copied(group[key])
@@ -342,13 +356,13 @@ class UpdateKernel:
                 getattr(self._runner, method)()
             else:
                 self._step()
-            return {piece.shard: self._take(piece, param, states) for piece, param, states in base_optimizer}
+            return {piece.shard: self._take(piece, param, states) for piece, param, states in prepared}
         finally:
             runner.state.clear()
             runner.param_groups.clear()
 
     def _take(self, piece: Piece, param: nn.Parameter, states: Mapping[str, torch.Tensor]) -> Scalars:
-        """Copy into the page what the optimizer has put elsewhere; return the scalars."""
+        """Copy tensors that the optimizer has replaced back into the page, and return the scalar states."""
         if param.data_ptr() != piece.master.data_ptr():
             piece.master.copy_(param.detach().reshape(-1))  # an optimizer that replaces `p.data`
         scalars = {}
@@ -360,17 +374,18 @@ class UpdateKernel:
             elif value is not None:
                 if isinstance(value, torch.Tensor) and value.numel() != 1:
                     raise InfinityError(
-                        f"{self.name} has begun to keep state {key!r} of shape {tuple(value.shape)}, which it did not "
-                        "keep as it was set when it was offloaded; set it so before offload"
+                        f"{self.name} has created state {key!r} of shape {tuple(value.shape)}, which it did not have "
+                        "with the settings at infinity.offload; change the settings before infinity.offload"
                     )
                 scalars[key] = value
         return scalars
 
 
 def _copied_for(key: str, value: Any, master: torch.Tensor, settings: Mapping[str, Any]) -> Any:
-    """Return a copy of a scalar of a state where torch's optimizers have it: on the CPU, unless kernels count steps.
+    """Return a copy of a scalar state on the device where torch's optimizers keep it.
 
-    Those stay on the device: each look at one from the host would wait for all that the device has been given.
+    That is the CPU, except for step counts of fused and capturable kernels. They stay on the GPU, because reading one
+    from the host would wait for all work queued on the GPU.
     """
     if key == "step" and isinstance(value, torch.Tensor) and (settings.get("fused") or settings.get("capturable")):
         return value.detach().to(master.device, copy=True)
@@ -378,7 +393,7 @@ def _copied_for(key: str, value: Any, master: torch.Tensor, settings: Mapping[st
 
 
 def _numbers(state: Mapping[str, Any], but: frozenset[str] = frozenset()) -> dict[str, float]:
-    """Return the scalars of a state whose values are known, but for some."""
+    """Return the scalar states with known values, except for the names in `but`."""
     return {
         key: float(value)
         for key, value in state.items()
@@ -387,5 +402,5 @@ def _numbers(state: Mapping[str, Any], but: frozenset[str] = frozenset()) -> dic
 
 
 def _numbers_unknown(state: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of what is no scalar, or one on the meta device."""
+    """Return the names of states that are not scalars, or are on the meta device."""
     return frozenset(k for k, v in state.items() if isinstance(v, torch.Tensor) and (v.is_meta or v.ndim))

@@ -1,4 +1,7 @@
-"""Several optimizers, each over a part of the parameters, as one: such as Muon for matrices and AdamW for the rest."""
+"""Several optimizers over disjoint sets of parameters, combined into one.
+
+For example, Muon for matrices and AdamW for all other parameters.
+"""
 
 from __future__ import annotations
 
@@ -11,58 +14,59 @@ from infinity import torch_private
 from infinity.errors import UnsupportedError
 
 OWNER: Final = "optimizer"
-"""Setting of a param group that says of which optimizer it is, by its number among those that were given."""
+"""Param group setting that holds the index of the optimizer to which the group belongs."""
 
 
 class Optimizers(torch.optim.Optimizer):
-    """Optimizers over different parameters that step one after the other; it has the param groups of all of them.
+    """Optimizers over different parameters that step one after the other, with the param groups of all of them.
 
-    The groups are those of the optimizers themselves, so that schedulers of each of them work.
+    The groups are the ones of the optimizers themselves, so that schedulers of each optimizer keep working. Each group
+    gets the setting `OWNER`.
+
+    Args:
+        optimizers: optimizers to combine.
+
+    Raises:
+        UnsupportedError: if the list is empty, an item is not an optimizer, two optimizers share a parameter, or an
+            optimizer has hooks or overrides `zero_grad`, which would not be called.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Put optimizers together; each of their groups gets the setting `OWNER`.
-
-        Raises:
-            UnsupportedError: there is none, one is no optimizer, two have the same parameter, or one has hooks or a
-                `zero_grad` of its own, which would not be called.
-        """
         if not optimizers:
-            raise UnsupportedError("infinity.offload was given an empty list of optimizers")
-        for base_optimizer in optimizers:
-            if not isinstance(base_optimizer, torch.optim.Optimizer):
+            raise UnsupportedError("infinity.offload received an empty list of optimizers; pass at least one")
+        for optimizer in optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
                 raise UnsupportedError(
-                    f"an optimizer is of type {type(base_optimizer).__name__}, no torch.optim.Optimizer"
+                    f"the list of optimizers contains a {type(optimizer).__name__}, which is not a "
+                    "torch.optim.Optimizer"
                 )
-            name = type(base_optimizer).__name__
-            if type(base_optimizer).zero_grad is not torch.optim.Optimizer.zero_grad or "zero_grad" in vars(
-                base_optimizer
-            ):
-                raise UnsupportedError(f"zero_grad() of {name} is its own: among several optimizers it is not called")
-            if any(hooks for key, hooks in vars(base_optimizer).items() if torch_private.is_hooks(key)):
+            name = type(optimizer).__name__
+            if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad or "zero_grad" in vars(optimizer):
+                raise UnsupportedError(f"{name} overrides zero_grad(), which is not called in a list of optimizers")
+            if any(hooks for key, hooks in vars(optimizer).items() if torch_private.is_hooks(key)):
                 raise UnsupportedError(
-                    f"{name} has hooks, which are not called among several optimizers: register them on the optimizer "
+                    f"{name} has hooks, which are not called in a list of optimizers; register them on the optimizer "
                     "that infinity.offload returns"
                 )
-        groups = [group for base_optimizer in optimizers for group in base_optimizer.param_groups]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         params = [id(param) for group in groups for param in group["params"]]
         if len(set(params)) < len(params):
             raise UnsupportedError(
-                "two optimizers have the same parameter: give each its own, such as the matrices to one and the rest "
-                "to the other"
+                "two optimizers have the same parameter; assign each parameter to one optimizer, for example matrices "
+                "to one and all other parameters to the other"
             )
-        for number, base_optimizer in enumerate(optimizers):
-            for group in base_optimizer.param_groups:
+        for number, optimizer in enumerate(optimizers):
+            for group in optimizer.param_groups:
                 group[OWNER] = number
         self.optimizers = list(optimizers)
-        """Those that were given, in order."""
+        """The combined optimizers, in order."""
         super().__init__(groups, {})
-        for base_optimizer in optimizers:
-            self.state.update(base_optimizer.state)
+        for optimizer in optimizers:
+            self.state.update(optimizer.state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Let each optimizer step; all of them see what the closure returns."""
+        """Run a step of each optimizer. All of them receive the loss that the closure returns."""
         loss = closure() if closure is not None else None
         for number, inner in enumerate(self.optimizers):
             inner.param_groups = [group for group in self.param_groups if group[OWNER] == number]
@@ -71,20 +75,20 @@ class Optimizers(torch.optim.Optimizer):
                 if inner.param_groups:
                     torch_private.unhooked_step(inner)(*([] if closure is None else [lambda: loss]))
             finally:
-                inner.param_groups = []  # what was updated may be views of cache slots, which nobody is to keep
+                inner.param_groups = []  # parameters may be views of cache slots, which must not be kept alive
         return loss
 
 
 def parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that one consists of: itself, unless it is several."""
+    """Return the optimizers that an optimizer combines, or only itself."""
     return optimizer.optimizers if isinstance(optimizer, Optimizers) else [optimizer]
 
 
 def owner(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """Return the optimizer of which a param group is: itself, unless it is several."""
+    """Return the optimizer to which a param group belongs."""
     return optimizer.optimizers[group[OWNER]] if isinstance(optimizer, Optimizers) else optimizer
 
 
 def name_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of its class; ``Muon+AdamW`` where it is several."""
+    """Return the class name of an optimizer, such as ``Muon+AdamW`` for a combination."""
     return "+".join(type(part).__name__ for part in parts(optimizer))

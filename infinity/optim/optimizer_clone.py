@@ -1,7 +1,7 @@
-"""Copies of a user's optimizer over other parameters: with all that it keeps on itself, nothing of the model's size.
+"""Copies of the user's optimizer over other parameters.
 
-`copy.deepcopy` is not enough: torch's optimizers are pickled as their param groups, defaults and state only, without
-the attributes of a subclass.
+A copy has all attributes of the original, but no tensors of the size of the model. `copy.deepcopy` does not suffice,
+because torch's optimizers pickle only their param groups, defaults and state, without the attributes of a subclass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from infinity.errors import UnsupportedError
 from infinity.optim.multi_optimizer import Optimizers, name_of, parts
 
 _LARGEST = 4096
-"""Most elements of a tensor that an optimizer may keep on itself."""
+"""Maximum number of elements of a tensor attribute of an optimizer."""
 _NOT_COPIED = {"state", "param_groups"}
 _DEPTH = 4
 
@@ -29,9 +29,9 @@ Groups = list[dict[str, Any]]
 
 
 def is_plain(value: Any, depth: int = _DEPTH) -> bool:
-    """Whether a value can be written into a checkpoint:
+    """Return whether a value can be stored in a checkpoint.
 
-    numbers, texts, small tensors, and tuples, lists, dicts of them.
+    Numbers, strings, small tensors, and nested tuples, lists and dicts of these can be stored.
     """
     if isinstance(value, torch.Tensor):
         return (
@@ -48,9 +48,9 @@ def is_plain(value: Any, depth: int = _DEPTH) -> bool:
 
 
 def content(value: Any, depth: int = _DEPTH) -> Any:
-    """Return what can be compared by ``==`` in place of a value: equal where the values are, to the bit.
+    """Return a representation that compares equal with ``==`` for bitwise equal values.
 
-    Objects are compared by their attributes, and what has none is taken to be equal to all of its type.
+    Objects are compared by their attributes. Objects without attributes are equal to all others of their type.
     """
     if isinstance(value, torch.Tensor):
         if value.is_meta or value.numel() > _LARGEST:
@@ -73,14 +73,17 @@ def content(value: Any, depth: int = _DEPTH) -> Any:
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value is no plain data, and has values of its own that may be changed."""
+    """Return whether a value is an object with mutable attributes, rather than plain data."""
     return not is_plain(value) and not isinstance(
         value, torch.optim.Optimizer | FunctionType | MethodType | BuiltinFunctionType | type | torch.Tensor
     )
 
 
 def object_content(value: Any) -> Any:
-    """Return what differs where anything in an object does, at any depth; `content` where it cannot be pickled."""
+    """Return a representation that differs if anything in an object differs, at any depth.
+
+    Objects that cannot be pickled are represented by `content`.
+    """
     try:
         return pickle.dumps(value)
     except Exception:
@@ -88,12 +91,12 @@ def object_content(value: Any) -> Any:
 
 
 def bits(value: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, flat, on the CPU: also NaNs are equal to themselves."""
+    """Return the bytes of a tensor as a flat CPU tensor, so that NaNs equal themselves."""
     return value.cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what an optimizer keeps on itself, besides param groups, state and hooks."""
+    """Return the attributes of an optimizer, except param groups, state and hooks."""
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -102,14 +105,14 @@ def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the settings of a param group; what is changed in the one is not in the other."""
+    """Return a copy of the settings of a param group that shares no mutable values with it."""
     return {key: copied(value) for key, value in group.items() if key != "params"}
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of a setting or a scalar; tensors are on the CPU then, where pages are updated.
+    """Return a copy of a setting or a scalar. Tensors are copied to the CPU, where pages are updated.
 
-    A device is waited for here. Torch's kernels would copy such a learning rate themselves, and not wait for it.
+    Copying from a GPU waits for the GPU here. Torch's kernels read a learning rate on the GPU without waiting.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -121,45 +124,50 @@ def copied(value: Any) -> Any:
 
 
 def in_place_of(there: Any, value: Any) -> Any:
-    """Return a copy of a setting or a scalar that is to take the place of another one: on the same device."""
+    """Return a copy of a setting or a scalar that replaces another one, on the same device."""
     found = copied(value)
     both = isinstance(there, torch.Tensor) and isinstance(found, torch.Tensor)
     return found.to(there.device) if both else found
 
 
 class Template:
-    """An optimizer without its parameters, from which copies of it are made."""
+    """An optimizer without its parameters, from which copies are created.
+
+    Each parameter that an attribute references is replaced by a parameter with a single element.
+
+    Args:
+        optimizer: optimizer to copy.
+
+    Raises:
+        UnsupportedError: if an attribute cannot be copied, or makes the update of a parameter depend on more than that
+            parameter.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy what the optimizer keeps on itself; each of its parameters becomes one of a single element.
-
-        Raises:
-            UnsupportedError: it keeps what cannot be copied.
-        """
-        self._class = type(optimizer)  # of which copies are made
+        self._class = type(optimizer)  # class of the copies
         name = name_of(optimizer)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         known = {id(param) for param in params}
         own = [item for part in parts(optimizer) for item in attributes(part).items()]
         if "step" in dict(own):
             raise UnsupportedError(
-                f"step() of this {name} was replaced on the object, and updates of pages would not run it; pass the "
-                "optimizer as it was made"
+                f"step() of this {name} was replaced on the instance, but updates of pages would not call the "
+                "replacement; pass the unmodified optimizer"
             )
         for attribute, value in own:
             for found in _tensors_and_modules(value):
                 if isinstance(found, nn.Module) or (id(found) not in known and found.numel() > _LARGEST):
                     what = "a module" if isinstance(found, nn.Module) else f"a tensor of shape {tuple(found.shape)}"
                     raise UnsupportedError(
-                        f"{name} keeps {what} on itself ({attribute}): its updates are not of one parameter alone; use "
-                        "an element-wise optimizer such as AdamW"
+                        f"{name} has {what} as its attribute {attribute}, so its updates depend on more than one "
+                        "parameter; use an element-wise optimizer such as AdamW"
                     )
         stand_ins = {id(param): nn.Parameter(torch.zeros(1, dtype=param.dtype)) for param in params}
-        # The copy of which all others are made; it has no parameters of the model.
+        # All other copies are made from this one, which has no parameters of the model.
         self._master = self._copy(optimizer, [], dict(stand_ins))
 
     def over(self, groups: Groups) -> torch.optim.Optimizer:
-        """Return a copy of the optimizer with these param groups, and no state."""
+        """Return a copy of the optimizer with the given param groups and no state."""
         return self._copy(self._master, groups, {})
 
     def _copy(self, optimizer: torch.optim.Optimizer, groups: Groups, memo: dict[int, Any]) -> torch.optim.Optimizer:
@@ -169,10 +177,10 @@ class Template:
         made.__dict__.update(param_groups=groups, state=state)
         for name in vars(optimizer):
             if torch_private.is_hooks(name):
-                made.__dict__[name] = OrderedDict()  # they are called once per step, by the optimizer that users hold
+                made.__dict__[name] = OrderedDict()  # hooks run once per step, on the optimizer that the user holds
         for name, value in attributes(optimizer).items():
             if isinstance(optimizer, Optimizers) and name == "optimizers":
-                made.__dict__[name] = [self._copy(part, [], memo) for part in value]  # they get their groups in a step
+                made.__dict__[name] = [self._copy(part, [], memo) for part in value]  # `step` assigns their groups
                 continue
             if isinstance(value, torch.optim.Optimizer) and id(value) not in memo:
                 inner = groups if value.param_groups is optimizer.param_groups else [*value.param_groups]
@@ -182,8 +190,8 @@ class Template:
                 made.__dict__[name] = copy.deepcopy(value, memo)
             except Exception as error:
                 raise UnsupportedError(
-                    f"{type(optimizer).__name__} keeps on itself what cannot be copied, and updates of pages run on "
-                    f"copies of it: {name}, of type {type(value).__name__} ({error})"
+                    f"attribute {name} of {type(optimizer).__name__}, of type {type(value).__name__}, cannot be copied "
+                    f"({error}), but updates of pages run on copies of the optimizer"
                 ) from error
         return made
 

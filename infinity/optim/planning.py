@@ -1,4 +1,4 @@
-"""Where updates run, and the plan that is followed: decided from what steps show."""
+"""Selection of the update schedule and of the plan that the pager follows, based on the events of completed steps."""
 
 from __future__ import annotations
 
@@ -16,70 +16,69 @@ from infinity.schedule.update_schedule import UpdateSchedule, expand, expand_pen
 from infinity.telemetry.ledger import Ledger
 
 Start = Literal["pending", "nothing", "settling"]
-"""What a plan begins with: updates that wait in forward, none, or those that wait run first, before the step."""
+"""State at the beginning of a plan: updates left to the next forward, no updates, or updates that are flushed first."""
 
 
 class StepPlanner:
-    """Chooses the update update schedule, and lets the pager follow a plan for it.
+    """Select the update schedule, and install plans for it in the pager.
 
-    The first step shows what steps look like (*recording*). It is read ahead as far as it looks as expected, and served
-    on demand from there. At its end the update schedule is chosen, once. A step that looks otherwise than the one
-    before is
-    planned anew.
+    The first step *records* its events. Its pages are prefetched as long as it matches the expected events, and served
+    on demand afterwards. The update schedule is selected once, at the end of the first step. When the events of a step
+    differ from the previous step, a new plan is made.
 
-    [Note: turning] A step may have stored gradients of FSDP modules that are updated in backward from the next one on:
-    the
-    first step has stored all of them. These updates are left to the next forward, as with in_forward; that step, the
-    *turning* one, has a plan of its own. FSDP modules GPU-resident need no transfers, and are updated at once.
+    [Note: transition step] The first step stores the gradients of all FSDP modules, including the ones that are updated
+    in backward from the second step on. Their first updates are left to the next forward, as with ``in_forward``. That
+    step, the *transition step*, has its own plan. GPU-resident FSDP modules need no transfers, and are updated
+    immediately.
+
+    Args:
+        layout: pages of this rank.
+        pager: follows the plans.
+        ledger: receives the predicted traffic.
+        cache_slots: number of slots in the host cache.
+        wanted: value of the setting `update.schedule`.
+        threaded: whether updates run on their own thread.
+        exchanges: whether updates exchange data with other ranks.
     """
 
     def __init__(
         self, layout: Layout, pager: Pager, ledger: Ledger, *, cache_slots: int, wanted: str, threaded: bool,
         exchanges: bool,
     ) -> None:  # fmt: skip
-        """Plan nothing yet.
-
-        Args:
-            cache slots: of the host cache.
-            wanted: the setting `update.schedule`.
-            threaded: whether updates have a thread of their own.
-            exchanges: whether ranks exchange what they have in updates.
-        """
         self._exchanges = exchanges
         self._layout, self._pager, self._ledger = layout, pager, ledger
         self._cache_slots, self._wanted, self._threaded = cache_slots, wanted, threaded
         self.placed = wanted if wanted in ("in_forward", "after_backward") else "recording"
-        """The name of the update schedule; ``recording`` until it is chosen."""
+        """Name of the update schedule; ``recording`` until it is selected."""
         self.update_schedule = UpdateSchedule()
-        """Where updates run in the step that is running; changes between steps only."""
+        """Update schedule of the current step. It changes only between steps."""
         self.events: tuple[Event, ...] = ()
-        """What the last step that was planned for looked like."""
+        """Events of the step for which the current plan was made."""
         self.device_bytes = 0
-        """Memory of the device for weights and whole FSDP modules: a plan is made for so much. 0 on the CPU; set behind
-        the
-        first step."""
+        """GPU memory for prefetched weights and GPU-resident FSDP modules, in bytes. 0 on the CPU; set after the first
+        step."""
         self.update_on_device = False
-        """Whether pages are updated on the device; set before the first step."""
+        """``True`` if pages are updated on the GPU. Set before the first step."""
         self.plan: Plan | None = None
-        """The plan of steps that look like it; None until the first step has been recorded."""
-        self._plans: dict[Start, Plan] = {}  # for `events` and `schedule`, made when they are first needed
+        """Plan for steps with these events; ``None`` until the first step has been recorded."""
+        self._plans: dict[Start, Plan] = {}  # for `events` and `update_schedule`, made on first use
 
     @property
     def recording(self) -> bool:
-        """Whether the update schedule is still to be chosen."""
+        """``True`` until the update schedule is selected."""
         return self.placed == "recording"
 
     @property
     def automatic(self) -> bool:
-        """Whether the update schedule is chosen by what the first step shows."""
+        """``True`` if the update schedule is selected based on the events of the first step."""
         return self._wanted == "auto"
 
     def expect(self, events: tuple[Event, ...]) -> None:
-        """Have pages of the first step read ahead, if it looks so; nothing depends on whether it does.
+        """Prefetch pages of the first step on the assumption that it has these events.
 
-        Until the update schedule is chosen all gradients are stored.
+        A wrong assumption only costs time. All gradients are stored until the update schedule is selected.
         """
-        # The next forward uses them, whatever is chosen, where there is no reason against it.
+        # Unless it is ruled out, the next forward uses the gradients, whichever schedule is selected.
         at_once = self._exchanges or self._wanted == "after_backward"
         update_schedule = UpdateSchedule.of("after_backward" if at_once else "in_forward", events)
         plan = make_plan(expand(events, self._layout, update_schedule), self._layout, self._cache_slots, quick=True)
@@ -88,33 +87,34 @@ class StepPlanner:
         self._pager.install(plan, guessed=True)
 
     def next_schedule(self, waiting: Collection[int]) -> UpdateSchedule:
-        """Return where updates run in the next step, if those of these FSDP modules are left to be run.
-
-        [Note: turning]
-        """
-        turning = self.update_schedule.in_backward.intersection(waiting) - self.update_schedule.gpu_resident
-        if self._exchanges or not turning:
-            return self.update_schedule
-        return replace(self.update_schedule, in_forward=self.update_schedule.in_forward | turning)
-
-    def choose(self, events: tuple[Event, ...], late: bool) -> None:
-        """Choose the update schedule once, after the first step; plan anew for a step of other events.
+        """Return the update schedule of the next step; see [Note: transition step].
 
         Args:
-            late: updates in backward would be too early: something has looked at gradients or weights, or changed
-                settings, between backward and step.
+            waiting: FSDP modules whose updates are left to the next forward.
+        """
+        in_transition = self.update_schedule.in_backward.intersection(waiting) - self.update_schedule.gpu_resident
+        if self._exchanges or not in_transition:
+            return self.update_schedule
+        return replace(self.update_schedule, in_forward=self.update_schedule.in_forward | in_transition)
+
+    def choose(self, events: tuple[Event, ...], late: bool) -> None:
+        """Select the update schedule after the first step, and make a new plan if the events have changed.
+
+        Args:
+            events: events of the completed step.
+            late: whether updates in backward would run too early, because gradients or weights were read, or settings
+                changed, between backward and `step()`.
 
         Raises:
-            InfinityError: the update schedule that is set is impossible.
-            BudgetError: steps will store gradients, and the drives have no room for them.
+            BudgetError: if steps store gradients and the drives have too little space for them.
+            InfinityError: if the update schedule in the settings is impossible.
         """
         if self.recording:
             self.placed = placed(self._wanted, events, late=late, exchanges=self._exchanges)
             if self._wanted == "in_backward" != self.placed:
                 raise InfinityError(
-                    'update.schedule = "in_backward" is impossible here: the step clips, or uses gradients '
-                    'otherwise, or every FSDP module has several gradients per step; set "auto", "in_forward" or '
-                    '"after_backward"'
+                    'update.schedule = "in_backward" is impossible here: the step clips or otherwise uses gradients, '
+                    'or every FSDP module has several gradients per step; set "auto", "in_forward" or "after_backward"'
                 )
         if events != self.events:
             self.update_schedule, plan = choose_plan(
@@ -123,14 +123,15 @@ class StepPlanner:
                 exchanges=self._exchanges,
             )  # fmt: skip
             if plan.stores_gradients:
-                self._pager.make_room(plan)  # before anything is updated: it may be that there is no room
+                self._pager.make_room(plan)  # before any update, because the space may not be available
             self._plans = {"pending": plan}
 
     def follow(self, events: tuple[Event, ...], *, waiting: Collection[int]) -> None:
-        """Let the pager go on with the next step; where this one looked otherwise, plan the next one like it.
+        """Let the pager continue with the next step, which is planned again if the events of this step have changed.
 
         Args:
-            waiting: FSDP modules whose updates wait for the next forward.
+            events: events of the completed step.
+            waiting: FSDP modules whose updates are left to the next forward.
         """
         changed = events != self.events
         if changed:
@@ -138,10 +139,10 @@ class StepPlanner:
             self.plan = self._plan_from("pending")
             self._ledger.predicted(self.plan.traffic.read_bytes, self.plan.traffic.written_bytes)
         update_schedule = self.next_schedule(waiting)
-        # Installed once: what a plan wants is read there and then.
+        # Only one plan is installed, because its first reads start immediately.
         if update_schedule != self.update_schedule:
-            turning = expand(events, self._layout, update_schedule)
-            self._pager.install(prepend(turning, self._plan_from("pending"), self._layout))
+            transition = expand(events, self._layout, update_schedule)
+            self._pager.install(prepend(transition, self._plan_from("pending"), self._layout))
             return
         if self.update_schedule.in_forward and not waiting:
             self._pager.install(self._plan_from("nothing"))
@@ -150,13 +151,13 @@ class StepPlanner:
         else:
             self._pager.begin_step()
         if self.plan is not None:
-            self._pager.make_room(self.plan)  # gives back what stored gradients took, now that they are gone
+            self._pager.make_room(self.plan)  # releases the space of stored gradients that are no longer needed
 
     def to_prefetch(self, events: Sequence[Event]) -> int:
-        """Return the FSDP module whose weights are to be copied to the device now, or -1.
+        """Return the FSDP module whose weights should now be copied to the GPU, or -1.
 
         Args:
-            events: of the step that is running, so far.
+            events: events of the current step so far.
         """
         last = len(events) - 1
         if not self.update_schedule.prefetched or last >= len(self.events) or events[last] != self.events[last]:
@@ -166,20 +167,24 @@ class StepPlanner:
         return fsdp_module if fsdp_module not in self.update_schedule.gpu_resident else -1
 
     def settling(self, waiting: Collection[int]) -> None:
-        """Have the pages of updates that wait read ahead, before they are run between two steps."""
+        """Prefetch the pages of pending updates before they are flushed between two steps.
+
+        Args:
+            waiting: FSDP modules whose updates are pending.
+        """
         if self._pager.between_steps:
             update_schedule = self.next_schedule(waiting)
-            turning = update_schedule != self.update_schedule
-            self._pager.install(self._flushed(update_schedule) if turning else self._plan_from("settling"))
+            in_transition = update_schedule != self.update_schedule
+            self._pager.install(self._flushed(update_schedule) if in_transition else self._plan_from("settling"))
 
     def _flushed(self, update_schedule: UpdateSchedule) -> Plan:
-        """Return the plan from the end of a step on where the updates run first that wait as `schedule` says."""
+        """Return the plan from the end of a step on that first runs the pending updates of `update_schedule`."""
         prefix = expand_pending(self.events, self._layout, update_schedule)
         prefix += expand(self.events, self._layout, self.update_schedule, pending=False)
         return prepend(prefix, self._plan_from("pending"), self._layout)
 
     def _plan_from(self, start: Start) -> Plan:
-        """Return the plan from the end of a step on."""
+        """Return the plan from the end of a step on, for a state of pending updates."""
         if start not in self._plans and start == "settling":
             self._plans[start] = self._flushed(self.update_schedule)
         elif start not in self._plans:
@@ -188,13 +193,13 @@ class StepPlanner:
         return self._plans[start]
 
     def predict_seconds(self, bandwidth: float, computation: float, activations: float) -> float:
-        """Return how many seconds the plan predicts for a step; see `PagedOptimizer.predict_seconds`.
+        """Return the predicted duration of a step in seconds; see `PagedOptimizer.predict_seconds`.
 
         Raises:
-            InfinityError: there is no plan before the first step has been taken.
+            InfinityError: if no step has completed yet.
         """
         if self.plan is None:
-            raise InfinityError("there is no plan before the first step: take a step first")
+            raise InfinityError("no plan exists before the first step; complete a step first")
         return predict_seconds(
             self.plan,
             self._layout,

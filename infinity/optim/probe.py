@@ -1,11 +1,11 @@
-"""Proof, before training, that an optimizer can update pages one by one, or the reason why it cannot.
+"""Verification, before training, that an optimizer can update pages one at a time.
 
-Two copies of the user's own optimizer train small parameters, some for every param group, dtype and number of
-dimensions that it has: one steps them whole, the other is the kernel, which is given slices, uneven ones and in several
-calls, as it is given pages. Gradients are ordinary, zero, tiny, large, and now and then missing; learning rate and
-weight decay change between the steps, differently in every group. Weights, states, param groups and attributes must be
-equal to the bit. What does not work with slices that are ``flat`` is tried with slices of the parameter's ``rank``,
-then with whole ``rows``, then with the ``whole`` parameter, in a call of its own.
+Two copies of the user's optimizer train small parameters, several for each param group, dtype and number of dimensions
+in use. One copy updates full parameters. The other is the update kernel, which receives uneven slices in several calls,
+as it receives pages. Gradients are ordinary, zero, tiny, large, and sometimes missing. The learning rate and the weight
+decay change between steps, differently in every group. Weights, states, param groups and attributes must be bitwise
+equal. If ``flat`` slices fail, slices with the ``rank`` of the parameter are tried, then full ``rows``, and finally the
+``whole`` parameter in a separate call.
 """
 
 from __future__ import annotations
@@ -29,34 +29,38 @@ from infinity.optim.validation import WatchedNames, WatchedParameter, check_reac
 from infinity.units import align_up
 
 _FEW_STEPS, _STEPS = 6, 24
-"""Steps with small parameters alone, which find most reasons in little time, and steps with all."""
+"""Number of steps with small parameters only, which detect most problems quickly, and number of steps with all
+parameters."""
 _SCALES = (1.0, 0.1, 3.0, 0.0, 1e-3, 30.0, 1.0, 1e-8)
 _RATES = (1.0, 0.5, 2.0, 0.7)
 _MISSING = {0, 1, 5}
 """Steps in which some parameters have no gradient."""
 _SWITCHED = {0, 3, 10}
-"""Steps behind which optimizers that have modes are evaluated and trained again."""
+"""Steps after which optimizers that have modes switch to evaluation and back."""
 _LEADING = (12, 128)
-"""First dimension of the small and the large parameters; the others multiply to 48 and 192.
+"""First dimensions of the small and the large parameters. Their other dimensions multiply to 48 and 192.
 
-The large ones have more elements and larger dimensions than the limits below which some optimizers do something else,
-and fewer than torch divides among threads.
+The large parameters exceed the sizes below which some optimizers use another algorithm, and stay below the size from
+which torch divides the work among threads.
 """
 _TRAILING = (48, 192)
 _SLICES = ("flat", "rank", "rows", "whole")
 
 Case = tuple[int, torch.dtype, int]
-"""A param group, by its number; a dtype; a number of dimensions."""
+"""Number of a param group, dtype, and number of dimensions."""
 
 _FOUND: dict[Hashable, tuple[dict[Case, StateSpec], frozenset[str], frozenset[str], bool]] = {}
-"""What this process has found of optimizers of torch, by all that it follows from: a next model begins sooner."""
+"""Results for torch's own optimizers in this process, by all inputs of the probe, so that later models start faster."""
 
 
 def make_kernel(optimizer: torch.optim.Optimizer) -> UpdateKernel:
     """Return the kernel that updates pages with an optimizer.
 
+    Args:
+        optimizer: the base optimizer.
+
     Raises:
-        UnsupportedError: pages cannot be updated with it one by one; the message says what depends on what.
+        UnsupportedError: if it cannot update pages one at a time; the message names the dependency.
     """
     kernel = UpdateKernel(optimizer)
     probe = _Probe(kernel, optimizer)
@@ -69,7 +73,7 @@ def make_kernel(optimizer: torch.optim.Optimizer) -> UpdateKernel:
         except UnsupportedError:
             if not kernel.modes:
                 raise
-            kernel.modes = False  # then they cannot be changed, which is told when they are to be
+            kernel.modes = False  # modes cannot be switched on pages; a later switch raises an error
             kernel.reset()
             kernel.layouts = _Probe(kernel, optimizer).run()
         if key:
@@ -81,12 +85,12 @@ def make_kernel(optimizer: torch.optim.Optimizer) -> UpdateKernel:
 
 @dataclass(frozen=True)
 class _Subject:
-    """A small parameter."""
+    """A small parameter on which the optimizer is tried."""
 
-    case: Case  # what kind of parameter it stands for
-    group: int  # among those that are probed
-    shape: tuple[int, ...]  # of the whole parameter
-    sometimes_missing: bool = False  # it has no gradient in the steps `_MISSING`
+    case: Case  # the kind of parameter that it represents
+    group: int  # index among the probed groups
+    shape: tuple[int, ...]  # shape of the full parameter
+    sometimes_missing: bool = False  # has no gradient in the steps `_MISSING`
 
     @property
     def row(self) -> int:
@@ -97,20 +101,22 @@ class _Subject:
         return math.prod(self.shape)
 
     def view(self, slices: str) -> tuple[int, ...] | None:
-        """Return the shape in which slices are given to the optimizer."""
         return view_shape(slices, self.shape)
 
     def cuts(self, slices: str) -> list[tuple[int, int]]:
-        """Return uneven slices."""
+        """Return the bounds of uneven slices."""
         if slices == "whole":
             return [(0, self.numel)]
-        fsdp_module = math.lcm(self.row, SHARD_ALIGNMENT) if slices == "rows" else SHARD_ALIGNMENT
-        points = [0, fsdp_module, align_up(self.numel * 5 // 8, fsdp_module), self.numel]
+        alignment = math.lcm(self.row, SHARD_ALIGNMENT) if slices == "rows" else SHARD_ALIGNMENT
+        points = [0, alignment, align_up(self.numel * 5 // 8, alignment), self.numel]
         return list(itertools.pairwise(sorted(set(points))))
 
 
 def view_shape(slices: str, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the shape of slices of a parameter, with -1 for what their length decides; None where it is (n,)."""
+    """Return the shape of slices of a parameter, or ``None`` if it is (n,).
+
+    -1 marks the dimension given by the length of the slice.
+    """
     if slices == "whole":
         return tuple(shape)
     if slices == "flat" or len(shape) < 2:
@@ -120,25 +126,25 @@ def view_shape(slices: str, shape: Sequence[int]) -> tuple[int, ...] | None:
 
 @dataclass
 class _Trained:
-    """What became of the subjects: everything that must be equal."""
+    """Results of a training run. Two runs must agree in all of them."""
 
-    weights: list[torch.Tensor] = field(default_factory=list)  # of every subject, at the end
-    states: list[dict[str, Any]] = field(default_factory=list)  # of every subject, at the end
+    weights: list[torch.Tensor] = field(default_factory=list)  # by subject, at the end
+    states: list[dict[str, Any]] = field(default_factory=list)  # by subject, at the end
     groups: list[Groups] = field(default_factory=list)  # after every step
-    own: list[dict[str, Any]] = field(default_factory=list)  # content of the attributes after every step
-    others: list[str] = field(default_factory=list)  # keys of the state that are no parameters
+    own: list[dict[str, Any]] = field(default_factory=list)  # contents of attributes after every step
+    others: list[str] = field(default_factory=list)  # keys of the state that are not parameters
 
 
 class _Probe:
-    """One optimizer, and the small parameters with which it is tried."""
+    """One optimizer, and the small parameters on which it is tried."""
 
     def __init__(self, kernel: UpdateKernel, optimizer: torch.optim.Optimizer) -> None:
         self._kernel, self._name, self._optimizer = kernel, kernel.name, optimizer
-        self._before = [settings_of(group) for group in optimizer.param_groups]  # as they were passed in
+        self._before = [settings_of(group) for group in optimizer.param_groups]  # at `infinity.offload`
         if kernel.modes:
             kernel.switch_values(self._before, {}, "train")
-        alike: dict[str, int] = {}  # groups that differ in nothing but what loops change are probed once
-        numbers = []  # of the group that is probed in place of each
+        alike: dict[str, int] = {}  # groups that differ only in settings that training loops change are probed once
+        numbers = []  # by group, the group that is probed in its place
         for number, group in enumerate(self._before):
             key = repr(content({k: v for k, v in group.items() if k not in ("lr", "initial_lr", "param_names")}))
             numbers.append(alike.setdefault(key, number))
@@ -146,14 +152,14 @@ class _Probe:
         if len(chosen) == 1 < len(self._before):
             chosen.append(next(n for n in range(len(self._before)) if n not in chosen))
         self._chosen = chosen
-        self._names = WatchedNames()  # stands in for names of parameters, and notes whether anybody asks
+        self._names = WatchedNames()  # replaces parameter names, and records whether they are read
         for group in self._before:
-            if "param_names" in group:  # of all parameters, while slices are of some
+            if "param_names" in group:  # lists all parameters, while slices belong to some
                 group["param_names"] = self._names
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._marks = {name for param in params for name in vars(param)} - torch_private.PARAMETER_MARKS
-        """Attributes that were set on parameters."""
-        self._of: dict[Case, Case] = {}  # a case -> the one that is tried in its place
+        """Attributes that the user has set on parameters."""
+        self._of: dict[Case, Case] = {}  # by case, the case that is tried in its place
         subjects: dict[_Subject, None] = {}
         for number, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
@@ -165,13 +171,17 @@ class _Probe:
                     if number in chosen and number != numbers[number]:
                         subjects.update(dict.fromkeys(_subjects(here, chosen.index(here[0]))))
         self._all = list(subjects)
-        self._subjects, self._steps = self._all, _STEPS  # those that are tried, and for how many steps
-        self._called: set[Case] = set()  # what the kernel was called with last
+        self._subjects, self._steps = self._all, _STEPS  # current subjects, and number of steps
+        self._called: set[Case] = set()  # cases in the last call of the kernel
 
-    # What is asked #
+    # Entry points #
 
     def key(self) -> Hashable:
-        """Return all that the outcome follows from; None where that cannot be told, for what is not torch's own."""
+        """Return all inputs that determine the result.
+
+        They are unknown, and the key is ``None``, for optimizers outside of torch and for attributes that are not plain
+        data.
+        """
         own = attributes(self._optimizer)
         settings = [{k: v for k, v in group.items() if k != "param_names"} for group in self._before]
         if not type(self._optimizer).__module__.startswith("torch.optim.") or not is_plain([own, settings]):
@@ -184,7 +194,7 @@ class _Probe:
         """Return the state layout of every case.
 
         Raises:
-            UnsupportedError: slices are not updated as the whole is.
+            UnsupportedError: if slices are not updated like full parameters.
         """
         slices = dict.fromkeys((subject.case for subject in self._all), 0)
         kinds: Sequence[StateSpec] = ()
@@ -200,29 +210,29 @@ class _Probe:
         return {here: layouts[case] for here, case in self._of.items()}
 
     def _try(self, slices: dict[Case, int]) -> Sequence[StateSpec]:
-        """Compare subjects whole and in slices; where slices are not good enough, try the next kind of them."""
+        """Compare updates of full parameters and of slices. If slices of one kind fail, try the next kind."""
         subjects = self._subjects
         try:
             whole = self._whole(range(len(subjects)))
         except Exception as error:
-            raise self._refused(
-                f"cannot make a step of its own here ({_short(error)}): updates call step() without a closure or "
-                "other arguments, on a copy, with dense gradients"
+            raise self._unsupported(
+                f"failed in a trial step ({_short(error)}); updates call step() on a copy, with dense gradients and "
+                "without a closure or other arguments"
             ) from error
         self._check_marks()
         if whole.others:
-            raise self._refused(f"keeps values in its state that are of no parameter ({', '.join(whole.others)})")
+            raise self._unsupported(f"keeps state that belongs to no parameter ({', '.join(whole.others)})")
         kinds = [self._state_of(subject, state) for subject, state in zip(subjects, whole.states, strict=True)]
         self._check_alike(kinds)
         if all(_equal(self._values(number), weights) for number, weights in enumerate(whole.weights)):
-            raise self._refused(
-                "changes no weight when a copy of it steps, with gradients on the parameters of its param groups; pass "
-                "optimizers that it has inside as a list"
+            raise self._unsupported(
+                "changes no weight when a copy of it steps with gradients on the parameters of its param groups; if it "
+                "wraps other optimizers, pass them as a list"
             )
         self._find_advancing(whole)
         while unequal := self._unequal(whole, kinds, slices):
             for case, reason in unequal.items():
-                # For a parameter of one dimension, rank and rows are those of flat slices.
+                # For a one-dimensional parameter, ``rank`` and ``rows`` equal ``flat``.
                 slices[case] += 1 if case[2] > 1 else len(_SLICES) - 1
                 if slices[case] >= len(_SLICES):
                     raise self._explained(whole, case, reason)
@@ -230,7 +240,7 @@ class _Probe:
         return kinds
 
     def _notices_loss(self, whole: _Trained) -> bool:
-        """Whether updates are others if a closure returns a loss."""
+        """Return whether updates depend on the loss that a closure returns."""
         losses = (torch.tensor(3.0 / (1 + n) + n % 2) for n in itertools.count())
         try:
             found = self._whole(range(len(self._subjects)), closure=lambda: next(losses))
@@ -239,20 +249,18 @@ class _Probe:
         return not all(map(_equal, found.weights, whole.weights))
 
     def _check_marks(self) -> None:
-        """Check that updates ask for no names of parameters, and no attributes that were set on them."""
-        apart = "slices have none; make a param group for these parameters, with a setting"
+        """Check that updates read neither parameter names nor attributes that the user has set on parameters."""
+        apart = "which slices do not have; put these parameters into a param group with a setting of its own"
         if self._names.read:
-            raise self._refused(f"reads 'param_names' of its param groups, the names of parameters, and {apart}")
+            raise self._unsupported(f"reads parameter names ('param_names') of its param groups, {apart}")
         if not self._marks:
             return
         WatchedParameter.names_read.clear()
         self._whole(range(len(self._subjects)), kind=WatchedParameter)
         if read := sorted(WatchedParameter.names_read & {*self._marks, "__dict__"}):
-            raise self._refused(
-                f"reads {', '.join(read)} of parameters, where attributes were set on them, and {apart}"
-            )
+            raise self._unsupported(f"reads attributes that were set on parameters ({', '.join(read)}), {apart}")
 
-    def _refused(self, why: str) -> UnsupportedError:
+    def _unsupported(self, why: str) -> UnsupportedError:
         return UnsupportedError(f"{self._name} {why}; use an element-wise optimizer such as AdamW")
 
     # State #
@@ -262,21 +270,21 @@ class _Probe:
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.numel() > 1:
                 if value.shape != subject.shape:
-                    raise self._refused(
+                    raise self._unsupported(
                         f"keeps state {key!r} of shape {tuple(value.shape)} for a parameter of shape {subject.shape}, "
-                        "and pages hold states of the parameter's own shape"
+                        "but pages can only store states of the parameter's shape"
                     )
                 if value.is_complex():
                     raise UnsupportedError(
-                        f"{self._name} keeps state {key!r} of {value.dtype}: complex parameters cannot be paged; train "
-                        "their real and imaginary parts, and make one of them in forward (torch.view_as_complex)"
+                        f"{self._name} keeps state {key!r} of {value.dtype}, but complex parameters cannot be paged; "
+                        "train their real and imaginary parts, and combine them in forward with torch.view_as_complex"
                     )
                 if dtype_name(value.dtype) not in ITEMSIZE:
-                    raise self._refused(f"keeps state {key!r} of {value.dtype}, which pages cannot hold")
+                    raise self._unsupported(f"keeps state {key!r} of {value.dtype}, which pages cannot store")
                 kinds.append((key, dtype_name(value.dtype)))
             elif not isinstance(key, str) or not is_plain(value):
-                raise self._refused(
-                    f"keeps state {key!r} of type {type(value).__name__}, which neither pages nor checkpoints can hold"
+                raise self._unsupported(
+                    f"keeps state {key!r} of type {type(value).__name__}, which neither pages nor checkpoints can store"
                 )
             else:
                 scalars.append(key)
@@ -287,22 +295,24 @@ class _Probe:
         for subject, layout in zip(self._subjects, kinds, strict=True):
             other = found.setdefault(subject.case, layout)
             if other != layout:
-                raise self._refused(
-                    f"keeps other states for a parameter of shape {subject.shape} ({_listed(layout)}) than for one of "
-                    f"other size or with gradients in other steps ({_listed(other)}); pages hold the same state for all"
+                raise self._unsupported(
+                    f"keeps different states for a parameter of shape {subject.shape} ({_listed(layout)}) than for one "
+                    f"with another size or with gradients in other steps ({_listed(other)}), but pages store the same "
+                    "states for all"
                 )
 
     # Values that advance #
 
     def _find_advancing(self, whole: _Trained) -> None:
-        """Tell the kernel what updates change besides weights and states."""
+        """Set the values in groups and attributes that the kernel must advance."""
         own = {name for one, other in itertools.pairwise(whole.own) for name in other if one.get(name) != other[name]}
         first = self._kernel_own()
         at_once = {name for name, value in whole.own[0].items() if first.get(name, value) != value} - own
         watched = dict(self._kernel.plain_own())
         if lost := sorted(own - watched.keys()):
-            raise self._refused(
-                f"changes {', '.join(lost)} on itself at every step, which is no plain data: checkpoints cannot keep it"
+            raise self._unsupported(
+                f"changes attributes at every step that are not plain data ({', '.join(lost)}), so checkpoints cannot "
+                "store them"
             )
         self._kernel.advancing = frozenset(self._advanced_keys(whole))
         self._kernel.advancing_own = frozenset(own | (at_once & watched.keys()))
@@ -311,34 +321,37 @@ class _Probe:
         for key in self._kernel.advancing:
             for group in whole.groups[-1]:
                 if key in group and not is_plain(group[key]):
-                    raise self._refused(f"changes {key!r} of its param groups at every step, which is no plain data")
+                    raise self._unsupported(
+                        f"changes {key!r} of its param groups at every step, which is not plain data"
+                    )
         try:
             groups, after = self._clock()
         except Exception as error:
-            raise self._refused(
-                f"changes {self._named_advancing()} at every step, and cannot do so without gradients ({_short(error)})"
+            raise self._unsupported(
+                f"changes {self._named_advancing()} at every step, but fails to do so without gradients "
+                f"({_short(error)})"
             ) from error
-        for name in at_once:  # what settles with the first gradient is left to the copy that updates
+        for name in at_once:  # the copy that updates sets values that become fixed with the first gradient
             if any(one[name] != other[name] for one, other in zip(after, whole.own, strict=True)):
                 self._kernel.advancing_own -= {name}
         for here, there in zip(groups, whole.groups, strict=True):
             for key in sorted(self._kernel.advancing):
                 if [content(g.get(key)) for g in here] != [content(g.get(key)) for g in there]:
-                    raise self._refused(
-                        f"is not element-wise: {key!r} of its param groups, which all updates use, changes with the "
-                        "gradients of all parameters, or whether there are any"
+                    raise self._unsupported(
+                        f"is not element-wise: {key!r} of its param groups, which all updates use, depends on the "
+                        "gradients of all parameters or on their presence"
                     )
         for one, other in zip(after, whole.own, strict=True):
             for name in sorted(self._kernel.advancing_own):
                 if one[name] != other[name]:
-                    raise self._refused(
-                        f"is not element-wise: {name} on itself, which all updates use, changes with the gradients of "
-                        "all parameters, or whether there are any"
+                    raise self._unsupported(
+                        f"is not element-wise: its attribute {name}, which all updates use, depends on the gradients "
+                        "of all parameters or on their presence"
                     )
 
     def _named_advancing(self) -> str:
         keys = [f"{key!r} of its param groups" for key in sorted(self._kernel.advancing)]
-        return ", ".join(keys + [f"{name} on itself" for name in sorted(self._kernel.advancing_own)])
+        return ", ".join(keys + [f"its attribute {name}" for name in sorted(self._kernel.advancing_own)])
 
     def _advanced_keys(self, whole: _Trained) -> Iterator[str]:
         groups = self._groups()
@@ -349,7 +362,7 @@ class _Probe:
             groups = [settings_of(group) for group in after]
 
     def _clock(self) -> tuple[list[Groups], list[dict[str, Any]]]:
-        """Return param groups and attributes after every step, as the kernel advances them."""
+        """Return param groups and attributes after every step, as advanced by the kernel."""
         groups, own = self._groups(), {name: copied(value) for name, value in self._kernel.plain_own()}
         all_groups, all_own = [], []
         for step in range(self._steps):
@@ -368,7 +381,10 @@ class _Probe:
         return [{key: copied(value) for key, value in self._before[number].items()} for number in self._chosen]
 
     def _set(self, groups: Sequence[dict[str, Any]], step: int) -> None:
-        """Change what loops change: the learning rate, by another factor in each group, and the weight decay."""
+        """Change the settings that training loops change.
+
+        These are the learning rate, by a different factor in each group, and the weight decay.
+        """
         for number, (group, chosen) in enumerate(zip(groups, self._chosen, strict=True)):
             rate = self._before[chosen].get("lr")
             if isinstance(rate, torch.Tensor | float | int) and not isinstance(rate, bool):
@@ -400,8 +416,11 @@ class _Probe:
         closure: Callable[[], torch.Tensor] | None = None,
         kind: type[nn.Parameter] = nn.Parameter,
     ) -> _Trained:
-        """Train subjects whole, with a copy of the user's optimizer; `alone` it has the groups of these only."""
-        torch.default_generator.manual_seed(seed)  # that of the CPU alone: `fork_rng` puts no other back
+        """Train full parameters with a copy of the user's optimizer.
+
+        With `alone`, the copy has only the groups of these parameters.
+        """
+        torch.default_generator.manual_seed(seed)  # the CPU generator only, because `fork_rng` restores no other
         params = {number: kind(self._values(number)) for number in numbers}
         groups = self._groups()
         for place, group in enumerate(groups):
@@ -428,7 +447,7 @@ class _Probe:
         return trained
 
     def _in_slices(self, kinds: Sequence[StateSpec], slices: Mapping[Case, int]) -> _Trained:
-        """Train all subjects as pages are updated."""
+        """Train all subjects in slices, as pages are updated."""
         kernel, subjects = self._kernel, self._subjects
         weights = [self._values(number).reshape(-1) for number in range(len(subjects))]
         states = [
@@ -479,7 +498,7 @@ class _Probe:
         scalars: dict[int, Scalars],
         modes: Sequence[str],
     ) -> None:
-        """Change the mode of what is trained in slices, and change it back."""
+        """Switch the mode of the parameters that are trained in slices, and switch it back."""
         kernel = self._kernel
         for method in MODES:
             start: Own = {name: copied(value) for name, value in own.items()} if kernel.advancing_own else {}
@@ -495,7 +514,7 @@ class _Probe:
     # Comparing #
 
     def _unequal(self, whole: _Trained, kinds: Sequence[StateSpec], slices: Mapping[Case, int]) -> dict[Case, str]:
-        """Return what differs, by case, in words."""
+        """Return a description of the first difference of each case."""
         try:
             found = self._in_slices(kinds, slices)
         except Exception as error:
@@ -511,15 +530,15 @@ class _Probe:
         return unequal
 
     def _failing(self, slices: Mapping[Case, int], error: Exception) -> dict[Case, str]:
-        """Return the cases, of those that the kernel failed with, that may be why: not given whole parameters yet."""
+        """Return the cases that may have caused a failure of the kernel and do not use full parameters yet."""
         left = [case for case, mode in slices.items() if mode < len(_SLICES) - 1]
         flat = [case for case in left if case[2] > 1] or left
         if not flat:
-            raise self._refused(f"cannot update a slice of a parameter: {_short(error)}") from error
+            raise self._unsupported(f"cannot update a slice of a parameter: {_short(error)}") from error
         return dict.fromkeys(flat, _short(error))
 
     def _explained(self, whole: _Trained, case: Case, what: str) -> UnsupportedError:
-        """Return the error that says on what the update of an element depends."""
+        """Return an error that describes the values on which the update of an element depends."""
         subjects = self._subjects
         mine = [number for number, subject in enumerate(subjects) if subject.case == case]
         place = f"{what} of {case[2]}-dimensional parameters"
@@ -536,20 +555,20 @@ class _Probe:
             group = subjects[mine[0]].group
             of_group = [number for number, subject in enumerate(subjects) if subject.group == group]
             others = "of other groups" if differs(of_group) else "of other parameters"
-            return self._refused(
+            return self._unsupported(
                 f"is not element-wise: the update of a parameter ({place}) depends on gradients, values or settings "
-                f"{others}, so pages cannot be updated one by one"
+                f"{others}, so pages cannot be updated one at a time"
             )
-        return self._refused(
-            f"is not element-wise: an element's update depends on other elements of its parameter ({place} differ when "
-            "it is updated in slices), so pages cannot be updated one by one"
+        return self._unsupported(
+            f"is not element-wise: the update of an element depends on other elements of its parameter ({place} differ "
+            "when it is updated in slices), so pages cannot be updated one at a time"
         )
 
     def _check_noise(self, whole: _Trained) -> None:
-        """Check that no random numbers are drawn: those of slices are not those of the whole."""
+        """Check that updates draw no random numbers, because slices would draw different ones."""
         again = self._whole(range(len(self._subjects)), seed=1)
         if not all(map(_equal, again.weights, whole.weights)):
-            raise self._refused("draws random numbers for its updates, which slices would draw otherwise")
+            raise self._unsupported("draws random numbers in its updates, which would differ between slices")
 
 
 def _equal(expected: Any, found: Any) -> bool:
@@ -559,7 +578,6 @@ def _equal(expected: Any, found: Any) -> bool:
 
 
 def _subjects(case: Case, group: int) -> Iterator[_Subject]:
-    """Yield the small parameters of a case."""
     ndim = case[2]
     for first, rest in zip(_LEADING, _TRAILING, strict=True):
         shape = (first, *_divided(rest, ndim - 1)) if ndim > 1 else (first * rest,)
@@ -569,7 +587,7 @@ def _subjects(case: Case, group: int) -> Iterator[_Subject]:
 
 
 def _divided(number: int, parts: int) -> tuple[int, ...]:
-    """Return factors of a number, none of them 1 where that can be."""
+    """Return the number as a product of factors, avoiding factors of 1 if possible."""
     factors = []
     for _ in range(parts - 1):
         factor = next((f for f in (3, 2) if number % f == 0), 1)

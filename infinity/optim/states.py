@@ -1,4 +1,4 @@
-"""The states of an optimizer as `optimizer.state` has them, read when they are asked for."""
+"""Mapping that serves as `optimizer.state` and reads states from NVMe on access."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from infinity.optim.base_optimizer import NO_ENTRIES
 from infinity.optim.step import StepRunner
 
 NO_COPIES = (
-    "an offloaded optimizer cannot be copied or pickled, since its state is on NVMe: optimizer.save_checkpoint() saves it, and "
-    "run.resume continues from there"
+    "an offloaded optimizer cannot be copied or pickled because its state is stored on NVMe; call "
+    "optimizer.save_checkpoint(), and set run.resume to continue from the checkpoint"
 )
 
 
 @dataclass(frozen=True)
 class StateHandle:
-    """Where one state of one shard is; see `infinity.fsdp.paged_tensor.TensorHandle`."""
+    """Location of one state of one shard; see `infinity.fsdp.paged_tensor.TensorHandle`."""
 
     shards: ShardIO
-    """Reads and writes it."""
+    """Object that reads and writes the state."""
     shard: int
-    """Number in the layout."""
+    """Index of the shard in the layout."""
     kind: str
-    """Name of the state, as the optimizer has it."""
+    """Name of the state in the optimizer."""
     name: str
-    """What errors call it."""
+    """Name in error messages."""
     device: torch.device
-    """Where it is loaded to."""
+    """Device to which the state is loaded."""
 
     def load(self) -> torch.Tensor:
-        """Return a copy of the elements, flat, on the compute device."""
+        """Return a flat copy of the elements on the compute device."""
         return self.shards.load_section(self.shard, self.kind).to(self.device)
 
     def save(self, content: torch.Tensor) -> None:
@@ -51,15 +51,19 @@ class StateHandle:
 
 
 class StatesOfOne(dict[str, Any]):
-    """The states of one parameter, by name; their tensors can be written to."""
+    """States of one parameter by name. Their tensors can be written in place."""
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Accept what was changed in place (`state["step"] += 1`). Raises `UnsupportedError` for another tensor."""
+        """Accept a value that was changed in place, such as `state["step"] += 1`.
+
+        Raises:
+            UnsupportedError: if `value` is another object.
+        """
         if self.get(key) is not value:
             raise UnsupportedError(NO_ENTRIES)
 
     def __delitem__(self, key: str) -> None:
-        """Refused. Raises `UnsupportedError`."""
+        """Raise `UnsupportedError`, because entries cannot be removed."""
         self._refuse()
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -68,18 +72,31 @@ class StatesOfOne(dict[str, Any]):
     clear = pop = popitem = update = __ior__ = _refuse  # type: ignore[assignment]
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """Return what is there. Raises `UnsupportedError` where nothing is."""
+        """Return an existing value.
+
+        Raises:
+            UnsupportedError: if there is no state named `key`.
+        """
         if key not in self:
             self._refuse()
         return self[key]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Be copied and pickled as a plain dictionary, which nothing is written through."""
+        """Copy and pickle as a plain dictionary. Writes to the copy do not reach the pages."""
         return dict, (dict(self),)
 
 
 class StateReader:
-    """Reads states of parameters from pages, as they are after the last step."""
+    """Read states of parameters from pages, as of the last step.
+
+    Args:
+        layout: pages of this rank.
+        shards: reads and writes shards.
+        runner: runs the training steps.
+        parameters: parameters and their shards, in the order of `model.parameters()`.
+        names: names of parameters and their shards.
+        made_with_state: whether the base optimizer has states before its first step.
+    """
 
     def __init__(
         self,
@@ -91,17 +108,11 @@ class StateReader:
         names: Mapping[str, int],
         made_with_state: bool,
     ) -> None:
-        """Read nothing yet.
-
-        Args:
-            parameters: with their shards, in the order of `model.parameters()`.
-            names: of parameters, with their shards.
-            made_with_state: whether the optimizer in memory has states before its first step.
-        """
         self._layout, self._shards, self._runner = layout, shards, runner
-        self._numbers = {id(param): shard for param, shard in parameters.items()}  # by id: equality is of elements
+        # By id, because `==` compares elements
+        self._numbers = {id(param): shard for param, shard in parameters.items()}
         self.parameters = list(parameters)
-        """All parameters, in the order of the model."""
+        """All parameters, in the order of `model.parameters()`."""
         self._names, self._made_with_state = names, made_with_state
 
     def updated_parameters(self) -> list[nn.Parameter]:
@@ -109,10 +120,10 @@ class StateReader:
         return [param for param in self.parameters if self.has_state(param)]
 
     def has_state(self, param: object) -> bool:
-        """Return whether a parameter has states: whether it was ever updated by an optimizer that has any.
+        """Return whether a parameter has states, i.e. was ever updated by an optimizer that keeps any.
 
         Raises:
-            InfinityError: as `state_of`.
+            InfinityError: under the conditions of `state_of`.
         """
         self._runner.check_open()
         shard = self._numbers.get(id(param), -1)
@@ -122,19 +133,22 @@ class StateReader:
         scalars = self._runner.updates.scalars.get(shard)
         if scalars is None and self._made_with_state:
             raise InfinityError(
-                f"{self._layout.shards[shard].spec.name} was not updated yet: its first state is made by its first step"
+                f"{self._layout.shards[shard].spec.name} has no state yet, because it was never updated"
             )
         return scalars is not None and bool(scalars or self._layout.format_of(shard).kinds)
 
     def state_of(self, param: nn.Parameter) -> dict[str, Any]:
-        """Return the states of a parameter as they would be in memory; none where it was never updated.
+        """Return the states of a parameter as they would be in memory; empty if it was never updated.
 
-        Tensors are sharded like the parameter, of its shape, and are on NVMe: what is written to them is kept.
+        The tensors have the shape and sharding of the parameter, and are stored on NVMe. Writes to them are kept.
+
+        Args:
+            param: parameter of the model.
 
         Raises:
-            InfinityError: the parameter was updated in backward already, and `step()` has not been called; or the
-                optimizer has states from the start, and the parameter was not updated yet; or it is closed.
-            UnsupportedError: a state is larger than the limit for loading outside the plan.
+            InfinityError: if the parameter was already updated in backward and `step()` has not been called, if it was
+                never updated although the optimizer has states from the start, or if the optimizer is closed.
+            UnsupportedError: if a state is larger than the limit for loading outside of the plan.
         """
         if not self.has_state(param):
             return StatesOfOne()
@@ -152,24 +166,25 @@ class StateReader:
         """Return this rank's master and states of one parameter; see `PagedOptimizer.read_state`.
 
         Raises:
-            InfinityError: there is no trained parameter of that name.
+            InfinityError: if no trained parameter has this name.
         """
         shard = self._names.get(name, -1)
         if shard < 0 or not self._layout.shards[shard].spec.trainable:
-            raise InfinityError(f"there is no trained parameter {name!r}")
+            raise InfinityError(f"no trained parameter is named {name!r}")
         values = {kind: self._shards.load_section(shard, kind) for kind, _ in self._layout.format_of(shard).kinds}
         return {MASTER: self._shards.load(shard), **values, **self._runner.updates.scalars.get(shard, {})}
 
 
 class PagedStates(MutableMapping[nn.Parameter, dict[str, Any]]):
-    """The states of the parameters that have been updated; of others, none: as the dictionary in memory has it.
+    """States of the parameters that have been updated, with the behavior of the dictionary in memory.
 
-    Tensors are sharded like the parameter, and on NVMe: what is written to them is kept. All methods raise what
-    `StateReader.state_of` raises. Entries cannot be set or removed (`UnsupportedError`).
+    The tensors have the sharding of the parameter, and are stored on NVMe. Writes to them are kept. All methods raise
+    the errors of `StateReader.state_of`. Setting or removing entries raises `UnsupportedError`.
     """
 
     def __init__(self, reader: StateReader) -> None:
-        self._known = weakref.ref(reader)  # weak: the given optimizer, which has this, is not to keep a run in memory
+        # Weak, so that the base optimizer, which holds this mapping, does not keep a run in memory
+        self._known = weakref.ref(reader)
 
     @property
     def _reader(self) -> StateReader:
@@ -183,33 +198,37 @@ class PagedStates(MutableMapping[nn.Parameter, dict[str, Any]]):
         return self._reader.state_of(param)
 
     def __setitem__(self, param: nn.Parameter, states: dict[str, Any]) -> None:
-        """Refused. Raises `UnsupportedError`."""
+        """Raise `UnsupportedError`, because entries cannot be set."""
         raise UnsupportedError(NO_ENTRIES)
 
     def __delitem__(self, param: nn.Parameter) -> None:
-        """Refused. Raises `UnsupportedError`."""
+        """Raise `UnsupportedError`, because entries cannot be removed."""
         raise UnsupportedError(NO_ENTRIES)
 
     def clear(self) -> None:
-        """Refused. Raises `UnsupportedError`."""
+        """Raise `UnsupportedError`, because entries cannot be removed."""
         raise UnsupportedError(NO_ENTRIES)
 
     def setdefault(self, param: nn.Parameter, default: Any = None) -> Any:
-        """Return the states of a parameter. Raises `UnsupportedError` where it has none."""
+        """Return the states of a parameter.
+
+        Raises:
+            UnsupportedError: if it has no states.
+        """
         if param not in self:
             raise UnsupportedError(NO_ENTRIES)
         return self[param]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refused, and with it a copy of the optimizer that was given. Raises `UnsupportedError`."""
+        """Raise `UnsupportedError`, which also prevents copies of the base optimizer."""
         raise UnsupportedError(NO_COPIES)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refused, and with it pickling of the optimizer that was given. Raises `UnsupportedError`."""
+        """Raise `UnsupportedError`, which also prevents pickling of the base optimizer."""
         raise UnsupportedError(NO_COPIES)
 
     def __contains__(self, param: object) -> bool:
-        """Whether a parameter has states."""
+        """Return whether a parameter has states."""
         return self._reader.has_state(param)
 
     def __iter__(self) -> Iterator[nn.Parameter]:
@@ -217,5 +236,5 @@ class PagedStates(MutableMapping[nn.Parameter, dict[str, Any]]):
         return iter(self._reader.updated_parameters())
 
     def __len__(self) -> int:
-        """Return how many parameters have states."""
+        """Return the number of parameters that have states."""
         return len(self._reader.updated_parameters())

@@ -152,8 +152,8 @@ class StepRunner:
         ]
         self._counted = 0  # updated elements that are included in the records of previous steps
         self._grad_enabled = True  # whether the current forward builds a graph; set by `forward`
-        self._backward = -1  # number of the backward pass in which gradients last arrived; -1: none in this step
-        self._skip = False  # whether the current step updates nothing
+        self._backward = -1  # number of the backward pass in which gradients last arrived in this step, or -1
+        self._skip = False  # whether the current step skips all updates
         self._looked_between = False  # whether weights were read between backward and step() in the first step
         self._closed = ""  # reason why the runner is closed; empty while it is open
 
@@ -344,7 +344,7 @@ class StepRunner:
         self._gradients.check_new()
 
     def skip(self) -> None:
-        """Make the current step update nothing."""
+        """Make the current step skip all updates."""
         self._skip = True
 
     @_uninterrupted
@@ -376,7 +376,7 @@ class StepRunner:
             updates.run_reduced()
             events = self._recording.end()
             self._choose(events, late)
-            # a failure here leaves some FSDP modules one step ahead, so the run cannot continue
+            # A failure here leaves some FSDP modules one step ahead, so the run cannot continue
             with telling(self._pager.fail):
                 updates.run_left()
                 if self._skip:

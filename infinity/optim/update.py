@@ -1,4 +1,4 @@
-"""The arithmetic of an update inside one access: gradients, master and moments in, weights out."""
+"""Arithmetic of an update within one page access. Reads gradients, and updates master, moments and weights."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from infinity.schedule.trace import Access
 from infinity.units import align_up
 
 _DECODED = 256 * RANGE_ALIGNMENT
-"""Most elements that are decoded at once: what an update needs beside the pages is bounded, to 2 MiB for each section,
-which a last-level cache holds. With fewer, Python between them shows."""
+"""Maximum number of elements decoded at once. It bounds the memory of an update in addition to the pages to 2 MiB per
+section, which fits into a last-level cache. With fewer elements, the overhead of Python becomes measurable."""
 _ALIGNED = 64
-"""Bytes to which torch aligns what it allocates."""
+"""Alignment of torch's allocations, in bytes."""
 
 
 def snapshot(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a param group as they are now; what is changed in place later is not changed there.
+    """Return a copy of the settings of a param group that later in-place changes do not affect.
 
     Raises:
-        UnsupportedError: a setting cannot be copied.
+        UnsupportedError: if a setting cannot be copied.
     """
     return {key: _fixed(key, value) for key, value in group.items() if key != "params"}
 
@@ -47,13 +47,13 @@ def _fixed(key: str, value: Any) -> Any:
         return optimizer_clone.copied(value)
     except Exception as error:
         raise UnsupportedError(
-            f"{key}, of type {type(value).__name__}, in a param group cannot be copied, and updates use the settings "
-            f"as the step has found them: {error}"
+            f"setting {key} of type {type(value).__name__} in a param group cannot be copied, but updates need a copy "
+            f"of the settings at the time of the step: {error}"
         ) from error
 
 
 def same_setting(a: Any, b: Any) -> bool:
-    """Whether a setting is the same as one of a `snapshot`; tensors of any size may be among them."""
+    """Return whether a setting equals one in a `snapshot`. Settings may contain tensors of any size."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
@@ -68,17 +68,21 @@ def same_setting(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(same_setting, a, b))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same_setting(value, b[key]) for key, value in a.items())
-    if optimizer_clone.copied(b) is b:  # a number, a function, a dtype: what is never changed in place
+    if optimizer_clone.copied(b) is b:  # a number, a function or a dtype, which cannot change in place
         return bool(a == b)
     return bool(optimizer_clone.content(a) == optimizer_clone.content(b))
 
 
 class RangePages:
-    """One range of a segment's update, and the pages that it needs, in memory.
+    """One range of a segment's update, and its pages in memory.
 
-    `access` is what `range_access` returns for it, `contents` are the bytes of the pages of the access, in cache slots
-    or on
-    the device. `grads` are its gradients; None where they are in GRAD pages.
+    Args:
+        layout: pages of this rank.
+        segment: segment that contains the range.
+        item: the range.
+        access: page access of the range, as returned by `range_access`.
+        contents: bytes of the pages, in cache slots or on the GPU.
+        grads: gradients of the range; ``None`` if they are in GRAD pages.
     """
 
     def __init__(
@@ -92,23 +96,23 @@ class RangePages:
     ) -> None:
         self.segment, self.item, self.grads = segment, item, grads
         self._layout = layout
-        # Pages and their bytes.
         self._held = [(layout.pages[use.page], content) for use, content in zip(access, contents, strict=True)]
 
     def pages(self, role: Role) -> list[tuple[Page, Content]]:
-        """Return pages and their bytes."""
+        """Return the pages with a role, and their bytes."""
         return [(page, content) for page, content in self._held if page.role is role]
 
     def state(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return elements [start, stop), of one page, of a section that is stored as the optimizer sees it: a view."""
+        """Return a view of elements [start, stop) of an unencoded section. They must be in one page."""
         (component,) = self.segment.format.components[name]
         page, content = next(held for held in self.pages(component.role) if held[0].start <= start < held[0].stop)
         return component_of(content, page, component, start, stop)
 
     def gradient(self, start: int, stop: int) -> torch.Tensor:
-        """Return elements [start, stop) of the gradient that is stored: a copy.
+        """Return a copy of elements [start, stop) of the stored gradient.
 
-        Optimizers may change what they are given, while the page is being written, or read by another range's update.
+        A copy is needed because optimizers may change their gradients while the page is being written, or read by the
+        update of another range.
         """
         if start == stop:
             return torch.empty(0, dtype=torch_dtype(self.segment.format.dtypes[MASTER]), device=self._device)
@@ -117,7 +121,7 @@ class RangePages:
             low, high = max(start, page.start), min(stop, page.stop)
             if low < high:
                 components.setdefault(page.component, []).append(section(content, page, self._layout, low, high))
-        halved = self.segment.format.grads == HALVES  # what is joined from halves is a copy anyway
+        halved = self.segment.format.grads == HALVES  # joining halves creates a copy anyway
         whole = [
             parts[0] if len(parts) == 1 and halved else torch.cat(parts) for _, parts in sorted(components.items())
         ]
@@ -125,12 +129,12 @@ class RangePages:
 
     @property
     def _device(self) -> torch.device:
-        """Where the pages are."""
+        """Device of the pages."""
         content = self._held[0][1]
         return content.device if isinstance(content, torch.Tensor) else torch.device("cpu")
 
     def decode(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return elements [start, stop) of a section that is stored otherwise, or in several pages: a copy."""
+        """Return a decoded copy of elements [start, stop) of a section. It may be encoded, or span several pages."""
         contents = {page.index: content for page, content in self._held}
 
         def visit(page: Page, copy: Callable[[Content], None]) -> None:
@@ -139,7 +143,10 @@ class RangePages:
         return read_section(self.segment, name, start, stop, visit, device=self._device)
 
     def decode_into(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Decode elements from `start` on of a section that has an encoding; their number is one of whole blocks."""
+        """Decode elements of an encoded section, from `start` on, into `values`.
+
+        The number of elements must be a multiple of the block size.
+        """
         stop, encoding = start + len(values), self.segment.format.encoded[name]
         if (parts := self._parts(name, start, stop)) is None:
             values.copy_(self.decode(name, start, stop))
@@ -147,7 +154,7 @@ class RangePages:
             decode(parts, encoding, values)
 
     def encode(self, name: str, start: int, values: torch.Tensor, step: int) -> None:
-        """Store elements from `start` on of a section as `decode` and `decode_into` read them."""
+        """Store `values` as elements of a section from `start` on, as `decode` and `decode_into` read them."""
         encoding = self.segment.format.encoded.get(name)
         whole_blocks = not len(values) % SHARD_ALIGNMENT
         if encoding and whole_blocks and (parts := self._parts(name, start, start + len(values))) is not None:
@@ -158,7 +165,7 @@ class RangePages:
                 put(content, page, component, start, items)
 
     def _parts(self, name: str, start: int, stop: int) -> list[torch.Tensor] | None:
-        """Return the components of elements [start, stop) of a section as views, if each of them is in one page."""
+        """Return views of all components of elements [start, stop) of a section, if each of them is in one page."""
         found = [self._part(component, start, stop) for component in self.segment.format.components[name]]
         parts = [part for part in found if part is not None]
         return parts if len(parts) == len(found) else None
@@ -170,7 +177,7 @@ class RangePages:
         return None
 
     def replace_weights(self) -> None:
-        """Write the weights that the updated master makes, where they are no part of it."""
+        """Write the weights derived from the updated master, unless they are a part of the master."""
         if self.segment.format.replaces_weights:
             for page, content in self.pages(Role.PARAM):
                 low, high = max(page.start, self.item.start), min(page.stop, self.item.stop)
@@ -183,12 +190,21 @@ class RangePages:
 class Update:
     """The update of one FSDP module.
 
-    `settings` has those of its group for every shard that has a gradient; `before` is what `Updates` keeps of all
-    shards: of these nothing changes there until this update has ended, as updates run one after the other and `after`
-    is taken over last. The number of the step is `step`. Gradients are in `grads` by shard, flat, on the device, which
-    has them behind all of `arrived`; or else `components` of each are in GRAD pages, and `edits` are still to be done
-    to them, by shard. `own` is what the optimizer keeps on itself, as the step found it.
-    With a `method`, that runs in place of a step, and there are no gradients.
+    Updates run one after the other, and `after` is merged into `before` last. Therefore, entries of `before` do not
+    change during an update.
+
+    Attributes:
+        layout: pages of this rank.
+        kernel: the update kernel.
+        settings: settings of the param group, for every shard with a gradient.
+        before: scalar states of all shards, shared with `Updates`.
+        step: number of completed steps.
+        grads: flat gradients on the device by shard; ``None`` if they are in GRAD pages.
+        arrived: events after which `grads` are complete.
+        edits: changes that must still be applied to gradients in GRAD pages, by shard.
+        components: number of components of each gradient in GRAD pages.
+        own: attributes of the optimizer at the time of the step.
+        method: method that runs in place of `step()`, without gradients; empty for a step.
     """
 
     layout: Layout
@@ -202,17 +218,17 @@ class Update:
     components: int = 0
     own: Own = field(default_factory=dict)
     whole: FullParameters | None = None
-    """Brings slices of parameters that are updated whole together; None where this rank has all of each."""
+    """Gathers parameters that must be updated as full parameters; ``None`` if this rank has all elements of each."""
     after: dict[int, Scalars] = field(default_factory=dict)
-    """Scalars of the shards after the step."""
+    """Scalar states of the shards after the step."""
     elements: int = 0
-    """Elements updated so far."""
+    """Number of elements updated so far."""
     method: str = ""
     _decoded: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Memory for what is decoded, by section."""
+    """Buffers for decoded elements, by section."""
 
     def run(self, ranges: Sequence[RangePages]) -> None:
-        """Update the elements of some ranges; those that are stored as the optimizer sees them in one call of it."""
+        """Update the elements of several ranges. Ranges without encodings share a single call of the optimizer."""
         plain = [opened for opened in ranges if not (opened.segment.format.encoded or opened.segment.whole)]
         self._run([(opened, opened.item.start, opened.item.stop) for opened in plain])
         for opened in ranges:
@@ -226,7 +242,7 @@ class Update:
             opened.replace_weights()
 
     def run_empty(self) -> None:
-        """Advance the scalars of shards of which this rank has no elements, which are in no range."""
+        """Advance the scalars of shards without elements on this rank, which are in no range."""
         for shard, group in self.settings.items():
             spec = self.layout.shards[shard].spec
             if not spec.numel and not (spec.whole and spec.padded):
@@ -237,7 +253,7 @@ class Update:
                 self.after.update(self.kernel.update([piece], group, self.before, self.own))
 
     def _run(self, parts: Sequence[tuple[RangePages, int, int]]) -> None:
-        """Update elements [start, stop) of some ranges: in the pages, or, what is stored otherwise, decoded."""
+        """Update elements [start, stop) of several ranges, in the pages or, if encoded, in decoded buffers."""
         decoded: list[tuple[RangePages, int, str, torch.Tensor]] = []
         by_group: dict[int, tuple[Mapping[str, Any], list[Piece]]] = {}
         for opened, start, stop in parts:
@@ -245,7 +261,7 @@ class Update:
             for shard, low, high in self._cuts(opened, start, stop):
                 views = {name: opened.state(name, low, high) for name in fmt.dtypes if name not in fmt.encoded}
                 for name in fmt.encoded:
-                    values = self._room(name, low - start, align_up(high, SHARD_ALIGNMENT) - start)
+                    values = self._buffer(name, low - start, align_up(high, SHARD_ALIGNMENT) - start)
                     opened.decode_into(name, low, values)
                     decoded.append((opened, low, name, values))
                     views[name] = values[: high - low]
@@ -258,17 +274,17 @@ class Update:
         for opened, low, name, values in decoded:
             opened.encode(name, low, values, self.step)
 
-    def _room(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return memory for elements [start, stop) of those that are decoded at once:
-
-        the same for all of the FSDP module.
-        """
+    def _buffer(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return a buffer for elements [start, stop) of a decoded block. All blocks of the FSDP module share it."""
         if name not in self._decoded:
             self._decoded[name] = torch.empty(_DECODED)
         return self._decoded[name][start:stop]
 
     def _run_whole(self, opened: RangePages) -> None:
-        """Update a shard all at once, with what other ranks have of its parameter: pages are copied out and in."""
+        """Update a full parameter.
+
+        Pages are copied out and back. Other ranks contribute their slices of the parameter.
+        """
         (shard,) = opened.item.shards
         if shard not in self.settings:
             return
@@ -277,7 +293,7 @@ class Update:
         views = {name: opened.decode(name, start, stop) for name in fmt.dtypes}
         grad = self._gradient(opened, shard, start, stop)
         if grad is not None and grad.data_ptr() % _ALIGNED:
-            grad = grad.clone()  # products over unaligned memory may be added up in another order
+            grad = grad.clone()  # products over unaligned memory may be summed in another order
         if self.whole is not None:
             self.whole.meet(shard, self.step)
             grad = self.whole.gather(shard, grad) if grad is not None else None
@@ -289,9 +305,9 @@ class Update:
             opened.encode(name, start, self.whole.own(shard, values) if self.whole is not None else values, self.step)
 
     def _cuts(self, opened: RangePages, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Return (shard, first, last) for the slices in [start, stop) of shards with a gradient, in elements.
+        """Return (shard, first, last) for each slice in [start, stop) of a shard with a gradient, in elements.
 
-        Where the PARAM pages are the master, a slice ends where its page does.
+        If the PARAM pages hold the master, slices end at their page boundaries.
         """
         borders = [] if opened.segment.format.master else [page.start for page, _ in opened.pages(Role.PARAM)]
         found = []

@@ -1,4 +1,4 @@
-"""The thread on which updates run, beside the training thread."""
+"""Worker thread that runs updates in parallel with the training thread."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from infinity import interrupts
 from infinity.errors import InfinityError
 
-_LOOK_SECONDS = 0.5
-"""After which it is looked whether the training thread is to be interrupted, while it waits."""
+_CHECK_SECONDS = 0.5
+"""Interval at which the training thread checks for interrupts while it waits."""
 
 
 @contextmanager
 def telling(failed: Callable[[Exception], None]) -> Iterator[None]:
-    """Tell `failed` what keeps the body from its end, an interrupt too:
+    """Report any exception of the body, including interrupts, to `failed`.
 
-    what is done in part must not be checkpointed.
+    Partial updates must not be written to a checkpoint.
     """
     try:
         yield
@@ -30,34 +30,35 @@ def telling(failed: Callable[[Exception], None]) -> Iterator[None]:
 
 
 class UpdateWorker:
-    """Runs updates one after the other, on a thread that takes `cores` of the CPU, or at once where that is 0.
+    """Run updates one after the other, on a separate thread or immediately.
 
-    The thread begins with `enter_thread`: those that it uses for copies are then of this rank's device.
-
-    `failed` is told of errors, from that thread: an FSDP module that is updated in part is nothing to go on from.
+    Args:
+        cores: number of CPU cores for the thread; 0 runs updates immediately on the calling thread.
+        failed: called with errors, on the thread in which they occur. A partially updated FSDP module ends the run.
+        enter_thread: called first on the thread, so that the streams of its copies belong to this rank's device.
     """
 
     def __init__(
         self, cores: int, failed: Callable[[Exception], None], enter_thread: Callable[[], None] = lambda: None
     ) -> None:
         self._failed = failed
-        self._last: Future[None] | None = None  # the job that was submitted last
+        self._last: Future[None] | None = None  # most recently submitted job
         self._thread: ThreadPoolExecutor | None = None
         if cores:
             self._thread = ThreadPoolExecutor(1, "infinity-update", torch.set_num_threads, (cores,))
             self._thread.submit(enter_thread).result()
-            torch.set_num_threads(torch.get_num_threads())  # what threads of torch's own begin with, again
+            torch.set_num_threads(torch.get_num_threads())  # resets the default that new threads of torch inherit
 
     @property
     def threaded(self) -> bool:
-        """Whether updates run on a thread of their own."""
+        """``True`` if updates run on their own thread."""
         return self._thread is not None
 
     def submit(self, job: Callable[[], None]) -> Future[None] | None:
-        """Run `job`, behind those that were submitted before. Raises its error if it runs at once.
+        """Run `job` after all previously submitted jobs. Raises its error if it runs immediately.
 
         Returns:
-            What ends when it has run; None where it has.
+            A future that completes when the job has run; ``None`` if it has already run.
         """
         if self._thread is None:
             self._run(job)
@@ -70,12 +71,12 @@ class UpdateWorker:
             job()
 
     def drain(self) -> None:
-        """Wait until all jobs have run; a failure is raised by whoever looks at a page next."""
-        while self._last is not None and not wait([self._last], _LOOK_SECONDS).done:
+        """Wait until all jobs have run. The next page access raises a failure."""
+        while self._last is not None and not wait([self._last], _CHECK_SECONDS).done:
             interrupts.check()
 
     def close(self) -> None:
-        """Drop what has not begun, and end the thread."""
+        """Drop jobs that have not begun, and stop the thread."""
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
-        self._last = None  # for `wait` a job that was dropped would never end
+        self._last = None  # `wait` would never return for a dropped job

@@ -1,18 +1,18 @@
-"""The updates of FSDP modules: in backward as soon as gradients are reduced, or left to the next forward
-(`UpdateSchedule`).
+"""Updates of FSDP modules, run in backward as gradients are reduced, in `step()`, or in the next forward.
 
-[Note: updates in backward] When the gradients of an FSDP module have come in, the next FSDP module is gathered first,
-where that costs
-few bytes: the training thread needs it at once, and can compute with it while the update runs.
+The update schedule (`UpdateSchedule`) determines the time of each update.
 
-[Note: updates in forward] `finish` only fixes what an update needs: which shards have gradients, what is still to be
-done to them, and the settings of their groups. Each FSDP module is updated in the next forward, before it is gathered.
-Whoever
-wants to see the state in between calls `flush_updates`.
+[Note: updates in backward] When the gradients of an FSDP module have arrived, the next FSDP module is gathered before
+the update runs, unless that requires many bytes. The training thread needs the next module immediately, and computes
+with it while the update runs.
 
-[Note: updates on another thread] An update takes its place in the plan, page by page, when it is due (a reservation);
-the
-arithmetic runs on the worker's thread, in the same order. Whoever needs one of the pages earlier waits for it.
+[Note: updates in forward] `finish` only collects the inputs of an update: the shards with gradients, the changes that
+must still be applied to them, and the settings of their groups. Each FSDP module is updated in the next forward, before
+it is gathered. Call `flush_updates` before reading the state in between.
+
+[Note: updates on another thread] When an update is due, the training thread takes its place in the plan, page by page,
+as reservations. The arithmetic runs on the worker's thread, in the same order. An access to one of the pages waits
+until the update has finished with it.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from infinity.schedule.trace import Event, range_access, update_order
 from infinity.telemetry.ledger import Ledger
 
 _SUBMITTED = 1024
-"""Updates that are remembered: more than there are FSDP modules whose gradients a device has room for."""
+"""Number of updates that are remembered. It exceeds the number of FSDP modules whose gradients fit into GPU memory."""
 
 
 class _Range(NamedTuple):
-    """A range of a segment that is to be updated, and the reservation of its pages."""
+    """A range of a segment to update, and the reservation of its pages."""
 
     segment: Segment
     item: Range
@@ -59,13 +59,24 @@ class _Range(NamedTuple):
 
 
 class Updates:
-    """What is being updated, and what is left to be.
+    """Running and pending updates.
 
-    An update begins when the gradients of its FSDP module are there: in backward (`begin_in_backward`) or in `step()`
-    (`finish`). It is *run* at once, behind the next gather, or when the next forward comes to its FSDP module, range by
-    range;
-    it has ended when the worker has updated its last range. The training thread calls all methods; the worker's thread
-    alone writes `scalars` and `elements` while an update runs.
+    An update begins when the gradients of its FSDP module are available: in backward (`begin_in_backward`) or in
+    `step()` (`finish`). It is *run* range by range, either immediately, after the next gather, or when the next forward
+    reaches its FSDP module. It ends when the worker has updated its last range. The training thread calls all methods.
+    While an update runs, only the worker's thread writes `scalars` and `elements`.
+
+    Args:
+        layout: pages of this rank.
+        pager: provides the pages.
+        device: compute device.
+        gpu_prefetcher: drops prefetched weights of FSDP modules that are updated.
+        update_on_device: whether pages are updated on the GPU.
+        planner: holds the update schedule.
+        base_optimizer: settings and kernel of the optimizer.
+        worker: runs updates.
+        ledger: records times.
+        whole: gathers parameters that must be updated as full parameters; ``None`` if the model has no such parameters.
     """
 
     def __init__(
@@ -81,43 +92,38 @@ class Updates:
         ledger: Ledger,
         whole: FullParameters | None = None,
     ) -> None:
-        """Begin without any.
-
-        Args:
-            whole: brings together what ranks have of parameters that are updated whole; None where there are none.
-        """
         self._whole = whole
         self._layout, self._pager, self._planner, self._ledger = layout, pager, planner, ledger
         self._base_optimizer, self._worker, self._gpu_prefetcher = base_optimizer, worker, gpu_prefetcher
-        # One of the two, for the worker's thread: gradients come to the host, or pages go to the device.
+        # The worker's thread uses one of the two: gradients are copied to the host, or pages to the GPU.
         self._fetcher = None if update_on_device else GradientFetcher(layout, device, pager)
         self._device_pages = DevicePages(layout, device, pager) if update_on_device else None
         self.scalars: dict[int, Scalars] = {}
-        """By shard, what the optimizer keeps of it besides tensors of its size: step counts; none if never updated."""
+        """Scalar optimizer states by shard, such as step counts. Shards that were never updated are missing."""
         self.elements = 0
-        """Elements updated so far."""
+        """Number of elements updated so far."""
         self.step = 0
-        """How many steps were taken, those before a resumed checkpoint too."""
+        """Number of completed steps, including the ones before a resumed checkpoint."""
         self.begun: dict[int, Update] = {}
-        """By FSDP module, its update in backward of the step that is running."""
+        """Updates in backward of the current step, by FSDP module."""
         self._submitted: deque[Future[None]] = deque(maxlen=_SUBMITTED if device.asynchronous else 0)
-        """What ends with each of the last updates, in order; without those that ran at once."""
-        self._reduced = (
-            -1
-        )  # FSDP module whose gradients came in last, and whose update in backward is still to be run; or -1
-        self._pending: dict[int, Update] = {}  # by FSDP module, what is left of its update after the step
-        self._due: dict[int, int] = {}  # by FSDP module that is gathered, the pending one to be updated then
+        """Futures of the most recent updates in order, without updates that ran immediately."""
+        # FSDP module whose gradients arrived last and whose update in backward has not run yet, or -1
+        self._reduced = -1
+        self._pending: dict[int, Update] = {}  # by FSDP module, updates that remain after the step
+        self._due: dict[int, int] = {}  # by gathered FSDP module, the module whose pending update then runs
 
     # In backward #
 
     def begin_in_backward(
         self, fsdp_module: int, grads: Mapping[int, torch.Tensor], arrived: Sequence[DeviceEvent]
     ) -> None:
-        """Begin to update an FSDP module with gradients that have just come in.
+        """Begin to update an FSDP module with gradients that have just arrived.
 
         Args:
-            grads: by shard, flat, on the device.
-            arrived: behind all of these the device has them.
+            fsdp_module: index of the FSDP module.
+            grads: flat gradients on the device, by shard.
+            arrived: events after which the gradients are complete.
         """
         self.begun[fsdp_module] = Update(
             self._layout,
@@ -135,9 +141,9 @@ class Updates:
             self.run_reduced()
 
     def run_reduced(self) -> None:
-        """Run the update in backward that waits for the next gather, if one does."""
+        """Run the update in backward that was postponed until after the next gather, if there is one."""
         if self._reduced >= 0:
-            with self._handing_on():
+            with self._handing_over():
                 fsdp_module, self._reduced = self._reduced, -1
                 self._run(fsdp_module, self.begun[fsdp_module])
 
@@ -149,14 +155,13 @@ class Updates:
         components: Mapping[int, int],
         events: Sequence[Event],
     ) -> None:
-        """End a step: run what was not updated in backward, or leave it to the next forward, as the update schedule
-        says.
+        """End a step. Run the updates that did not run in backward, or leave them to the next forward.
 
         Args:
-            stored: by FSDP module in the order in which gradients came, by shard, what is still to be done to its
-                gradient.
-            components: by FSDP module, of its stored gradients.
-            events: of the step.
+            stored: stored gradients by FSDP module, in order of arrival, and shard, each with the changes that must
+                still be applied.
+            components: number of stored gradient components by FSDP module.
+            events: events of the step.
         """
         self._due = self._planner.next_schedule(stored).due(events)
         settings = self._base_optimizer.settings_of(shard for edits in stored.values() for shard in edits)
@@ -180,57 +185,64 @@ class Updates:
                 self.run_pending(fsdp_module)
 
     def end_step(self) -> None:
-        """Count a step; no FSDP module counts as updated in backward any more."""
+        """Count a step, and reset the state of updates in backward."""
         self.step += 1
         self.begun = {}
         self._reduced = -1
 
     @property
     def waiting(self) -> Collection[int]:
-        """FSDP modules whose updates wait for the next forward."""
+        """FSDP modules whose updates are left to the next forward."""
         return self._pending.keys()
 
     def run_pending(self, fsdp_module: int) -> None:
-        """Run the update of an FSDP module that was left to the next forward, if it still waits."""
+        """Run the update of an FSDP module that was left to the next forward, if it is still pending."""
         if fsdp_module in self._pending:
-            with self._handing_on():
+            with self._handing_over():
                 self._run(fsdp_module, self._pending.pop(fsdp_module))
 
     def run_due(self, gathered: int) -> None:
-        """Run the update that was left to the moment at which an FSDP module has been gathered."""
+        """Run the pending update that is due once an FSDP module has been gathered."""
         self.run_pending(self._due.get(gathered, -1))
 
     def run_left(self) -> None:
-        """Run the updates that wait, in the order in which steps left them: what this step did not gather."""
+        """Run the pending updates of FSDP modules that this step did not gather, in their original order."""
         for fsdp_module in list(self._pending):
             self.run_pending(fsdp_module)
 
     def flush_updates(self) -> None:
-        """Run the updates that wait for the next forward, in the order in which it would; wait until all have run."""
+        """Run all pending updates in the order of the next forward, and wait until they have finished."""
         for fsdp_module in self._due.values():
             self.run_pending(fsdp_module)
         self.run_left()
         self.drain()
 
     def bound(self, most: int) -> None:
-        """Wait until at most so many updates have been submitted and have not ended. Raises the first error."""
+        """Wait until at most `most` submitted updates are unfinished. Raises the first error of the run."""
         while len(self._submitted) > most:
             self._pager.wait_for_job(self._submitted.popleft(), "update")
 
     def close(self) -> None:
-        """Let go of the memory for gradients; the worker has ended."""
+        """Release the memory for gradients. The worker must have stopped."""
         if self._fetcher is not None:
             self._fetcher.close()
 
     def drain(self) -> None:
-        """Wait until everything that was run has been updated, or let the device wait where that updates."""
+        """Wait until all submitted updates have finished.
+
+        If pages are updated on the GPU, the current stream waits instead of this thread.
+        """
         self._worker.drain()
         if self._device_pages is not None:
             self._device_pages.join()
 
     def switch(self, method: str) -> None:
-        """Run a method of the optimizer over all pages, one of `MODES`, when nothing waits; between two steps."""
-        with telling(self._pager.fail):  # some pages in the one mode and some in the other are nothing to go on from
+        """Run a method of the optimizer on all pages, between two steps and while no updates are pending.
+
+        Args:
+            method: one of `MODES`.
+        """
+        with telling(self._pager.fail):  # if pages are in different modes, the run cannot continue
             for fsdp_module in range(len(self._layout.fsdp_modules)):
                 self._switch_fsdp_module(fsdp_module, method)
             self._base_optimizer.kernel.switch(method)
@@ -248,15 +260,15 @@ class Updates:
             for shard in self._layout.segments[segment].shards
         ]
         update = Update(
-            self._layout, self._base_optimizer.kernel, self._base_optimizer.settings_of(shards), self.scalars, self.step,
-            own=self._base_optimizer.kernel.own(), whole=self._whole, method=method,
+            self._layout, self._base_optimizer.kernel, self._base_optimizer.settings_of(shards), self.scalars,
+            self.step, own=self._base_optimizer.kernel.own(), whole=self._whole, method=method,
         )  # fmt: skip
         copies = there.record_event if there is not None else None
         with there.on_stream() if there is not None else nullcontext(), torch.no_grad():
             if there is not None:
                 there.begin(None, (), [access for _, _, access in accesses])
             for segment, position, access in accesses:
-                # What fails is known before the pages are released: nobody is to use them.
+                # A failure is recorded before the pages are released, so that they are not used.
                 with self._pager.access(access, planned=False, copies=copies) as contents, telling(self._pager.fail):
                     found = there.bring(access, contents) if there is not None else contents
                     update.run([RangePages(self._layout, segment, segment.ranges[position], access, found, None)])
@@ -264,20 +276,23 @@ class Updates:
                         there.leave()
         self.scalars.update({shard: now for shard, now in update.after.items() if shard in self.scalars})
 
-    # One of them #
+    # Execution of one update #
 
     @contextmanager
-    def _handing_on(self) -> Iterator[None]:
-        """Do without interrupts what takes an update and hands it on: nobody would know of it in between."""
+    def _handing_over(self) -> Iterator[None]:
+        """Defer interrupts while an update is handed to the worker.
+
+        In between, the update is in neither queue, and an interrupt would lose it.
+        """
         with interrupts.held(), telling(self._pager.fail):
             yield
 
     def _run(self, fsdp_module: int, update: Update) -> None:
-        """Give the worker an FSDP module's ranges to update; their reservations are taken here."""
+        """Submit the ranges of an FSDP module to the worker. Their reservations are taken here."""
         name = self._layout.fsdp_modules[fsdp_module].name
         self._gpu_prefetcher.drop(fsdp_module)
         ranges: deque[_Range] = deque()
-        # In a profile this is the whole update, or, with a thread for updates, when it was handed over.
+        # In a profile, this record covers the update, or only its submission if updates have their own thread.
         with self._ledger.phase("update", name), torch.no_grad(), record_function(f"infinity::update ({name})"):
             copies = self._copies(fsdp_module)
             for segment, position in self._layout.fsdp_module_ranges[fsdp_module]:
@@ -289,13 +304,13 @@ class Updates:
                 self._submitted.append(job)
 
     def _copies(self, fsdp_module: int) -> Callable[[], DeviceEvent] | None:
-        """Return what marks the end of copies of pages to the device and back; None where nothing is copied."""
+        """Return a function that records the end of page copies to and from the GPU, or ``None`` without copies."""
         if self._device_pages is None or self._pager.gpu_resident(fsdp_module):
-            return None  # GPU-resident the next use comes behind the stream of updates
+            return None  # the next use of GPU-resident pages waits for the update stream
         return self._device_pages.record_event
 
     def _update(self, update: Update, ranges: deque[_Range]) -> None:
-        """Update an FSDP module, on the stream of updates where the device does it."""
+        """Update an FSDP module, on the update stream if pages are updated on the GPU."""
         with self._device_pages.on_stream() if self._device_pages is not None else nullcontext():
             self._update_ranges(update, ranges)
         update.grads = None
@@ -304,7 +319,10 @@ class Updates:
         self.elements += update.elements
 
     def _update_ranges(self, update: Update, ranges: deque[_Range]) -> None:
-        """Update ranges in order: one that is waited for, and with it those behind it that are there."""
+        """Update ranges in order.
+
+        Wait for the pages of one range, and update it together with the following ranges whose pages are available.
+        """
         there, fetcher = self._device_pages, self._fetcher if update.grads is not None else None
         grads: Slices | None = None
         if there is not None:
@@ -313,10 +331,11 @@ class Updates:
             fetcher.begin(update.grads, update.arrived, [found.item for found in ranges])
         while ranges:
             if fetcher is not None:
-                grads = fetcher.take()  # before pages are held, which others may want
+                grads = fetcher.take()  # before pages are held, which other accesses may need
             with ExitStack() as held:
                 contents: Sequence[Content] | None = held.enter_context(ranges[0].reservation)
-                with telling(self._pager.fail):  # before the reservations are returned: nobody is to use these pages
+                # Before the reservations are returned, so that these pages are not used
+                with telling(self._pager.fail):
                     opened: list[RangePages] = []
                     while contents is not None:
                         segment, item, reservation = ranges.popleft()

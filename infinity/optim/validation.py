@@ -1,8 +1,8 @@
-"""What an optimizer keeps that its copies would not serve as the original does, and how that is refused.
+"""Checks for optimizer features that do not work on copies of the optimizer.
 
-Updates of pages run on copies of the optimizer, over slices that are other tensors than the model's parameters. A rule
-that asks *which* parameter it updates finds none that it knows; a function that reaches the original reads values that
-the copy does not change; an overridden `zero_grad` is not what drops the gradients of pages.
+Updates of pages run on copies of the optimizer, over slices that are other tensors than the parameters of the model. A
+rule for specific parameters never finds them among the slices. A function that references the original optimizer reads
+values that its copies do not change. An overridden `zero_grad` is not called to drop the gradients of pages.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _ZERO_GRADS = (True, True, False, False, True, True)
 
 
 def check_reach(optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer keeps no parameters, and no functions that reach it or them.
+    """Check that an optimizer holds no parameters, and no functions that reference it or its parameters.
 
     Raises:
-        UnsupportedError: it does; the message names the attribute or the setting.
+        UnsupportedError: if it does; the message names the attribute or the setting.
     """
     known = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    places = {f"{name} on itself": value for name, value in attributes(optimizer).items()}
+    places = {f"its attribute {name}": value for name, value in attributes(optimizer).items()}
     for group in optimizer.param_groups:
         places |= {f"{key!r} of its param groups": value for key, value in group.items() if key != "params"}
     originals = {id(optimizer), id(optimizer.param_groups), id(optimizer.state), *map(id, optimizer.param_groups)}
     originals |= {id(value) for part in parts(optimizer) for value in (part, part.param_groups, part.state)}
-    copied: set[int] = set()  # what copies of the optimizer have their own of
-    shared: dict[int, str] = {}  # what functions reach: copies have the same, not their own; by id, where
+    copied: set[int] = set()  # objects of which each copy of the optimizer has its own copy
+    shared: dict[int, str] = {}  # objects that functions reference, which copies share, by id and with their location
     name = name_of(optimizer)
     for place, value in places.items():
         for found, by_function in _reached(value):
@@ -56,25 +56,25 @@ def check_reach(optimizer: torch.optim.Optimizer) -> None:
             else:
                 continue
             raise UnsupportedError(
-                f"{name} keeps {what} in {place}, and updates of pages run on slices, which are other tensors: a rule "
-                "for some parameters would find none of them; make a param group for these parameters, with a setting"
+                f"{name} keeps {what} in {place}, but updates of pages run on slices, which are other tensors, so a "
+                "rule for specific parameters would not apply; put them into a param group with a setting of its own"
             )
     for number, place in shared.items():
         if number in originals or number in copied:
             raise UnsupportedError(
-                f"{name} keeps a function in {place} that reaches the optimizer, or what it keeps, by its closure or "
-                "its defaults: updates of pages run on copies, and it would read the original's values; make it a "
-                "method of the class"
+                f"{name} keeps a function in {place} that references the optimizer or its attributes through its "
+                "closure or defaults, but updates of pages run on copies, so it would read values of the original; "
+                "make it a method of the class"
             )
 
 
 def reaches_an_optimizer(value: Any) -> bool:
-    """Whether an optimizer is within a value, at any place."""
+    """Return whether a value contains an optimizer at any depth."""
     return any(isinstance(found, torch.optim.Optimizer) for found, _ in _reached(value))
 
 
 def _reached(value: Any) -> Iterator[tuple[Any, bool]]:
-    """Yield what a value reaches that may be mutable, or be an id; and whether it does so by a function."""
+    """Yield objects reachable from a value that may be mutable or be an id, and whether a function references them."""
     seen: set[tuple[int, bool]] = set()
     waiting = deque([(value, False, _DEPTH)])
     while waiting:
@@ -132,15 +132,15 @@ def _within(value: Any) -> Iterator[Any]:
 
 
 def check_zero_grad(optimizer: torch.optim.Optimizer, template: Template) -> None:
-    """Check that `zero_grad` of an optimizer does what that of torch's does: it is not called.
+    """Check that `zero_grad` of an optimizer has the same effect as torch's, because it is not called.
 
     Raises:
-        UnsupportedError: it does something else.
+        UnsupportedError: if it has another effect.
     """
     name = name_of(optimizer)
     refused = UnsupportedError(
-        f"zero_grad() of {name} is its own and does something else than torch's, and offloaded optimizers do not call "
-        "it; drop gradients as torch does, and do the rest in the loop"
+        f"{name} overrides zero_grad() with another effect than torch's, but offloaded optimizers do not call it; move "
+        "the additional work into the training loop"
     )
     if "zero_grad" in vars(optimizer):
         raise refused
@@ -155,7 +155,7 @@ def check_zero_grad(optimizer: torch.optim.Optimizer, template: Template) -> Non
 
 
 def _zeroed(optimizer: torch.optim.Optimizer, template: Template, *, own: bool) -> list[Any]:
-    """Return what is left after each of several calls of `zero_grad`, the optimizer's own or torch's."""
+    """Return the results of several calls of `zero_grad`, either the optimizer's own or torch's."""
     groups = []
     for group in optimizer.param_groups:
         params = [nn.Parameter(torch.ones(2, dtype=param.dtype)) for param in group["params"][:2]]
@@ -176,14 +176,14 @@ def _zeroed(optimizer: torch.optim.Optimizer, template: Template, *, own: bool) 
 
 
 class WatchedNames(Sequence[str]):
-    """In place of `param_names` of a param group: notices that a step reads them."""
+    """Replacement for `param_names` of a param group that detects reads."""
 
     def __init__(self) -> None:
-        self._read: list[bool] = []  # not empty once they were read
+        self._read: list[bool] = []  # not empty after a read
 
     @property
     def read(self) -> bool:
-        """Whether they were read."""
+        """``True`` if the names were read."""
         return bool(self._read)
 
     def __getitem__(self, index: Any) -> Any:
@@ -199,7 +199,7 @@ class WatchedNames(Sequence[str]):
 
 
 class WatchedParameter(nn.Parameter):
-    """A parameter that notices which attributes of it are read."""
+    """A parameter that records the names of attributes that are read from it."""
 
     names_read: ClassVar[set[str]] = set()
 

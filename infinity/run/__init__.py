@@ -1,1 +1,1 @@
-"""A run from `infinity.offload` to `close`: everything below, composed."""
+"""A run from `infinity.offload` to `close`, composed of the packages below."""

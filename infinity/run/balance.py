@@ -1,9 +1,9 @@
-"""Keeps the NVMe paths of a rank equally busy: pages move to others when a drive has become slower or faster.
+"""Load balancing over a rank's NVMe paths: pages move to other paths when the bandwidth of a path changes.
 
-What a path can do is seen from the rank's own transfers: the bytes that it moved over the time in which it had
-something to move. Where one path keeps the others waiting, the pages are spread anew, so that each has as much as it
-can do. A page moves when it is next written, so that it costs no transfer; when they have moved, it is looked at again.
-No value changes.
+The bandwidth of a path is measured from the rank's own transfers: the bytes transferred divided by the time in which at
+least one transfer was pending. If one path keeps the others waiting, the pages are redistributed in proportion to
+bandwidth. A page moves when it is next written, so moving it costs no additional transfer. The loads are evaluated
+again after the pages have moved. No value changes.
 """
 
 from __future__ import annotations
@@ -22,119 +22,129 @@ from infinity.units import format_size
 _log = logging.getLogger("infinity")
 _EVERY_SECONDS: Final = 1.0
 _KEPT: Final = 0.95
-"""What a second counts after the next one: half of what is counted is of the last 14 seconds."""
+"""Decay per second of earlier measurements: half of the weight is on the last 14 seconds."""
 _BUSY: Final = 0.3
-"""A path that works for less of the time keeps nobody waiting."""
+"""If even the busiest path works for a smaller fraction of the time, no path keeps the others waiting."""
 _SATURATED: Final = 0.9
-"""A path that works for so much of the time shows what it can do."""
+"""Busy fraction from which a path is saturated, so that its throughput is its bandwidth."""
 _LONGER: Final = 1.1
-"""So much longer than all would together one path must need, before pages move."""
+"""Pages move if the slowest path needs more than this factor of the time of a balanced distribution."""
 _LOOKS: Final = 5
-"""How often in succession it must."""
+"""Number of consecutive evaluations in which this must hold."""
 _MUCH: Final = 1.25
-"""If it needs less than so much longer, pages go half of the way: the next look tells more."""
+"""Below this factor, pages move half of the way only, because the next evaluation gives a better estimate."""
 _HOPE: Final = 1.5
-"""How many times as much as it ever did a path is tried with: what it does in bursts need not last, but it may be able
-to do more than it was seen to."""
+"""Largest factor by which a path is tried beyond its highest known bandwidth. Bandwidth in bursts may not last, but a
+path may also be capable of more than it has shown."""
 _WAIT_SECONDS: Final = 30.0
-"""How long it is not tried with more when that was in vain; twice as long each further time, up to an hour."""
+"""Time until a path is tried again after an unsuccessful trial. It doubles with each further one, up to an hour."""
 _MOST_WAIT_SECONDS: Final = 3600.0
 _FLUSHED_STEPS: Final = 2
-"""After so many steps, pages that have not moved are not waited for: they stay in memory, or never change."""
+"""Number of steps after which pages that have not moved are no longer waited for: they stay in memory, or never change.
+"""
 _LEAST_MOVED: Final = 0.03
-"""Of the bytes; fewer are not worth it."""
+"""Fraction of the bytes below which moving pages is not worthwhile."""
 _LEAST_SHARE: Final = 0.03
-"""Of that of the fastest path: something stays everywhere, so that it shows when a path gets faster."""
+"""Smallest stripe weight relative to the fastest path. Some pages stay on every path so that an increase of its
+bandwidth is detected."""
 _PARTS: Final = (1.0, 0.5, 0.25)
-"""How much of the way the pages go, where the drives have no room for all of it."""
+"""Fractions of the way that are tried in turn if the drives have no space for all of it."""
 
 
 class Load(NamedTuple):
-    """What a path did in some time."""
+    """Work of a path during an interval."""
 
     nbytes: float
-    """Bytes that it moved."""
+    """Bytes transferred."""
     busy: float
-    """Seconds in which it had something to move."""
+    """Seconds in which a transfer was pending."""
 
 
 class Finding(NamedTuple):
-    """What a path could do."""
+    """Estimate for a path."""
 
     rate: float
-    """Bytes per second."""
+    """Bandwidth in bytes per second."""
     factor: float
-    """How many times as much as it did, while a path kept the others waiting."""
+    """Ratio of the bandwidth to the throughput while another path kept this one waiting."""
 
 
 class PathLoads:
-    """Counts what the paths of a rank do. Threads may share it."""
+    """Counter of the work of a rank's paths. Thread-safe."""
 
     def __init__(self, paths: int) -> None:
         self._lock = threading.Lock()
-        """Guards what follows."""
+        """Guards the following attributes."""
         self._loads = [Load(0, 0)] * paths
-        """By path, since they were last taken."""
+        """Work by path since the last `take`."""
         self._until = [0.0] * paths
-        """By path, up to when its time is counted, in seconds of `time.perf_counter`."""
+        """Time up to which each path has been counted, in seconds of `time.perf_counter`."""
 
     def moved(self, path: int, nbytes: int, started: float, ended: float) -> None:
-        """Count a transfer, in seconds of `time.perf_counter`; those of a path come in the order in which they end."""
+        """Count a transfer. The transfers of a path must be reported in the order of their completion.
+
+        Args:
+            path: index of the path.
+            nbytes: bytes transferred.
+            started: start time, in seconds of `time.perf_counter`.
+            ended: end time, in seconds of `time.perf_counter`.
+        """
         with self._lock:
             load, until = self._loads[path], self._until[path]
             self._loads[path] = Load(load.nbytes + nbytes, load.busy + max(0.0, ended - max(started, until)))
             self._until[path] = max(until, ended)
 
     def take(self) -> list[Load]:
-        """Return what the paths did since this was last called."""
+        """Return the work by path since the previous call."""
         with self._lock:
             taken, self._loads = self._loads, [Load(0, 0)] * len(self._loads)
         return taken
 
 
 class Watch:
-    """Looks at loads, and says how unequal they are when one path keeps the others waiting for a while."""
+    """Detector of unequal loads: it reports them when one path has kept the others waiting for a while."""
 
     def __init__(self, known: Sequence[float]) -> None:
-        """Nothing has been seen yet.
+        """Start without measurements.
 
         Args:
-            known: by path, bytes per second as they were measured before; 0 if they were not.
+            known: bandwidth by path as measured earlier, in bytes per second; 0 if unknown.
         """
         self._known = list(known)
-        """By path, bytes per second that it did for a while, or when it last had to do all it could; 0 is unknown."""
+        """Bandwidth by path in bytes per second, from sustained throughput or the last saturation; 0 if unknown."""
         self._tried = [False] * len(known)
-        """By path, whether it is being tried with more than is known."""
+        """By path, ``True`` while it is tried with more than its known bandwidth."""
         self._wait = [_WAIT_SECONDS] * len(known)
-        """By path, how long it is not tried with more if that is in vain."""
+        """By path, seconds until the next trial if the current one fails."""
         self._not_before = [0.0] * len(known)
-        """By path, until when it is not tried with more, in seconds of `_time`."""
+        """By path, value of `_time` before which there is no further trial."""
         self._time = 0.0
-        """Seconds that it was looked at."""
+        """Observed time in seconds."""
         self._loads: list[Load]
-        """By path, what is longer ago counting less; set by `restart`, as all that follows."""
+        """Work by path with exponential decay. This and all following attributes are set by `restart`."""
         self._worked: float
-        """Seconds that the busiest path worked, weighed in the same way."""
+        """Seconds in which the busiest path worked, with the same decay."""
         self._seconds: float
-        """The time that all of this is of, weighed in the same way."""
+        """Observed seconds, with the same decay."""
         self._saturated: list[int]
-        """By path, how often it was looked at since it last had to do all it could."""
+        """By path, number of evaluations since it was last saturated."""
         self._uneven: int
-        """How often in succession one path worked too long."""
+        """Number of consecutive evaluations in which one path took too long."""
         self.restart()
 
     def restart(self) -> None:
-        """Forget what the paths did, as they have something else to do now; what they can do is still known."""
+        """Discard the measured loads, because the distribution of pages has changed. Known bandwidths are kept."""
         self._loads = [Load(0.0, 0.0)] * len(self._known)
         self._worked = self._seconds = 0.0
         self._saturated = [_LOOKS] * len(self._known)
         self._uneven = 0
 
     def look(self, loads: Sequence[Load], seconds: float) -> list[Finding] | None:
-        """Return what each path can do, if the paths have been working unequally for a while.
+        """Return estimates for all paths if their loads have been unequal for a while, else None.
 
         Args:
-            loads: of the last `seconds`, by path.
+            loads: work by path during the last `seconds`.
+            seconds: length of the interval.
         """
         self._time += seconds
         for path, load in enumerate(loads):
@@ -165,19 +175,19 @@ class Watch:
         ]
 
     def _learn(self, path: int, rate: float) -> None:
-        """Note what a path did that had to do all it could."""
+        """Update the bandwidth of a path that was saturated."""
         known = self._known[path]
-        if self._tried[path] and rate < _LONGER * known:  # in vain
+        if self._tried[path] and rate < _LONGER * known:  # the trial failed
             self._not_before[path] = self._time + self._wait[path]
             self._wait[path] = min(2 * self._wait[path], _MOST_WAIT_SECONDS)
-        elif rate > _HOPE * known:  # another drive, as it were
+        elif rate > _HOPE * known:  # so different that earlier failed trials no longer count
             self._wait[path] = _WAIT_SECONDS
         self._tried[path] = False
         self._known[path] = (known + rate) / 2 if known else rate
         self._saturated[path] = 0
 
     def _rate(self, path: int) -> float:
-        """Return what a path can do: what is known, or more if it was quicker than that and may be tried."""
+        """Return the bandwidth to assume for a path: the known one, or more if it was exceeded and a trial is due."""
         load, known = self._loads[path], self._known[path]
         if self._saturated[path] < _LOOKS or self._time < self._not_before[path]:
             return known
@@ -185,7 +195,7 @@ class Watch:
 
 
 class Balance:
-    """A thread that watches, from `__init__` to `close`, and has the store spread pages anew."""
+    """A thread that watches the loads from `__init__` to `close` and has the store redistribute pages."""
 
     def __init__(
         self,
@@ -196,28 +206,28 @@ class Balance:
         names: Sequence[str],
         steps: Callable[[], float],
     ) -> None:
-        """Begin to watch.
+        """Start watching.
 
         Args:
-            loads: that the store's transfers are counted in.
-            known: by path, bytes per second as they were measured before; 0 if they were not.
-            pages: of the rank, by index.
-            store: whose pages move.
-            names: of the paths, for messages.
-            steps: returns how many steps have ended.
+            loads: counter of the store's transfers.
+            known: bandwidth by path as measured earlier, in bytes per second; 0 if unknown.
+            pages: the rank's pages, by index.
+            store: store that moves the pages.
+            names: names of the paths, for messages.
+            steps: returns the number of completed steps.
         """
         self._loads, self._pages, self._store = loads, pages, store
         self._names, self._steps = names, steps
         self._watch = Watch(known)
         self._moving: list[int] = []
-        """Pages that were not yet written to where they go; the thread's."""
-        self._since = 0.0  # the number of steps when pages were last spread; the thread's
-        self._ended = threading.Event()  # set by `close`
+        """Pages that have not been written to their new path yet. Used by the thread only."""
+        self._since = 0.0  # completed steps when pages were last redistributed; used by the thread only
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="infinity-balance", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; pages stay where they are. Idempotent."""
+        """Stop the thread. Pages stay on their current paths. Idempotent."""
         self._ended.set()
         self._thread.join()
 
@@ -233,7 +243,7 @@ class Balance:
                     return
 
     def _are_moving(self) -> bool:
-        """Whether pages are still to be written to where they go."""
+        """Return whether pages remain to be written to their new paths."""
         if self._moving and self._steps() < self._since + _FLUSHED_STEPS:
             self._moving = self._store.not_moved(self._moving)
         else:
@@ -241,7 +251,7 @@ class Balance:
         return bool(self._moving)
 
     def _spread(self, found: Sequence[Finding]) -> bool:
-        """Spread the pages anew, as far as there is room; return whether it is worth to go on watching."""
+        """Redistribute the pages as far as there is space. Return ``False`` if watching should stop."""
         before = self._store.paths
         held = [0] * len(found)
         for page in self._pages:
@@ -264,12 +274,12 @@ class Balance:
                 full = error
                 continue
             except StorageError as error:
-                _log.warning("pages stay on the paths that they are on: %s", error)
+                _log.warning("pages are not rebalanced between storage.paths: %s", error)
                 return False
             self._moving, self._since = [page.index for page in moving], self._steps()
-            base_optimizer = zip(self._names, found, strict=True)
-            what = ", ".join(f"{name} gives {format_size(item.rate)}/s" for name, item in base_optimizer)
-            _log.info("%s: %.0f %% of the pages move when they are next written", what, 100 * size / sum(held))
+            by_name = zip(self._names, found, strict=True)
+            rates = ", ".join(f"{name} provides {format_size(item.rate)}/s" for name, item in by_name)
+            _log.info("%s: %.0f %% of the pages move when they are next written", rates, 100 * size / sum(held))
             return True
-        _log.warning("drives are not equally busy, but there is no room to move pages: %s", full)
+        _log.warning("drives are unequally loaded, but there is no space to move pages: %s", full)
         return False

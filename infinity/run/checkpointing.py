@@ -1,4 +1,4 @@
-"""Checkpoints of a run that trains: what is to be published, gathered from model, optimizer and steps."""
+"""Checkpoints of a training run: collect the state of model, optimizer and steps, and publish it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from infinity.run.run import Run
 
 
 def describe(run: Run, sharded: ShardedModel) -> RunDescription:
-    """Return what the pages of this rank hold."""
+    """Return a description of the tensors in this rank's pages."""
     return RunDescription(
         layout=run.layout,
-        tensors=tuple(_whole(member) for member in sharded.shards),
+        tensors=tuple(_full_parameter(member) for member in sharded.shards),
         buffers=torch_private.persistent_buffers(sharded.model),
     )
 
@@ -37,34 +37,35 @@ def describe(run: Run, sharded: ShardedModel) -> RunDescription:
 def make_checkpoint_writer(
     run: Run, sharded: ShardedModel, described: RunDescription, optimizer: torch.optim.Optimizer
 ) -> CheckpointWriter:
-    """Return what publishes checkpoints of a run, with space reserved for their files; all ranks together.
+    """Create the writer that publishes a run's checkpoints, and reserve space for their files.
+
+    All ranks call it together.
 
     Raises:
-        BudgetError, StorageError: there is no space.
-        CheckpointError: the checkpoint that the run goes on from is of another model, or a setting cannot be
-            checkpointed.
-        UnsupportedError: a buffer cannot.
+        BudgetError, StorageError: if there is not enough space.
+        CheckpointError: if the resumed checkpoint belongs to another model, or a param group setting cannot be saved.
+        UnsupportedError: if a buffer cannot be saved.
     """
     if run.settings.run.retained_checkpoints:
         check_buffers(sharded.model)
-        for group in optimizer.param_groups:  # tensors, which may be on a device, are none that could not be
+        for group in optimizer.param_groups:  # tensors can always be saved; skipping them avoids copies
             save_settings(
                 {key: value for key, value in group.items() if not torch.is_tensor(value) and key != "params"}
             )
     if run.directory.found is not None:
         run.ranks.together("comparing the checkpoint", partial(check_tensors, run.directory.found, described))
     file = run.folder.checkpoints / f"rank{run.ranks.rank:05d}.reserved.tmp"
-    room = CheckpointSpace(file, checkpoint_bytes(described, sharded.model, optimizer.param_groups))
-    name, place = name_of(optimizer), run.directory
+    space = CheckpointSpace(file, checkpoint_bytes(described, sharded.model, optimizer.param_groups))
+    name, directory = name_of(optimizer), run.directory
     checkpoint_writer = CheckpointWriter(
         run.folder,
         run.ranks,
         described,
         run.store,
         name,
-        place.stripe_weights,
-        place.checkpoints,
-        room,
+        directory.stripe_weights,
+        directory.checkpoints,
+        space,
         run.update_device,
     )
     run.undo.push(checkpoint_writer.close)
@@ -72,8 +73,8 @@ def make_checkpoint_writer(
     return checkpoint_writer
 
 
-def _whole(member: Member) -> TensorSpec:
-    """Describe the whole parameter of which this rank has a slice."""
+def _full_parameter(member: Member) -> TensorSpec:
+    """Describe the full parameter of which this rank holds a slice."""
     rank, size = torch_private.shard_rank_and_size(member.param)
     return TensorSpec(
         names=member.names,
@@ -86,7 +87,7 @@ def _whole(member: Member) -> TensorSpec:
 
 
 class Checkpointer:
-    """Checkpoints the state after the last step."""
+    """Saves checkpoints of the state after the last step."""
 
     def __init__(
         self,
@@ -101,25 +102,29 @@ class Checkpointer:
         self._runner, self._attachment, self._checkpoint_writer = runner, attachment, checkpoint_writer
 
     def save_checkpoint(self, extra: dict[str, Any], prefer: Collection[int]) -> None:
-        """Write what is modified, and publish; all ranks together. Of earlier checkpoints, those of `prefer` stay
-        first.
+        """Write the modified pages and publish the checkpoint. All ranks call it together.
+
+        Args:
+            extra: user data.
+            prefer: steps of earlier checkpoints to retain in preference to newer ones.
 
         Raises:
-            CheckpointError: `extra` would come back as something else; nothing is written.
-            UnsupportedError: weights were exchanged, so that a checkpoint would not have what the model computes with.
-            StorageError: a device or the folder refused. InfinityError: another rank failed.
+            CheckpointError: if `extra` contains an unsupported value. No data is written.
+            UnsupportedError: if a weight was replaced, so that the checkpoint would differ from the weights in use.
+            StorageError: if a write fails.
+            InfinityError: if another rank failed.
         """
         run = self._run
         run.ranks.together("checkpoint", partial(save_extra, extra))
         with run.ledger.phase("checkpoint"), record_function("infinity::checkpoint"):
             self._runner.flush_updates()
             run.pager.flush()
-            run.ledger.linked(*run.device.take_copied())  # is no part of a step
+            run.ledger.linked(*run.device.take_copied())  # not part of a step
             self._attachment.check()
             updates, own = self._runner.updates, self._base_optimizer.kernel.kept_own
             groups = self._base_optimizer.groups_by_shard()
             try:
-                with interrupts.held():  # else it may be published while what it replaces is still kept
+                with interrupts.held():  # an interrupt between publishing and freeing would leave old extents allocated
                     self._checkpoint_writer.publish(
                         updates.step, self._model, updates.scalars, groups, extra, own, prefer
                     )
@@ -128,7 +133,7 @@ class Checkpointer:
                 raise StorageError("checkpoint", file, 0, 0, error.errno) from error
 
     def forget_others(self) -> None:
-        """Remove what is beside the checkpoints that the run goes on from: its start has succeeded on every rank."""
+        """Remove all checkpoints except the resumed ones, after the start has succeeded on every rank."""
         run = self._run
         keep = [manifest.name.checkpoint for manifest in run.directory.checkpoints]
         run.ranks.together("removing checkpoints", lambda: remove_checkpoints(run.folder, run.ranks, keep=keep))

@@ -1,4 +1,4 @@
-"""The first content of a run's pages and of what lies beside them: first values, buffers, progress."""
+"""Initial content of a run: first values of its pages, buffers, and training progress."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from infinity.sources.pretrained_folder import PretrainedFolder
 
 
 class Filling:
-    """Fills the pages of a run that has just been opened, and restores what belongs to them.
+    """Fills the pages of a newly opened run and restores the state that belongs to them.
 
-    A run that goes on from its own checkpoint has its pages; any other gets first values, of one source. All ranks take
-    every stage together: where one fails, all fail, with its reason.
+    A run that resumes from its own checkpoint already has its pages. Every other run gets first values from one source.
+    All ranks run each stage together, and all fail if one does.
     """
 
     def __init__(
@@ -37,18 +37,22 @@ class Filling:
         strict: bool,
         init: InitFunction | None,
     ) -> None:
-        """Open the source of first values; nothing is read from it yet.
+        """Open the source of first values without reading from it.
 
         Args:
-            weights, strict, init: as `infinity.offload` is given them.
+            run: the opened run.
+            sharded: the model.
+            weights: as in `infinity.offload`.
+            strict: as in `infinity.offload`.
+            init: as in `infinity.offload`.
 
         Raises:
-            ConfigError, CheckpointError: it is no source of weights.
+            ConfigError, CheckpointError: if `weights` is not a supported source.
         """
         self._run, self._sharded = run, sharded
-        # All parameters, in the order of the shards.
+        # All parameters, by shard.
         self._members = sharded.shards
-        # Makes what nothing else has: buffers, and parameters without weights.
+        # Creates buffers and parameters that no other source provides.
         self._initialiser = ModuleInitialiser(sharded.model, run.settings.run.seed, init)
 
         def open_source() -> FirstValues:
@@ -62,21 +66,23 @@ class Filling:
                 return DcpFolder(weights)
             return PretrainedFolder(weights, self._initialiser, strict=strict)
 
-        self._source: FirstValues | None = None  # None where the pages are there already
+        self._source: FirstValues | None = None  # None if the pages already exist
         if run.directory.found is None:
             self._source = run.ranks.together("opening the weights", open_source)
 
     def fill(self, optimizer: torch.optim.Optimizer, shards: ShardIO) -> ResumedState | None:
-        """Compute buffers, write first values FSDP module by FSDP module, and put back how far training has come.
+        """Compute buffers, write first values, and restore training progress.
 
-        Peak memory is one FSDP module.
+        Values are written one FSDP module at a time, so peak memory is the size of one FSDP module.
 
         Returns:
-            How far training has come; None for a run that begins.
+            Training progress, or None for a new run.
 
         Raises:
-            ConfigError, CheckpointError: the values are not those of this model and optimizer; what differs is named.
-            UnsupportedError: something cannot be initialised. StorageError: a device refused.
+            ConfigError, CheckpointError: if the values do not match this model and optimizer. The message lists the
+                differences.
+            UnsupportedError: if a parameter or buffer cannot be initialized.
+            StorageError: if a write fails.
         """
         run, sharded, source = self._run, self._sharded, self._source
         model, groups, together = sharded.model, optimizer.param_groups, run.ranks.together
@@ -87,10 +93,10 @@ class Filling:
             together("computing buffers", partial(self._initialiser.set_buffers, sharded.device, known))
         if source is not None:
             together("writing the first values", partial(self._write, source, shards))
-        together("keeping what exports need", self._keep_companions)
+        together("storing files for exports", self._keep_companions)
         if source is not None:
             restored = partial(source.restore, model, self._members, groups)
-            return together("restoring what belongs to the first values", restored)
+            return together("restoring training progress", restored)
         found = run.directory.found
         if found is None:
             return None
@@ -105,7 +111,7 @@ class Filling:
             self._run.freed.bound()
 
     def _known_buffers(self) -> Mapping[str, torch.Tensor]:
-        """Return the buffers that the first values or the checkpoint have, by their names in the model."""
+        """Return the buffers that the first values or the checkpoint contain, by their names in the model."""
         model: nn.Module = self._sharded.model
         if self._source is not None:
             return self._source.buffers(model)
@@ -113,7 +119,7 @@ class Filling:
         return checkpointed_buffers(found, self._run.folder, model) if found is not None else {}
 
     def _keep_companions(self) -> None:
-        """Put beside the checkpoints of a new run what exports need besides them."""
+        """Store files that exports need, such as the tokenizer, next to the checkpoints of a new run."""
         run = self._run
         if run.ranks.rank or self._source is None:
             return

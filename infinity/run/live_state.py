@@ -1,4 +1,4 @@
-"""Saves of a run that trains, in the formats of other tools: between two steps, from where the shards lie."""
+"""Exports of a training run in the formats of other tools, between two steps and directly from the shards."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ from infinity.store.folder import RunFolder
 
 
 class LiveState(FullState):
-    """The state after the last step, assembled on rank 0 tensor by tensor; the other ranks send what it asks for.
+    """The state after the last step, assembled on rank 0 one tensor at a time.
 
-    Memory is that of one tensor, and on the other ranks of one slice.
+    The other ranks send the requested slices.
+
+    Peak memory is one tensor on rank 0 and one slice on the other ranks.
     """
 
     def __init__(
@@ -45,79 +47,83 @@ class LiveState(FullState):
         plain: tuple[dict[int, dict[str, Any]], list[dict[str, Any]]],
         extra: dict[str, Any],
     ) -> None:
-        """Exchange what is small; all ranks together.
+        """Exchange the metadata. All ranks call it together.
 
         Args:
-            described: what the pages of this rank hold.
-            shards: reads them.
-            step: the last one.
-            plain: scalars of the optimizer by shard, and param groups, as plain data of checkpoints.
-            extra: the user's.
+            run: the open run.
+            described: description of the tensors in this rank's pages.
+            model: the model, for its buffers.
+            shards: reader of the shards.
+            step: last completed step.
+            plain: optimizer scalars by shard, and param groups, in the plain form of checkpoints.
+            extra: user data.
 
         Raises:
-            CheckpointError: a parameter cannot be put together from the ranks.
+            CheckpointError: if a parameter cannot be assembled from the slices of the ranks.
         """
         self._run, self._described, self._model, self._shards = run, described, model, shards
         self._step, self._extra = step, extra
         scalars, self._groups = plain
         self._scalars: dict[int, dict[str, Any]] = {}
-        for found in run.ranks.collect(scalars):  # a rank whose slice is empty may have none: another one has
+        for found in run.ranks.collect(
+            scalars
+        ):  # a rank with an empty slice may have no scalars, but another rank has them
             self._scalars = load_scalars(found) | self._scalars
         self._specs = list(zip(*run.ranks.collect(described.tensors), strict=True))
-        """What each rank says of every parameter."""
+        """By parameter, the description of each rank."""
         self._owners = [owners_of(list(specs)) for specs in self._specs]
         self._wire = torch.device("cpu") if run.ranks.exchange_on_cpu else run.device.name
-        """Where slices are when they are sent."""
+        """Device on which slices are sent."""
 
     @property
     def folder(self) -> RunFolder:
-        """The run's folders."""
+        """Folders of the run."""
         return self._run.folder
 
     @property
     def step(self) -> int:
-        """Optimizer steps that were done."""
+        """Number of completed optimizer steps."""
         return self._step
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What the user gave."""
+        """User data of the export."""
         return self._extra
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """All parameters, in the order of their shards."""
+        """All parameters, by shard."""
         return self._described.tensors
 
     def dtype(self, index: int, name: str = MASTER) -> torch.dtype:
-        """Return the dtype in which a parameter is trained, or that of one of its states."""
+        """Return the dtype in which a parameter is trained, or the dtype of one of its states."""
         return torch_dtype(self._described.layout.format_of(index).dtypes[name])
 
     def kinds(self, index: int) -> tuple[tuple[str, str], ...]:
-        """Return the optimizer's states of a parameter, as (name, dtype)."""
+        """Return the optimizer states of a parameter, as (name, dtype)."""
         return self._described.layout.format_of(index).kinds
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's param groups; their `params` are indices into `tensors`."""
+        """Param groups of the optimizer. Their `params` are indices into `tensors`."""
         return read_groups(self._groups)
 
     def scalars(self) -> dict[int, dict[str, Any]]:
-        """Return the optimizer's scalars of every parameter that was ever updated, by index into `tensors`."""
+        """Return the optimizer scalars of every parameter that has been updated, by index into `tensors`."""
         return self._scalars
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the model's persistent buffers, on the CPU."""
+        """Yield the persistent buffers of the model, on the CPU."""
         found = dict(self._model.named_buffers(remove_duplicate=False))
         for name in self._described.buffers:
             yield name, found[name].detach().cpu().contiguous()
 
     def read(self, index: int, name: str = MASTER) -> torch.Tensor:
-        """Return a parameter or a state in its full shape; on rank 0, while the others `serve`.
+        """Return a parameter or one of its states in its full shape. Called on rank 0 while the other ranks `serve`.
 
         Raises:
-            StorageError, CorruptPageError: a page cannot be read, or is not what was written.
-            InfinityError: it failed on another rank.
+            StorageError, CorruptPageError: if a page cannot be read, or does not match its checksum.
+            InfinityError: if the read failed on another rank.
         """
         self._run.ranks.agree((index, name))
         part = self._part(index, name)
@@ -137,17 +143,17 @@ class LiveState(FullState):
         return whole
 
     def serve(self) -> None:
-        """Send slices to rank 0 until it has written all; on the other ranks.
+        """Send slices to rank 0 until it calls `end`. Called on the other ranks.
 
         Raises:
-            Exception: the first reason for which this rank, or another one, could not.
+            Exception: the first error of a read on this or another rank.
         """
         failure: Exception | None = None
         while (wanted := self._run.ranks.agree(None)) is not None:
             index, name = wanted
             try:
                 part = self._part(index, name)
-            except Exception as error:  # rank 0 knows of it too, and ends
+            except Exception as error:  # `together` has also raised it on rank 0, which ends the loop
                 failure = failure or error
                 continue
             position = self._specs[index][self._run.ranks.rank].shard_rank
@@ -157,18 +163,18 @@ class LiveState(FullState):
             raise failure
 
     def end(self) -> None:
-        """Let the other ranks return from `serve`; on rank 0."""
-        with contextlib.suppress(LostRankError):  # that one has ended by itself
+        """Let the other ranks return from `serve`. Called on rank 0."""
+        with contextlib.suppress(LostRankError):  # the lost rank does not wait
             self._run.ranks.agree(None)
 
     def _part(self, index: int, name: str) -> torch.Tensor:
-        """Return this rank's slice, flat. Raises, on all ranks, what it raises on one."""
-        what = f"reading {name} of {self.tensors[index].names[0]}"
-        return self._run.ranks.together(what, partial(self._shards.read, index, name))
+        """Return this rank's slice, flat. An error on one rank is raised on all ranks."""
+        action = f"reading {name} of {self.tensors[index].names[0]}"
+        return self._run.ranks.together(action, partial(self._shards.read, index, name))
 
 
 class LiveSaves:
-    """Writes the state after the last step; training goes on from where it was."""
+    """Exports the state after the last step without affecting training."""
 
     def __init__(
         self,
@@ -186,18 +192,21 @@ class LiveSaves:
     def write(
         self, what: str, check: Callable[[str], None], extra: dict[str, Any], write: Callable[[FullState], list[Path]]
     ) -> list[Path]:
-        """Write on rank 0, while the others send their slices; all ranks together.
+        """Write the files on rank 0 while the other ranks send their slices. All ranks call it together.
 
         Args:
-            what: names the call in messages.
-            check: raises where it is not between two steps.
-            extra: the user's plain data.
-            write: makes the files of the state, and returns them.
+            what: name of the export, for messages.
+            check: raises an error unless it is called between two steps.
+            extra: user data.
+            write: writes the files of a state and returns their paths.
+
+        Returns:
+            Paths of the files, on every rank.
 
         Raises:
-            InfinityError: what `check` raises, or it failed on another rank.
-            CheckpointError: `extra` cannot be kept, or parameters cannot be put together.
-            Exception: what `write` raises.
+            InfinityError: if `check` raises it, or another rank failed.
+            CheckpointError: if `extra` contains an unsupported value, or a parameter cannot be assembled.
+            Exception: any error that `write` raises.
         """
         run = self._run
         with run.ledger.phase("other"), record_function("infinity::save"), _random_states_kept():
@@ -211,7 +220,7 @@ class LiveSaves:
     def _prepare(
         self, check: Callable[[], None], extra: dict[str, Any]
     ) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
-        """Let the state be that of the last step; return of it what is plain data."""
+        """Flush pending updates, and return the optimizer scalars and param groups as plain data."""
         check()
         save_extra(extra)
         self._runner.flush_updates()
@@ -233,7 +242,7 @@ class LiveSaves:
 
 @contextlib.contextmanager
 def _random_states_kept() -> Iterator[None]:
-    """Put back the states of the generators: a model that is built to ask it for its names may draw."""
+    """Restore the random states at the end, because building a model to determine its names may draw random numbers."""
     python, array = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""`infinity.offload`."""
+"""`infinity.offload`: move the state of a sharded model to NVMe."""
 
 from __future__ import annotations
 
@@ -67,51 +67,73 @@ def offload(
     strict: bool = True,
     init: InitFunction | None = None,
 ) -> PagedOptimizer:
-    """Move a sharded model's parameters and optimizer state to NVMe; return the optimizer to train with.
+    """Move the parameters and optimizer state of a sharded model to NVMe.
+
+    Call it once, after `fully_shard` and after creating the optimizer, and train with the optimizer that it returns.
+    Values, losses and gradients are bitwise equal to training the same FSDP2 model in memory. All ranks call it
+    together.
 
     Args:
-        model: `fully_shard` was called on its layers and on itself; on a real or on the meta device.
-        optimizer: of any class, over its parameters, without state yet. What it does must not depend on how parameters
-            are cut into pages; that is tried out on small copies of it before anything is written. Or a list of
-            several, each over a part of the parameters: the one that is returned has the param groups of all, and its
-            `step` updates with all of them; schedulers may be made on each of them, or on that one.
-        config: settings: a TOML file, a nested mapping, a `Config`; at least `storage.paths`.
-        weights: folder to load a model on the meta device from, as a stream; by default that which
-            `infinity.from_pretrained` has found, if the model is from there. Either of safetensors, as
-            `save_pretrained` writes it (or one such file or index, to name a variant): names are found, and tensors
-            renamed, fused or split, as `from_pretrained` of transformers does; those of other models must be equal.
-            Or one that `torch.distributed.checkpoint` wrote of any number of ranks. With the `get_state_dict` of
-            model and optimizer in it, training goes on bit for bit: moments, step counts and group settings are taken
-            over. A run that resumes does not read it.
-        strict: refuse `weights` of safetensors that lack tensors of the model or have others. Otherwise the former are
-            initialised as without `weights`, the latter passed over; a warning names both. Another shape is refused.
-        init: sets, in place, what the own code of a model on the meta device does not: called with every module after
-            its `_init_weights`, `reset_parameters` and what else the model begins with in memory.
+        model: model whose layers and root `fully_shard` was applied to, on a real device or on the meta device.
+        optimizer: optimizer over the parameters of `model`, of any class and without state. Its update must not depend
+            on how parameters are split into pages, which is checked on small copies before any data is written. A
+            sequence of optimizers, each over a part of the parameters, is also supported: the returned optimizer has
+            the param groups of all of them, and its `step` runs all of them. Schedulers may be created for each of them
+            or for the returned optimizer.
+        config: settings: path of a TOML file, a nested mapping, or a `Config`. `storage.paths` is required.
+        weights: folder from which a model on the meta device is loaded, streamed one FSDP module at a time. By default,
+            the folder that `infinity.from_pretrained` found for `model`, if any. Supported are safetensors folders as
+            written by `save_pretrained` (or a single file or index, to select a variant) and
+            `torch.distributed.checkpoint` folders written by any number of ranks. For transformers models, names are
+            resolved and tensors are renamed, fused or split as in `from_pretrained`; for other models, names must be
+            equal. If a `torch.distributed.checkpoint` folder contains the result of `get_state_dict` for model and
+            optimizer, training continues bit for bit, including moments, step counts and group settings. A run that
+            resumes does not read `weights`.
+        strict: raise an error if safetensors `weights` lack tensors of the model or contain others. If ``False``,
+            missing tensors are initialized as without `weights`, additional tensors are ignored, and a warning lists
+            both. A different shape is always an error.
+        init: function that is called with every module of a model on the meta device, after the model's own
+            initialization (`_init_weights`, `reset_parameters` and others). It sets the remaining values in place.
+
+    Returns:
+        The optimizer to train with. It shares `param_groups` with `optimizer`.
 
     Raises:
-        ConfigError: a setting is wrong, or `weights` are not those of the model, with a list of what differs.
-        BudgetError: the host cache or the space on NVMe is too small.
-        UnsupportedError: the model or the optimizer cannot be paged, with the reason.
-        FolderBusyError: another live run owns a path.
-        CheckpointError: there is nothing to resume from, or `weights` cannot be read.
+        ConfigError: if a setting is invalid, or `weights` do not match the model. The message lists the differences.
+        BudgetError: if the host cache or the free space on NVMe is too small.
+        UnsupportedError: if the model or the optimizer cannot be paged. The message contains the reason.
+        FolderBusyError: if another live run owns a path.
+        CheckpointError: if there is no checkpoint to resume from, or `weights` cannot be read.
+
+    Example::
+
+        >>> for layer in model.layers:
+        ...     fully_shard(layer)
+        >>> fully_shard(model)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        >>> optimizer = infinity.offload(model, optimizer, {"storage": {"paths": ["/nvme0/run"]}})
+        >>> model(batch).loss.backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+        >>> optimizer.close()
     """
     settings = load_config(config)
     check_config(settings)
-    settings = with_absolute_paths(settings)  # the program may change its folder later
-    # Inspect: nothing is changed, and what is wrong with model, optimizer or arguments is said.
+    settings = with_absolute_paths(settings)  # the program may change its working directory later
+    # Inspect: report errors in model, optimizer and arguments before anything is changed.
     sharded = ShardedModel.inspect(model)
     if isinstance(optimizer, Sequence):
         optimizer = Optimizers(optimizer) if len(optimizer) != 1 else optimizer[0]
     if isinstance(optimizer, PagedOptimizer):
-        raise UnsupportedError("the model is offloaded already")
+        raise UnsupportedError("the model is already offloaded")
     if weights is None and sharded.on_meta:
         weights = noted_weights(model)
     check_optimizer(sharded, optimizer)
     _check_sources(sharded, weights, strict, init)
     kernel = make_kernel(optimizer)
     if kernel.has_progress(optimizer):
-        raise UnsupportedError("the optimizer has state already; make a new one and pass it before its first step")
-    # Budget: the layout of pages, and how many cache slots memory has for them.
+        raise UnsupportedError("the optimizer already has state. Create a new one and pass it before its first step.")
+    # Budget: the page layout and the number of cache slots.
     ranks = Ranks.current()
     if ranks.rank == 0:
         warn_of_bf16(sharded)
@@ -124,7 +146,7 @@ def offload(
     prepare_encodings(settings, budget.layout, ranks)
     if shared := shared_slices(kernel, sharded, optimizer):
         check_exchange(settings, kernel)
-    # Open, fill, attach: each stage by all ranks together. One that fails leaves nothing behind.
+    # Open, fill, attach: all ranks run each stage together. A stage that fails is undone completely.
     run = _open(settings, ranks, budget, name_of(optimizer), sharded.device, exchanges=bool(shared))
     try:
         filling = Filling(run, sharded, weights, strict, init)
@@ -142,40 +164,42 @@ def _check_sources(
     sharded: ShardedModel, weights: str | os.PathLike[str] | None, strict: bool, init: InitFunction | None
 ) -> None:
     if (weights or init) and not sharded.on_meta:
-        raise ConfigError("weights and init are for models on the meta device; this model has values already")
+        raise ConfigError("weights and init require a model on the meta device, but this model already has values")
     if not strict and (weights is None or DcpFolder.is_at(weights)):
-        raise ConfigError("strict=False is for weights of safetensors; a folder of DCP must have the whole model")
+        raise ConfigError(
+            "strict=False requires safetensors weights. A torch.distributed.checkpoint folder must contain the "
+            "complete model."
+        )
 
 
 def _open(
     settings: Config, ranks: Ranks, budget: Budget, optimizer: str, device: torch.device, *, exchanges: bool
 ) -> Run:
-    """Take the NVMe paths, and open what pages in them."""
-    place = RunDirectory.take(settings, ranks, budget.layout, optimizer)
+    """Lock the NVMe paths and open the components that page to them."""
+    directory = RunDirectory.take(settings, ranks, budget.layout, optimizer)
     try:
-        return Run(settings, ranks, budget, place, device, exchanges=exchanges)
+        return Run(settings, ranks, budget, directory, device, exchanges=exchanges)
     except BaseException as error:
-        end_all(partial(place.give_up, remove=place.found is None), cause=error)
+        end_all(partial(directory.give_up, remove=directory.found is None), cause=error)
         raise
 
 
 class _Steps(NamedTuple):
-    """What runs training steps over the pages of a run, before the model knows of it."""
+    """Components that run training steps, before they are attached to the model."""
 
     base_optimizer: BaseOptimizer
-    """The optimizer that was passed in."""
+    """The optimizer that was passed to `offload`."""
     made_with_state: bool
-    """Whether that has states before its first step."""
+    """``True`` if the base optimizer creates its states before the first step."""
     parameters: list[nn.Parameter]
-    """By shard."""
+    """Parameters by shard."""
     runner: StepRunner
-    """Runs the steps."""
     shards: ShardIO
-    """Gathers, loads and saves whole shards."""
+    """Gathers, loads and saves complete shards."""
     described: RunDescription
-    """What the pages of this rank hold."""
+    """Description of the tensors in this rank's pages."""
     checkpoint_writer: CheckpointWriter
-    """Publishes checkpoints, for which it has reserved space."""
+    """Publishes checkpoints, in space that it has reserved."""
 
 
 def _make_steps(
@@ -185,21 +209,21 @@ def _make_steps(
     kernel: UpdateKernel,
     shared: Mapping[int, tuple[tuple[int, ...], int]],
 ) -> _Steps:
-    """Make what runs steps, from the bottom up."""
-    whole = None
+    """Create the components that run steps, from the bottom up."""
+    full = None
     if shared:
-        whole = FullParameters(
+        full = FullParameters(
             run.layout, open_slices(shared, run.ranks), run.ranks,
             failure=lambda: run.pager.failure, exchanging=run.pager.exchanging,
             timeout=run.settings.storage.timeout_seconds,
         )  # fmt: skip
-        run.undo.push(whole.close)
+        run.undo.push(full.close)
     parameters = [param for fsdp_module in sharded.parameters() for param in fsdp_module]
     base_optimizer = BaseOptimizer(optimizer, parameters, kernel)
     gpu_prefetcher = GpuPrefetcher(run.layout, run.pager, run.device)
     runner = StepRunner(
         run.layout, run.pager, run.device, gpu_prefetcher, run.settings.memory.device_bytes, run.updates_on_device,
-        run.planner, run.worker, base_optimizer, run.ledger, run.freed, parameters, whole, run.activations,
+        run.planner, run.worker, base_optimizer, run.ledger, run.freed, parameters, full, run.activations,
     )  # fmt: skip
     run.undo.push(runner.close)
     load_limit = max(_LOAD_LIMIT, run.host_bytes // 2)
@@ -215,7 +239,7 @@ def _make_steps(
 
 
 def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedState | None) -> PagedOptimizer:
-    """Give the model paged shards, and return the optimizer that trains it."""
+    """Replace the shards of the model by paged shards, and return the optimizer that trains it."""
     base_optimizer, runner, shards = steps.base_optimizer, steps.runner, steps.shards
 
     def listen() -> Attachment:
@@ -240,14 +264,14 @@ def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedStat
     states = StateReader(run.layout, shards, runner, of_model, names=names, made_with_state=steps.made_with_state)
     saves = LiveSaves(run, sharded.model, steps.described, base_optimizer, runner, shards, attachment)
     paged = PagedOptimizer(base_optimizer, run, runner, states, checkpointer, saves, resumed)
-    # The new run is one to resume from before the old one is no longer needed.
+    # The new run needs its own checkpoint before the user may remove the old run.
     if run.directory.source is not None and run.settings.run.retained_checkpoints:
         paged.save_checkpoint(paged.resumed_extra)
         if run.ranks.rank == 0:
             old = run.directory.source.reader
             _log.warning(
-                "step %d of run %s (world size %d) goes on as run %s; the old one still takes its space, free it with "
-                "`infinity store rm`", old.step, old.folder.run_id, old.world_size, run.folder.run_id,
+                "step %d of run %s (world size %d) continues as run %s; the old run keeps its space until you remove "
+                "it with `infinity store rm`", old.step, old.folder.run_id, old.world_size, run.folder.run_id,
             )  # fmt: skip
     run.planner.expect(sharded.expected_step(alone=run.ranks.world_size == 1))
     run.ledger.restart_step()

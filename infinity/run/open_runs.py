@@ -1,9 +1,10 @@
-"""The open runs of this process: closed when it ends, or when their folder is wanted and nobody uses them any more.
+"""Registry of the open runs of this process, which are closed at exit or when another run needs their folder.
 
-[Note: dropped runs] A run whose model nobody can name any more lives on, with its lock and its memory: its tensors
-refer to it, where Python's collector does not look. So whether it is in use is found out when its folder is wanted: by
-whether a variable leads to its model. What its optimizer or a scheduler still refers to, a loss with its graph,
-parameters, the traceback of the last exception or a notebook's history of outputs is no use of it.
+[Note: dropped runs] A run stays open, with its lock and memory, even if no variable refers to its model any more: its
+tensors refer to it in a way that Python's garbage collector cannot see. Therefore the registry determines whether a run
+is in use only when its folder is needed: it is in use if a variable leads to its model. References from its optimizer
+or a scheduler, a loss with its graph, parameters, the traceback of the last exception or a notebook's output history do
+not count.
 """
 
 from __future__ import annotations
@@ -31,29 +32,30 @@ _live: dict[Run, tuple[PagedOptimizer, nn.Module]] = {}
 
 
 def add(optimizer: PagedOptimizer, model: nn.Module) -> None:
-    """Note a run that has begun, until it ends."""
+    """Register an open run until it ends."""
     run = optimizer.run
     _live[run] = optimizer, model
     run.undo.push(lambda: _live.pop(run, None))
 
 
 def close_all() -> None:
-    """Close every open run of this process, as `close()` of the optimizers that `offload` has returned does.
+    """Close every open run of this process, like `close()` of each optimizer that `offload` returned.
 
-    For notebooks, where a run may be open that no variable leads to any more. A child that was forked has none.
+    Use it in notebooks, where a run may still be open although no variable refers to it any more. A forked child has no
+    open runs.
 
     Raises:
-        Exception: the first thing that could not be closed or removed; the rest is closed all the same.
+        Exception: the first error, after all runs have been closed.
     """
     end_all(*(optimizer.close for optimizer, _ in list(_live.values())))
 
 
 def make_way(paths: Sequence[str]) -> None:
-    """Close the runs of this process that hold one of `paths` and that nobody uses. [Note: dropped runs]
+    """Close the unused runs of this process that hold one of `paths`. [Note: dropped runs]
 
     Raises:
-        FolderBusyError: one is in use; the message names the variables.
-        Exception: one could not be closed.
+        FolderBusyError: if a run is in use. The message names the variables.
+        Exception: if a run cannot be closed.
     """
     wanted = {Path(path).resolve() for path in paths}
     for run, (optimizer, model) in list(_live.items()):
@@ -63,17 +65,17 @@ def make_way(paths: Sequence[str]) -> None:
         if variables := variables_of(model, apart=(torch.Tensor,)):
             closing = [f"close() of {name}, or " for name in variables_of(optimizer, apart=(object,))]
             raise FolderBusyError(
-                f"{held[0]} is in use by run {run.folder.run_id} of this process, to whose model "
-                f"{', '.join(variables)} still leads; call {''.join(closing)}infinity.close_all() before another run "
-                "begins there"
+                f"{held[0]} is in use by run {run.folder.run_id} of this process, whose model is still referenced by "
+                f"{', '.join(variables)}. Call {''.join(closing)}infinity.close_all() before starting another run "
+                "there."
             )
-        _log.info("run %s, which no variable leads to any more, is closed", run.folder.run_id)
+        _log.info("closing run %s, which no variable refers to any more", run.folder.run_id)
         optimizer.close()
 
 
 @atexit.register
 def _close_at_exit() -> None:
-    error = getattr(sys, "last_value", None)  # what ended the program, if that was an exception
+    error = getattr(sys, "last_value", None)  # the exception that ended the program, if any
     left = [optimizer for optimizer, _ in _live.values()]
     for optimizer in left:
         if reason := optimizer.run.peers.explain(error):
@@ -82,7 +84,7 @@ def _close_at_exit() -> None:
 
 
 def _leave_to_parent() -> None:
-    """In a child that was forked: runs, with their threads, locks and folders, are those of the parent."""
+    """Disable the runs in a forked child: their threads, locks and folders belong to the parent."""
     for run in _live:
         run.leave_to_parent()
     _live.clear()

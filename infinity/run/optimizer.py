@@ -1,4 +1,4 @@
-"""The optimizer that users hold: a real `torch.optim.Optimizer` whose state is paged."""
+"""`PagedOptimizer`, the optimizer that `infinity.offload` returns: a `torch.optim.Optimizer` with paged state."""
 
 from __future__ import annotations
 
@@ -37,10 +37,24 @@ _log = logging.getLogger("infinity")
 
 
 class PagedOptimizer(torch.optim.Optimizer):
-    """Shares `param_groups` with the optimizer it was made from; made by `infinity.offload`.
+    """An optimizer that trains a model whose parameters and optimizer state are stored on NVMe.
 
-    A training step is forward, backward, optionally `clip_grad_norm_`, `step`, `zero_grad`. Several backward
-    passes before a step accumulate. `checkpoint` makes the state after the last step durable.
+    `infinity.offload` creates it from a base optimizer and shares the `param_groups` of the base optimizer. A training
+    step consists of a forward pass, one or more backward passes (gradients accumulate), an optional `clip_grad_norm_`,
+    `step` and `zero_grad`. `save_checkpoint` makes the state after the last step durable.
+
+    Used as a context manager, the optimizer closes the run at the end of the block.
+
+    Example::
+
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        >>> with infinity.offload(model, optimizer, "infinity.toml") as optimizer:
+        ...     for batch in loader:
+        ...         model(batch).loss.backward()
+        ...         optimizer.clip_grad_norm_(1.0)
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...     optimizer.save_checkpoint()
     """
 
     def __init__(
@@ -53,20 +67,20 @@ class PagedOptimizer(torch.optim.Optimizer):
         saves: LiveSaves,
         resumed: ResumedState | None,
     ) -> None:
-        self._made = False  # whether this constructor has come to its end
-        self._closed = False  # whether `close` was called
+        self._made = False  # set at the end of this constructor
+        self._closed = False
         self._own, self._run, self._runner = base_optimizer, run, runner
-        self._base_optimizer = base_optimizer.optimizer  # where torch looks for everything that is asked of this one
+        self._base_optimizer = base_optimizer.optimizer  # attributes are looked up there
         self._reader, self._checkpointer, self._saves = states, checkpointer, saves
-        self._states = PagedStates(states)  # what `state` is
-        self._extra = resumed.extra if resumed else {}  # of the checkpoint that the run resumed from
-        self._began = resumed.step if resumed is not None else 0  # steps that were taken before this object
-        # The step of the newest checkpoint; None where there is none.
+        self._states = PagedStates(states)  # the value of `state`
+        self._extra = resumed.extra if resumed else {}  # user data of the resumed checkpoint
+        self._began = resumed.step if resumed is not None else 0  # steps taken before this run
+        # Step of the newest checkpoint; None without a checkpoint.
         self._checkpointed = resumed.step if resumed is not None and run.directory.found is not None else None
         self.records: list[StepRecord] = []
-        """What the last steps took, the newest last; bounded."""
+        """Measurements of the most recent steps, newest last. At most 10,000 are kept."""
         super().__init__(self._base_optimizer.param_groups, self._base_optimizer.defaults)
-        del vars(self)["defaults"]  # those of the given optimizer, as its other attributes
+        del vars(self)["defaults"]  # looked up on the base optimizer, like its other attributes
         base_optimizer.hand_over(self, self._states)
         self._made = True
 
@@ -74,7 +88,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The param groups of the given optimizer, so that schedulers made before still work."""
+        """Param groups of the base optimizer, so that schedulers created for it keep working."""
         return self._base_optimizer.param_groups
 
     @param_groups.setter
@@ -84,9 +98,9 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> PagedStates:  # type: ignore[override]
-        """The states by parameter, read when they are asked for, kept when they are written to.
+        """Optimizer states by parameter. A state is read from NVMe on access, and written back when it is assigned.
 
-        Setting another mapping raises `UnsupportedError`.
+        Assigning another mapping raises `UnsupportedError`.
         """
         return self._states
 
@@ -96,22 +110,32 @@ class PagedOptimizer(torch.optim.Optimizer):
             raise UnsupportedError(NO_ENTRIES)
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **named: Any) -> Any:  # type: ignore[override]
-        """Apply the gradients that have arrived since the last step.
+        """Perform a single optimization step with the gradients that were accumulated since the last step.
+
+        Args:
+            closure (optional): reevaluates the model and returns the loss. Not supported for optimizers whose update
+                depends on the loss of the closure.
+
+        Returns:
+            The loss that `closure` returned, or None.
 
         Raises:
-            StorageError, CorruptPageError, StallError: a page could not be moved; the last checkpoint is intact.
-            LostRankError: another rank failed; its reason is named.
-            InfinityError: settings changed, or gradients were dropped, after updates had already run in backward; or
-                gradients are those of the step before.
-            UnsupportedError: parameters were added to a param group, the state was replaced, a gradient was assigned
-                that is no DTensor, further arguments were given, or a closure whose loss the updates would depend on.
+            StorageError, CorruptPageError, StallError: if a page cannot be transferred. The last checkpoint remains
+                intact.
+            LostRankError: if another rank failed. The message contains its reason.
+            InfinityError: if settings of the optimizer changed, or gradients were dropped, after updates had already
+                run in backward, or if the gradients belong to the previous step.
+            UnsupportedError: if a param group has new parameters, the state was replaced, a gradient is not a DTensor,
+                further arguments were passed, or the update depends on the loss of the closure.
         """
         runner = self._runner
         runner.check_open()
         self._own.check()
         if args or named or (closure is not None and self._own.kernel.uses_closure):
             what = "a closure" if not (args or named) else "arguments besides a closure"
-            raise UnsupportedError(f"step() of {self._own.name} with {what}: updates of pages run without; call step()")
+            raise UnsupportedError(
+                f"step() of {self._own.name} with {what} is not supported: paged updates do not take it. Call step()."
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -131,10 +155,13 @@ class PagedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that have arrived and were not used by a step, or set them to zeros.
+        """Reset the gradients that were accumulated since the last step.
+
+        Args:
+            set_to_none: set gradients to None instead of zero.
 
         Raises:
-            InfinityError: updates with them have already run in backward.
+            InfinityError: if updates with these gradients have already run in backward.
         """
         self._runner.check_open()
         self._runner.check_drop()
@@ -144,14 +171,23 @@ class PagedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip the global norm of all gradients over all ranks; return the norm before, a scalar tensor.
+        """Clip the norm of all gradients over all ranks.
 
-        `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`, but that the step will update nothing where the
-        norm is not finite, as under `torch.amp.GradScaler`.
+        Equivalent to `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`, except that the following step
+        updates no parameter if the norm is not finite, as under `torch.amp.GradScaler`.
+
+        Args:
+            max_norm: maximum norm of the gradients.
+            norm_type: type of the p-norm; ``inf`` for the infinity norm.
+            error_if_nonfinite: raise an error if the norm is not finite.
+
+        Returns:
+            Norm of the gradients before clipping, as a scalar tensor.
 
         Raises:
-            InfinityError: updates run in backward, so the gradients are gone (set ``update.schedule``).
-            RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+            InfinityError: if updates run in backward, so that the gradients are no longer available. Set
+                ``update.schedule``.
+            RuntimeError: if the norm is not finite and `error_if_nonfinite` is set.
         """
         self._runner.check_open()
         ledger, parameters = self._run.ledger, self._reader.parameters
@@ -168,28 +204,30 @@ class PagedOptimizer(torch.optim.Optimizer):
         return norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after `infinity.offload`: there is no room for more.
+        """Raise an error, because the page layout is fixed after `infinity.offload`.
 
         Raises:
             UnsupportedError: always.
         """
-        if self._made:  # before, the constructor of the base class asks for those that are there already
+        if self._made:  # the constructor of the base class adds the existing groups
             refuse_group()
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused: the state lies on NVMe.
+        """Raise an error, because the state is stored on NVMe and may exceed host memory.
+
+        Use `save_checkpoint` to save the state, and `read_state` to read the state of one parameter.
 
         Raises:
-            UnsupportedError: always; `checkpoint` saves the state, `read_state` reads that of one parameter.
+            UnsupportedError: always.
         """
         raise UnsupportedError(
-            "the optimizer's state is on NVMe and would not fit in memory: optimizer.save_checkpoint() saves it for run.resume, "
-            "optimizer.save_dcp(folder) for torch.distributed.checkpoint; optimizer.read_state(name) reads one "
-            "parameter's"
+            "state_dict() is not supported: the optimizer state is on NVMe and may not fit in memory. Use "
+            "optimizer.save_checkpoint() to resume with run.resume, optimizer.save_dcp(folder) for "
+            "torch.distributed.checkpoint, or optimizer.read_state(name) for one parameter."
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refused; see `state_dict`.
+        """Raise an error. To load a state, pass a checkpoint to `infinity.offload` as `weights`, or set ``run.resume``.
 
         Raises:
             UnsupportedError: always.
@@ -197,18 +235,19 @@ class PagedOptimizer(torch.optim.Optimizer):
         refuse_loading()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refused. Raises `UnsupportedError`."""
+        """Raise `UnsupportedError`, because a copy would share the run."""
         raise UnsupportedError(NO_COPIES)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refused: neither `copy.copy` nor `pickle`. Raises `UnsupportedError`."""
+        """Raise `UnsupportedError`: `copy.copy` and `pickle` are not supported."""
         raise UnsupportedError(NO_COPIES)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the optimizer that was passed in, of those that torch's optimizers do not have.
+        """Return an attribute of the base optimizer that `torch.optim.Optimizer` does not define.
 
-        Its methods are refused when they are called: they would have to change weights and states on NVMe. Only `train`
-        and `eval` of schedule-free optimizers may be called, which go through all pages; by all ranks together.
+        Methods of the base optimizer raise `UnsupportedError` when they are called, because they would have to change
+        weights and states on NVMe. The exceptions are `train` and `eval` of schedule-free optimizers, which process all
+        pages; all ranks call them together.
         """
         base_optimizer = vars(self).get("_base_optimizer")
         if base_optimizer is None or name.startswith("__"):
@@ -217,10 +256,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         return partial(self._call, name) if inspect.ismethod(value) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the optimizer that was passed in, where it has it: updates from the next step on use it.
+        """Set an attribute; an attribute of the base optimizer is set there and takes effect in the next step.
 
         Raises:
-            UnsupportedError: updates would not know of it.
+            UnsupportedError: if updates would not use the new value.
         """
         there = vars(self)
         if not there.get("_made") or name in there or hasattr(type(self), name) or _is_left_by_torch(name, value):
@@ -237,34 +276,32 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._own.check()
             self._runner.switch(name)
 
-    # What paging adds #
+    # Methods specific to paging #
 
     def save_checkpoint(self, extra: dict[str, Any] | None = None, *, prefer: Collection[int] = ()) -> None:
-        """Make the state after the last step durable: weights, moments, step counts, random state, `extra`.
+        """Save a checkpoint of the state after the last step: weights, moments, step counts, random state and `extra`.
 
-        Nothing is copied: modified pages that are still in the host cache are written, then a manifest is
-        published. All ranks call it together.
+        No data is copied: modified pages in the host cache are written to NVMe, then a manifest is published. All ranks
+        call it together.
 
         Args:
-            extra: plain data of your own, such as a scheduler's `state_dict` or the data position: numbers (NaN and
-                infinities too), texts, None, and lists, tuples and dicts of them. A resumed run finds it in
-                `resumed_extra`, equal. What would come back as something else is refused.
-            prefer: steps of earlier checkpoints, such as the best one, that are to be among `run.retained_checkpoints`
-                before
-                newer ones. The new checkpoint always is.
+            extra: user data such as the `state_dict` of a scheduler or the position in the data set. Numbers (including
+                NaN and infinities), strings, None, and lists, tuples and dicts of these are supported. A resumed run
+                returns an equal value as `resumed_extra`.
+            prefer: steps of earlier checkpoints, for example of the best one, to retain in preference to newer ones
+                within `run.retained_checkpoints`. The new checkpoint is always retained.
 
         Raises:
-            ConfigError: `run.retained_checkpoints` is 0.
-            CheckpointError: `extra` is not such data; the place is named. Nothing is written.
-            InfinityError: gradients are pending (call it after `step`), or another rank failed.
-            UnsupportedError: parameters were added to a param group, or the state was replaced.
-            StorageError: a device or the folder refused; the checkpoint before is intact.
+            ConfigError: if `run.retained_checkpoints` is 0.
+            CheckpointError: if `extra` contains an unsupported value. The message names its position, and no data is
+                written.
+            InfinityError: if gradients are pending (call it after `step`), or another rank failed.
+            UnsupportedError: if a param group has new parameters, or the state was replaced.
+            StorageError: if a write fails. The previous checkpoint remains intact.
         """
         self._runner.check_open()
         if not self._run.settings.run.retained_checkpoints:
-            raise ConfigError(
-                "run.retained_checkpoints = 0: there is no room for a checkpoint on the drives; set 1 or more"
-            )
+            raise ConfigError("run.retained_checkpoints = 0 reserves no space for checkpoints. Set it to 1 or more.")
         self.check_between("checkpoint")
         started = time.perf_counter()
         self._checkpointer.save_checkpoint({} if extra is None else extra, prefer)
@@ -273,14 +310,14 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._run.ledger.restart_step()
 
     def check_between(self, what: str) -> None:
-        """Check that this is between two steps, and that the optimizer can be saved.
+        """Check that no gradients are pending and that the optimizer can be saved.
 
         Args:
-            what: names the call in the message.
+            what: name of the method that the message mentions.
 
         Raises:
-            InfinityError: gradients are pending, or it was closed.
-            UnsupportedError: parameters were added to a param group, or the state was replaced.
+            InfinityError: if gradients are pending, or the optimizer was closed.
+            UnsupportedError: if a param group has new parameters, or the state was replaced.
         """
         self._runner.check_open()
         self._own.check()
@@ -297,29 +334,29 @@ class PagedOptimizer(torch.optim.Optimizer):
         config: Mapping[str, Any] | None = None,
         companions: str | os.PathLike[str] | None = None,
     ) -> list[Path]:
-        """Write the weights after the last step as a folder that `from_pretrained` loads; training goes on unchanged.
+        """Save the weights after the last step in a folder that `from_pretrained` loads.
 
-        What `infinity export` writes of a checkpoint, to the bit: names and shapes as `save_pretrained` of the model
-        has
-        them, config.json, generation config and tokenizer. It is there as a whole, or not at all. Memory is that of one
-        file. All ranks call it together, between two steps; rank 0 writes.
+        The result equals the output of `infinity export` for a checkpoint, bit for bit: names and shapes as in
+        `save_pretrained` of the model, config.json, generation config and tokenizer. The folder appears complete or not
+        at all. Peak memory is the size of one file. All ranks call it together, between two steps; rank 0 writes the
+        files. Training is not affected.
 
         Args:
-            folder: new, or empty.
-            dtype: of floating-point weights; by default as they are trained.
-            file_bytes: most bytes of weights per file, as an integer or as ``"1GiB"``.
-            config: content of config.json; by default that of the model, if it is of transformers.
-            companions: folder whose tokenizer, generation_config.json and the like are copied along; by default that
-                of the `weights` that the run began with.
+            folder: destination, a new or empty folder.
+            dtype: dtype of floating-point weights. By default, the dtype in which they are trained.
+            file_bytes: maximum bytes of weights per file, as an integer or a string such as ``"1GiB"``.
+            config: content of config.json. By default, the config of the model, if it is a transformers model.
+            companions: folder from which the tokenizer, generation_config.json and similar files are copied. By
+                default, the `weights` that the run started from.
 
         Returns:
-            The files, on every rank.
+            Paths of the files, on every rank.
 
         Raises:
-            ConfigError: the folder is not empty or cannot be written to, there is no room, or what is read back is
-                something else; or an argument is wrong.
-            InfinityError: gradients are pending (call it after `step`), or another rank failed.
-            StorageError, CorruptPageError: a page cannot be read.
+            ConfigError: if the folder is not empty or not writable, there is not enough space, reading the files back
+                gives different values, or an argument is invalid.
+            InfinityError: if gradients are pending (call it after `step`), or another rank failed.
+            StorageError, CorruptPageError: if a page cannot be read.
         """
         most = file_size(file_bytes)
         beside = Path(companions) if companions is not None else None
@@ -338,22 +375,22 @@ class PagedOptimizer(torch.optim.Optimizer):
         extra: dict[str, Any] | None = None,
         file_bytes: int | str = FILE_BYTES,
     ) -> list[Path]:
-        """Write weights and optimizer state after the last step for `torch.distributed.checkpoint`.
+        """Save weights and optimizer state after the last step in the format of `torch.distributed.checkpoint`.
 
-        `dcp.load` and `set_state_dict` of a plain FSDP2 run go on from it bit for bit, and so does
-        `infinity.offload(…, weights=folder)`. Otherwise as `save_pretrained`.
+        A plain FSDP2 run resumes from the folder bit for bit with `dcp.load` and `set_state_dict`, and so does
+        `infinity.offload(…, weights=folder)`. The requirements are the same as for `save_pretrained`.
 
         Args:
-            folder: new, or empty.
-            extra: plain data of your own, as for `checkpoint`.
-            file_bytes: most bytes of tensors per file, as an integer or as ``"1GiB"``.
+            folder: destination, a new or empty folder.
+            extra: user data, as for `save_checkpoint`.
+            file_bytes: maximum bytes of tensors per file, as an integer or a string such as ``"1GiB"``.
 
         Returns:
-            The files, on every rank.
+            Paths of the files, on every rank.
 
         Raises:
-            ConfigError, InfinityError, StorageError, CorruptPageError: as `save_pretrained`.
-            CheckpointError: `extra` is not plain data.
+            ConfigError, InfinityError, StorageError, CorruptPageError: as in `save_pretrained`.
+            CheckpointError: if `extra` contains an unsupported value.
         """
         most = file_size(file_bytes)
 
@@ -363,89 +400,95 @@ class PagedOptimizer(torch.optim.Optimizer):
         return self._saves.write("save_dcp", self.check_between, {} if extra is None else extra, write)
 
     def report(self, *, loss: float | torch.Tensor | None = None, tokens: int = 0) -> None:
-        """Publish what only the training loop knows, as the metrics of this rank.
+        """Publish values that only the training loop knows as metrics of this rank.
 
-        Learning rate, norm of the gradients, steps and times are published without it. Call it once per step.
+        Learning rate, gradient norm, step count and times are published automatically. Call it once per step.
 
         Args:
-            loss: of the step; a tensor is read, which waits for its device.
-            tokens: that this rank has trained on since the last call.
+            loss: loss of the step. Reading a tensor synchronizes with its device.
+            tokens: number of tokens that this rank has processed since the last call.
 
         Raises:
-            ConfigError: `tokens` is not a number from 0 on.
+            ConfigError: if `tokens` is negative or not finite.
         """
         if not 0 <= tokens < math.inf:
-            raise ConfigError(f"tokens = {tokens} must be a number from 0 on: those since the last report")
+            raise ConfigError(
+                f"tokens = {tokens} is not valid. Pass the number of tokens since the last report, 0 or more."
+            )
         self._run.ledger.reported(loss.item() if isinstance(loss, torch.Tensor) else loss, tokens)
 
     @property
     def steps(self) -> int:
-        """How many steps were taken, those before a resumed checkpoint too."""
+        """Number of optimizer steps taken, including the steps before the resumed checkpoint."""
         return self._runner.updates.step
 
     @property
     def resumed_extra(self) -> dict[str, Any]:
-        """The `extra` of the checkpoint that this run resumed from; empty for a new run."""
+        """The `extra` of the checkpoint from which this run resumed; empty for a new run."""
         return self._extra
 
     @property
     def update_schedule(self) -> str:
-        """``in_backward``, ``in_forward`` or ``after_backward``; ``recording`` in the first step."""
+        """Update schedule: ``in_backward``, ``in_forward``, ``after_backward``, or ``recording`` in the first step."""
         return self._runner.planner.placed
 
     @property
     def update_device(self) -> str:
-        """``cpu``, or the type of the device that computes: where updates run."""
+        """Device type on which updates run: ``cpu``, or the type of the device that computes."""
         return self._run.update_device
 
     def predict_seconds(self, bandwidth: float, computation: float) -> float:
-        """Return how many seconds the plan predicts for a step.
+        """Return the predicted duration of a step, in seconds.
 
         Args:
-            bandwidth: of the drives, for this rank, bytes per second of reads and writes together.
-            computation: seconds per step that are no stalls.
+            bandwidth: drive bandwidth available to this rank, reads and writes together, in bytes per second.
+            computation: time per step that is not spent waiting for I/O, in seconds.
 
         Raises:
-            InfinityError: there is no plan before the first step has been taken.
+            InfinityError: if the first step has not been taken, so that there is no plan yet.
         """
         moved = self.run.activation_traffic
         return self._runner.planner.predict_seconds(bandwidth, computation, moved.read + moved.written)
 
     @property
     def run(self) -> Run:
-        """The run that this optimizer belongs to: its folder, layout of pages, plan and counters, to be looked at."""
+        """The run of this optimizer: its folder, page layout, plan and counters. Read-only."""
         return self._run
 
     def read_state(self, name: str) -> dict[str, torch.Tensor]:
-        """Return this rank's master and optimizer states of one parameter.
+        """Return this rank's master weights and optimizer states of one parameter.
 
-        Tensors have shape (local elements,); states that are one number, such as a step count, come as they are.
+        Args:
+            name: fully qualified name of the parameter.
+
+        Returns:
+            Tensors of shape (local elements,) by state name. Scalar states such as a step count are returned unchanged.
 
         Raises:
-            InfinityError: there is no trained parameter of that name.
+            InfinityError: if the model has no trained parameter of that name.
         """
         return self._reader.read(name)
 
     def drain(self) -> None:
-        """Wait until nothing is in flight, so that the byte counters stand still. Training cannot go on then: `close`.
+        """Wait for all pending I/O so that the byte counters are final. Afterwards only `close` may be called.
 
         Raises:
-            InfinityError: it was closed.
+            InfinityError: if the optimizer was closed.
         """
         self._runner.check_open()
         self._runner.drain()
-        self._runner.end("drain() was called, after which there is only close(): call it when training has ended")
+        self._runner.end("drain() was called, after which only close() is allowed. Call it when training has ended.")
 
     def close(self, error: BaseException | None = None) -> None:
-        """Wait for what is in flight and release files, memory and the folder lock. Idempotent.
+        """Wait for pending I/O and release files, memory and the folder lock. Idempotent.
 
         Args:
-            error: why the run ends early; by default the exception that is being handled. It ends the other ranks, and
-                what fails while this one closes is only logged then.
+            error: reason for which the run ends early. By default, the exception that is being handled. It also ends
+                the other ranks, and further errors during closing are logged instead of raised.
 
         Raises:
-            StallError: a device does not answer; the folder stays locked until this process ends.
-            Exception: the first thing that could not be closed or removed; the rest is released all the same.
+            StallError: if a device does not respond. The folder stays locked until this process exits.
+            Exception: the first error, after all remaining resources have been released.
         """
         self._close(error or sys.exception())
 
@@ -457,35 +500,35 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._run.close(cause, checkpointed=self._checkpointed is not None)
 
     def _tell_lost_steps(self) -> None:
-        """Say which steps end with this object, where that was not asked for; before it is too late to see it."""
+        """Warn about steps that no checkpoint contains, unless the settings discard them on purpose."""
         first, steps, run = max(self._began, self._checkpointed or 0) + 1, self.steps, self._run
         wanted = run.settings.run.keep != "never" and run.settings.run.retained_checkpoints > 0
         if steps >= first and run.ranks.rank == 0 and wanted:
             which = f"step {first} is" if first == steps else f"steps {first} to {steps} are"
-            kept = "the run was never checkpointed" if self._checkpointed is None else "it is in no checkpoint"
+            kept = "the run has no checkpoint" if self._checkpointed is None else "no checkpoint contains it"
             _log.warning(
-                '%s thrown away: %s; call optimizer.save_checkpoint() before it is closed, or set run.keep = "never"',
+                '%s discarded: %s; call optimizer.save_checkpoint() before close(), or set run.keep = "never"',
                 which,
                 kept,
             )
 
     def __enter__(self) -> PagedOptimizer:
-        """Close at the end of a `with` block."""
+        """Return the optimizer, which is closed at the end of the `with` block."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Close.
+        """Close the run.
 
         Raises:
-            LostRankError: a collective failed because another rank did; in place of torch's error.
+            LostRankError: if a collective failed because another rank failed. It replaces torch's error.
         """
         reason = self._run.peers.explain(error) if not self._closed else None
-        self._close(error)  # not `close`: the block may stand inside of somebody's `except`
+        self._close(error)  # not `close`, which would pick up an exception that the caller is handling
         if reason is not None and reason is not error:
             raise reason from error
 
     def _unscale(self) -> None:
-        """Do what `torch.amp.GradScaler` leaves to optimizers that are fused: divide gradients, or skip the step."""
+        """Divide gradients or skip the step, which `torch.amp.GradScaler` leaves to fused optimizers."""
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found is not None and bool(found):
             self._runner.skip()
@@ -496,10 +539,10 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether `torch.amp.GradScaler` leaves unscaling to `step`, as it does for the optimizer in memory."""
+        """``True`` if `torch.amp.GradScaler` leaves unscaling to `step`, as for the base optimizer in memory."""
         return bool(getattr(self._base_optimizer, "_step_supports_amp_scaling", False))
 
 
 def _is_left_by_torch(name: str, value: Any) -> bool:
-    """Whether an attribute is one that torch's schedulers or `torch.amp.GradScaler` leave on an optimizer."""
+    """Return whether torch's schedulers or `torch.amp.GradScaler` set this attribute on an optimizer."""
     return torch_private.is_bookkeeping(name, value) or name in ("found_inf", "grad_scale")

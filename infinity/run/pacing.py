@@ -1,4 +1,4 @@
-"""Asks the node's daemon, once a second, how fast this rank may use drives that it shares with other runs."""
+"""Pacing: ask the node daemon once per second for the bandwidth that this rank may use on shared drives."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from infinity.units import MIB
 _log = logging.getLogger("infinity")
 _EVERY_SECONDS: Final = 1.0
 _MOST: Final = 1e15
-"""What is above is no bandwidth, in bytes per second."""
-_LEAST: Final = float(MIB)  # bytes per second: with less, requests would run into their time-out
+"""Upper bound of a plausible bandwidth, in bytes per second. Larger values in an answer are ignored."""
+_LEAST: Final = float(MIB)  # bytes per second; below this, requests would time out
 _WITHOUT_ANSWER: Final = 3
-"""After so many questions without an answer there is no limit any more: the daemon is gone, or never was."""
+"""Number of consecutive unanswered queries after which limits are lifted, because the daemon has stopped or never ran.
+"""
 
 
 class Pacing:
-    """A thread that asks, from `__init__` to `close`, and tells `pace` when the answer is another one.
+    """A thread that polls the daemon from `__init__` to `close` and calls `pace` when the limits change.
 
-    Without a daemon a question is a system call that fails, and nothing ever has a limit.
+    Without a daemon, a query is one failing system call, and there are no limits.
     """
 
     def __init__(
@@ -33,21 +34,23 @@ class Pacing:
         folders: Sequence[str],
         pace: Callable[[Mapping[str, float]], None],
     ) -> None:
-        """Begin to ask.
+        """Start polling.
 
         Args:
-            paths: the run's NVMe paths, absolute.
-            folders: the run's folder on each of them, where the files of this rank are.
-            pace: is told the bytes per second by folder; those that are not there have no limit.
+            daemon: client of the node daemon.
+            run_id: id of the run.
+            paths: absolute NVMe paths of the run.
+            folders: folder of the run on each path, which contains the files of this rank.
+            pace: receives the limits in bytes per second, by folder. Folders that are missing have no limit.
         """
         self._daemon, self._run_id, self._pace = daemon, run_id, pace
         self._folders = dict(zip(paths, folders, strict=True))  # by path
-        self._ended = threading.Event()  # set by `close`
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._ask, name="infinity-pacing", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; what was told last stays. Idempotent."""
+        """Stop the thread. The last limits stay in effect. Idempotent."""
         self._ended.set()
         self._thread.join()
 
@@ -62,12 +65,14 @@ class Pacing:
             rates = self._rates(answer or {})
             if rates != told:
                 if bool(rates) != bool(told):
-                    _log.info("this rank shares drives with other runs and is %s", "held back" if rates else "free")
+                    _log.info(
+                        "I/O of this rank is %s", "limited: other runs share its drives" if rates else "unlimited"
+                    )
                 told = rates
                 self._pace(rates)
 
     def _rates(self, answer: Mapping[str, Any]) -> dict[str, float]:
-        """Return the usable part of an answer, by folder."""
+        """Return the valid limits of an answer, by folder."""
         rates = answer.get("rates")
         if not isinstance(rates, dict):
             return {}

@@ -1,4 +1,4 @@
-"""A run: the parts that page, from the host cache up to the pager, and the other ranks."""
+"""`Run`: the components that page the state of a rank, from the host cache to the pager, and the link to its peers."""
 
 from __future__ import annotations
 
@@ -54,44 +54,45 @@ from infinity.telemetry.timeline import Timeline
 
 _log = logging.getLogger("infinity")
 _NOT_HERE = (
-    "this process was forked from the one that trains, and weights and states are that one's alone: give workers what "
-    "they need as plain tensors, made before they start"
+    "this process was forked from the training process, which owns the weights and states. Pass workers plain tensors "
+    "that were created before they start."
 )
 
 
 class _Components(NamedTuple):
-    """What pages a rank's state, from the bottom up."""
+    """Components that page the state of a rank, from the bottom up."""
 
     host_cache: HostCache
-    """Host memory for pages."""
+    """Pinned host memory for pages."""
     engine: Engine
-    """Moves bytes between the host cache and files."""
+    """I/O engine between the host cache and files."""
     stats: Stats
-    """This rank's counters."""
+    """Counters of this rank."""
     timeline: Timeline | None
-    """What happened when, for `telemetry.timeline`."""
+    """Trace for `telemetry.timeline`."""
     ledger: Ledger
-    """Books the time and the bytes of steps."""
+    """Records time and bytes per step."""
     store: PageStore
-    """Which version of a page lies where."""
+    """Maps page versions to extents in files."""
     pager: Pager
-    """Has pages in the host cache when they are needed."""
+    """Loads pages into the host cache before they are needed."""
     activations: ActivationPages | None
-    """Has what forwards keep for backwards, in further cache slots; None where that stays on the device."""
+    """Stores saved activations in additional cache slots; None if they stay on the device."""
     worker: UpdateWorker
-    """Runs updates, on a thread of its own or at once."""
+    """Runs updates, on its own thread or inline."""
     planner: StepPlanner
-    """Chooses where updates run, and what the pager follows."""
+    """Chooses the update schedule, and the plan that the pager follows."""
 
 
 class Run:
-    """Everything that lives from `offload` to `close`.
+    """State of a run from `offload` to `close`.
 
-    It is *opened* by all ranks together, each part with all that it needs, and noted with what releases it. The parts
-    above it (what listens to the model) are noted too (`undo`). `close`, or a start that fails (`abandon`), releases
-    all of it, the latest first.
+    All ranks open it together. Every component is created with the components that it depends on, and registers its
+    release in `undo`; so do the layers above, such as the hooks of the model. `close`, or `abandon` after a failed
+    start, releases everything in reverse order.
 
-    To be looked at: `folder`, `layout`, `host_bytes`, `plan`, `stats` (counters), `ledger` (time and bytes of steps).
+    Public for inspection: `folder`, `layout`, `host_bytes`, `plan`, `stats` (counters) and `ledger` (time and bytes per
+    step).
     """
 
     def __init__(
@@ -104,48 +105,55 @@ class Run:
         *,
         exchanges: bool = False,
     ) -> None:
-        """Open.
+        """Open the run.
 
         Args:
-            exchanges: whether ranks exchange what they have in updates.
+            settings: settings of this rank.
+            ranks: the ranks of the run.
+            budget: page layout and number of cache slots of this rank.
+            directory: locked folders of the run. The caller releases it if this constructor raises.
+            device: device that computes.
+            exchanges: whether ranks exchange data in updates.
 
         Raises:
-            BudgetError, StorageError: there is no room. ConfigError: the engine cannot be used, or files be opened.
-            InfinityError: that of another rank. Nothing is left open then; `directory` is the caller's.
+            BudgetError, StorageError: if there is not enough space.
+            ConfigError: if the engine cannot be used or too few files may be opened.
+            InfinityError: if another rank failed. Everything that was opened is released.
         """
         self.settings, self.ranks, self.directory = settings, ranks, directory
         self._exchanges = exchanges
         self.layout: Layout = budget.layout
-        """The pages of this rank."""
+        """Pages of this rank."""
         self.undo = Undo()
-        """What releases the parts."""
+        """Release steps of all open components."""
         self.refuse_in_child: list[Callable[[str], object]] = []
-        """What is told, in a child that was forked, why nothing can be done there."""
-        self._process = os.getpid()  # the one that opened it
-        self._stalled = False  # a drive or device does not answer: what it may still write to or read is kept
+        """Callbacks that disable components in a forked child; they receive the reason."""
+        self._process = os.getpid()  # the process that opened the run
+        # Set if a drive or device does not respond: memory and files that it may still access are not released.
+        self._stalled = False
         self.device = open_device(device)
-        """What computes."""
+        """Device that computes."""
         cores, computing = _cores(ranks), torch.get_num_threads()
         self.update_cores = settings.update.cores_beside(device.type, cores=cores, computing=computing)
-        """Cores of the thread for updates; 0: they run on the training thread."""
+        """Number of cores of the update thread; 0 if updates run on the training thread."""
         self.hashers = hash_threads(cores - self.update_cores - (computing if device.type == "cpu" else 1))
-        """Threads for checksums each way, where cores are idle; else 0."""
+        """Checksum threads per direction that run on idle cores; 0 if no cores are idle."""
         self.freed = FreedMemory()
-        """Bounds what the C library keeps."""
+        """Bounds the freed memory that the C library keeps."""
         self.undo.push(self.freed.close)
         self.peers = Peers(ranks)
-        """The other ranks: what ends one ends all."""
+        """The other ranks. A failure of one rank ends all of them."""
         try:
             engine = ranks.once_per_node(self._choose_engine, otherwise=EngineChoice(settings.storage.engine, ""))
             opened = ranks.together("opening the run", partial(self._open, budget, engine))
             choose = partial(self._choose_update_device, opened.worker)
             self.updates_on_device = ranks.agree(ranks.together("choosing where updates run", choose))
-            """Whether pages are updated on the device that computes, and not on the host."""
+            """``True`` if pages are updated on the device that computes, ``False`` if on the host."""
         except BaseException as error:
-            told = isinstance(error, Exception)  # by `together`; an interrupt is known here only
+            told = isinstance(error, Exception)  # `together` has reported it; other ranks do not know of an interrupt
             end_all(partial(self.peers.leave, None if told else error), *self.undo.take(), cause=error)
             raise
-        # What each is, `_Components` says.
+        # Documented in `_Components`.
         self.host_cache, self.engine, self.store, self.pager = (
             opened.host_cache,
             opened.engine,
@@ -158,37 +166,37 @@ class Run:
 
     @property
     def folder(self) -> RunFolder:
-        """The id of the run, and its folders on the NVMe paths."""
+        """Run id, and the run's folders on the NVMe paths."""
         return self.directory.folder
 
     @property
     def update_device(self) -> str:
-        """The type of the device that pages are updated on: ``cpu``, or that of the one that computes."""
+        """Device type on which pages are updated: ``cpu``, or the type of the device that computes."""
         return self.device.name.type if self.updates_on_device else "cpu"
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that is followed; None until the first step has been recorded."""
+        """The current plan; None until the first step has been recorded."""
         return self.planner.plan
 
     @property
     def activation_traffic(self) -> ActivationTraffic:
-        """What activations in pages moved in the last step."""
+        """Bytes of activations transferred to and from NVMe in the last step."""
         return self.activations.traffic if self.activations is not None else ActivationTraffic()
 
     @property
     def host_bytes(self) -> int:
-        """Size of the host cache of this rank, in bytes."""
+        """Size of this rank's host cache, in bytes."""
         return self.host_cache.nbytes
 
     def _choose_engine(self) -> EngineChoice:
-        """Return the engine to take, measured where that is worth it."""
+        """Return the I/O engine, after measuring the candidates if the state is large enough to justify it."""
         state = self.layout.state_bytes * self.ranks.local_world_size
         runtime = runtime_dir(self.settings.telemetry)
         return choose_engine(self.settings.storage, self.layout.page_bytes, state, runtime)
 
     def _open(self, budget: Budget, chosen: EngineChoice) -> _Components:
-        """Reserve the space, allocate the host cache, open engine, counters and files."""
+        """Reserve the space, allocate the host cache, and open the engine, counters and files."""
         settings, layout, folder, checkpoints = self.settings, self.layout, self.folder, self.directory.checkpoints
         with _naming_limit():
             folder.create()
@@ -208,7 +216,7 @@ class Run:
             self.undo.push(partial(self._close_engine, engine))
             loads = PathLoads(len(files))
             stats = _stats_page(settings, self.ranks, folder.run_id, engine.name, self.directory.paths)
-            self.undo.push_under(partial(_close_page, stats))  # counted until the engine has ended
+            self.undo.push_under(partial(_close_page, stats))  # closed last, because the engine counts until it ends
             timeline = _timeline(settings, self.ranks, layout)
             ledger = Ledger(stats, timeline)
             engine.register(host_cache.memory)
@@ -229,7 +237,7 @@ class Run:
                 hashers=self.hashers,
             )
             self.undo.push(store.close)
-            store.expect_gradients(True)  # until the first step has shown whether they are stored
+            store.expect_gradients(True)  # until the first step shows whether gradients are stored
             folders = [str(Path(path).resolve()) for path in self.directory.paths]
             pacing = Pacing(daemon, folder.run_id, folders, [str(file.parent) for file in files], engine.pace)
             self.undo.push(pacing.close)
@@ -272,8 +280,8 @@ class Run:
                 wear = WearWarning(daemon, stats, folders, self.ranks.local_world_size)
                 self.undo.push(wear.close)
         planner = StepPlanner(
-            layout, pager, ledger, cache_slots=budget.cache_slots, wanted=settings.update.schedule, threaded=worker.threaded,
-            exchanges=self._exchanges,
+            layout, pager, ledger, cache_slots=budget.cache_slots, wanted=settings.update.schedule,
+            threaded=worker.threaded, exchanges=self._exchanges,
         )  # fmt: skip
         for role in set(Role) - {Role.ACTIVATION}:
             stats.gauge("tier_used_bytes", tier="nvme", state=role.value).set(layout.bytes_of(role))
@@ -289,7 +297,7 @@ class Run:
         loads: PathLoads,
         pager: Pager,
     ) -> ActivationPages:
-        """Have pages for activations: in cache slots and, where there is space for it, in files."""
+        """Create the pages for activations: cache slots and, if `space` is given, files."""
         store, settings = None, self.settings.storage
         if space is not None:
             store = PageStore(
@@ -310,14 +318,14 @@ class Run:
             space.unname()
             self.undo.push(store.close)
         activations = ActivationPages(
-            host_cache, self.layout.page_bytes, self.device, store, self.directory.stripe_weights, pager.transfers, ledger,
-            timeout=settings.timeout_seconds,
+            host_cache, self.layout.page_bytes, self.device, store, self.directory.stripe_weights, pager.transfers,
+            ledger, timeout=settings.timeout_seconds,
         )  # fmt: skip
         self.undo.push(partial(self._drain, activations))
         return activations
 
     def _choose_update_device(self, worker: UpdateWorker) -> bool:
-        """Return whether pages are better updated on the device; say why."""
+        """Return whether pages are updated on the device, and log the reason."""
         continued = self.directory.found or (
             self.directory.source.reader if self.directory.source is not None else None
         )
@@ -331,33 +339,33 @@ class Run:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the process that opened the run: one that was forked from it ends nothing."""
+        """``True`` if this process opened the run. A forked child must not close it."""
         return os.getpid() == self._process
 
     def leave_to_parent(self) -> None:
-        """In a child that was forked: have nothing to close any more, and refuse all else.
+        """Disable the run in a forked child: it releases no resources and rejects all calls.
 
-        Threads, drives and counters are the parent's: this process could only wait for ever, or disturb that one.
+        Threads, drives and counters belong to the parent. The child could only wait forever or disturb the parent.
         """
         self.pager.leave_to_parent(InfinityError(_NOT_HERE))
         for refuse in self.refuse_in_child:
             refuse(_NOT_HERE)
 
     def abandon(self, error: BaseException) -> None:
-        """End a run that did not come to its start because of `error`: what it has made goes, what was there stays."""
+        """End a run whose start failed with `error`. Files that the start created are removed; earlier files stay."""
         if self.is_here:
             self._release(error, remove=self.directory.found is None)
 
     def close(self, cause: BaseException | None, *, checkpointed: bool) -> None:
-        """Release files, memory and lock; remove the run when nothing of it is to be kept.
+        """Release files, memory and the folder lock, and remove the run if its files are not kept.
 
         Args:
-            cause: why it ends early, if it does. It ends the other ranks.
-            checkpointed: whether there is something to go on from.
+            cause: reason for which the run ends early, or None. It also ends the other ranks.
+            checkpointed: whether the run has a checkpoint to resume from.
 
         Raises:
-            StallError: a device does not answer; the folder stays locked until this process ends.
-            Exception: the first thing that could not be released, if there is no `cause`.
+            StallError: if a device does not respond. The folder stays locked until this process exits.
+            Exception: the first error during the release, if `cause` is None.
         """
         keep = self.settings.run.keep
         self._release(cause, remove=keep == "auto" and not checkpointed, always=keep == "never")
@@ -389,7 +397,7 @@ class Run:
             try:
                 self.timeline.write()
             except OSError as error:
-                _log.warning("no timeline in %s: %s", self.timeline.file, error.strerror)
+                _log.warning("telemetry.timeline: cannot write %s: %s", self.timeline.file, error.strerror)
 
 
 def _book_transfer(
@@ -419,8 +427,8 @@ def _naming_limit() -> Iterator[None]:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
         raise ConfigError(
-            f"this process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files open, which is too few; "
-            "raise the limit (ulimit -n)"
+            f"this process may open {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files, which is too few. Raise the "
+            "limit (ulimit -n)."
         ) from error
 
 
@@ -432,7 +440,7 @@ def _timeline(settings: Config, ranks: Ranks, layout: Layout) -> Timeline | None
 
 
 def _stats_page(settings: Config, ranks: Ranks, run_id: str, engine: str, folders: Sequence[str]) -> Stats:
-    """Make the rank's stats page; without a usable folder, one that only this process sees: training goes on."""
+    """Create the stats file of this rank. Without a usable folder, the counters stay private to this process."""
     paths = [str(Path(path).resolve()) for path in folders]
     create = partial(
         Stats.create,
@@ -452,17 +460,17 @@ def _stats_page(settings: Config, ranks: Ranks, run_id: str, engine: str, folder
     try:
         return create(runtime_dir(settings.telemetry))
     except ConfigError as error:
-        _log.warning("this rank's counters will not reach the daemon: %s", error)
+        _log.warning("the counters of this rank are not published to infinityd: %s", error)
         return create(None)
 
 
 def _close_page(stats: Stats) -> None:
-    """Leave the page to the scrapes that come; of a run without any step there is nothing to see."""
+    """Close the stats file. It is kept for later scrapes if the run has taken a step."""
     stats.close(keep=stats.snapshot().value("steps_total") > 0)
 
 
 def _cores(ranks: Ranks) -> int:
-    """Return this rank's share of the cores of the node. All ranks together."""
+    """Return this rank's share of the node's cores. All ranks call it together."""
     host, mine = socket.gethostname(), os.sched_getaffinity(0)
     of_node = [cores for name, cores in ranks.collect((host, mine)) if name == host]
     return share_of_cores(mine, of_node, cores_of_groups())

@@ -1,4 +1,4 @@
-"""Where a run lies: its folders on the NVMe paths, held by this process, and what it goes on from."""
+"""The folders of a run on the NVMe paths: locking, choosing the checkpoint to resume from, and removal."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from infinity.store.path_bandwidth import path_stripe_weights
 from infinity.units import MIB, format_size
 
 _LEAST_RATE = float(MIB)
-"""A share that is smaller is no rate of a drive in bytes per second: equal shares, where nothing was measured."""
+"""Smaller stripe weights are not rates in bytes per second, but the equal weights of paths that were not measured."""
 _log = logging.getLogger("infinity")
 
 
 class RunDirectory:
-    """The folders of a run, and the lock that this process has on them.
+    """The folders of a run, locked by this process.
 
-    A run is *new*, *goes on* where its own checkpoints lie (`checkpoints`), or begins with what a checkpoint has that
-    lies
-    otherwise (`source`). The lock is held until `give_up`; folders that hold nothing to go on from are removed then.
+    There are three kinds of runs. A new run has neither `checkpoints` nor `source`. A resumed run continues in the
+    folders of its own `checkpoints`. A run with another layout than its checkpoint starts from the values of that
+    checkpoint (`source`) in new folders. `give_up` releases the lock and removes folders that contain no checkpoint.
     """
 
     def __init__(
@@ -47,23 +47,23 @@ class RunDirectory:
         source: ReshardSource | None,
     ) -> None:
         self.folder = folder
-        """Its id, and its folders on the NVMe paths."""
+        """Run id, and the run's folders on the NVMe paths."""
         self.stripe_weights = stripe_weights
-        """How much of the pages each path is to hold, relative to the others: as their bandwidths are."""
+        """Fraction of the pages per path, relative to the other paths and proportional to bandwidth."""
         self.checkpoints = checkpoints
-        """This rank's manifests of the run's own checkpoints, the one to resume from last; none for a new run."""
+        """This rank's manifests of the run's own checkpoints; the last one is resumed. Empty for a new run."""
         self.source = source
-        """The checkpoint of another run whose values and progress this one begins with, if it does."""
+        """Checkpoint of another run that provides first values and progress, or None."""
         self._lock, self._ranks = lock, ranks
 
     @property
     def found(self) -> Manifest | None:
-        """The checkpoint of this run that it resumes from."""
+        """The checkpoint of this run to resume from, or None."""
         return self.checkpoints[-1] if self.checkpoints else None
 
     @property
     def rates(self) -> list[float]:
-        """Bytes per second of the paths, as far as the shares are such; 0 where they were not measured."""
+        """Bandwidth by path, in bytes per second; 0 for paths that were not measured."""
         return [stripe_weight if stripe_weight > _LEAST_RATE else 0.0 for stripe_weight in self.stripe_weights]
 
     @property
@@ -73,17 +73,20 @@ class RunDirectory:
 
     @classmethod
     def take(cls, settings: Config, ranks: Ranks, layout: Layout, optimizer: str) -> RunDirectory:
-        """Take the paths and find what to resume from; all ranks together: where one fails, all fail, with its reason.
+        """Lock the paths and find the checkpoint to resume from. All ranks call it together and all fail if one does.
 
-        What was there before is there still then, and nothing else.
+        If it fails, the paths are restored to their previous state.
 
         Args:
-            layout: of this rank.
-            optimizer: name of its class.
+            settings: settings of this rank.
+            ranks: the ranks of the run.
+            layout: page layout of this rank.
+            optimizer: class name of the optimizer.
 
         Raises:
-            ConfigError: a path cannot be used. FolderBusyError: another live run owns one.
-            CheckpointError: there is nothing to resume from, or what there is belongs to another model.
+            ConfigError: if a path cannot be used.
+            FolderBusyError: if another live run owns a path.
+            CheckpointError: if there is no checkpoint to resume from, or it belongs to another model.
         """
         undo = Undo()
         try:
@@ -99,7 +102,7 @@ class RunDirectory:
         host = socket.gethostname()
         made: list[Path] = []
         ranks.together("making paths", lambda: made.extend(make_paths(paths)), lambda: unmake_paths(made))
-        # On this node, by whatever rank: the last one that leaves them removes them.
+        # Paths created on this node by any rank. The last rank that leaves them removes them.
         made = [path for name, of_rank in ranks.collect((host, made)) if name == host for path in of_rank]
         undo.push(partial(unmake_paths, made))
         resume = choose_run(old_paths, wanted.resume, ranks)
@@ -118,7 +121,7 @@ class RunDirectory:
         if resume:
             roots = ranks.together("finding the run's folders", lambda: folders_of(old_paths, run_id, paths))
             if {root.resolve() for root in roots.roots} == {root.resolve() for root in folder.roots}:
-                folder = roots  # in the run's own order, whatever that of the settings is
+                folder = roots  # in the run's own order, which may differ from the settings
             there = list_checkpoints(roots, ranks, wanted.resume_step)
             if not lies_otherwise(roots, folder, there[-1], layout, ranks):
                 checkpoints = find_checkpoints(folder, ranks, layout, optimizer, there)
@@ -127,8 +130,8 @@ class RunDirectory:
             source = ReshardSource(reader, ranks)
             if ranks.rank == 0:
                 _log.warning(
-                    "the pages of run %s lie otherwise (other ranks, paths, page size or dtype): they are written "
-                    "anew, as another run; the old one keeps its space until `infinity store rm %s`", resume, resume,
+                    "run %s has another page layout (ranks, paths, page size or dtype): its state is copied to a new "
+                    "run; the old one keeps its space until `infinity store rm %s`", resume, resume,
                 )  # fmt: skip
             folder = RunFolder.of(paths, ranks.agree(new_run_id()))
             lock.name(folder.run_id)
@@ -138,9 +141,12 @@ class RunDirectory:
         return cls(folder, lock, ranks, _agree_on_stripe_weights(settings, ranks), [], source)
 
     def give_up(self, *, remove: bool, always: bool = False) -> None:
-        """Give the folders back. What this rank has in them goes too: if it has published nothing, or `always`.
+        """Release the lock and, depending on the arguments, remove this rank's files.
 
-        If it has published its part of a checkpoint, others may know one of all ranks: it stays.
+        Args:
+            remove: remove the files if this rank has published no part of a checkpoint. A published part stays, because
+                other ranks may know a complete checkpoint.
+            always: remove the files in any case.
         """
 
         def unmake() -> None:
@@ -152,17 +158,17 @@ class RunDirectory:
 
 
 def page_bytes_of_checkpoint(settings: Config, ranks: Ranks) -> int:
-    """Return the page size of this rank's part of the checkpoint to go on from; 0 where there is none. All ranks
-    together.
+    """Return the page size of this rank's part of the checkpoint to resume from, or 0 without one.
 
-    Pages of another size would be written anew, as another run beside it. What is wrong is said by `RunDirectory.take`.
+    A different page size would require copying the state to a new run. Errors are reported later by
+    `RunDirectory.take`. All ranks call it together.
     """
     paths = settings.run.resume_paths or settings.storage.paths
     try:
         run_id = choose_run(paths, settings.run.resume, ranks)
     except LostRankError:
         raise
-    except InfinityError:  # on all ranks
+    except InfinityError:  # raised on all ranks
         return 0
     with suppress(OSError, CheckpointError):
         here = [run.roots[0] for run in look_for_runs(paths)[0] if run.run_id == run_id and 0 in run.roots]
@@ -179,7 +185,7 @@ def _report_earlier_runs(paths: tuple[str, ...]) -> None:
         files = [file for run in runs for root in run.in_order for file in root.glob("*.pages")]
         size = sum(file.stat().st_blocks * 512 for file in files)
     except OSError as error:
-        _log.warning("earlier runs in %s cannot be looked at: %s", ", ".join(paths), error.strerror)
+        _log.warning("cannot look for earlier runs in %s: %s", ", ".join(paths), error.strerror)
         return
     if runs:
         _log.warning(
@@ -193,27 +199,28 @@ def _report_earlier_runs(paths: tuple[str, ...]) -> None:
 
 
 def _say_where(paths: Sequence[str]) -> None:
-    """Say of folders that are no drives of their own what that means."""
+    """Warn about paths in memory, and about paths that share a drive."""
     try:
         places = [locate(path) for path in paths]
-    except OSError:  # what is wrong with it is said by who uses it
+    except OSError:  # reported when the path is used
         return
     for place in places:
         if place.in_memory:
             _log.warning(
-                "storage.paths: %s is in memory (tmpfs or ramfs): the state takes memory, and ends with it", place.path
+                "storage.paths: %s is in memory (tmpfs or ramfs), so the state uses host memory and is lost on reboot",
+                place.path,
             )
     drives = [place.drive for place in places]
     for drive in dict.fromkeys(drives):
         if drives.count(drive) > 1:
             shared = ", ".join(place.path for place in places if place.drive == drive)
             _log.warning(
-                "storage.paths: %s lie on one drive (%s), and are no faster than one folder", shared, drive.name
+                "storage.paths: %s are on one drive (%s), which is no faster than a single path", shared, drive.name
             )
 
 
 def _agree_on_stripe_weights(settings: Config, ranks: Ranks) -> list[float]:
-    """Return the shares of the paths as the first rank of this node has measured them."""
+    """Return the stripe weights of the paths as measured by the first rank of this node."""
     storage, runtime = settings.storage, runtime_dir(settings.telemetry)
     measure = partial(path_stripe_weights, storage.paths, storage.engine, runtime)
     return ranks.once_per_node(measure, otherwise=[1.0] * len(storage.paths))

@@ -1,4 +1,4 @@
-"""Space for the files of a rank: reserved with the node's daemon, then allocated."""
+"""Disk space for the files of a rank, reserved with the node daemon and then allocated."""
 
 from __future__ import annotations
 
@@ -14,40 +14,43 @@ from infinity.store.folder import RunFolder, allocated_bytes, extend, reserve
 
 
 class Space:
-    """A file on every NVMe path, as long as it needs to be, while nobody else on the node takes that space."""
+    """A file per NVMe path that grows on demand, while the space is reserved against other runs on the node."""
 
     def __init__(self, daemon: NodeDaemon, run_id: str, files: Sequence[Path]) -> None:
-        """Allocate nothing yet.
+        """Create the object without allocating space.
 
         Args:
-            files: by NVMe path.
+            daemon: client of the node daemon.
+            run_id: id of the run.
+            files: files by NVMe path.
         """
         self._daemon, self._run_id = daemon, run_id
         self.files = files
-        """By NVMe path; fixed."""
+        """Files by NVMe path; fixed."""
         self.changed: Callable[[], object] = lambda: None
-        """Is called when files have become longer or shorter."""
+        """Called after files have grown or shrunk."""
         self._sizes = [0] * len(files)
-        """Bytes by file that have been allocated."""
+        """Allocated bytes by file."""
 
     @property
     def nbytes(self) -> int:
-        """What has been allocated in all files."""
+        """Allocated bytes of all files."""
         return sum(self._sizes)
 
     def _reserved(self, number: int, nbytes: int) -> AbstractContextManager[None]:
-        """Return a context in which so much of the drive of a file is for it. Raises `BudgetError` on entry."""
+        """Return a context that reserves `nbytes` on the drive of a file. Raises `BudgetError` on entry."""
         return self._daemon.space_reserved(str(self.files[number].parent.resolve()), nbytes, self._run_id)
 
 
 class FileSpace(Space):
-    """The data files, which a run may go on from."""
+    """Space for the data files, from which a run may resume."""
 
     def allocate(self, slots: Iterable[SlotClass]) -> None:
-        """Let there be blocks for all of these slots; what is there already stays.
+        """Allocate blocks for all slots. Existing blocks are kept.
 
         Raises:
-            BudgetError: there is no room; files that came first may have grown. StorageError: a drive failed.
+            BudgetError: if there is not enough space. Earlier files may already have grown.
+            StorageError: if the allocation fails on a drive.
         """
         for number, size in enumerate(file_sizes(slots, len(self.files))):
             file = self.files[number]
@@ -58,10 +61,10 @@ class FileSpace(Space):
         self.changed()
 
     def cut(self, slots: Iterable[SlotClass]) -> None:
-        """Let no file be longer than these slots need.
+        """Truncate the files to the size that the slots need.
 
         Raises:
-            StorageError: a drive failed.
+            StorageError: if truncating fails.
         """
         for number, size in enumerate(file_sizes(slots, len(self.files))):
             file = self.files[number]
@@ -75,17 +78,20 @@ class FileSpace(Space):
 
 
 class UnnamedSpace(Space):
-    """Files that nobody goes on from: they lose their names once they are open, and go with the process."""
+    """Space in files that no run resumes from.
+
+    They are unlinked once they are open, so the process frees them when it exits.
+    """
 
     def __init__(self, daemon: NodeDaemon, folder: RunFolder, rank: int) -> None:
-        """Make the files, empty.
+        """Create empty files.
 
         Raises:
-            StorageError: that cannot be done.
+            StorageError: if a file cannot be created.
         """
         super().__init__(daemon, folder.run_id, [root / f"rank{rank:05d}.activations" for root in folder.roots])
         self._descriptors: list[int] = []
-        """By NVMe path; they are all that leads to the files after `unname`. Empty after `close`."""
+        """Descriptors by NVMe path, the only references to the files after `unname`. Empty after `close`."""
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         for file in self.files:
             try:
@@ -95,15 +101,16 @@ class UnnamedSpace(Space):
                 raise StorageError("open", str(file), 0, 0, error.errno) from error
 
     def unname(self) -> None:
-        """Take the names away: who else needs the files has them open."""
+        """Unlink the files. Every component that needs them must have opened them."""
         for file in self.files:
             file.unlink(missing_ok=True)
 
     def allocate(self, slots: Sequence[SlotClass]) -> None:
-        """Let there be blocks for all of these slots.
+        """Allocate blocks for all slots.
 
         Raises:
-            BudgetError: there is no room; files that came first may have grown. StorageError: a drive failed.
+            BudgetError: if there is not enough space. Earlier files may already have grown.
+            StorageError: if the allocation fails on a drive.
         """
         for number, size in enumerate(file_sizes(slots, len(self.files))):
             before = self._sizes[number]
@@ -114,10 +121,10 @@ class UnnamedSpace(Space):
                 self.changed()
 
     def cut(self, slots: Sequence[SlotClass]) -> None:
-        """Do nothing: all of it goes soon."""
+        """Do nothing, because the files are freed when the process exits."""
 
     def close(self) -> None:
-        """Close the files."""
+        """Unlink and close the files."""
         self.unname()
         while self._descriptors:
             os.close(self._descriptors.pop())

@@ -1,4 +1,4 @@
-"""Where pages are updated: on the host, or on the device that computes."""
+"""Choice of the device on which pages are updated: the host, or the device that computes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from infinity.schedule.link import UPDATE_BYTES, share_that_stays
 from infinity.units import MIB
 
 _COPIED: Final = 64 * MIB
-"""Bytes that are copied each way to measure the link."""
+"""Bytes copied in each direction to measure the link."""
 _ELEMENTS: Final = 4 << 20
-"""Parameters that are updated to measure the host."""
+"""Parameters updated to measure the host."""
 _PATIENCE: Final = 60.0
-"""Seconds for a copy that takes milliseconds."""
+"""Time limit in seconds for a copy that takes milliseconds."""
 
 
 def choose_update_device(
@@ -32,70 +32,79 @@ def choose_update_device(
     *,
     exchanges: bool = False,
 ) -> tuple[bool, str]:
-    """Return whether pages are updated on the device, and why.
+    """Choose the device on which pages are updated.
 
     Args:
-        worker: updates on the host.
-        before: where the checkpoint was updated that is continued: ``cpu`` or the type of a device; None for a new run.
-        exchanges: whether ranks exchange what they have in updates, which they do on the host.
+        settings: settings of this rank.
+        device: device that computes.
+        layout: page layout of this rank.
+        worker: runs updates on the host.
+        before: device type on which the resumed checkpoint was updated, such as ``cpu``; None for a new run.
+        exchanges: whether ranks exchange data in updates, which is supported on the host only.
+
+    Returns:
+        ``True`` if pages are updated on the device, and the reason.
 
     Raises:
-        ConfigError: update.device asks for what cannot be.
-        StallError: the device does not answer.
+        ConfigError: if the value of `update.device` is not possible here.
+        StallError: if the device does not respond.
     """
     wanted = settings.update.device
     encoded = any(segment.format.encoded for segment in layout.segments if segment.trainable)
     if wanted == "cuda" and device.name.type != "cuda":
         raise ConfigError(
-            f'update.device = "cuda", but the model is on "{device.name.type}"; set "auto", or move it to a GPU'
+            f'update.device = "cuda", but the model is on "{device.name.type}". Set "auto", or move the model to a GPU.'
         )
     if wanted == "cuda" and encoded:
         raise ConfigError(
-            f'update.device = "cuda" is for state.format = "fp32"; "{settings.state.format}" is updated on the CPU'
+            f'update.device = "cuda" requires state.format = "fp32", but it is "{settings.state.format}". Set "auto" '
+            'or "cpu".'
         )
     if wanted != "auto":
         return wanted == "cuda", f'update.device = "{wanted}"'
     if not device.asynchronous:
         return False, "the model is on the CPU"
     if encoded:
-        return False, f'state.format = "{settings.state.format}" is updated on the CPU'
+        return False, f'state.format = "{settings.state.format}" requires updates on the CPU'
     if exchanges:
-        return False, "ranks put parameters that are updated whole together there"
+        return False, "ranks exchange full parameters on the host"
     if before is not None:
-        return before != "cpu", "as in the checkpoint that is continued"
+        return before != "cpu", "as in the resumed checkpoint"
     if any(segment.whole for segment in layout.segments):
-        return True, "whole parameters are updated, which takes more than to copy them"
+        return True, "updating full parameters takes longer than copying them"
     there, here = _seconds_on_device(device), _seconds_on_host(worker)
-    compared = f"{1e9 * there:.2f} ns per parameter over the link of the GPU, {1e9 * here:.2f} ns on the CPU"
+    compared = f"{1e9 * there:.2f} ns per parameter over the link to the GPU, {1e9 * here:.2f} ns on the CPU"
     stays = share_that_stays(layout, settings.memory.device_bytes or device.spare_bytes())
     if stays:
-        compared += f", and about {stays:.0%} of the state has room on the GPU and does not cross the link"
+        compared += f", and about {stays:.0%} of the state fits on the GPU and does not cross the link"
     return there * (1 - stays) < here, compared
 
 
 def _seconds_on_device(device: Device) -> float:
-    """Return how long one parameter takes on the device: its bytes cross the link one way after the other."""
+    """Return the update time per parameter on the device, in seconds.
+
+    Its bytes cross the link in one direction at a time.
+    """
     host, pinned = transfer_bytes(device, _COPIED, _COPIED)
     stream = device.stream("in")
     there = torch.empty(_COPIED, dtype=torch.uint8, device=device.name)
-    device.record_event(device.current()).before(stream)  # behind what the memory was used for before
+    device.record_event(device.current()).before(stream)  # the memory may still be in use by earlier work
     seconds = []
     for _ in range(3):
         began = time.perf_counter()
         device.copy(there, host, stream)
         device.copy(host, there, stream)
-        if not wait(
-            device.record_event(stream), _PATIENCE
-        ):  # the memory stays registered: the device may still be at it
-            raise StallError(f"waited {_PATIENCE:.0f} s for the device to copy {_COPIED} bytes")
+        if not wait(device.record_event(stream), _PATIENCE):
+            # The memory stays registered, because the device may still access it.
+            raise StallError(f"the device did not copy {_COPIED} bytes within {_PATIENCE:.0f} s")
         seconds.append(time.perf_counter() - began)
     pinned.close()
-    device.take_copied()  # is no part of a step
+    device.take_copied()  # not part of a step
     return min(seconds) / (2 * _COPIED) * UPDATE_BYTES
 
 
 def _seconds_on_host(worker: UpdateWorker) -> float:
-    """Return how long one parameter takes on the cores of updates, with the fastest AdamW that torch has for them."""
+    """Return the update time per parameter on the update cores, in seconds, measured with torch's fused AdamW."""
     param = torch.nn.Parameter(torch.zeros(_ELEMENTS))
     param.grad = torch.ones(_ELEMENTS)
     optimizer = torch.optim.AdamW([param], fused=True)

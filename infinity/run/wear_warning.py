@@ -1,4 +1,4 @@
-"""Warns once, when the first steps have been measured, of a run that uses its drives up faster than is wanted."""
+"""Warn once about a run that would wear out its drives faster than configured, after measuring the first steps."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ _log = logging.getLogger("infinity")
 _DAY: Final = 86_400.0
 _LOOK_SECONDS: Final = 1.0
 _FIRST_STEP: Final = 2
-"""From its end on it is measured: the first step is the recording, and the second has its updates too."""
+"""Number of steps to skip: the first step records the trace, and the second also runs its updates."""
 _STEPS, _SECONDS = 5, 20.0
-"""So many at least are measured."""
+"""Minimum number of steps and seconds to measure."""
 _WRITTEN: Final = BY_NAME["io_bytes_total"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Moment:
-    """What this rank had done at a time."""
+    """Counters of this rank at a point in time."""
 
     time: float
     """Monotonic seconds."""
     steps: float
     written: Sequence[float]
-    """Bytes, by path."""
+    """Bytes written, by path."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Drive:
-    """What the daemon says of a drive."""
+    """Endurance of a drive, as reported by the daemon."""
 
     device: str
-    """Its name."""
+    """Name of the drive."""
     rated_bytes: int
-    """What it may be written with in its life."""
+    """Rated endurance in bytes written."""
     left_bytes: int
-    """Of these, what it has not been."""
+    """Rated bytes that have not been written yet."""
     daily_share: float
-    """Of the rated bytes, what a run may write in a day without a warning; 0: any."""
+    """Fraction of the rated bytes that a run may write per day without a warning; 0 disables the warning."""
 
 
 _DRIVE: Final = record(
@@ -57,27 +57,28 @@ _DRIVE: Final = record(
 
 
 class WearWarning:
-    """A thread from `__init__` until it has measured and asked the daemon, or until `close`.
+    """A thread that measures the bytes written and warns if a drive would wear out too fast.
 
-    The daemon knows what drives are rated for and how much of that is left; without one there is no warning. One rank
-    of a node speaks for all of them, which write about the same.
+    Only the daemon knows the endurance, so there is no warning without it. One rank per node reports for all of them,
+    because they write about the same amount. The thread ends after the measurement or with `close`.
     """
 
     def __init__(self, daemon: NodeDaemon, stats: Stats, paths: Sequence[str], ranks: int) -> None:
-        """Begin to measure.
+        """Start measuring.
 
         Args:
+            daemon: client of the node daemon.
             stats: counters of this rank.
-            paths: the run's NVMe paths, absolute.
-            ranks: of the run on this node.
+            paths: absolute NVMe paths of the run.
+            ranks: number of ranks of the run on this node.
         """
         self._daemon, self._stats, self._paths, self._ranks = daemon, stats, list(paths), ranks
-        self._ended = threading.Event()  # set by `close`
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._measure, name="infinity-wear", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """Stop the thread. Idempotent."""
         self._ended.set()
         self._thread.join()
 
@@ -105,12 +106,12 @@ class WearWarning:
         return _Moment(time=time.monotonic(), steps=page.value("steps_total"), written=written)
 
     def _warning(self, written: Mapping[str, float]) -> str:
-        """Return what to say of bytes per day, by path; nothing where there is no daemon, or all is well."""
+        """Return the warning about bytes written per day by path, or an empty string."""
         answer = (self._daemon.ask("bandwidth", paths=self._paths) or {}).get("wear")
         by_drive: dict[str, float] = defaultdict(float)
         drives: dict[str, _Drive] = {}
         for path, nbytes in written.items():
-            with suppress(Mismatch):  # an older daemon, or of a drive of which nobody has said what it is rated for
+            with suppress(Mismatch):  # an older daemon, or a drive whose endurance is not configured
                 drive = _DRIVE(answer.get(path) if isinstance(answer, dict) else None)
                 drives[drive.device] = drive
                 by_drive[drive.device] += nbytes
@@ -120,8 +121,8 @@ class WearWarning:
             return ""
         drive, nbytes = drives[worst], by_drive[worst]
         return (
-            f"this run writes {nbytes / 1e12:.3g} TB per day to drive {worst}: {100 * shares[worst]:.2g} % of what the "
-            f"drive is rated for, above the {100 * drive.daily_share:.2g} % of drives.daily_share of infinityd. It "
-            f"lasts {drive.left_bytes / nbytes:.3g} days more. Write less with more tokens per step, a larger "
-            "memory.host_bytes or a smaller state.format, or spread over more drives in storage.paths"
+            f"this run writes {nbytes / 1e12:.3g} TB per day to drive {worst}: {100 * shares[worst]:.2g} % of its "
+            f"rated endurance, above the limit of {100 * drive.daily_share:.2g} % (drives.daily_share of infinityd). "
+            f"At this rate it lasts {drive.left_bytes / nbytes:.3g} more days. Reduce writes with more tokens per "
+            "step, a larger memory.host_bytes or a smaller state.format, or add drives to storage.paths."
         )

@@ -1,1 +1,1 @@
-"""Trace, planner and pager: which page is where, and when."""
+"""Trace, planner and pager: the location of each page over time."""

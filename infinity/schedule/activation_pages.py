@@ -1,7 +1,7 @@
-"""What forwards keep for backwards, as pages: in cache slots of the host cache, and on the drives what these have no
-room for.
+"""Activations that forward saves for backward, as pages: in cache slots of the host cache and, beyond its size, on
+NVMe.
 
-Which of them move when: [Note: a stack] in `stack`.
+The order in which they move: [Note: a stack] in `stack`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from infinity.units import format_size
 
 
 class ActivationStore(PageReaderWriter, Protocol):
-    """Where activations are written to."""
+    """Store that activations are written to."""
 
     def add(self, pages: Sequence[Page], path_of: Callable[[Page], int]) -> None:
-        """Have further pages; see `PageStore.add`."""
+        """Add pages to the store. See `PageStore.add`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,17 +38,19 @@ class ActivationTraffic:
     """Bytes of activations that a step moves."""
 
     kept: int = 0
-    """Copied into pages."""
+    """Bytes copied into pages."""
     loaded: int = 0
-    """Copied out of pages."""
+    """Bytes copied out of pages."""
     written: int = 0
-    """Of pages to the drives."""
+    """Bytes of pages written to the drives."""
     read: int = 0
-    """Of pages from the drives, also what was not read because a write of it had not ended when it was wanted."""
+    """Bytes of pages read from the drives, including pages that did not have to be read because a write of them was in
+    flight.
+    """
 
 
 class StoredActivation:
-    """The bytes of one tensor; they are given up when nobody has this object any more."""
+    """Bytes of one tensor. They are freed when this object is garbage collected."""
 
     __slots__ = ("__weakref__", "_given_up", "pages")
 
@@ -58,24 +60,27 @@ class StoredActivation:
         self._given_up = given_up
 
     def __del__(self) -> None:
-        self._given_up.append(self.pages)  # from any thread, at any moment: no lock may be taken here
+        # The garbage collector may run this on any thread at any moment, even on a thread that holds the lock of
+        # another part. So no lock may be taken here, and only the atomic append is safe.
+        self._given_up.append(self.pages)
 
 
 class ActivationPages:
-    """Keeps the bytes of tensors in pages until they are wanted again.
+    """Keeps the bytes of tensors in pages until they are needed again.
 
-    One thread at a time uses it: the training thread, or autograd's for a device while the training thread waits for
-    it. Everything but `_free` and `_given_up` is read and changed under the lock of `Transfers`.
+    Only one thread at a time may use an instance: the training thread, or autograd's thread for a device while the
+    training thread waits for it. Every attribute except `_free` and `_given_up` is read and changed under the lock of
+    `Transfers`.
 
     Args:
-        host cache: cache slots for them.
-        page_bytes: size of a cache slot.
-        device: has the tensors.
-        store: where pages are written to; None: nowhere, so that all have to have cache slots.
-        shares: of the pages, by NVMe path of the store.
-        transfers: has the lock, and the first error.
-        observer: is told what happens.
-        timeout: seconds after which a wait is an error.
+        host_cache: cache slots for the pages.
+        page_bytes: size of a cache slot, in bytes.
+        device: device of the tensors.
+        store: store that pages are written to. If ``None``, all pages must fit into the cache slots.
+        shares: stripe weight of each NVMe path of the store.
+        transfers: transfers in flight, with the lock and the first error.
+        observer: receiver of telemetry.
+        timeout: time limit of a wait, in seconds.
     """
 
     def __init__(
@@ -91,13 +96,13 @@ class ActivationPages:
         timeout: float,
     ) -> None:
         self.device = device.name
-        """Where the tensors are."""
+        """Device of the tensors."""
         self._page_bytes, self._device, self._store, self._transfers = page_bytes, device, store, transfers
         self._shares = shares
         self._dealt = [0.0] * len(shares)
-        """Bytes of pages by path."""
+        """Bytes of pages, by path."""
         self._pages: list[Page] = []
-        """All that there have been at once, by number; grows."""
+        """All pages, by number. Grows to the maximum that has been in use at the same time."""
         self._cache_slots = CacheSlots(self._pages, host_cache)
         self._cache = Cache(
             self._cache_slots, transfers, store or _Nowhere(), observer,
@@ -106,40 +111,45 @@ class ActivationPages:
         )  # fmt: skip
         self._cache.eager = True
         self._free: dict[int, deque[int]] = defaultdict(deque)
-        """Numbers of pages that nobody has, by length, the one that was given up first next. There are few lengths."""
+        """Free pages by length, in the order in which they were freed. There are few lengths."""
         self._given_up: deque[tuple[int, ...]] = deque()
-        """Pages of tensors that nobody has any more, until `_reap`."""
+        """Pages of tensors that have been garbage collected, until `_reap` frees the pages."""
         self._stack: dict[int, tuple[int, ...]] = {}
-        """Pages of each tensor by the first one, in the order in which they were kept, the last time."""
+        """Pages of each tensor, by first page, in the order in which the tensors were last kept."""
         self._again: set[int] = set()
-        """First pages of tensors that were kept more than once, so that they are wanted more than once."""
+        """First pages of tensors that were kept more than once, and are therefore needed more than once."""
         self._loaded: set[int] = set()
-        """First pages of those that have been loaded and were not kept again: who has them needs them no more, unless
-        for another backward."""
+        """First pages of tensors that have been loaded and were not kept again. Only another backward may need them
+        once more.
+        """
         self._unwritten: dict[int, None] = {}
-        """Pages that stay in their cache slots, the oldest first."""
+        """Pages that stay in their cache slots, oldest first."""
         self._claimed: set[int] = set()
-        """Pages that are to be in memory soon."""
+        """Pages that are needed in memory soon."""
         self._most = host_cache.cache_slots - SPARE_CACHE_SLOTS
-        """Pages that stay at once, at most; fixed."""
+        """Maximum number of pages that stay at the same time; fixed."""
         self.traffic = ActivationTraffic()
-        """Of the last step, and so of one like it. Changed by `end_step`."""
+        """Traffic of the last step, which is a prediction for similar steps. Changed by `end_step`."""
         self._moved: Counter[str] = Counter()
-        """The same of this step so far, by field, but for what was read."""
+        """Traffic of the current step so far, by field, without bytes read."""
         self._fetched = 0
-        """Bytes that had been read when this step began."""
+        """Bytes that had been read when the current step began."""
         self._used = 0
-        """Most cache slots that were in use at once in this step, so far."""
+        """Maximum number of cache slots in use at the same time in the current step so far."""
 
     def keep(self, content: torch.Tensor) -> tuple[StoredActivation, DeviceEvent]:
         """Copy bytes into pages.
 
         Args:
-            content: flat, of bytes, on the device. It must not change, nor its memory be used again, until the mark has
-                been passed.
+            content: flat tensor of bytes, on the device. Its content must not change, and its memory must not be
+                reused, until the device has passed the returned event.
+
+        Returns:
+            The stored bytes, and an event after the copy.
 
         Raises:
-            BudgetError: there is no room for it. StorageError, CorruptPageError, StallError: a drive failed.
+            BudgetError: if there is no space for the bytes.
+            StorageError, CorruptPageError, StallError: if a drive failed.
         """
         pages = self._new_pages(content.numel())
         kept = StoredActivation(pages, self._given_up)
@@ -167,7 +177,9 @@ class ActivationPages:
         return kept, device_event
 
     def keep_again(self, kept: StoredActivation) -> None:
-        """Have the bytes of a tensor be wanted before all that was kept since. [Note: a stack]"""
+        """Move a tensor to the top of the stack, because backward needs it before all tensors kept since. [Note: a
+        stack]
+        """
         with self._transfers.lock:
             self._stack[kept.pages[0]] = self._stack.pop(kept.pages[0])
             self._again.add(kept.pages[0])
@@ -180,22 +192,23 @@ class ActivationPages:
         """Copy the bytes of a tensor out of its pages, on the current stream.
 
         Args:
-            into: flat, of bytes, on the device.
+            kept: the stored bytes.
+            into: flat tensor of bytes, on the device.
 
         Raises:
-            StorageError, CorruptPageError, StallError: a drive failed.
+            StorageError, CorruptPageError, StallError: if a drive failed.
         """
         stream = self._device.current()
         with self._transfers.lock:
             self._reap()
             self._moved["loaded"] += into.numel()
             all_loaded = len(self._loaded) == len(self._stack) - len(self._again)
-            if kept.pages[0] in self._loaded or all_loaded:  # a graph that is used again, and so in its order
+            if kept.pages[0] in self._loaded or all_loaded:  # another backward through the same graph begins
                 self._loaded.clear()
             if kept.pages[0] not in self._again:
                 self._loaded.add(kept.pages[0])
             wanted = self._from(kept)
-            stays = kept.pages[0] in self._again and len(kept.pages) < self._most  # it is wanted again
+            stays = kept.pages[0] in self._again and len(kept.pages) < self._most  # it will be loaded again
         for number, page in enumerate(kept.pages):
             use = (Use(page, Mode.READ),)
             with self._transfers.lock:
@@ -210,7 +223,9 @@ class ActivationPages:
                 self._cache.release(use, device_event)
 
     def end_step(self) -> int:
-        """Close the books of a step; return the most bytes of cache slots that were in use in it."""
+        """Update `traffic` at the end of a step. Return the maximum number of bytes of cache slots that the
+        step used.
+        """
         with self._transfers.lock:
             self._reap()
             before, self._fetched = self._fetched, self._cache.fetched_bytes
@@ -220,18 +235,18 @@ class ActivationPages:
             return used * self._page_bytes
 
     def census(self) -> dict[str, int]:
-        """Return the number of cache slots by status, as `CacheSlots.census`."""
+        """Return the number of cache slots by status, as `CacheSlots.census` does."""
         with self._transfers.lock:
             return self._cache_slots.census()
 
     def drain(self) -> bool:
-        """Wait for all transfers and copies, as `Pager.drain`; it is not used afterwards."""
+        """Wait for all transfers and copies, as `Pager.drain` does. The instance must not be used afterwards."""
         return self._cache.drain()
 
     # Pages #
 
     def _new_pages(self, nbytes: int) -> tuple[int, ...]:
-        """Return pages for so many bytes, that nobody has. Raises as `ActivationStore.add`."""
+        """Return free pages for a number of bytes. Raises as `ActivationStore.add` does."""
         with self._transfers.lock:
             self._reap()
         lengths = page_lengths(nbytes, self._page_bytes)
@@ -252,20 +267,20 @@ class ActivationPages:
         return tuple(self._free[length].popleft() for length in lengths)
 
     def _missing(self, lengths: Sequence[int]) -> list[int]:
-        """Return the lengths of which there are not enough free pages, as often as one is missing."""
+        """Return the lengths for which there are too few free pages, once per missing page."""
         missing = Counter(lengths)
         for length in missing:
             missing[length] -= len(self._free[length])
         return list((+missing).elements())
 
     def _path_of(self, page: Page) -> int:
-        """Deal a page to the path that has least, for its share."""
+        """Assign a page to the path with the fewest bytes relative to its stripe weight."""
         path = min(range(len(self._shares)), key=lambda k: (self._dealt[k] + page.nbytes) / self._shares[k])
         self._dealt[path] += page.nbytes
         return path
 
     def _reap(self) -> None:
-        """Give up the pages of tensors that nobody has any more. Under the lock."""
+        """Free the pages of tensors that have been garbage collected. Under the lock."""
         pages = self._cache_slots.pages
         for _ in range(len(self._given_up)):
             numbers = self._given_up.popleft()
@@ -278,7 +293,9 @@ class ActivationPages:
                     self._claimed.remove(page)
                     self._cache.release_claim(page)
             if any(pages[page].reading or pages[page].writing or pages[page].pins for page in numbers):
-                self._given_up.append(numbers)  # what is in flight comes to its end; nothing else is begun with it
+                # A drive or a device still uses these cache slots, so try again later. `Cache.discard` would release a
+                # cache slot at once, and the transfer in flight would corrupt the next page in it.
+                self._given_up.append(numbers)
                 continue
             for page in numbers:
                 pages[page].resident = False
@@ -287,39 +304,43 @@ class ActivationPages:
         self._cache.prefetch()
 
     def _make_room(self) -> None:
-        """Write the oldest pages until a page more can stay. Under the lock.
+        """Write the oldest pages until one more page can stay. Under the lock.
 
         Raises:
-            BudgetError: there is nowhere to write them to. Else as `Cache.acquire`.
+            BudgetError: if there is no store to write them to.
+            Exception: as `Cache.acquire`.
         """
         self._reap()
         if self._store is None:
             while not self._cache_slots.free:
-                # A device may still copy what nobody has any more.
+                # A device may still be copying pages of tensors that have been garbage collected.
                 if not (self._given_up and self._cache.wait_for_cache_slot()):
                     raise BudgetError(
-                        f"activations need more than the {format_size(self._cache_slots.count * self._page_bytes)} of host "
-                        'memory that are for them; set activations.host_bytes higher, or activations.tier = "nvme"'
+                        f"activations need more than the {format_size(self._cache_slots.count * self._page_bytes)} of "
+                        "host memory reserved for them; set activations.host_bytes higher, or "
+                        'activations.tier = "nvme"'
                     )
                 self._reap()
             return
         while len(self._unwritten) >= self._most:
             page = next(iter(self._unwritten))
             use = (Use(page, Mode.READ),)
-            self._cache.acquire(use, threaded=False)  # until a device has copied all of it
+            # Wait until the device has copied the whole page into its cache slot: `evict` below skips a pinned page.
+            self._cache.acquire(use, threaded=False)
             self._cache.release(use)
             del self._unwritten[page]
             self._cache_slots.pages[page].resident = False
             self._moved["written"] += self._pages[page].nbytes
             self._cache.evict(page)
 
-    # What comes next #
+    # Reads ahead of backward #
 
     def _from(self, kept: StoredActivation) -> list[int]:
-        """Return the pages of a tensor, and those that come next, as far as there are cache slots. Under the lock.
+        """Return the pages of a tensor and of the tensors that backward needs next, as far as cache slots allow. Under
+        the lock.
 
-        Next come others that were kept again for what is above it, as long as somebody has them, then those below it,
-        but not what has been loaded.
+        Next are the tensors above it in the stack that were kept again and still exist, then the tensors below it.
+        Tensors that have been loaded are skipped.
         """
         found = list(kept.pages)
         below = False
@@ -333,7 +354,7 @@ class ActivationPages:
         return found
 
     def _want(self, pages: Sequence[int]) -> None:
-        """Have these read, and none of the others that were wanted. Under the lock."""
+        """Request these pages, and no others that were requested before. Under the lock."""
         wanted = set(pages)
         for page in self._claimed - wanted:
             self._cache.release_claim(page)
@@ -345,25 +366,25 @@ class ActivationPages:
 
 
 class _Nowhere:
-    """A store that nothing is written to."""
+    """Store for pages that always have a cache slot. It stores nothing."""
 
     def read(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
-        """Refuse."""
-        raise InfinityError(f"activation {page} is stored nowhere")
+        """Raise, because no page is ever stored."""
+        raise InfinityError(f"activation {page} cannot be read: it was never stored")
 
     def write(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
-        """Refuse."""
-        raise InfinityError(f"activation {page} cannot be stored anywhere")
+        """Raise, because no page can be stored."""
+        raise InfinityError(f"activation {page} cannot be written: there is no store")
 
     def discard(self, page: int) -> None:
         """Do nothing."""
 
     def has(self, page: int) -> bool:
-        """Return False."""
+        """Return ``False``."""
         return False
 
     def expect_gradients(self, stored: bool) -> None:
         """Do nothing."""
 
     def oldest_request(self) -> None:
-        """Return that there is none."""
+        """Return ``None``."""

@@ -1,13 +1,12 @@
 """The host cache as a cache of pages: acquire, release, prefetch, write back, evict. All under the one lock.
 
-[Note: who gets a cache slot] First who waits for one now (`acquire`), then what the plan wants, in its order: a page is
-read
-ahead, and for one that will be filled anew a cache slot is left free, so that no prefetch of a later page has taken it
-by
-then. A cache slot comes free when a clean page that nothing keeps is evicted. For those who wait, dirty pages that
-nothing
-keeps are written back if there is none; where that gives none either, as may be off the plan, pages are evicted that
-the plan wants later and will have to read again: first those that stream, last those that are resident.
+[Note: allocation of cache slots] A thread that waits for a cache slot now (`acquire`) comes first, then the window of
+the plan, in its order. For a use that needs the old content of a page, the page is read ahead. For a use that replaces
+the content, a cache slot is left free, so that no prefetch of a later page takes it in the meantime. A cache slot
+becomes free when a clean page that nothing keeps (no pin, no claim, not resident) is evicted. If there is no such page
+and a thread is waiting, dirty pages that nothing keeps are written back. If there are no such pages either, which is
+possible off the plan, the cache evicts pages that the plan needs later and has to read again: first streaming pages,
+last resident pages.
 """
 
 from __future__ import annotations
@@ -24,14 +23,27 @@ from infinity.schedule.trace import Access, Mode, Use
 from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfers
 
 _WRITTEN_BACK = 4
-"""Dirty pages that are written back at once where a cache slot is wanted: one would do, more keep the drive busy."""
+"""Number of dirty pages that are written back at the same time when a cache slot is needed. One is enough; more keep
+the drive busy.
+"""
 
 
 class Cache:
-    """Moves pages between cache slots and the store. Everything but `drain` is called, read and changed under the lock.
+    """Moves pages between cache slots and the store. Every method and attribute except `drain` requires the lock.
 
-    Between `acquire` and `release` the pages of an access are pinned: their content is there, and nobody else moves it.
-    `claim` and `release_claim` say what the window of a plan wants in memory; `prefetch` reads it.
+    Between `acquire` and `release`, the pages of an access are pinned: their content is in memory, and no other thread
+    moves it. `claim` and `release_claim` declare which pages the window of a plan needs in memory; `prefetch` reads
+    them.
+
+    Args:
+        cache_slots: page table.
+        transfers: transfers in flight, with the lock.
+        store: storage that pages are read from and written to.
+        observer: receiver of telemetry.
+        timeout: time limit of a copy between a cache slot and a device, in seconds.
+        enter_thread: called first in the thread that waits for these copies.
+        named: whether the observer knows pages by number. If so, it receives the number of a page that was waited for.
+        setting: key of the setting that determines the number of cache slots, for error messages.
     """
 
     def __init__(
@@ -46,84 +58,87 @@ class Cache:
         named: bool = True,
         setting: str = "memory.host_bytes",
     ) -> None:
-        """Begin with nothing in memory.
-
-        Args:
-            named: whether the observer knows pages by their numbers, and is told which one was waited for.
-            setting: which setting gives it more cache slots, for errors.
-            timeout: seconds after which a copy between a cache slot and a device is an error.
-            enter_thread: is called first in the thread that waits for those.
-        """
         self._cache_slots, self._transfers, self._store, self._observer = cache_slots, transfers, store, observer
         self._named, self._setting = named, setting
         self._reads = self._writes = 0
-        """Pages that are being read, and written: those of this cache, which need not be all of `Transfers`."""
+        """Number of pages of this cache that are being read and written. `Transfers` may count pages of other caches
+        too.
+        """
         self.eager = False
-        """Whether a page that nothing keeps is evicted when a write of it, or its copy to a device, has ended, as a
-        plan wants it; else it stays until its cache slot is wanted. (`Cursor` evicts what leaves the window.) The pager
-        sets
-        it when a plan is installed."""
+        """``True`` if a page without a pin or claim is evicted as soon as its write, or its copy to a device, has
+        ended, as a plan requires. Otherwise the page stays until its cache slot is needed. (`Cursor` evicts pages that
+        leave the window.) The pager sets this attribute when a plan is installed.
+        """
         self._held_reservations = 0
-        """Reservations whose pages are pinned;
-
-        their cache slots come back without anything that the training thread does.
+        """Number of reservations whose pages are pinned. Their cache slots are returned without any action of the
+        training thread.
         """
         self.fetched_bytes = 0
-        """Bytes that were read, ever, or would have been but for a write that had not ended."""
+        """Total bytes that were read, plus bytes that did not have to be read because a write of the page was still in
+        flight.
+        """
         self._returned = 0
-        """Transfers, copies and held reservations that have ended, ever: each may have left a cache slot."""
+        """Total number of transfers, copies and held reservations that have ended. Each may have freed a cache slot."""
         self._wanted: deque[Use] = deque()
-        """Uses that the window wants, of pages without a cache slot, in the plan's order;
-
-        `claim` adds, `prefetch` takes.
+        """Uses in the window whose pages have no cache slot, in the order of the plan. `claim` appends, `prefetch`
+        removes.
         """
         self._reserved: set[int] = set()
-        """Pages without a cache slot that the window wants, to be filled anew, and nobody waits for: as many free cache
-        slots are
-        not for what the plan wants later."""
+        """Pages in the window without a cache slot whose content will be replaced, and that no thread is waiting for.
+        The same number of free cache slots is not available to later uses of the plan.
+        """
         self._awaited = 0
-        """Threads that wait for a cache slot in `acquire`: as many free cache slots are not for prefetches."""
+        """Number of threads that wait for a cache slot in `acquire`. The same number of free cache slots is not
+        available to prefetches.
+        """
         self.copies = Copies(transfers, self._end_copy, timeout=timeout, enter_thread=enter_thread)
-        """Pages that are being copied to a device or from it; pinned meanwhile."""
+        """Copies of pages to or from a device. The pages stay pinned meanwhile."""
 
     # Uses #
 
     def acquire(self, uses: Access, *, threaded: bool) -> None:
-        """Pin pages in cache slots; wait until they are read, and those to be modified are not being written or copied.
+        """Pin pages in cache slots and wait until they can be used.
+
+        A page can be used when it has been read and no device is copying into it. A use that modifies the page also
+        waits until it is no longer being written, or copied to a device.
 
         Args:
             uses: distinct pages.
             threaded: whether this is not the training thread.
 
         Raises:
-            InfinityError: there are not enough cache slots for what is in use at once.
-            CorruptPageError, StorageError, StallError: as for `Transfers.wait`; nothing is pinned then.
+            InfinityError: if there are not enough cache slots for the pages that are in use at the same time.
+            CorruptPageError, StorageError, StallError: as in `Transfers.wait`. No page is pinned in this case.
         """
         self._transfers.check()
         pages = self._cache_slots.pages
+        # Pin all pages before waiting for any of them: a wait releases the lock, and an unpinned page could be evicted
+        # or written back in the meantime.
         for use in uses:
             pages[use.page].pins += 1
         try:
-            for use in uses:  # all are on their way before the first one is waited for
+            for use in uses:  # start all reads before waiting for the first one
                 self._fetch(use, threaded=threaded)
             for use in uses:
                 page, state = use.page, pages[use.page]
                 if state.reading:
                     self._wait(partial(_is_read, state), "read", page, threaded=threaded)
-                # What is being written is hashed and read by other threads: a change would tear it. From here on
-                # nothing begins to write it: it is pinned, and `flush`, which does not look at pins, belongs to the
-                # training thread and waits for all reservations first.
+                # A page that is being written is read and hashed by other threads, so a modification now would store a
+                # torn page. After this wait, no new write of the page starts: the page is pinned, and `flush`, which
+                # ignores pins, runs on the training thread and waits for all reservations first.
                 if state.writing and use.mode.modifies:
                     self._wait(partial(_is_written, state), "write", page, threaded=threaded)
                 self._wait(partial(_is_left_by_device, state, use.mode), "copy", page, threaded=threaded)
-            self._transfers.check()  # a read that could not be started has ended before anybody waited for it
+            # A read that failed to start has ended before any wait. Its error must be raised here and not by the next
+            # access, because the cache slot does not contain the page.
+            self._transfers.check()
         except BaseException:
             for use in uses:
                 pages[use.page].pins -= 1
             raise
 
     def can_acquire(self, uses: Access) -> bool:
-        """Whether `acquire` would not wait for anything."""
+        """Return ``True`` if `acquire` would not wait."""
         for use in uses:
             state = self._cache_slots.pages[use.page]
             if state.cache_slot < 0 or state.reading or (state.writing and use.mode.modifies):
@@ -133,7 +148,7 @@ class Cache:
         return True
 
     def _fetch(self, use: Use, *, threaded: bool) -> None:
-        """Give a page a cache slot, and start to read it if its content is needed and not there."""
+        """Assign a cache slot to a page, and start to read its content if that is needed and not in memory."""
         page, state, fetches = use.page, self._cache_slots.pages[use.page], use.mode.fetches
         reads = fetches and state.cache_slot < 0 and self._store.has(page)
         if fetches:
@@ -141,18 +156,23 @@ class Cache:
         self._reserved.discard(page)
         if state.cache_slot < 0:
             self._acquire_cache_slot(page, threaded=threaded)
-        if state.cache_slot < 0:  # while waiting, a completion may have prefetched this very page
+        # Look again: the wait released the lock, and a completed transfer may have prefetched this page. A second cache
+        # slot for the same page would split its content.
+        if state.cache_slot < 0:
             self._cache_slots.assign(page)
             if reads:
                 self._read(page)
 
     def release(self, uses: Access, device_event: DeviceEvent | None = None) -> None:
-        """Note what an access that has ended means for the content of its pages; unpin them.
+        """Record the effect of an access that has ended on the content of its pages, and unpin them.
 
         Args:
-            mark: behind copies between the pages and a device: to it of those that are read, from it of those that are
-                modified. They stay pinned until it has been passed.
+            uses: the pages.
+            device_event: event after copies between the pages and a device: to the device for pages that are read, from
+                the device for pages that are modified. The pages stay pinned until the device has passed it.
         """
+        # A device copies asynchronously. Pins stay until the event has passed, because an evicted cache slot would be
+        # overwritten by the next read while the device still uses it.
         pending = device_event if device_event is not None and not device_event.passed() else None
         for use in uses:
             state = self._cache_slots.pages[use.page]
@@ -162,15 +182,15 @@ class Cache:
             else:
                 state.pins -= 1
             if use.mode.modifies:
-                state.dirty = True  # not before: until here the content was changing, and pinned
+                # Not earlier: a dirty page may be written back, and until now its content was changing.
+                state.dirty = True
             elif use.mode is Mode.CONSUME:
                 state.dirty = False
-                self._store.discard(use.page)  # it may still be being written: see `PageStore._writing`
+                self._store.discard(use.page)  # a write may still be in flight, see `PageStore._writing`
         if pending is not None:
             self.copies.add(pending, uses)
 
     def _end_copy(self, uses: Access) -> None:
-        """Unpin what has been copied."""
         self._returned += 1
         for use in uses:
             state = self._cache_slots.pages[use.page]
@@ -182,32 +202,29 @@ class Cache:
         self.prefetch()
 
     def acquire_reservation(self, uses: Access, *, threaded: bool) -> None:
-        """Do as `acquire` for a reservation, whose cache slots come back by themselves."""
+        """Acquire pages for a reservation, whose cache slots are returned without any action of the training thread."""
         self.acquire(uses, threaded=threaded)
         self._held_reservations += 1
 
     def release_reservation(self, uses: Access, device_event: DeviceEvent | None) -> None:
-        """Release what `acquire_reservation` has acquired, as `release`."""
+        """Release the pages of `acquire_reservation`, as `release` does."""
         self._held_reservations -= 1
         self._returned += 1
         self.release(uses, device_event)
 
     def contents(self, uses: Access) -> list[memoryview]:
-        """Return the bytes of pages that are pinned, so that their cache slots do not change:
-
-        the lock is not needed.
-        """
+        """Return the bytes of pinned pages. Does not need the lock, because a pinned page keeps its cache slot."""
         return [self._cache_slots.content(use.page) for use in uses]
 
     def has_content(self, page: int) -> bool:
-        """Whether somebody may want to know what is in a page."""
+        """Return ``True`` if a page has content, in memory or in the store."""
         state = self._cache_slots.pages[page]
         return state.dirty or state.writing or self._store.has(page)
 
     def discard(self, page: int) -> None:
-        """Drop the content of a page that nobody will read again.
+        """Drop the content of a page that will not be read again.
 
-        Nothing of it is in flight, and no reservation needs it.
+        The page must have no transfer in flight and no open reservation.
         """
         state = self._cache_slots.pages[page]
         state.dirty = False
@@ -215,13 +232,14 @@ class Cache:
             self._release_cache_slot(page)
         self._store.discard(page)
 
-    # What the window of a plan wants #
+    # Window of the plan #
 
     def claim(self, use: Use, *, kept: bool) -> None:
         """Count a use that enters the window, and queue it if its page is not in memory.
 
         Args:
-            kept: whether the plan has kept the page since its last use, which has left its claim for this one.
+            use: the use.
+            kept: whether the plan has kept the page since its previous use, which has left its claim for this one.
         """
         state = self._cache_slots.pages[use.page]
         state.claims += not kept
@@ -240,16 +258,17 @@ class Cache:
             self._reserved.discard(page)
 
     def drop_claims(self) -> None:
-        """Forget what the window wanted."""
+        """Remove all claims of the window."""
         for state in self._cache_slots.pages:
             state.claims = 0
         self._reserved.clear()
         self._wanted.clear()
 
     def prefetch(self) -> None:
-        """Start the reads that the window wants, in its order, as far as cache slots are left by those who come before.
+        """Start reads for the window, in its order, as far as cache slots are available.
 
-        A page that will be filled anew takes its cache slot when it is filled; until then one is left free for it.
+        A page whose content will be replaced gets its cache slot when it is acquired. Until then, one cache slot is
+        left free for it.
         """
         cache_slots = self._cache_slots
         while self._wanted:
@@ -257,9 +276,14 @@ class Cache:
             state = cache_slots.pages[use.page]
             if state.cache_slot < 0 and state.claims:
                 if not use.mode.fetches:
-                    if not state.pins:  # else who has pinned it gets a cache slot by itself
+                    # A thread that has pinned the page is waiting for a cache slot, and `_awaited` counts it. In
+                    # `_reserved`, the page would count twice, and stay there after it got its cache slot.
+                    if not state.pins:
                         self._reserved.add(use.page)
                 elif self._store.has(use.page):
+                    # Reads must leave cache slots for waiting threads and for earlier uses that replace their page.
+                    # Otherwise a read for a later use takes the cache slot of an earlier one, which then has to evict
+                    # pages of the window.
                     while len(cache_slots.free) <= self._awaited + len(self._reserved):
                         if not self._evict_clean():
                             return
@@ -270,12 +294,12 @@ class Cache:
     # Eviction #
 
     def evict(self, page: int, *, consumed: bool = False) -> None:
-        """Evict a page that has a cache slot and that nothing keeps; if it is dirty, write it back first.
+        """Evict a page that has a cache slot and no pin or claim. If the page is dirty, write it back first.
 
         Args:
-            consumed: whether its content is dead. Then it does not stay for being resident, and keeps its cache slot
-                only
-                where the window wants to write it anew.
+            page: the page.
+            consumed: whether its content is no longer needed. If so, the page is evicted even if it is resident, and
+                keeps its cache slot only if the window will replace its content.
         """
         state = self._cache_slots.pages[page]
         if state.cache_slot < 0 or state.pins or state.reading or state.writing:
@@ -288,15 +312,14 @@ class Cache:
             self._release_cache_slot(page)
 
     def evict_all(self) -> None:
-        """Evict every page that nothing keeps."""
+        """Evict every page that has no pin or claim and is not resident."""
         for page in self._cache_slots.holders():
             self.evict(page)
 
     def flush(self) -> None:
-        """Write every dirty page back, and wait until nothing is being written. Raises as `Transfers.wait` does."""
-        self._transfers.wait(
-            lambda: not self.copies.pending, "copy", -1
-        )  # what lands in cache slots is not written before
+        """Write every dirty page back and wait until no page is being written. Raises as `Transfers.wait` does."""
+        # A page must not be written while a device is still copying into its cache slot.
+        self._transfers.wait(lambda: not self.copies.pending, "copy", -1)
         while True:
             self._transfers.check()
             for page in self._cache_slots.holders():
@@ -311,7 +334,7 @@ class Cache:
         return not self._writes
 
     def _evict_clean(self) -> bool:
-        """Evict some page that is clean and that nothing keeps; return whether there was one."""
+        """Evict a clean page without a pin or claim that is not resident. Return ``False`` if there is no such page."""
         for page in self._cache_slots.holders():
             state = self._cache_slots.pages[page]
             if not (state.pins or state.claims or state.dirty or state.reading or state.writing or state.resident):
@@ -320,7 +343,9 @@ class Cache:
         return False
 
     def _evict_kept(self) -> bool:
-        """Evict some page that the plan wants later, or else one that it always keeps; return whether there was one."""
+        """Evict one page that the plan needs later or, if there is no such page, a resident one. Return ``False``
+        without both.
+        """
         for resident in (False, True):
             for page in reversed(self._cache_slots.holders()):
                 state = self._cache_slots.pages[page]
@@ -334,12 +359,14 @@ class Cache:
         return False
 
     def _reads_in_vain(self) -> bool:
-        """Whether a page is being read that nothing keeps any more, so that it is evicted when it has been."""
+        """Return whether a page is being read that has lost its claim meanwhile, and is therefore evicted after the
+        read.
+        """
         states = (self._cache_slots.pages[page] for page in self._cache_slots.holders()) if self._reads else ()
         return any(state.reading and not (state.pins or state.claims or state.resident) for state in states)
 
     def _write_back_some(self) -> None:
-        """Start to write a few dirty pages back that nothing keeps."""
+        """Start to write back up to `_WRITTEN_BACK` dirty pages that have no pin or claim and are not resident."""
         started = 0
         for page in self._cache_slots.holders():
             state = self._cache_slots.pages[page]
@@ -350,18 +377,20 @@ class Cache:
                     return
 
     def _acquire_cache_slot(self, page: int, *, threaded: bool) -> None:
-        """Wait until there is a free cache slot, or the page has one. [Note: who gets a cache slot]"""
+        """Wait until there is a free cache slot or the page has one. [Note: allocation of cache slots]"""
         cache_slots = self._cache_slots
         state = cache_slots.pages[page]
         while state.cache_slot < 0 and not cache_slots.free and not self._evict_clean():
             self._transfers.check()
             if not self._writes:
                 self._write_back_some()
-            # Cache slots that come back by themselves are waited for.
+            # Evict pages that the plan needs, or give up, only if no cache slot will be returned without any action of
+            # this thread. Otherwise the plan would lose pages because of timing, and read more bytes than predicted.
             idle = not (self._writes or self._held_reservations or self.copies.pending or self._reads_in_vain())
             if idle and not self._evict_kept() and not self._reads:
                 raise InfinityError(
-                    f"all {cache_slots.count} cache slots of the host cache are in use at once; set {self._setting} higher"
+                    f"all {cache_slots.count} cache slots of the host cache are in use at the same time; "
+                    f"set {self._setting} higher"
                 )
             if not cache_slots.free:
                 self._awaited += 1
@@ -373,14 +402,14 @@ class Cache:
                     self._awaited -= 1
 
     def wait_for_cache_slot(self) -> bool:
-        """Wait until a cache slot may have come free by a copy that ends; return False where none is being made."""
+        """Wait until a copy that ends may have freed a cache slot. Return ``False`` if no copy is pending."""
         if not self.copies.pending:
             return False
         self._wait(partial(self._may_have_cache_slot, self._returned), "host_cache", -1, threaded=False)
         return True
 
     def _may_have_cache_slot(self, returned: int) -> bool:
-        """Whether a cache slot is free, or something has ended since `returned` that may leave one."""
+        """Return whether a cache slot is free, or an operation has ended since `returned` that may have freed one."""
         return bool(self._cache_slots.free) or self._returned != returned
 
     def _release_cache_slot(self, page: int) -> None:
@@ -388,10 +417,12 @@ class Cache:
         self._transfers.lock.notify_all()
 
     def drain(self) -> bool:
-        """Wait for all transfers and copies without raising, after a failure a moment only. Not under the lock.
+        """Wait for all transfers and copies without raising. After a failure, wait only for a short time.
+
+        Not under the lock.
 
         Returns:
-            Whether the device is done with the cache slots.
+            ``True`` if the device no longer uses the cache slots.
         """
         with self._transfers.lock:
             self.drop_claims()
@@ -403,7 +434,6 @@ class Cache:
     # Transfers #
 
     def _wait(self, ready: Callable[[], bool], cause: str, page: int, *, threaded: bool) -> None:
-        """Wait as `Transfers.wait`."""
         self._transfers.wait(ready, cause, page if self._named else -1, threaded=threaded)
 
     def _read(self, page: int) -> None:
@@ -417,7 +447,7 @@ class Cache:
             self._reads -= 1
             self._returned += 1
             if error is None:
-                self.evict(page)  # the window may have moved on, or been given up
+                self.evict(page)  # the page may have lost its claim during the read
 
         self._transfers.read(self._store, page, self._cache_slots.content(page), ended)
 
@@ -431,8 +461,8 @@ class Cache:
             self._writes -= 1
             self._returned += 1
             if error is not None:
-                state.dirty = True  # the cache slot still has the only copy
-                return  # and nothing more is started
+                state.dirty = True  # the cache slot still holds the only copy of the new content
+                return  # start no further transfer after a failure
             if self.eager:
                 self.evict(page)
             self.prefetch()
@@ -449,5 +479,5 @@ def _is_written(state: PageState) -> bool:
 
 
 def _is_left_by_device(state: PageState, mode: Mode) -> bool:
-    """Whether no device is at a page in a way that a use has to wait for."""
+    """Return whether no copy by a device is in flight that conflicts with a use of the page."""
     return not state.landing and not (state.leaving and mode.modifies)

@@ -1,6 +1,6 @@
-"""Which page has which cache slot of the host cache, and what keeps it there.
+"""The page table of the host cache: the cache slot of each page, and the reasons to keep the page there.
 
-Bookkeeping only: nothing is moved here.
+Bookkeeping only: this module moves no data.
 """
 
 from __future__ import annotations
@@ -15,69 +15,69 @@ from infinity.memory.host_cache import HostCachePart
 
 @dataclass(slots=True)
 class PageState:
-    """Where one page is, and what keeps it in memory. `Cache` changes it (and who else is named), under the lock.
+    """Location of one page, and the reasons to keep it in memory. Changed under the lock, by `Cache` unless noted
+    otherwise.
 
-    Life cycle: without a cache slot, the content is in the store, or nowhere (`has` of the store is false: never
-    written, or
-    consumed). With a cache slot it is being read, or valid; valid content is clean or dirty, and may be being written:
+    Life cycle: without a cache slot, the content is in the store or does not exist (`has` of the store returns
+    ``False``: it was never written, or it was consumed). With a cache slot, the content is being read or is valid.
+    Valid content is clean or dirty, and may be being written:
 
         no cache slot --assign, read--> reading --read ends--> clean <--write ends-- writing
-                 --assign--------> (content to be replaced)  |                     ^
-                                                             +--modified--> dirty --+--write back
-        clean, and nothing keeps it --evict--> no cache slot
+             --assign--------> (content to be replaced)  |                     ^
+                                                         +--modified--> dirty --+--write back
+        clean, no reason to keep it --evict--> no cache slot
 
-    Pins, claims and `resident` keep a cache slot. What nothing keeps is evicted: at once if it is clean, when it has
-    been
-    written back if it is dirty.
+    Pins, claims and `resident` keep a page in its cache slot. Otherwise it is evicted: at once if it is clean, after a
+    write if it is dirty.
     """
 
     cache_slot: int = -1
-    """Number of its cache slot, or -1; changed by `CacheSlots`."""
+    """Index of its cache slot, or -1. Changed by `CacheSlots`."""
     reading: bool = False
-    """Whether the cache slot is being filled from the store: its bytes mean nothing yet."""
+    """The cache slot is being filled from the store: its bytes are not valid yet."""
     writing: bool = False
-    """Whether the store is reading the cache slot: its bytes must not change."""
+    """The store is reading the cache slot: its bytes must not change."""
     dirty: bool = False
-    """Whether the cache slot is newer than the store, and that is not on its way there."""
+    """The cache slot is newer than the store, and no write of it is in flight."""
     leaving: int = 0
-    """Copies of it to a device that have not ended: its bytes must not change."""
+    """Number of copies to a device in flight: the bytes must not change."""
     landing: int = 0
-    """Copies from a device into it that have not ended: its bytes mean nothing yet."""
+    """Number of copies from a device in flight: the bytes are not valid yet."""
     pins: int = 0
-    """Accesses and held reservations that use it at this moment, and copies to a device or from it that have not ended.
+    """Number of accesses and held reservations that currently use the page, plus copies to or from a device in flight.
     """
     claims: int = 0
-    """Uses inside the plan's window; where the plan keeps a page, the last use leaves its claim for the next one."""
+    """Number of uses inside the window of the plan. If the plan keeps a page, a use leaves its claim to the next use.
+    """
     resident: bool = False
-    """Whether the plan keeps it always."""
+    """The plan always keeps the page."""
     reservations: int = 0
-    """Reservations that have been made and not returned; changed by `Pager`."""
+    """Number of reservations that have been created and not returned. Changed by `Pager`."""
     returned: int = 0
-    """Reservations that have been returned, ever; changed by `Pager`."""
+    """Total number of reservations that have been returned. Changed by `Pager`."""
 
 
 class CacheSlots:
-    """The page table: which cache slot has which page, and which are free. Everything is read and changed under the
-    lock.
+    """Assignment of cache slots to pages. Every attribute is read and changed under the lock.
 
     Args:
-        pages: by number. There may be more later, see `grow`.
-        host cache: the cache slots.
+        pages: pages by number. Pages may be added later, see `grow`.
+        host_cache: the cache slots.
     """
 
     def __init__(self, pages: Sequence[Page], host_cache: HostCachePart) -> None:
         self._known, self._host_cache = pages, host_cache
         self.count = host_cache.cache_slots
-        """Cache slots of the host cache; fixed."""
+        """Number of cache slots of the host cache; fixed."""
         self.pages = [PageState() for _ in pages]
-        """By number of the page. The states change; `grow` adds to them."""
+        """States by page number. `grow` adds states."""
         self.free = list(range(host_cache.cache_slots))[::-1]
-        """Numbers of cache slots without a page, the next one to be assigned last."""
+        """Cache slots without a page. The last one is assigned next."""
         self._page_of = [-1] * host_cache.cache_slots
-        """Page of each cache slot, or -1; changed by `assign` and `release`."""
+        """Page of each cache slot, or -1. Changed by `assign` and `release`."""
 
     def grow(self) -> None:
-        """Have a state for pages that there are now."""
+        """Add states for pages that were added to the sequence of pages."""
         self.pages += [PageState() for _ in self._known[len(self.pages) :]]
 
     def holders(self) -> list[int]:
@@ -93,13 +93,13 @@ class CacheSlots:
         return self._host_cache.view(self.pages[page].cache_slot, self._known[page].nbytes)
 
     def assign(self, page: int) -> None:
-        """Give a free cache slot to a page that has none."""
+        """Assign a free cache slot to a page that has none."""
         cache_slot = self.free.pop()
         self.pages[page].cache_slot = cache_slot
         self._page_of[cache_slot] = page
 
     def release(self, page: int) -> None:
-        """Take the cache slot of a page back."""
+        """Take the cache slot from a page and mark it as free."""
         state = self.pages[page]
         self._page_of[state.cache_slot] = -1
         self.free.append(state.cache_slot)
@@ -114,7 +114,7 @@ class CacheSlots:
         return counts
 
     def held_bytes(self) -> dict[str, int]:
-        """Return the bytes of pages in the host cache by role."""
+        """Return the bytes of pages in the host cache, by role."""
         held = {role.value: 0 for role in Role}
         for page in self.holders():
             held[self._known[page].role.value] += self._known[page].nbytes

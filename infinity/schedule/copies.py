@@ -1,4 +1,4 @@
-"""Copies between cache slots and a device that have not ended, and the thread that waits for them."""
+"""Copies in flight between cache slots and a device, and the thread that waits for them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from infinity.schedule.transfers import Transfers
 
 
 class Copies:
-    """Keeps pages pinned while a device copies them, and says when it has.
+    """Keeps pages pinned while a device copies them, and reports when a copy has ended.
 
-    A thread waits for one mark after the other, without the lock, so that cache slots come back whatever other threads
-    do,
-    and a device that does not answer is an error instead of a hang. Life cycle: the thread begins with the first copy
-    that has not ended when it is noted, and ends with `close`. After the first error copies still come to their end
-    until then. All else is read and changed under the lock of `Transfers`.
+    A thread waits for one event after another, without the lock. Therefore cache slots are returned no matter what
+    other threads do, and a device that does not answer causes an error instead of a hang. Life cycle: the thread starts
+    with the first copy that is still in flight when it is added, and ends with `close`. After the first error, copies
+    still complete until `close`. All other state is read and changed under the lock of `Transfers`.
 
     Args:
-        transfers: has the lock, and the first error.
-        ended: is told under the lock when the copy of an access has ended.
-        timeout: seconds after which a copy is an error.
-        enter_thread: is called first in the thread.
+        transfers: transfers in flight, with the lock and the first error.
+        ended: called under the lock when the copy of an access has ended.
+        timeout: time limit of a copy, in seconds.
+        enter_thread: called first in the thread.
     """
 
     def __init__(
@@ -38,15 +37,14 @@ class Copies:
     ) -> None:
         self._transfers, self._ended, self._timeout, self._enter_thread = transfers, ended, timeout, enter_thread
         self.pending = 0
-        """Copies that have not ended."""
-        self._queue: SimpleQueue[tuple[DeviceEvent, Access] | None] = (
-            SimpleQueue()
-        )  # in their order; None ends the thread
+        """Number of copies in flight."""
+        # In the order of the copies; None ends the thread.
+        self._queue: SimpleQueue[tuple[DeviceEvent, Access] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._closed = threading.Event()  # set by `close`: nobody waits for copies any more
+        self._closed = threading.Event()  # set by `close`: no thread waits for copies after that
 
     def add(self, device_event: DeviceEvent, uses: Access) -> None:
-        """Note a copy of the pages of an access, which the mark is behind."""
+        """Add a copy of the pages of an access, which ends when the device passes the event."""
         self.pending += 1
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="infinity-copies", daemon=True)
@@ -59,8 +57,8 @@ class Copies:
             device_event, uses = item
             try:
                 if not self._wait(device_event):
-                    return  # the pages stay pinned: the device may still be at them
-            except Exception as error:  # of the device itself
+                    return  # the pages stay pinned: the device may still use them
+            except Exception as error:  # raised by the device itself
                 with self._transfers.lock:
                     self._transfers.fail(error)
                 return
@@ -70,7 +68,9 @@ class Copies:
                 self._transfers.lock.notify_all()
 
     def _wait(self, device_event: DeviceEvent) -> bool:
-        """Wait for a mark, beyond the time limit too, which is an error; return False if all is closed before."""
+        """Wait for an event. Fail after the time limit, but continue to wait. Return ``False`` if `close` is called
+        first.
+        """
         if wait(device_event, self._timeout, self._closed.is_set):
             return True
         if not self._closed.is_set():

@@ -1,7 +1,7 @@
-"""One turn of a trace as plain lists, and what moves in it under a window. Pure, as the planner is.
+"""One cycle of a trace as flat lists, and the transfers that a window causes in it. Pure, as the planner is.
 
-The planner compares many plans of one trace. So what does not depend on a plan is found out once, and lists of numbers
-are all that is walked for each plan: a large model uses hundreds of thousands of pages in a step.
+The planner compares many plans of one trace. A large model uses hundreds of thousands of pages per step. Therefore all
+values that do not depend on the plan are computed once, and for each plan only lists of numbers are traversed.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from infinity.content.layout import Layout
 from infinity.schedule.trace import Access, Mode
 
 _AHEAD = 2
-"""How many FSDP modules the window reaches beyond an update in backward, where all pages have cache slots."""
+"""Number of FSDP modules that the window reaches beyond an update in backward, if all pages have cache slots."""
 
 
 class Uses:
-    """The uses of some accesses, numbered in order. Those of one access come as their pages are first used at all."""
+    """Uses of a sequence of accesses, numbered in order. Uses of one access are ordered by the first use of
+    their page.
+    """
 
     def __init__(self, accesses: Sequence[Access]) -> None:
         """Number the uses of `accesses`."""
         self.pages: list[int] = []
         """Page of each use."""
         self.modes: list[Mode] = []
-        """How each use uses it."""
+        """Mode of each use."""
         self.places: list[int] = []
-        """Position of the access that each use belongs to; the last item is the number of accesses."""
+        """Position of the access of each use. The last item is the number of accesses."""
         self.starts: list[int] = [0]
-        """First use of each access; the last item is the number of uses."""
-        first: dict[int, int] = {}  # page -> how many others are used before it
+        """First use of each access. The last item is the number of uses."""
+        first: dict[int, int] = {}  # page -> number of pages that are used before it
         for place, access in enumerate(accesses):
             for page, _ in access:
                 first.setdefault(page, len(first))
@@ -45,9 +47,9 @@ class Uses:
         self.places.append(len(accesses))
         number = len(self.pages)
         self.before = [-1] * number
-        """Use of the same page before each use; -1 if there is none."""
+        """Previous use of the same page for each use, or -1."""
         self.after = [number] * number
-        """Use of the same page after each use; the number of uses if there is none."""
+        """Next use of the same page for each use, or the number of uses."""
         last: dict[int, int] = {}
         for use, page in enumerate(self.pages):
             if page in last:
@@ -57,24 +59,27 @@ class Uses:
 
 
 def windows(uses: Uses, length: int, resident: AbstractSet[int], streaming: int) -> list[int]:
-    """Return c(i) for all positions but those of the last turn. [Note: the window] in `planner`.
+    """Return c(i) for all positions except those in the last cycle. [Note: the window] in `planner`.
 
     Args:
-        uses: of a prefix, if there is one, and two turns.
-        length: accesses of one turn.
+        uses: uses of a prefix, if there is one, and of two cycles.
+        length: number of accesses of one cycle.
         resident: pages that do not count.
+        streaming: maximum number of distinct pages in the window.
     """
     places, starts, before, after = uses.places, uses.starts, uses.before, uses.after
-    if resident:  # as if they were inside before and behind
+    if resident:  # treat them as pages that are inside at all times
         number = len(uses.pages)
         before = [number if page in resident else use for page, use in zip(uses.pages, before, strict=True)]
         after = [-1 if page in resident else use for page, use in zip(uses.pages, after, strict=True)]
     reach: list[int] = []
-    head = inside = 0  # the window ends before the use `head` and has so many pages; its last access may be in part
+    # The window ends before the use `head` and contains `inside` pages, at most `streaming`: more pages would not have
+    # cache slots. `head` never moves back, so c is monotone. The cursor relies on that: it claims every position once.
+    head = inside = 0
     for position in range(len(starts) - 1 - length):
         tail, limit = starts[position], starts[position + length]
         while head < limit:
-            if before[head] < tail:  # not in the window yet
+            if before[head] < tail:  # the page is not in the window yet
                 if inside == streaming:
                     break
                 inside += 1
@@ -87,21 +92,24 @@ def windows(uses: Uses, length: int, resident: AbstractSet[int], streaming: int)
 
 
 def windows_of_all(accesses: Sequence[Access], length: int, layout: Layout) -> list[int]:
-    """Return c(i) for all positions but those of the last turn, where all pages have cache slots.
+    """Return c(i) for all positions except those in the last cycle, if all pages have cache slots.
 
-    [Note: nothing streams] in `planner`.
+    [Note: all pages resident] in `planner`.
 
     Args:
-        accesses: of a prefix, if there is one, and two turns.
-        length: accesses of one turn, which no window exceeds.
+        accesses: accesses of a prefix, if there is one, and of two cycles.
+        length: number of accesses of one cycle. No window is longer.
+        layout: pages of this rank.
     """
     fsdp_modules = [layout.pages[access[0].page].fsdp_module for access in accesses]
-    ends = [
-        place for place, (a, b) in enumerate(itertools.pairwise(fsdp_modules)) if a != b
-    ]  # where another FSDP module comes next
+    # Positions before an access of another FSDP module.
+    ends = [place for place, (a, b) in enumerate(itertools.pairwise(fsdp_modules)) if a != b]
     reach = list(range(length - 1, len(accesses) - 1))
     last = len(accesses)
     for position in reversed(range(len(accesses))):
+        # Gradients of an update in backward wait in memory outside of the host cache. Without this limit, the training
+        # thread could compute all of backward ahead of the updates, and the memory for gradients would grow with the
+        # number of layers.
         if _uses_gradients_in_memory(accesses[position], layout):
             end = bisect_left(ends, position) + _AHEAD
             last = ends[end] if end < len(ends) else len(accesses)
@@ -111,23 +119,23 @@ def windows_of_all(accesses: Sequence[Access], length: int, layout: Layout) -> l
 
 
 def _uses_gradients_in_memory(access: Access, layout: Layout) -> bool:
-    """Whether an access is a part of an update in backward."""
+    """Return whether an access is part of an update in backward."""
     roles = {layout.pages[use.page].role for use in access}
     return Role.GRAD not in roles and any(use.mode.modifies for use in access)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moves:
-    """What one steady step moves."""
+    """Transfers of one steady step."""
 
     entering: Sequence[int]
-    """Uses that get a cache slot for their page, in order."""
+    """Uses that assign a cache slot to their page, in order."""
     read: AbstractSet[int]
-    """Those for which its content is read."""
+    """Entering uses that read the content of their page."""
     leaving: Sequence[int]
     """Uses after which their page gives up its cache slot, in order."""
     written: AbstractSet[int]
-    """Those after which its content is written."""
+    """Leaving uses after which the content of their page is written."""
     staying: frozenset[int]
     """Pages that are not resident, but never leave."""
     total_bytes: int
@@ -135,23 +143,23 @@ class Moves:
 
 
 class Cycle:
-    """One turn of a trace, the accesses of a step that is followed by others like it; nothing of it changes."""
+    """One cycle of a trace: the accesses of a step that is followed by identical steps. Immutable."""
 
     def __init__(self, trace: Sequence[Access], layout: Layout) -> None:
-        """Number the uses of a trace and of the turn after it."""
+        """Number the uses of a trace and of its repetition."""
         self.trace, self.layout, self.length = tuple(trace), layout, len(trace)
-        """The accesses, the pages, and how many accesses there are."""
+        """Accesses of the step; pages of this rank; number of accesses."""
         uses = self._uses = Uses((*self.trace, *self.trace))
         self.number = number = uses.starts[self.length]
-        """How many uses one turn has."""
+        """Number of uses in one cycle."""
         self.pages, self.places = uses.pages[:number], uses.places[:number]
-        """Page and position of each use of one turn."""
+        """Page and position of each use in one cycle."""
         self.used = frozenset(self.pages)
         """All pages that are used."""
         self.nbytes = [page.nbytes for page in layout.pages]
-        """Length of every page of the layout."""
+        """Size of every page of the layout, in bytes."""
         self.then = [uses.places[use] for use in uses.after[:number]]
-        """Position of the next use of the page, the next turn counted on."""
+        """Position of the next use of the same page. Positions continue into the next cycle."""
         self._after = [use % number for use in uses.after[:number]]
         self._before = [use % number for use in uses.before[number:]]
         write, update, consume = Mode.WRITE, Mode.UPDATE, Mode.CONSUME
@@ -165,18 +173,20 @@ class Cycle:
         return windows(self._uses, self.length, resident, streaming)
 
     def windows_of_all(self) -> list[int]:
-        """Return c(i) for every position where all pages have cache slots. [Note: nothing streams] in `planner`."""
+        """Return c(i) for every position if all pages have cache slots. [Note: all pages resident] in `planner`."""
         return windows_of_all((*self.trace, *self.trace), self.length, self.layout)
 
     def _last(self, reach: Sequence[int]) -> list[int]:
-        """Return the last position whose pages are in memory once a position is done: the window of the next one."""
+        """Return the last position whose pages are in memory after each position: the window of the next position."""
         return [*reach[1:], *(first + self.length for first in reach[:1])]
 
     def moves(self, reach: Sequence[int], resident: AbstractSet[int], kept: Collection[int]) -> Moves:
-        """Return what one steady step moves.
+        """Return the transfers of one steady step.
 
         Args:
-            kept: uses after which their page stays though the window does not reach to its next use.
+            reach: c(i) for every position.
+            resident: pages that always stay.
+            kept: uses after which their page stays although the window does not reach its next use.
         """
         pages, nbytes, last = self.pages, self.nbytes, self._last(reach)
         leaving = [
@@ -200,7 +210,7 @@ class Cycle:
         )
 
     def _modified(self, leaving: Sequence[int], enters: Sequence[int]) -> list[int]:
-        """Return those uses, after which pages leave, that leave them modified since they have entered."""
+        """Return the leaving uses whose page has been modified since it entered."""
         before, modifies, consumes = self._before, self._modifies, self._consumes
         found = []
         for use in leaving:
@@ -214,35 +224,39 @@ class Cycle:
     def _near_uses(self) -> list[tuple[int, int, int, int]]:
         """Return the uses whose next use is near, see `between_uses`.
 
-        As (position of the next use, position, how many uses of the access come behind, use), by position.
+        Each item is (position of the next use, position, minus the place within the access, use). Items are ordered by
+        position.
         """
         fsdp_modules = [self.layout.pages[access[0].page].fsdp_module for access in self.trace]
-        turns = list(itertools.accumulate((a != b for a, b in itertools.pairwise(fsdp_modules)), initial=0))
+        runs = list(itertools.accumulate((a != b for a, b in itertools.pairwise(fsdp_modules)), initial=0))
         found = []
         for use, (then, place) in enumerate(zip(self.then, self.places, strict=True)):
             if then >= self.length or self._consumes[use]:
                 continue
-            if turns[then] - turns[place] <= (3 if self._modifies[self._after[use]] else 0):
+            if runs[then] - runs[place] <= (3 if self._modifies[self._after[use]] else 0):
                 order = [page for page, _ in self.trace[place]].index(self.pages[use])
                 found.append((then, place, -order, use))
         return found
 
     def between_uses(self, reach: Sequence[int], resident: AbstractSet[int], most: int) -> tuple[frozenset[int], int]:
-        """Return after which uses a page is kept until the next one, as many as possible, and how many at once.
+        """Return the uses after which a page is kept until its next use, and the maximum number of pages kept at once.
 
-        Only between uses that are near: with no other FSDP module's accesses in between or, where the next use is an
-        update,
-        with at most two turns of other FSDP modules. For example, FSDP module 5 is gathered, 6 is updated, 4 is
-        gathered, then 5 is
-        updated. Where `most` cache slots are too few, the page whose next use is last is not kept: so the largest
-        number of
-        intervals finds room (Carlisle and Lloyd, "On the k-coloring of intervals", 1995).
+        As many pages as possible are kept. Only near uses qualify: there are no accesses of another FSDP module in
+        between or, if the next use is an update, at most two runs of accesses of other FSDP modules. For example, FSDP
+        module 5 is gathered, 6 is updated, 4 is gathered, then 5 is updated. If `most` cache slots are not enough, the
+        page with the latest next use is not kept. This rule fits the maximum number of intervals (Carlisle and Lloyd,
+        "On the k-coloring of intervals", 1995).
+
+        Args:
+            reach: c(i) for every position.
+            resident: pages that always stay.
+            most: number of cache slots for kept pages.
         """
         if not most:
             return frozenset(), 0
         last, pages = self._last(reach), self.pages
         kept: set[int] = set()
-        held: list[tuple[int, int, int, int]] = []  # what is kept at this position, the next use that comes first first
+        held: list[tuple[int, int, int, int]] = []  # pages kept at this position, ordered by their next use
         cache_slots = 0
         for near in self._near:
             then, place, _, use = near

@@ -1,9 +1,8 @@
-"""Pages that live on the device, those of whole FSDP modules: they have no cache slots, and nothing of them moves in a
-step.
+"""Pages of GPU-resident FSDP modules. They live on the device, have no cache slots, and do not move during a step.
 
-[Note: one use after the other] What is done with a page on the device is only queued. So every use lets its stream wait
-for the use before, whatever stream that was on, and leaves a mark. Nobody on the host waits: threads are ordered by
-reservations, as for all pages, and the device by these marks.
+[Note: order of uses] Work on a page of the device is only queued. Therefore every use makes its stream wait
+for the previous use, whatever stream that was on, and records an event. No thread of the host waits: threads are
+ordered by reservations, as for all pages, and the device by these events.
 """
 
 from __future__ import annotations
@@ -24,47 +23,49 @@ from infinity.schedule.transfers import PagerObserver
 
 @dataclass(slots=True)
 class GpuResidentPage:
-    """The memory of one page on the device."""
+    """Memory of one page on the device."""
 
     content: torch.Tensor
-    """Its bytes."""
+    """Bytes of the page."""
     used: DeviceEvent
-    """Behind all that has been done with it."""
+    """Event after all work on the page so far."""
     newer: bool = False
-    """Whether it is newer than what cache slots and the store have."""
+    """``True`` if the content is newer than in cache slots and in the store."""
 
 
 class GpuResidentPages:
-    """Serves uses of pages of FSDP modules that are *GPU-resident* on the device, as `Cache` does those of all others.
+    """Serves uses of pages of *GPU-resident* FSDP modules, as `Cache` does for all other pages.
 
-    Pages of weights, and of master and moments, have memory there as long as their FSDP module is GPU-resident; those
-    of gradients
-    from when they are first written until they are consumed or discarded. Everything is called under the lock of
-    `Transfers`, but for `contents`, and what is on the device may be queued there.
+    Pages of weights, master and moments have memory on the device as long as their FSDP module is GPU-resident. Pages
+    of gradients have memory from their first write until they are consumed or discarded. Every method except `contents`
+    must be called under the lock of `Transfers`, and may queue work on the device.
 
     Args:
         layout: pages of this rank.
-        device: that has them.
-        observer: is told of uses.
+        device: device that holds the pages.
+        observer: receiver of telemetry.
     """
 
     def __init__(self, layout: Layout, device: Device, observer: PagerObserver) -> None:
         self._layout, self._device, self._observer = layout, device, observer
         self.fsdp_modules: frozenset[int] = frozenset()
-        """FSDP modules that are GPU-resident; the training thread changes it, while no reservation is out."""
+        """GPU-resident FSDP modules. The training thread changes this set while no reservation is open."""
         self._gpu_resident_pages: dict[int, GpuResidentPage] = {}  # by page
 
     def has(self, uses: Access) -> bool:
-        """Whether the pages of an access live here: all of them or none, as one access is of one FSDP module."""
+        """Return ``True`` if the pages of an access are GPU-resident.
+
+        An access belongs to one FSDP module, so either all of its pages are GPU-resident or no page is.
+        """
         if not self.fsdp_modules:
             return False
         page = self._layout.pages[uses[0].page]
         return page.fsdp_module in self.fsdp_modules and is_gpu_resident(self._layout, page)
 
-    # What `Cache` has too #
+    # Methods in common with `Cache` #
 
     def acquire(self, uses: Access, *, threaded: bool) -> None:
-        """Count uses: the pages are there, and nobody moves them."""
+        """Count uses. The pages are on the device, and no other thread moves them."""
         for use in uses:
             if use.mode.fetches:
                 self._observer.fetched("hit")
@@ -72,16 +73,16 @@ class GpuResidentPages:
     acquire_reservation = acquire
 
     def can_acquire(self, uses: Access) -> bool:
-        """Return True: nothing is waited for."""
+        """Return ``True``: no use has to wait."""
         return True
 
     def contents(self, uses: Access) -> list[torch.Tensor]:
-        """Return the bytes of pages that are acquired, for what this thread's stream does with them from now on."""
+        """Return the bytes of acquired pages, for later work on the current stream of this thread."""
         stream = self._device.current()
         return [self._content(use.page, stream) for use in uses]
 
     def _content(self, page: int, stream: Stream) -> torch.Tensor:
-        if page not in self._gpu_resident_pages:  # of a gradient, which is written first
+        if page not in self._gpu_resident_pages:  # page of a gradient, whose first use is a write
             others = self._of_gradients(self._layout.pages[page])
             self._gpu_resident_pages |= self.build(
                 [each for each in others if each.index not in self._gpu_resident_pages]
@@ -92,16 +93,17 @@ class GpuResidentPages:
         return home.content
 
     def release(self, uses: Access, device_event: DeviceEvent | None = None) -> None:
-        """Note that pages have been used.
+        """Record that pages have been used.
 
         Args:
-            mark: behind that; None: behind what this thread's stream was given.
+            uses: the pages.
+            device_event: event after the use. If ``None``, the use ends with the work queued so far on the current
+                stream of this thread.
         """
         device_event = device_event or self._device.record_event(self._device.current())
         for use in uses:
-            home = self._gpu_resident_pages.get(
-                use.page
-            )  # none where an access that was acquired later has consumed it
+            # Missing if an access that was acquired later has consumed the page.
+            home = self._gpu_resident_pages.get(use.page)
             if use.mode is Mode.CONSUME:
                 self.discard(use.page)
             elif home is not None:
@@ -110,29 +112,30 @@ class GpuResidentPages:
     release_reservation = release
 
     def discard(self, page: int) -> None:
-        """Drop the content of a page: what uses its memory is ordered by the allocator."""
+        """Drop the content of a page. The allocator orders later uses of its memory."""
         self._gpu_resident_pages.pop(page, None)
 
-    # Who lives there #
+    # GPU-resident FSDP modules #
 
     def _of_gradients(self, page: Page) -> Sequence[Page]:
-        """Return the pages that have the same component of gradients as one page, of all of its FSDP module."""
+        """Return the pages of the same gradient component as a page, for the whole FSDP module."""
         segments = [self._layout.segments[segment] for segment in self._layout.fsdp_module_segments[page.fsdp_module]]
         parts = [segment.grad_pages[page.component] for segment in segments if page.component < len(segment.grad_pages)]
         return [each for part in parts for each in part]
 
     def pages_of(self, fsdp_module: int) -> list[Page]:
-        """Return the pages of weights and state of an FSDP module that can be GPU-resident."""
+        """Return the pages of an FSDP module that can be GPU-resident, without gradients."""
         pages = [page for page in self._layout.pages if page.fsdp_module == fsdp_module and page.role is not Role.GRAD]
         return [page for page in pages if is_gpu_resident(self._layout, page)]
 
     def build(self, pages: Sequence[Page]) -> dict[int, GpuResidentPage]:
-        """Return memory for pages, which are not GPU-resident yet: in one piece, of which an allocator wastes little.
+        """Return memory for pages that are not GPU-resident yet, in one allocation, because the allocator wastes little
+        of it.
 
         Not under the lock.
 
         Raises:
-            torch.OutOfMemoryError: the device has too little.
+            torch.OutOfMemoryError: if the device has too little memory.
         """
         if not pages:
             return {}
@@ -145,18 +148,18 @@ class GpuResidentPages:
         }
 
     def come(self, fsdp_module: int, gpu_resident_pages: dict[int, GpuResidentPage]) -> None:
-        """Let an FSDP module be GPU-resident, with the content that its pages have there."""
+        """Make an FSDP module GPU-resident, with the given content of its pages."""
         self.fsdp_modules |= {fsdp_module}
         self._gpu_resident_pages |= gpu_resident_pages
 
     def leave(self, fsdp_module: int) -> None:
-        """Let an FSDP module not be GPU-resident any more."""
+        """Make an FSDP module no longer GPU-resident."""
         self.fsdp_modules -= {fsdp_module}
         for page in self.of(fsdp_module):
             del self._gpu_resident_pages[page]
 
     def of(self, fsdp_module: int) -> dict[int, GpuResidentPage]:
-        """Return the homes of an FSDP module, by page."""
+        """Return the GPU-resident pages of an FSDP module, by page number."""
         return {
             page: home
             for page, home in self._gpu_resident_pages.items()
@@ -164,7 +167,7 @@ class GpuResidentPages:
         }
 
     def newer(self) -> dict[int, GpuResidentPage]:
-        """Return those of weights and states that are newer than what the store has, in the order of their pages."""
+        """Return the pages that are newer than in the store, in the order of their numbers, without gradients."""
         pages = self._layout.pages
         return {
             page: home

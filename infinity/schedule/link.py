@@ -1,4 +1,4 @@
-"""What a step moves between host memory and the device that computes. Pure, as the planner is."""
+"""Traffic of a step between host memory and the device that computes. Pure, as the planner is."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from infinity.schedule.trace import Access, Event, EventKind, Mode, gather_acces
 from infinity.schedule.update_schedule import UpdateSchedule, expand
 
 UPDATE_BYTES: Final = 24
-"""Bytes per parameter that cross the link for an update on the device: master and two moments, there and back."""
+"""Bytes per parameter that cross the link for an update on the device: master and two moments, in both directions."""
 
 
 def share_that_stays(layout: Layout, room: int) -> float:
-    """Return which share of the state has room on the device, where updates there do not take it over the link.
+    """Return the fraction of the state that fits on the device, where updates do not take it over the link.
 
     Args:
-        room: bytes that the device has, before the first step: what activations will take is not known yet.
+        layout: pages of this rank.
+        room: free device memory before the first step, in bytes. The size of activations is not known yet.
     """
     return min(1.0, max(0, room) / max(1, layout.state_bytes))
 
@@ -28,33 +29,35 @@ class LinkTraffic(NamedTuple):
     """Bytes of one step."""
 
     weights: int
-    """To the device: weights that are gathered, and stored gradients that others are added to."""
+    """Bytes to the device: gathered weights, and stored gradients that other gradients are added to."""
     gradients: int
-    """From the device."""
+    """Bytes from the device."""
     read: int = 0
-    """To the device: pages that are updated there."""
+    """Bytes to the device: pages that are updated there."""
     changed: int = 0
-    """From the device: pages that have been updated there."""
+    """Bytes from the device: pages that have been updated there."""
 
     @property
     def to_device(self) -> int:
-        """All bytes to the device."""
+        """Return all bytes to the device."""
         return self.weights + self.read
 
     @property
     def from_device(self) -> int:
-        """All bytes from the device."""
+        """Return all bytes from the device."""
         return self.gradients + self.changed
 
 
 def link_traffic(
     events: Sequence[Event], layout: Layout, update_schedule: UpdateSchedule, *, update_on_device: bool
 ) -> LinkTraffic:
-    """Return what steps that look like `events` move over the link.
+    """Return the traffic of a step over the link.
 
     Args:
-        update schedule: where updates run, and what stays on the device.
-        update_on_device: whether pages are updated there.
+        events: one step.
+        layout: pages of this rank.
+        update_schedule: where updates run, and which pages stay on the device.
+        update_on_device: whether updates run on the device.
     """
     trace = expand(events, layout, update_schedule)
     gathered = sum(
@@ -72,7 +75,7 @@ def link_traffic(
 
 
 def _gathers(trace: Sequence[Access], layout: Layout) -> Counter[int]:
-    """Return how often the pages of each FSDP module are read for a gather."""
+    """Return the number of times that the pages of each FSDP module are read for a gather."""
     pages = layout.pages
     reads = Counter(
         pages[access[0].page].fsdp_module
@@ -94,7 +97,7 @@ def _gathered_bytes(layout: Layout, fsdp_module: int) -> int:
 
 
 def _gradient_bytes(layout: Layout, fsdp_module: int) -> int:
-    """Return the bytes of the gradients of an FSDP module, which have the dtype that is trained."""
+    """Return the bytes of the gradients of an FSDP module, in the dtype that is trained."""
     shards = [
         layout.shards[index] for index in layout.fsdp_module_shards[fsdp_module] if layout.shards[index].spec.trainable
     ]
@@ -102,7 +105,9 @@ def _gradient_bytes(layout: Layout, fsdp_module: int) -> int:
 
 
 def _stored_gradients(events: Sequence[Event], layout: Layout, update_schedule: UpdateSchedule) -> tuple[int, int]:
-    """Return what gradients move to the device and from it that are stored: they come back to be added to."""
+    """Return the bytes of stored gradients to the device and from it. They are copied back so that others are added to
+    them.
+    """
     there = back = 0
     stored: set[int] = set()
     not_stored = update_schedule.in_backward | update_schedule.gpu_resident
@@ -120,7 +125,9 @@ def _stored_gradients(events: Sequence[Event], layout: Layout, update_schedule: 
 
 
 def _updated_pages(trace: Sequence[Access], layout: Layout) -> tuple[int, int]:
-    """Return what updates on the device move: each page of an FSDP module once there, if it is read, and once back."""
+    """Return the bytes that updates on the device move: each page of an FSDP module once to the device, if it is read,
+    and once back.
+    """
     there = back = 0
     pages = layout.pages
     fetched: set[int] = set()

@@ -1,24 +1,23 @@
-"""The pager: executes a plan. The only code that changes where a page is.
+"""The pager, which executes a plan. No other code changes the location of a page.
 
-It is made of parts, each with its own state, all under one lock (`transfers` says which threads take it):
+The pager consists of parts, each with its own state, all under one lock (`transfers` names the threads that take it):
 
-    Pager --> Cursor --> Cache --> Cache slots       which page has which cache slot, and what keeps it there
-                           |
-                           +-----> Transfers    what is in flight, what waits for it, the first error
-      |                    |
-      |                    +-----> Copies       what a device copies, and the thread that waits for it
-      +--> GpuResidentPages                                pages of FSDP modules that live on the device
+    Pager --> Cursor --> Cache --> CacheSlots   cache slot of each page, and the reasons to keep the page there
+      |                   |
+      |                   +------> Transfers    transfers in flight, waiting threads, the first error
+      |                   |
+      |                   +------> Copies       copies by the device, and the thread that waits for them
+      +--> GpuResidentPages                     pages of GPU-resident FSDP modules
 
-`Cache` acquires, releases, prefetches, writes back and evicts; `Cursor` says what the plan wants when; `Pager` is what
-others call: an access of the training thread, a reservation for another one, and what happens between steps.
+`Cache` acquires, releases, prefetches, writes back and evicts pages. `Cursor` knows which pages the plan needs next.
+`Pager` is the interface for other packages: accesses of the training thread, reservations for other threads, and
+operations between steps.
 
-[Note: FSDP modules GPU-resident] An FSDP module can have all of its pages on the device (`house`). An access of such
-pages is no part of a
-plan, has no cache slots, and gets their bytes there; everything else about accesses and reservations is the same. Only
-when what
-is modified is to be in the store (`flush`), or an FSDP module is no longer GPU-resident, are pages copied into cache
-slots, one after the
-other, from where they are written as any page that nothing keeps.
+[Note: GPU-resident FSDP modules] All pages of an FSDP module can be on the device (`house`). An access to such pages is
+not part of a plan, needs no cache slots, and gets the bytes on the device. Otherwise accesses and reservations behave
+as for all other pages. The pages are copied into cache slots, one after another, only if modified pages must be in the
+store (`flush`) or if the FSDP module is no longer GPU-resident. From the cache slots they are written back in the same
+way as any other page.
 """
 
 from __future__ import annotations
@@ -47,23 +46,23 @@ from infinity.schedule.trace import Access, Mode, Use
 from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfers
 
 _LOOK_SECONDS = 0.5
-"""How often a thread that waits for another one's job looks whether all has failed."""
+"""Seconds between checks for a failure while a thread waits for the job of another thread."""
 _BROUGHT = 4
-"""Pages of an FSDP module that comes home that are read at once; every host cache has so many cache slots."""
+"""Number of pages that are read at the same time when an FSDP module becomes GPU-resident. Every host cache has at
+least this many cache slots.
+"""
 
 
 class Reservation:
-    """Pages that are held later, for the length of a `with` block; their place in the plan is taken now.
+    """Pages that are held later, in a ``with`` block, and whose place in the plan is taken now.
 
-    An update has reservations, and so has what copies weights to a device ahead of their gather. Life cycle: made by
-    `Pager.reservation`, on the training thread, which never waits there; held between `__enter__` (or `hold_at_once`)
-    and
-    `__exit__`, each kind by a thread of its own or, where updates have none, by the training thread, one reservation
-    after
-    the other in the order in which they were made; then returned. From making to return the training thread waits
-    before it uses one of the pages. If `__enter__` raises, the reservation is never returned: from then on every wait
-    raises
-    the first error. Nothing changes after it has been made.
+    Updates use reservations, and so does the thread that prefetches weights to the GPU. Life cycle: `Pager.reservation`
+    creates a reservation on the training thread, without waiting. The reservation is held between `__enter__` (or
+    `hold_at_once`) and `__exit__`, and then returned. Each kind of reservation is held by its own thread or, if updates
+    have no thread, by the training thread, one after another in the order in which they were created. Until a
+    reservation is returned, the training thread waits before it uses one of the pages. If `__enter__` raises, the
+    reservation is never returned, and from then on every wait raises the first error. A reservation does not change
+    after it was created.
     """
 
     def __init__(
@@ -73,26 +72,29 @@ class Reservation:
         cursor: Cursor | None,
         access: PlannedAccess | None,
         *,
-        behind: Sequence[int],
+        earlier: Sequence[int],
         threaded: bool,
         copies: Callable[[], DeviceEvent] | None,
     ) -> None:
-        self._pager, self._behind, self._threaded, self._copies = pager, behind, threaded, copies
+        self._pager, self._earlier, self._threaded, self._copies = pager, earlier, threaded, copies
         self.uses = uses
         """The pages, as `Pager.access` takes them."""
         self._cursor = cursor
-        """In what its place was taken; None off the plan."""
+        """Cursor in which the place was taken; None off the plan."""
         self._access = access
-        """The access of the plan; None off the plan."""
+        """Access of the plan; None off the plan."""
 
     def hold_at_once(self) -> list[Content] | None:
-        """Hold the pages, to be returned by `__exit__`, if there is nothing to wait for; else return None."""
+        """Hold the pages if that is possible without waiting, and return their bytes. Otherwise return ``None``.
+
+        `__exit__` returns the pages.
+        """
         return self._pager._acquire_at_once(self.uses, threaded=self._threaded)
 
     def __enter__(self) -> list[Content]:
-        """Wait for the pages; return them as `Pager.access` does. Raises what that raises."""
+        """Wait for the pages. Return and raise as `Pager.access` does."""
         return self._pager._acquire_reservation(
-            self.uses, self._behind, self._cursor, self._access, threaded=self._threaded
+            self.uses, self._earlier, self._cursor, self._access, threaded=self._threaded
         )
 
     def __exit__(self, *exception: object) -> None:
@@ -102,25 +104,24 @@ class Reservation:
 
 
 class Pager:
-    """Brings pages into cache slots ahead of their use and writes modified ones behind it.
+    """Brings pages into cache slots ahead of their use and writes modified pages back afterwards.
 
-    Life cycle: without a plan everything is served on demand, and pages stay until their cache slot is wanted.
-    `install`
-    gives it a plan, which is followed from then on, access by access. One that the plan does not expect ends that until
-    the next `begin_step`. `drain` is the end. After the first error every call that can wait raises it.
+    Life cycle: without a plan, every access is served on demand, and pages stay until their cache slot is needed.
+    `install` sets a plan, which the pager then follows access by access. An access that the plan does not expect
+    suspends the plan until the next `begin_step`. `drain` ends the pager. After the first error, every call that can
+    wait raises this error.
 
-    `access`, `reservation`, `install`, `begin_step`, `house`, `flush` and `discard` belong to the training thread.
-    Every
-    attribute is read and changed under the lock of `Transfers`.
+    `access`, `reservation`, `install`, `begin_step`, `house`, `flush` and `discard` must be called on the training
+    thread. Every attribute is read and changed under the lock of `Transfers`.
 
     Args:
         layout: pages of this rank.
-        host cache: cache slots for them.
-        device: what computes.
-        store: where pages are read from and written to.
-        observer: is told what happens, under the lock.
-        timeout: seconds after which a wait is an error.
-        failed: is told of the first error, once, from any thread and under the lock; it must not wait.
+        host_cache: cache slots for the pages.
+        device: device that computes.
+        store: storage that pages are read from and written to.
+        observer: receiver of telemetry, called under the lock.
+        timeout: time limit of a wait, in seconds.
+        failed: called once with the first error, from any thread and under the lock. It must not wait.
     """
 
     def __init__(
@@ -143,40 +144,47 @@ class Pager:
         )
         self._gpu_resident_pages = GpuResidentPages(layout, device, observer)
         self._plan: Plan | None = None
-        """The plan that was installed last; changed by `install`, and where a step departs from a guess."""
+        """Plan that was installed last. Changed by `install`, and when a step departs from a predicted plan."""
         self._guessed = False
-        """Whether that is for steps of which none has been seen; changed with it."""
+        """``True`` if this plan is a prediction, because no step is recorded yet. Changed together with `_plan`."""
         self._cursor: Cursor | None = None
-        """Where the step is in it; None while none is followed. Changed by `install`, `begin_step`, `drain`, and by an
-        access or reservation that departs from the plan."""
+        """Position of the step in the plan; None while no plan is followed. Changed by `install`, `begin_step`,
+        `drain`, and by an access or reservation that departs from the plan.
+        """
         self._waiting = 0
-        """Reservations that wait for the window to come to them; changed by the thread that does."""
+        """Number of reservations that wait until the window reaches them. Changed by the waiting threads."""
         self.reservations = 0
-        """Reservations that have been made and not returned; changed by the threads that do either."""
+        """Number of reservations that have been created and not returned. Changed by the threads that create and return
+        them.
+        """
 
-    # What the training loop calls #
+    # Calls from the training loop #
 
     @contextmanager
     def access(
         self, uses: Access, *, planned: bool = True, copies: Callable[[], DeviceEvent] | None = None
     ) -> Iterator[list[Content]]:
-        """Hold the pages of `uses` in memory, and return their bytes: one view per use, as long as its page.
+        """Hold the pages of `uses` in memory and return their bytes: one view per use, as long as its page.
 
-        Of an FSDP module that is GPU-resident these are tensors on the device, for what this thread's stream does with
-        them.
+        For a GPU-resident FSDP module, the views are tensors on the device, for work on the current stream of this
+        thread.
 
         Args:
-            uses: distinct pages that are needed at the same moment.
-            planned: whether this access is part of a training step; else it is served on demand, and the plan goes on.
-            copies: called at the end; returns a mark behind the copies between the pages and a device. They keep their
-                cache slots until it has been passed, and of pages GPU-resident the next use comes behind it.
+            uses: distinct pages that are needed at the same time.
+            planned: whether this access is part of a training step. If not, it is served on demand and the plan
+                continues.
+            copies: called at the end. Returns an event after the copies between the pages and a device. The pages keep
+                their cache slots until the device has passed this event. The next use of GPU-resident pages is ordered
+                after it.
 
         Raises:
-            CorruptPageError, StorageError: a page could not be read.
-            StallError: a wait took longer than the time limit.
-            InfinityError: the host cache has too few cache slots for what is in use at once.
+            CorruptPageError: if a page fails verification.
+            StorageError: if a page cannot be read.
+            StallError: if a wait exceeds the time limit.
+            InfinityError: if the host cache has too few cache slots for the pages that are in use at the same time.
         """
-        interrupts.begin()  # until it is sure that what is acquired is released
+        # Hold Ctrl-C back until the `finally` below is in force. A page that stays pinned never returns its cache slot.
+        interrupts.begin()
         try:
             planned = self._acquire(uses, planned=planned)
         except BaseException:
@@ -191,20 +199,21 @@ class Pager:
     def reservation(
         self, uses: Access, *, threaded: bool, copies: Callable[[], DeviceEvent] | None = None, ahead: bool = False
     ) -> Reservation:
-        """Take the place of `uses` in the plan now, to hold the pages later; reservations of one thread are held in
+        """Take the place of `uses` in the plan now and hold the pages later. Each thread holds its reservations in
         order.
-
 
         Args:
             uses: as for `access`.
-            threaded: whether another thread holds them, whose waits are no stalls of the training thread.
+            threaded: whether another thread holds the reservation. Its waits do not count as stalls of the training
+                thread.
             copies: as for `access`.
-            ahead: whether it is for a gather that is still to come. It is held when those have been returned that were
-                made before on its pages, which another thread holds and changes, and when the window has come to it:
-                the training thread, which waits for it, goes no further ahead of updates than that.
+            ahead: whether the reservation prefetches weights for a later gather. It is held after the earlier
+                reservations of its pages, which another thread holds and modifies, have been returned, and after the
+                window has reached it. The training thread waits for this reservation, and therefore gets no further
+                ahead of updates than the window allows.
 
         Raises:
-            CorruptPageError, StorageError, StallError: something has failed before.
+            CorruptPageError, StorageError, StallError: if an earlier operation has failed.
         """
         with self.transfers.lock:
             self.transfers.check()
@@ -212,24 +221,32 @@ class Pager:
             access = cursor.take(uses) if cursor is not None else None
             self.reservations += 1
             states = [self._cache_slots.pages[use.page] for use in uses]
-            behind = [state.returned + state.reservations for state in states] if ahead else ()
+            # Numbers instead of "no open reservation": only earlier reservations of the pages count, not this one and
+            # later ones.
+            earlier = [state.returned + state.reservations for state in states] if ahead else ()
             for state in states:
                 state.reservations += 1
-        return Reservation(self, uses, cursor, access, behind=behind, threaded=threaded, copies=copies)
+        return Reservation(self, uses, cursor, access, earlier=earlier, threaded=threaded, copies=copies)
 
     def make_room(self, plan: Plan) -> None:
-        """Have room on the drives for gradients if steps that follow a plan store them, and give it back if not.
+        """Reserve space on the drives for gradients if the steps of a plan store them, and release it if not.
+
+        Args:
+            plan: plan of the next steps.
 
         Raises:
-            BudgetError: there is no room. StorageError: a drive failed.
+            BudgetError: if the space is not available.
+            StorageError: if a drive fails.
         """
         self._store.expect_gradients(plan.stores_gradients)
 
     def install(self, plan: Plan | None, *, guessed: bool = False) -> None:
-        """Follow a plan from the start of the next step on; None serves everything on demand. Raises as `reservation`.
+        """Follow a plan from the start of the next step. Raises as `reservation` does.
 
         Args:
-            guessed: whether it is for steps of which none has been seen: what departs from it ends it.
+            plan: plan to follow; None serves everything on demand.
+            guessed: whether the plan is a prediction, because no step has been recorded yet. A step that departs from
+                such a plan ends it.
         """
         with self.transfers.lock:
             self.transfers.check()
@@ -237,7 +254,9 @@ class Pager:
             self._set_plan(plan, guessed=guessed)
             self._cursor = Cursor(plan, self._cache) if plan and plan.trace else None
             if self._cursor is not None:
-                self._cursor.claim_window()  # before anything is evicted, so that what is here and wanted stays
+                # Claim before evicting. Otherwise pages that are in memory and inside the window would be evicted and
+                # read again.
+                self._cursor.claim_window()
             self._cache.evict_all()
             self._cache.prefetch()
 
@@ -250,31 +269,33 @@ class Pager:
 
     @property
     def failure(self) -> Exception | None:
-        """The first error, which every call raises; None while there is none."""
+        """Return the first error, which every call raises, or ``None``."""
         return self.transfers.failure
 
     def wait_for_device(self, device_event: DeviceEvent, what: str) -> None:
-        """Wait until the device has come to a mark. From any thread.
+        """Wait until the device has passed an event. May be called from any thread.
 
         Args:
-            what: the device is to do, for the error.
+            device_event: the event.
+            what: work of the device before this event, for the error message.
 
         Raises:
-            StallError: it takes longer than the time limit.
-            Exception: the first error, if something has failed, before or meanwhile.
+            StallError: if the wait exceeds the time limit.
+            Exception: the first error, if an operation fails before or during the wait.
         """
         if not wait(device_event, self._timeout, lambda: self.transfers.failure is not None):
             late = StallError(f"waited {self._timeout:.0f} s for the device to {what}")
             raise self.transfers.failure or late
 
     def wait_for_job(self, job: Future[Any], cause: str) -> None:
-        """Let the training thread wait until a job has ended, well or not, which another thread is to do.
+        """Block the training thread until a job of another thread has ended, successfully or not.
 
         Args:
-            cause: see `PagerObserver.stalled`.
+            job: the job.
+            cause: cause of the stall, see `PagerObserver.stalled`.
 
         Raises:
-            Exception: the first error, if something has failed, before or meanwhile.
+            Exception: the first error, if an operation fails before or during the wait.
         """
         if job.done():
             return
@@ -286,22 +307,21 @@ class Pager:
         self._observer.stalled(cause, -1, perf_counter() - began)
 
     def exchanging(self) -> AbstractContextManager[None]:
-        """Return a context in which an update waits for other ranks, for which the time limit is not.
-
-        Of the thread that runs updates.
+        """Return a context in which an update waits for other ranks, without a time limit. For the thread that runs
+        updates.
         """
         return self.transfers.exchanging()
 
     @property
     def between_steps(self) -> bool:
-        """Whether a plan is followed, and a step has just ended. Of the training thread."""
-        # No lock: only the training thread changes what it looks at, the cursor and its position.
+        """Return ``True`` if a plan is followed and a step has just ended. For the training thread."""
+        # The lock is not needed: only the training thread changes the cursor and its position.
         return self._cursor is not None and self._cursor.between_steps
 
     def begin_step(self) -> None:
-        """Mark the boundary between two steps: where a step departed from the plan, the next one rejoins it.
+        """Mark the boundary between two steps. If a step departed from the plan, the next step rejoins it.
 
-        Raises as `reservation`.
+        Raises as `reservation` does.
         """
         with self.transfers.lock:
             self.transfers.check()
@@ -313,27 +333,30 @@ class Pager:
                 self._cursor.claim_window()
 
     def flush(self) -> None:
-        """Write every modified page and wait until none is being written. Raises as `access`."""
+        """Write every modified page and wait until no page is being written. Raises as `access` does."""
         with self.transfers.lock:
             self.transfers.wait(lambda: not self.reservations, "update", -1)
             newer = self._gpu_resident_pages.newer()
-        for page, home in newer.items():
-            self._send(page, home)
+        for page, gpu_page in newer.items():
+            self._send(page, gpu_page)
         with self.transfers.lock:
             self._cache.flush()
 
-    # FSDP modules on the device #
+    # GPU-resident FSDP modules #
 
     def gpu_resident(self, fsdp_module: int) -> bool:
-        """Whether an FSDP module lives on the device. Of the training thread."""
+        """Return ``True`` if an FSDP module is GPU-resident. For the training thread."""
         return fsdp_module in self._gpu_resident_pages.fsdp_modules
 
     def house(self, fsdp_modules: frozenset[int]) -> None:
-        """Let these FSDP modules live on the device from now on, and no others; between steps.
+        """Make exactly these FSDP modules GPU-resident. Must be called between steps.
+
+        Args:
+            fsdp_modules: indices of FSDP modules.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room; those are GPU-resident then that were before and are to
-            stay.
+            torch.OutOfMemoryError: if the device has too little memory. FSDP modules that were GPU-resident before and
+                are in `fsdp_modules` stay GPU-resident.
             Exception: as `access`.
         """
         gpu_resident_pages = self._gpu_resident_pages
@@ -342,9 +365,9 @@ class Pager:
         with self.transfers.lock:
             self.transfers.wait(lambda: not self.reservations, "update", -1)
         for fsdp_module in gpu_resident_pages.fsdp_modules - fsdp_modules:
-            for page, home in gpu_resident_pages.of(fsdp_module).items():
-                if home.newer:
-                    self._send(page, home)
+            for page, gpu_page in gpu_resident_pages.of(fsdp_module).items():
+                if gpu_page.newer:
+                    self._send(page, gpu_page)
             with self.transfers.lock:
                 gpu_resident_pages.leave(fsdp_module)
         built = {
@@ -355,14 +378,15 @@ class Pager:
             self._bring(fsdp_module, memory)
 
     def _bring(self, fsdp_module: int, memory: dict[int, GpuResidentPage]) -> None:
-        """Let an FSDP module be GPU-resident: begin to copy there what its pages have."""
+        """Make an FSDP module GPU-resident: start to copy the content of its pages to the device."""
         gradients = [page for page in self._layout.pages if page.fsdp_module == fsdp_module and page.role is Role.GRAD]
         with self.transfers.lock:
             gradients = [page for page in gradients if self._cache.has_content(page.index)]
         stored = self._gpu_resident_pages.build(gradients)
         coming = memory | stored
         stream = self._device.stream("stage")
-        self._device.record_event(self._device.current()).before(stream)  # behind what the memory was used for before
+        # The memory may come from the allocator with earlier work of the current stream still queued on it.
+        self._device.record_event(self._device.current()).before(stream)
         pages = list(coming)
         for first in range(0, len(pages), _BROUGHT):
             together = pages[first : first + _BROUGHT]
@@ -372,37 +396,37 @@ class Pager:
                     self._device.copy(coming[page].content, bytes_of(content), stream)
                     self._device.keep(coming[page].content, stream)
         device_event = self._device.record_event(stream)
-        for page, home in coming.items():
-            home.used, home.newer = device_event, page in stored
+        for page, gpu_page in coming.items():
+            gpu_page.used, gpu_page.newer = device_event, page in stored
         with self.transfers.lock:
             self._gpu_resident_pages.come(fsdp_module, coming)
 
-    def _send(self, page: int, home: GpuResidentPage) -> None:
-        """Begin to copy a page that is GPU-resident into a cache slot, from where it is written.
-
-        No reservation is out.
-        """
+    def _send(self, page: int, gpu_page: GpuResidentPage) -> None:
+        """Start to copy a GPU-resident page into a cache slot, from which it is written. No reservation may be open."""
         back, uses = self._device.stream("back"), (Use(page, Mode.WRITE),)
         with interrupts.held():
             with self.transfers.lock:
                 self._cache.acquire(uses, threaded=False)
             try:
-                home.used.before(back)
-                self._device.copy(bytes_of(self._cache_slots.content(page)), home.content, back)
-                self._device.keep(home.content, back)
-                home.used, home.newer = self._device.record_event(back), False
+                gpu_page.used.before(back)
+                self._device.copy(bytes_of(self._cache_slots.content(page)), gpu_page.content, back)
+                self._device.keep(gpu_page.content, back)
+                gpu_page.used, gpu_page.newer = self._device.record_event(back), False
             except Exception as error:
-                self.fail(error)  # before the cache slot can be written
+                # The cache slot has no valid content. Failing here keeps it pinned and stops all writes, so that the
+                # previous version in the store is not replaced by garbage.
+                self.fail(error)
                 raise
             with self.transfers.lock:
-                self._cache.release(uses, home.used)
+                self._cache.release(uses, gpu_page.used)
 
     def discard(self, pages: Sequence[int]) -> None:
-        """Drop the content of pages that nobody will read again. Raises as `access`."""
+        """Drop the content of pages that will not be read again. Raises as `access` does."""
         with self.transfers.lock:
             for page in pages:
                 state = self._cache_slots.pages[page]
-                # Its extent may be used again at once: nothing may be on its way to or from it.
+                # The store may reuse the extent of the page at once. A transfer still in flight would then read or
+                # overwrite the content of another page.
                 self.transfers.wait(lambda state=state: not state.reservations, "update", page)  # type: ignore[misc]
                 self.transfers.wait(lambda state=state: not state.reading, "read", page)  # type: ignore[misc]
                 self.transfers.wait(lambda state=state: not state.writing, "write", page)  # type: ignore[misc]
@@ -410,19 +434,23 @@ class Pager:
                 self._cache.discard(page)
 
     def fail(self, error: Exception) -> None:
-        """Let every call raise `error` from now on, and one that waits at once. From any thread."""
+        """Make every later call, and every current wait, raise `error`. May be called from any thread."""
         with self.transfers.lock:
             self.transfers.fail(error)
 
     def leave_to_parent(self, error: Exception) -> None:
-        """In a child that was forked: let every call raise `error`, whatever threads of the parent were doing."""
+        """Make every call in a forked child process raise `error`, whatever the threads of the parent were doing at the
+        fork.
+        """
         self.transfers.leave_to_parent(error)
 
     def drain(self) -> bool:
-        """Wait for all transfers and copies without raising, after a failure a moment only; it is not used afterwards.
+        """Wait for all transfers and copies without raising. After a failure, wait only for a short time.
+
+        The pager must not be used afterwards.
 
         Returns:
-            Whether the device is done with the host cache.
+            ``True`` if the device no longer uses the host cache.
         """
         with self.transfers.lock:
             self._cursor = None
@@ -434,7 +462,7 @@ class Pager:
             return self._cache_slots.census()
 
     def held_bytes(self) -> dict[str, int]:
-        """Return the bytes of pages in the host cache by role."""
+        """Return the bytes of pages in the host cache, by role."""
         with self.transfers.lock:
             return self._cache_slots.held_bytes()
 
@@ -446,11 +474,14 @@ class Pager:
     # Accesses and reservations #
 
     def _acquire(self, uses: Access, *, planned: bool) -> bool:
-        """Acquire pages for the training thread; return whether the plan expected them."""
+        """Acquire pages for the training thread. Return ``True`` if the plan expected them."""
         with self.transfers.lock:
             self.transfers.check()
             cursor = self._follow(uses) if planned and not self._gpu_resident_pages.has(uses) else None
-            if cursor is not None and not cursor.claimed:  # reservations are behind: they hold the window back
+            # Open reservations hold the window back. An access outside of the window must wait for them: if it were
+            # served on demand, it would take cache slots that the plan has assigned to other pages, and the bytes of a
+            # step would depend on the speed of updates.
+            if cursor is not None and not cursor.claimed:
                 self.transfers.wait(lambda: cursor.claimed, "update", uses[0].page)
             for use in uses:
                 state = self._cache_slots.pages[use.page]
@@ -470,25 +501,30 @@ class Pager:
     def _acquire_reservation(
         self,
         uses: Access,
-        behind: Sequence[int],
+        earlier: Sequence[int],
         cursor: Cursor | None,
         access: PlannedAccess | None,
         *,
         threaded: bool,
     ) -> list[Content]:
-        """Acquire the pages of a reservation.
+        """Acquire the pages of a reservation and return their bytes.
 
         Args:
-            behind: of one for a gather: by use, how many reservations of its page are to have been returned, ever.
-            cursor, access: its place in the plan.
+            uses: the pages.
+            earlier: for a reservation ahead of a gather: by use, the number of reservations of the page that must have
+                been returned since the start.
+            cursor: cursor in which the place was taken.
+            access: access of the plan.
+            threaded: whether this is not the training thread.
         """
         with self.transfers.lock:
-            for use, before in zip(uses, behind, strict=False):
+            for use, before in zip(uses, earlier, strict=False):
                 state = self._cache_slots.pages[use.page]
                 left = partial(_has_returned, state, before)
                 self.transfers.wait(left, "update", use.page, threaded=threaded)
-            if behind and cursor is not None and access is not None:
-                # The oldest access that has not ended is always inside of the window, so it comes to this one.
+            if earlier and cursor is not None and access is not None:
+                # This wait cannot deadlock: the oldest access that has not ended is always inside the window, so it can
+                # always run, and the window moves on until it reaches this access.
                 reached = partial(self._has_reached, cursor, access)
                 self._waiting += 1
                 try:
@@ -499,7 +535,7 @@ class Pager:
         return self._contents(uses)
 
     def _has_reached(self, cursor: Cursor, access: PlannedAccess) -> bool:
-        """Whether the window has come to an access, or the plan in which it has its place is not followed any more."""
+        """Return whether the window has reached an access, or the plan of this access is no longer followed."""
         return cursor is not self._cursor or cursor.reaches(access)
 
     def _acquire_at_once(self, uses: Access, *, threaded: bool) -> list[Content] | None:
@@ -524,19 +560,22 @@ class Pager:
             self.transfers.lock.notify_all()
 
     def _holder(self, uses: Access) -> Cache | GpuResidentPages:
-        """Return what has the pages of an access: it changes only where none of them is used, and none is reserved."""
+        """Return the owner of the pages of an access. It changes only while no page of the access is in use or
+        reserved.
+        """
         return self._gpu_resident_pages if self._gpu_resident_pages.has(uses) else self._cache
 
     def _contents(self, uses: Access) -> list[Content]:
-        """Return the bytes of pages that are acquired: the lock is not needed."""
+        """Return the bytes of acquired pages. Does not need the lock."""
         return [*self._holder(uses).contents(uses)]
 
     def _end(self, uses: Access, cursor: Cursor | None, access: PlannedAccess | None) -> None:
-        """Move the window on behind an access that has ended. Off the plan, evict only what is dead.
+        """Move the window past an access that has ended. Off the plan, evict only consumed pages.
 
         Args:
-            cursor: in what its place was taken; if that is not followed any more, the access counts as off the plan.
-            access: the access of the plan.
+            uses: the pages.
+            cursor: cursor in which the place was taken. If it is no longer followed, the access counts as off the plan.
+            access: access of the plan.
         """
         if access is not None and cursor is not None and cursor is self._cursor:
             cursor.end(access)
@@ -549,14 +588,14 @@ class Pager:
     # Following the plan #
 
     def _follow(self, uses: Access) -> Cursor | None:
-        """Return the cursor if it expects `uses` next; else depart from the plan."""
+        """Return the cursor if it expects `uses` next; otherwise depart from the plan."""
         cursor = self._cursor
         if cursor is not None and cursor.expected != uses:
             self._depart(f"expected {self._describe(cursor.expected)}, got {self._describe(uses)}")
         return self._cursor
 
     def _depart(self, detail: str) -> None:
-        """Follow the plan no longer, until the next step begins; one that was a guess never again."""
+        """Stop following the plan until the next step begins. A predicted plan is dropped for good."""
         self._cache.drop_claims()
         self._cursor = None
         if self._guessed:

@@ -1,38 +1,35 @@
-"""The planner: from a trace and a budget of cache slots to a plan. Pure: no I/O, no torch, no clock.
+"""The planner, which turns a trace and a number of cache slots into a plan. Pure: no I/O, no torch, no clock.
 
-[Note: why a fixed resident set] A training step uses its pages in a fixed cyclic order. On such a sweep any
-recency policy evicts each page just before it is needed again; keeping a *fixed* set of pages is optimal, and
-the traffic that is left is a closed form (docs/explanation/architecture.md). A page's benefit is the bytes per step that
-keeping it saves; every page costs one cache slot, so taking the most beneficial pages first is exact. Of those that
-save
-the same, such as the master and moments of all FSDP modules, residents are spread over the step.
+[Note: why a fixed resident set] A training step uses its pages in a fixed cyclic order. On such a sweep, any recency
+policy evicts each page just before it is needed again. Keeping a *fixed* set of pages is optimal, and the remaining
+traffic has a closed form (docs/explanation/planning-and-traffic.md). The benefit of a page is the number of bytes per
+step that are saved by keeping it. Every page costs one cache slot, so taking the most beneficial pages first is exact.
+If pages have the same benefit, such as the masters and moments of all FSDP modules, the resident ones are spread over
+the step.
 
-[Note: the window] Pages that are not resident stream through the remaining cache slots. At position i of the
-trace the window is [i, c(i)], as far ahead as its distinct pages fit into the streaming cache slots. A page is in
-memory exactly while a use of it lies in the window: entering means a fetch (unless the use replaces the
-content), leaving means a write if it was modified. c is monotone and does not depend on timing, therefore the
-bytes of a step are known before it runs.
+[Note: the window] Pages that are not resident stream through the remaining cache slots. At position i of the trace, the
+window is [i, c(i)]: it reaches as far ahead as its distinct pages fit into the streaming cache slots. A page is in
+memory exactly while one of its uses is inside the window. When the page enters, it is fetched, unless the use replaces
+its content. When it leaves, it is written if it was modified. c is monotone and does not depend on timing. Therefore
+the bytes of a step are known before the step runs.
 
-How many cache slots stream is a trade. Few of them leave room for residents. Many of them let the window reach over all
-that is needed until the FSDP module after next, so that the drive always has something to do. Plans are compared by the
-clock
-(`timing`). Of those that are about as quick, the one that moves least is taken: drives wear out, and every byte costs
-the CPU some time, hidden or not.
+The number of streaming cache slots is a trade-off. A small number leaves room for resident pages. A large number lets
+the window reach all pages that are needed until the FSDP module after the next one, so that the drive never idles. The
+planner compares plans by their simulated step time (`timing`). Among plans of about the same speed, it takes the plan
+that moves the fewest bytes, because drives wear out and every byte costs CPU time, hidden or not.
 
-[Note: nothing streams] Where every page has a cache slot, nothing has to be held back for cache slots, and who needs a
-page that
-is being updated waits for that page alone. So the window reaches over a turn, with one exception. As long as an update
-has not ended, the training thread goes no further than the window from there reaches; behind an update in backward that
-is two FSDP modules, as the gradients of all FSDP modules that it goes ahead wait in memory, outside of the host cache.
+[Note: all pages resident] If every page has a cache slot, no page has to wait for a cache slot, and an access to a page
+that is being updated waits for that page alone. Therefore the window spans a whole cycle, with one exception: as long
+as an update has not ended, the training thread does not pass the end of the window that begins at this update. For an
+update in backward, the window ends two FSDP modules later, because the gradients of the FSDP modules in between wait in
+memory outside of the host cache.
 
-[Note: kept pages] An FSDP module's weights are copied out in backward. Where they are a part of the master, the update
-of the
-FSDP module reads them once more. The rest of the FSDP module's state comes between the two, so the window does not
-reach that far. So
-a few cache slots keep pages from one use to the next while one FSDP module is worked on. All FSDP modules take turns in
-these cache slots:
-each saves one transfer per FSDP module, a cache slot for a resident page two or three per step. Whichever moves less is
-done.
+[Note: kept pages] In backward, the weights of an FSDP module are copied out for the gather. If they are a part of the
+master, the update of the FSDP module reads them again. The rest of the state of the FSDP module comes between the two
+uses, so the window does not reach that far. Therefore a few cache slots keep pages from one use to the next while one
+FSDP module is being processed. All FSDP modules share these cache slots, one after another: each slot saves one
+transfer per FSDP module, whereas a cache slot for a resident page saves two or three transfers per step. The planner
+chooses the alternative that moves fewer bytes.
 """
 
 from __future__ import annotations
@@ -52,20 +49,20 @@ from infinity.schedule.trace import Access
 from infinity.units import format_setting, format_size
 
 LEAST_WRITING = 2
-"""Cache slots for pages that are being written, at least."""
+"""Minimum number of cache slots for pages that are being written."""
 LEAST_STREAMING = 6
-"""Cache slots that stream, at least."""
+"""Minimum number of streaming cache slots."""
 _WIDER = 2
-"""Factor from one window that is tried to the next. Beyond `_TRIED`, they are tried up to this factor of the best."""
+"""Factor from one tried window to the next. Beyond `_TRIED`, windows are tried up to this factor times the best one."""
 _TRIED = 48
-"""Streaming cache slots up to which wider windows are tried in any case, or a quarter of the host cache if that is
+"""Number of streaming cache slots up to which wider windows are always tried, or a quarter of the host cache if that is
 less.
 """
 _ABOUT = 1.02
-"""How much longer, by the clock, a plan may take that is about as quick as another one."""
+"""Ratio of step times up to which two plans count as equally fast."""
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
 _WRITING = 6
-"""Streaming cache slots to each cache slot that is being written."""
+"""Number of streaming cache slots per cache slot for pages that are being written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,28 +92,29 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class RetainedPages:
-    """Pages that stay in memory from one use to the next, though the window does not reach so far.
+    """Pages that stay in memory from one use to the next although the window does not reach that far.
 
-    For example, page 7 is used at positions 3 and 9 and kept between: (3, 7) is in `since`, (9, 7) in `until`.
+    For example, if page 7 is used at positions 3 and 9 and kept in between, (3, 7) is in `since` and (9, 7) is in
+    `until`.
     """
 
     since: frozenset[tuple[int, int]] = frozenset()
-    """(position in the trace, page) of uses after which the page stays."""
+    """(position in the trace, page) of the uses after which the page stays."""
     until: frozenset[tuple[int, int]] = frozenset()
-    """(position in the trace, page) of uses until which it has stayed."""
+    """(position in the trace, page) of the uses until which the page has stayed."""
     cache_slots: int = 0
-    """How many pages are kept at once at most."""
+    """Maximum number of pages that are kept at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the pager executes; immutable.
+    """The schedule that the pager executes. Immutable.
 
-    Positions count the accesses of `prefix`, which is executed once, and then those of `trace`, over and over. For
+    Positions count the accesses of `prefix`, which runs once, and then the accesses of `trace`, which repeats. For
     example, with a prefix of 2 and a trace of 10 accesses, positions 2 and 12 are both the first access of the trace.
 
-    Life cycle: made by `make_plan` from the trace of a step, given a prefix by `prepend` where something comes before
-    the next step, installed in the pager, and replaced when steps look otherwise.
+    Life cycle: `make_plan` creates a plan from the trace of a step. `prepend` adds a prefix if other accesses come
+    before the next step. The plan is then installed in the pager, and replaced when steps change.
     """
 
     prefix: tuple[Access, ...]
@@ -124,27 +122,27 @@ class Plan:
     trace: tuple[Access, ...]
     """Accesses of one step."""
     reach: tuple[int, ...]
-    """c(i) for every position i of the prefix and one turn of the trace: the last position whose pages are to be in
-    memory or on their way when position i begins."""
+    """c(i) for every position i of the prefix and of one cycle of the trace: the last position whose pages must be in
+    memory, or on their way, when position i begins.
+    """
     resident: frozenset[int]
-    """Pages that always stay."""
+    """Pages that always stay in memory."""
     kept: RetainedPages
     """Pages that stay from one use to the next."""
     cache_slots: int
-    """Cache slots of the host cache.
-
-    Those that are not for resident, streaming and kept pages are for pages being written.
+    """Number of cache slots of the host cache. Slots that are not used for resident, streaming and kept pages hold
+    pages that are being written.
     """
     streaming_cache_slots: int
-    """Distinct pages that the window may reach over, residents not counted; 0 where all pages are resident."""
+    """Maximum number of distinct pages in the window, without resident pages. 0 if all pages are resident."""
     traffic: Traffic
-    """Bytes of one step, when a step like it came before."""
+    """Bytes of one step that follows a step of the same trace."""
     prefetched: StagedComputation | None = None
-    """When a step computes, if its weights are staged."""
+    """Computation of a step, if its weights are prefetched to the GPU."""
 
     @property
     def stores_gradients(self) -> bool:
-        """Whether steps write gradients to the drives."""
+        """Return ``True`` if steps write gradients to the drives."""
         return self.traffic.written[Role.GRAD] > 0
 
     def access(self, position: int) -> Access:
@@ -153,28 +151,30 @@ class Plan:
         return self.prefix[position] if position < lead else self.trace[(position - lead) % len(self.trace)]
 
     def reach_at(self, position: int) -> int:
-        """Return c of a position."""
-        turns = max(0, position - len(self.prefix)) // len(self.trace)
-        return self.reach[position - turns * len(self.trace)] + turns * len(self.trace)
+        """Return c(i) for a position."""
+        cycles = max(0, position - len(self.prefix)) // len(self.trace)
+        return self.reach[position - cycles * len(self.trace)] + cycles * len(self.trace)
 
     def keeps(self, position: int, page: int) -> bool:
-        """Whether a page stays in memory from its use at a position to its next one."""
+        """Return ``True`` if a page stays in memory from its use at a position to its next use."""
         lead = len(self.prefix)
         return position >= lead and ((position - lead) % len(self.trace), page) in self.kept.since
 
     def has_kept(self, position: int, page: int) -> bool:
-        """Whether a page has stayed in memory from its last use to that at a position."""
+        """Return ``True`` if a page has stayed in memory from its previous use to its use at a position."""
         lead = len(self.prefix)
         return position >= lead and ((position - lead) % len(self.trace), page) in self.kept.until
 
     def ends_step(self, position: int) -> bool:
-        """Whether a step has ended, or none has begun, when this position comes next."""
+        """Return ``True`` if the next access is at a position between two steps, or before the first step."""
         lead = len(self.prefix)
         return position == 0 or (position >= lead and (position - lead) % len(self.trace) == 0)
 
 
 def least_cache_slots(widest: int) -> int:
-    """Return the smallest number of cache slots that can serve accesses of up to `widest` pages."""
+    """Return the minimum number of cache slots for accesses of up to `widest` pages."""
+    # The window must have room for its first access. Otherwise this access waits until the window reaches it, and the
+    # window waits until this access ends. Two more cache slots let the window reach pages of the next access too.
     return max(LEAST_STREAMING, widest + 2) + LEAST_WRITING
 
 
@@ -187,33 +187,38 @@ def make_plan(
     prefetched: StagedComputation | None = None,
     quick: bool = False,
 ) -> Plan:
-    """Return the plan for a trace, the accesses of one step, and a host cache of `cache_slots` cache slots.
+    """Return a plan for the accesses of one step.
 
     Args:
-        threaded: whether updates are waited for on a thread of their own.
-        staged: when a step computes, if its weights are staged.
-        quick: whether any plan will do, since it is not followed for long.
+        trace: accesses of one step.
+        layout: pages of this rank.
+        cache_slots: number of cache slots of the host cache.
+        threaded: whether updates run on a thread of their own.
+        prefetched: computation of a step, if its weights are prefetched to the GPU.
+        quick: whether to skip the search and return any valid plan, e.g. for a plan that is used for one step only.
 
     Raises:
-        BudgetError: there are fewer cache slots than `least_cache_slots`.
+        BudgetError: if `cache_slots` is less than `least_cache_slots`.
     """
-    turn = Cycle(trace, layout)
+    cycle = Cycle(trace, layout)
     widest = max((len(access) for access in trace), default=1)
-    if len(turn.used) <= cache_slots:
-        return _plan(_all_resident(turn, cache_slots), prefetched)
+    # The result depends only on the arguments, never on a clock, a measurement or the order of a set. Therefore the
+    # bytes of a step are known before it runs, and a resumed run gets the plan that it had before.
+    if len(cycle.used) <= cache_slots:
+        return _plan(_all_resident(cycle, cache_slots), prefetched)
     fewest = least_cache_slots(widest)
     if cache_slots < fewest:
         raise BudgetError(
-            f"the host cache holds {cache_slots} pages of {format_size(layout.page_bytes)}; this step needs at least "
-            f"{fewest}: set memory.host_bytes to {format_setting(fewest * layout.page_bytes)} or more, "
-            "or memory.page_bytes lower"
+            f"the host cache holds {cache_slots} pages of {format_size(layout.page_bytes)}, but this step needs at "
+            f"least {fewest}: set memory.host_bytes to {format_setting(fewest * layout.page_bytes)} or more, "
+            "or decrease memory.page_bytes"
         )
     streaming, most = fewest - LEAST_WRITING, cache_slots - LEAST_WRITING
     if quick:
         streaming = min(max(streaming, min(cache_slots // 4, _TRIED)), most)
-        return _plan(_draft(turn, cache_slots, streaming, 0, turn.windows(frozenset(), streaming)), prefetched)
-    timing = Timing(turn, threaded=threaded, prefetched=prefetched)
-    drafts = _drafts(turn, cache_slots, streaming)
+        return _plan(_draft(cycle, cache_slots, streaming, 0, cycle.windows(frozenset(), streaming)), prefetched)
+    timing = Timing(cycle, threaded=threaded, prefetched=prefetched)
+    drafts = _drafts(cycle, cache_slots, streaming)
     least = drafts[0].moves.total_bytes
     found: list[tuple[float, _Draft]] = []
     while True:
@@ -226,66 +231,68 @@ def make_plan(
             best = refined if refined is draft else _most_preferred([refined, draft], [timing, timing])
             return _plan(best, prefetched)
         streaming = min(_WIDER * streaming, most)
-        drafts = _drafts(turn, cache_slots, streaming)
+        drafts = _drafts(cycle, cache_slots, streaming)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Draft:
-    """What there is to compare of a plan."""
+    """A candidate plan, with the values by which candidates are compared."""
 
-    turn: Cycle
-    """The trace that it is for."""
+    cycle: Cycle
+    """The trace."""
     cache_slots: int
-    """Cache slots of the host cache."""
+    """Number of cache slots of the host cache."""
     streaming: int
-    """Distinct pages that the window may reach over."""
+    """Maximum number of distinct pages in the window."""
     room: int
-    """Cache slots for pages that are kept."""
+    """Number of cache slots for kept pages."""
     resident: frozenset[int]
     """Pages that always stay."""
     reach: Sequence[int]
     """c(i) for every position."""
     kept: frozenset[int]
-    """Uses after which a page stays until its next one."""
+    """Uses after which a page stays until its next use."""
     keeping: int
-    """How many pages are kept at once at most."""
+    """Maximum number of pages that are kept at the same time."""
     moves: Moves
-    """What a steady step moves."""
+    """Transfers of a steady step."""
 
 
-def _drafts(turn: Cycle, cache_slots: int, streaming: int) -> list[_Draft]:
-    """Return two drafts of plans with so many streaming cache slots:
-
-    with no kept pages, and with as many as possible.
+def _drafts(cycle: Cycle, cache_slots: int, streaming: int) -> list[_Draft]:
+    """Return candidates with a given number of streaming cache slots: one without kept pages and, if pages can be kept,
+    one that keeps as many pages as possible.
     """
-    reach = turn.windows(frozenset(), streaming)
-    _, most = turn.between_uses(reach, frozenset(), cache_slots - streaming - _writing(cache_slots, streaming))
-    return [_draft(turn, cache_slots, streaming, keeping, reach) for keeping in sorted({0, most})]
+    reach = cycle.windows(frozenset(), streaming)
+    _, most = cycle.between_uses(reach, frozenset(), cache_slots - streaming - _writing(cache_slots, streaming))
+    return [_draft(cycle, cache_slots, streaming, keeping, reach) for keeping in sorted({0, most})]
 
 
 def _writing(cache_slots: int, streaming: int) -> int:
-    """Return how many cache slots are for pages that are being written while others stream."""
+    """Return the number of cache slots for pages that are being written."""
     return min(max(LEAST_WRITING, streaming // _WRITING), cache_slots - streaming)
 
 
-def _draft(turn: Cycle, cache_slots: int, streaming: int, room: int, reach: Sequence[int]) -> _Draft:
-    """Return a draft whose residents are those that save most bytes under the window `reach`.
+def _draft(cycle: Cycle, cache_slots: int, streaming: int, room: int, reach: Sequence[int]) -> _Draft:
+    """Return a candidate whose resident pages save the most bytes under the window `reach`.
 
-    Cache slots that nothing else needs are for residents.
+    All cache slots without another purpose hold resident pages.
 
     Args:
-        streaming: cache slots for pages in the window.
-        room: cache slots for pages that are kept between uses.
+        cycle: the trace.
+        cache_slots: number of cache slots of the host cache.
+        streaming: number of cache slots for pages in the window.
+        room: number of cache slots for pages that are kept between uses.
+        reach: window for which the resident pages are chosen.
     """
     number = cache_slots - streaming - room - _writing(cache_slots, streaming)
     resident: frozenset[int] = frozenset()
     if number:
-        kept, _ = turn.between_uses(reach, resident, room)
-        resident = frozenset(_by_benefit(turn.moves(reach, resident, kept), turn)[:number])
-    reach = turn.windows(resident, streaming)
-    kept, keeping = turn.between_uses(reach, resident, room)
+        kept, _ = cycle.between_uses(reach, resident, room)
+        resident = frozenset(_by_benefit(cycle.moves(reach, resident, kept), cycle)[:number])
+    reach = cycle.windows(resident, streaming)
+    kept, keeping = cycle.between_uses(reach, resident, room)
     return _Draft(
-        turn=turn,
+        cycle=cycle,
         cache_slots=cache_slots,
         streaming=streaming,
         room=room,
@@ -293,52 +300,51 @@ def _draft(turn: Cycle, cache_slots: int, streaming: int, room: int, reach: Sequ
         resident=resident,
         kept=kept,
         keeping=keeping,
-        moves=turn.moves(reach, resident, kept),
+        moves=cycle.moves(reach, resident, kept),
     )
 
 
 def _refined(draft: _Draft) -> _Draft:
-    """Return what a draft becomes when its residents are chosen again, as long as fewer bytes are moved.
+    """Return a candidate with improved resident pages.
 
-    What a page saves is what it would move if it streamed. That depends on the window, and how far the window reaches
-    depends on which pages are resident. So residents are chosen for the window that there is without any, then chosen
-    again for the window that this leads to, and so on. A draft is the first choice; cache slots that keep nothing in it
-    are
-    for residents.
+    The benefit of a page is the number of bytes that it would move if it streamed. It depends on the window, and the
+    window depends on the resident pages. Therefore resident pages are chosen for the window without any resident page,
+    then again for the window that results, and so on, as long as the number of moved bytes decreases. `draft` is the
+    first choice. Its cache slots for kept pages that stay empty are used for resident pages.
     """
-    turn, cache_slots, streaming, room = draft.turn, draft.cache_slots, draft.streaming, draft.keeping
+    cycle, cache_slots, streaming, room = draft.cycle, draft.cache_slots, draft.streaming, draft.keeping
     best = draft
     if room != draft.room:
-        best = _draft(turn, cache_slots, streaming, room, turn.windows(frozenset(), streaming))
+        best = _draft(cycle, cache_slots, streaming, room, cycle.windows(frozenset(), streaming))
     while True:
-        again = _draft(turn, cache_slots, streaming, room, best.reach)
+        again = _draft(cycle, cache_slots, streaming, room, best.reach)
         if again.moves.total_bytes >= best.moves.total_bytes:
             return best
         best = again
 
 
-def _all_resident(turn: Cycle, cache_slots: int) -> _Draft:
-    """Return the draft where all pages stay."""
-    reach, none = turn.windows_of_all(), frozenset[int]()
+def _all_resident(cycle: Cycle, cache_slots: int) -> _Draft:
+    """Return the candidate in which all pages stay."""
+    reach, none = cycle.windows_of_all(), frozenset[int]()
     return _Draft(
-        turn=turn,
+        cycle=cycle,
         cache_slots=cache_slots,
         streaming=0,
         room=0,
         reach=reach,
-        resident=turn.used,
+        resident=cycle.used,
         kept=none,
         keeping=0,
-        moves=turn.moves(reach, turn.used, none),
+        moves=cycle.moves(reach, cycle.used, none),
     )
 
 
 def _draft_of(plan: Plan, layout: Layout) -> _Draft:
-    """Return what there is to compare of a plan that has no prefix."""
-    turn, since = Cycle(plan.trace, layout), plan.kept.since
-    kept = frozenset(use for use, at in enumerate(zip(turn.places, turn.pages, strict=True)) if at in since)
+    """Return the candidate that corresponds to a plan without a prefix."""
+    cycle, since = Cycle(plan.trace, layout), plan.kept.since
+    kept = frozenset(use for use, at in enumerate(zip(cycle.places, cycle.pages, strict=True)) if at in since)
     return _Draft(
-        turn=turn,
+        cycle=cycle,
         cache_slots=plan.cache_slots,
         streaming=plan.streaming_cache_slots,
         room=plan.kept.cache_slots,
@@ -346,21 +352,20 @@ def _draft_of(plan: Plan, layout: Layout) -> _Draft:
         resident=plan.resident,
         kept=kept,
         keeping=plan.kept.cache_slots,
-        moves=turn.moves(plan.reach, plan.resident, kept),
+        moves=cycle.moves(plan.reach, plan.resident, kept),
     )
 
 
 def _plan(draft: _Draft, prefetched: StagedComputation | None) -> Plan:
-    """Return the plan that a draft stands for."""
-    turn = draft.turn
+    cycle = draft.cycle
     return Plan(
         prefix=(),
-        trace=turn.trace,
+        trace=cycle.trace,
         reach=tuple(draft.reach),
         resident=draft.resident,
         kept=RetainedPages(
-            since=frozenset((turn.places[use], turn.pages[use]) for use in draft.kept),
-            until=frozenset((turn.then[use], turn.pages[use]) for use in draft.kept),
+            since=frozenset((cycle.places[use], cycle.pages[use]) for use in draft.kept),
+            until=frozenset((cycle.then[use], cycle.pages[use]) for use in draft.kept),
             cache_slots=draft.keeping,
         ),
         cache_slots=draft.cache_slots,
@@ -371,57 +376,61 @@ def _plan(draft: _Draft, prefetched: StagedComputation | None) -> Plan:
 
 
 def _traffic(draft: _Draft) -> Traffic:
-    """Return the bytes of one steady step."""
-    turn, moves = draft.turn, draft.moves
+    cycle, moves = draft.cycle, draft.moves
     found = dict.fromkeys(Role, 0), dict.fromkeys(Role, 0)
     for bytes_of, uses in zip(found, (moves.read, moves.written), strict=True):
         for use in uses:
-            page = turn.layout.pages[turn.pages[use]]
+            page = cycle.layout.pages[cycle.pages[use]]
             bytes_of[page.role] += page.nbytes
     return Traffic(read=found[0], written=found[1])
 
 
 def preferred(plans: Sequence[Plan], layout: Layout, *, threaded: bool) -> Plan:
-    """Return the plan under which steps take least time; of those that are about as quick, the one that moves least.
+    """Return the plan with the shortest step time. Among plans of about the same speed, return the one that moves the
+    fewest bytes.
 
     Args:
-        threaded: whether updates are waited for on a thread of their own.
+        plans: plans to compare, without prefixes.
+        layout: pages of this rank.
+        threaded: whether updates run on a thread of their own.
     """
     if len(plans) == 1:
         return plans[0]
     drafts = [_draft_of(plan, layout) for plan in plans]
     timings = [
-        Timing(draft.turn, threaded=threaded, prefetched=plan.prefetched)
+        Timing(draft.cycle, threaded=threaded, prefetched=plan.prefetched)
         for draft, plan in zip(drafts, plans, strict=True)
     ]
     return plans[drafts.index(_most_preferred(drafts, timings))]
 
 
 def _most_preferred(drafts: Sequence[_Draft], timings: Sequence[Timing]) -> _Draft:
-    """Return the draft under which steps take least time, as `preferred` does; each has its timing."""
+    """Return the preferred candidate, as `preferred` does. Each candidate has its own timing."""
     least = min(draft.moves.total_bytes for draft in drafts)
     return _preferred([(_slowness(draft, timing, least), draft) for draft, timing in zip(drafts, timings, strict=True)])
 
 
 def _preferred(found: Sequence[tuple[float, _Draft]]) -> _Draft:
+    # Bytes decide between plans of about the same speed: drives wear out, and every byte costs CPU time.
     most = _ABOUT * min(slowness for slowness, _ in found)
     about = [(slowness, draft) for slowness, draft in found if slowness <= most]
     return min(about, key=lambda pair: (pair[1].moves.total_bytes, pair[0]))[1]
 
 
 def _slowness(draft: _Draft, timing: Timing, least: float) -> float:
-    """Return how long steps take, over a measure that is the same for all drafts compared. Less is better.
+    """Return the mean relative step time of a candidate over four kinds of steps. Less is better.
 
-    It is the mean over four kinds of steps.
-
-    They differ in how long their computation takes: no time, so that only bytes count; as long as moving `least` bytes;
-    twice that; or longer than all transfers there can be, so that only waits count.
+    The kinds differ in the time of their computation: no time, so that only bytes count; as long as moving `least`
+    bytes; twice as long; and longer than all possible transfers, so that only waits count. The step times are relative
+    to values that are the same for all candidates.
 
     Args:
-        least: the measure: bytes per step that some plan with few streaming cache slots moves.
+        draft: the candidate.
+        timing: simulation of its trace.
+        least: bytes per step that some plan with few streaming cache slots moves, as the unit of time.
     """
-    least = max(1, least)  # it may be that nothing moves
-    each = 2 * sum(draft.turn.nbytes[page] for page in draft.turn.used)  # to read and write every page once
+    least = max(1, least)  # avoid a division by zero if no page moves
+    each = 2 * sum(draft.cycle.nbytes[page] for page in draft.cycle.used)  # to read and write every page once
     works = (least, 2 * least, 2 * each)
     found = timing.lengths(draft.reach, draft.moves, _moving(draft), works)
     ratios = [length / work for length, work in zip(found, works, strict=True)]
@@ -429,23 +438,26 @@ def _slowness(draft: _Draft, timing: Timing, least: float) -> float:
 
 
 def _moving(draft: _Draft) -> int:
-    """Return how many cache slots there are for pages that do not always stay."""
+    """Return the number of cache slots for pages that do not always stay."""
     return draft.cache_slots - len(draft.resident) - len(draft.moves.staying)
 
 
 def lengths(
     plan: Plan, layout: Layout, works: Sequence[float], *, beside: Beside = NOTHING, threaded: bool
 ) -> list[float]:
-    """Return how long a steady step takes for each time that its computation may take: see `Timing.lengths`.
+    """Return the time of a steady step for each of several computation times. See `Timing.lengths`.
 
     Args:
-        beside: what else takes time.
-        threaded: whether updates are waited for on a thread of their own.
+        plan: a plan without a prefix.
+        layout: pages of this rank.
+        works: time that all computation of a step takes, in bytes that the drive could move meanwhile.
+        beside: other resources that take time.
+        threaded: whether updates run on a thread of their own.
     """
-    if not plan.trace:  # all FSDP modules live on the device
+    if not plan.trace:  # all FSDP modules are GPU-resident
         return list(works)
     draft = _draft_of(plan, layout)
-    timing = Timing(draft.turn, threaded=threaded, prefetched=plan.prefetched)
+    timing = Timing(draft.cycle, threaded=threaded, prefetched=plan.prefetched)
     return timing.lengths(draft.reach, draft.moves, _moving(draft), works, beside)
 
 
@@ -459,15 +471,17 @@ def predict_seconds(
     activations: float = 0.0,
     threaded: bool,
 ) -> float:
-    """Return how many seconds a steady step takes.
+    """Return the predicted time of a steady step, in seconds.
 
     Args:
-        activations: bytes of these that the drives read and write beside the plan. They are spread over the step as its
-            computation is, and are counted as if each transfer of the plan took longer by its share of them.
-        bandwidth: of the drives, bytes per second of reads and writes together.
-        computation: seconds that the training thread takes where it waits for nothing.
-        beside: what else takes seconds.
-        threaded: whether updates are waited for on a thread of their own.
+        plan: a plan without a prefix.
+        layout: pages of this rank.
+        bandwidth: bandwidth of the drives for reads and writes together, in bytes per second.
+        computation: time that the training thread computes per step without waiting, in seconds.
+        beside: other resources that take time, in seconds.
+        activations: bytes of activations that the drives read and write per step in addition to the plan. They are
+            spread over the step as its computation is, so each transfer of the plan takes longer in proportion.
+        threaded: whether updates run on a thread of their own.
     """
     total = plan.traffic.total_bytes
     if activations:
@@ -480,7 +494,13 @@ def predict_seconds(
 
 
 def prepend(prefix: Sequence[Access], plan: Plan, layout: Layout) -> Plan:
-    """Return a plan that executes a prefix, accesses of the same pages, once before the trace of `plan`."""
+    """Return a plan that runs a prefix once before the trace of `plan`.
+
+    Args:
+        prefix: accesses of the same pages.
+        plan: a plan.
+        layout: pages of this rank.
+    """
     accesses, length = (*prefix, *plan.trace, *plan.trace), len(plan.trace)
     if plan.streaming_cache_slots:
         reach = windows(Uses(accesses), length, plan.resident, plan.streaming_cache_slots)
@@ -489,25 +509,23 @@ def prepend(prefix: Sequence[Access], plan: Plan, layout: Layout) -> Plan:
     return replace(plan, prefix=tuple(prefix), reach=tuple(reach))
 
 
-def _by_benefit(moves: Moves, turn: Cycle) -> list[int]:
-    """Return pages, those first that save most bytes by staying.
+def _by_benefit(moves: Moves, cycle: Cycle) -> list[int]:
+    """Return pages in the order of the bytes that they save by staying, largest first.
 
-    Of weights that save the same, those of one FSDP module come together: a gather that has to read one page waits
-    about as
-    long as one that reads all, so whole FSDP modules are spared their wait. Of other pages that save the same, the
-    first n are
-    spread evenly over the step for every n, so that what still moves hides behind the computation of every FSDP module,
-    not of
-    a few.
+    Weights with the same benefit are ordered by FSDP module, because a gather that has to read one page waits about as
+    long as one that reads all pages. So whole FSDP modules are spared the wait. Other pages with the same benefit are
+    ordered so that the first n are spread evenly over the step for every n. Then the remaining transfers overlap the
+    computation of every FSDP module, not only of a few.
 
     Args:
-        moves: of a step in which no page is resident.
+        moves: transfers of a step in which no page is resident.
+        cycle: the trace.
     """
-    saved = dict.fromkeys(sorted(turn.used), 0)
+    saved = dict.fromkeys(sorted(cycle.used), 0)
     for use in itertools.chain(moves.read, moves.written):
-        page = turn.pages[use]
-        saved[page] += turn.nbytes[page]
-    pages = turn.layout.pages
+        page = cycle.pages[use]
+        saved[page] += cycle.nbytes[page]
+    pages = cycle.layout.pages
     alike: dict[tuple[int, bool], list[int]] = {}
     for page, nbytes in saved.items():
         alike.setdefault((-nbytes, pages[page].role is not Role.PARAM), []).append(page)
@@ -518,14 +536,15 @@ def _by_benefit(moves: Moves, turn: Cycle) -> list[int]:
 
 
 def evenly(number: int) -> float:
-    """Return a place between 0 and 1 for a number: those of the first n numbers are spread evenly for every n.
+    """Return a place between 0 and 1 for a number, so that the places of the first n numbers are spread evenly for
+    every n.
 
-    The multiples of the golden ratio, taken modulo 1 (Knuth, TAOCP 3, section 6.4).
+    The places are the multiples of the golden ratio modulo 1 (Knuth, TAOCP 3, section 6.4).
     """
     return number * _GOLDEN_RATIO % 1
 
 
 @lru_cache(maxsize=16)
 def _spread(number: int) -> list[int]:
-    """Return the numbers up to one, in an order in which the first n are spread evenly for every n."""
+    """Return the integers below `number` in an order in which the first n are spread evenly for every n."""
     return sorted(range(number), key=evenly)

@@ -1,7 +1,4 @@
-"""What a training step will look like to the pager, before one has been seen:
-
-from FSDP modules in the order of modules.
-"""
+"""Predicted events of a training step before any step has been recorded, from the FSDP modules in module order."""
 
 from __future__ import annotations
 
@@ -13,18 +10,19 @@ from infinity.schedule.trace import Event, EventKind
 def expected_events(
     trained: Sequence[bool], *, root: bool, embeds: bool, passes: int = 1, components: int = 1, alone: bool
 ) -> tuple[Event, ...]:
-    """Return the events of one step of a model that uses its FSDP modules one after the other.
+    """Return the events of one step of a model that uses its FSDP modules one after another.
 
-    The root is gathered first and stays until the end of backward; layers are gathered in forward and again in
-    backward, as far back as anything is trained.
+    The root is gathered first and stays until the end of backward. Layers are gathered in forward, and again in
+    backward down to the first layer with a trained parameter.
 
     Args:
-        trained: by FSDP module, whether it has a parameter that is trained.
+        trained: by FSDP module, whether it has a trained parameter.
         root: whether the first FSDP module is the root, with parameters of its own.
-        embeds: whether that computes the inputs of the layers with parameters that are trained.
-        passes: forwards and backwards in the step: the micro-batches of a loop over them, else 1.
-        components: in how many each gradient is stored.
-        alone: whether there is one rank. It gathers a layer when that is due, several gather the next one ahead.
+        embeds: whether the root computes the inputs of the layers with trained parameters.
+        passes: number of forward and backward passes per step: the number of micro-batches of a loop over them, else 1.
+        components: number of stored components of each gradient.
+        alone: whether there is only one rank. One rank gathers a layer when it is needed; several ranks gather the next
+            layer ahead.
     """
     forward = [Event(EventKind.GATHER, fsdp_module) for fsdp_module in range(len(trained))]
     backward = _backward(trained, components, root=root, embeds=embeds, ahead=not alone)
@@ -32,7 +30,6 @@ def expected_events(
 
 
 def _backward(trained: Sequence[bool], components: int, *, root: bool, embeds: bool, ahead: bool) -> list[Event]:
-    """Return the events of one backward."""
     top = 1 if root else 0  # the first layer
     first = (
         top
@@ -40,8 +37,8 @@ def _backward(trained: Sequence[bool], components: int, *, root: bool, embeds: b
         else next((fsdp_module for fsdp_module in range(top, len(trained)) if trained[fsdp_module]), len(trained))
     )
     layers = list(range(len(trained) - 1, first - 1, -1))
-    # FSDP2 notices the end of a layer's backward by the gradient of its input. Where that has none, and for the root,
-    # it comes at the end of the whole backward, the root first.
+    # FSDP2 detects the end of a layer's backward by the gradient of its input. If the input has no gradient, and for
+    # the root, the gradients arrive at the end of the whole backward, beginning with the root.
     late = ([0] if root else []) + ([] if embeds else [first])
     events: list[Event] = []
 
@@ -52,7 +49,7 @@ def _backward(trained: Sequence[bool], components: int, *, root: bool, embeds: b
         if fsdp_module < len(trained) and trained[fsdp_module]:
             events.append(Event(EventKind.GRADIENTS, fsdp_module, components))
 
-    # A layer that is gathered ahead is so also where backward does not come to it.
+    # FSDP2 gathers a layer ahead even if backward never reaches this layer.
     if ahead and len(trained) > top:
         gather(len(trained) - 1)
     for fsdp_module in layers:

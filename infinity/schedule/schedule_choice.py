@@ -1,4 +1,4 @@
-"""Which update schedule of updates and which plan a step gets. Pure, as the planner is."""
+"""Choice of the update schedule and the plan of a step. Pure, as the planner is."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from infinity.schedule.update_schedule import UpdateSchedule, eligible_for_backw
 
 
 def placed(wanted: str, events: Sequence[Event], *, late: bool = False, exchanges: bool = False) -> str:
-    """Return where updates run: the name of an update schedule, as the setting `update.schedule` has it, but never
-    ``auto``.
+    """Return the name of the update schedule for a step: a value of the setting `update.schedule`, except ``auto``.
 
     Args:
-        wanted: the setting. Updates in backward, wanted or by ``auto``, are possible only where the step allows them.
+        wanted: the setting. Updates in backward, whether requested or chosen by ``auto``, are used only if the step
+            allows them.
         events: one step.
-        late: updates in backward would be too early: something needs all gradients, or weights, before `step()`.
-        exchanges: whether ranks exchange what they have in updates; then none is left to the next forward.
+        late: whether updates in backward are too early, because all gradients, or the weights, are needed before
+            `step()`.
+        exchanges: whether ranks exchange data in updates. If so, no update is left to the next forward.
     """
     if wanted in ("in_forward", "after_backward"):
         return wanted
@@ -41,23 +42,24 @@ def choose_plan(
     update_on_device: bool = False,
     exchanges: bool = False,
 ) -> tuple[UpdateSchedule, Plan]:
-    """Return the update schedule and the plan of steps that look like `events`.
+    """Return the update schedule and the plan for a step.
 
     Args:
-        name: from `placed`.
-        cache slots: of the host cache.
-        threaded: whether updates have a thread of their own.
-        device_bytes: memory of a device for weights ahead of their gather, for those that stay, and for FSDP modules
-            that live
-            there; 0 on the CPU.
-        update_on_device: whether pages are updated there.
-        exchanges: whether ranks exchange what they have in updates, which all run in the same order then: as soon as
-            gradients are there, or in `step()`.
+        name: return value of `placed`.
+        events: one step.
+        layout: pages of this rank.
+        cache_slots: number of cache slots of the host cache.
+        threaded: whether updates run on a thread of their own.
+        device_bytes: device memory for weights that are prefetched to the GPU, for weights that stay there, and for
+            GPU-resident FSDP modules, in bytes. 0 on the CPU.
+        update_on_device: whether updates run on the device.
+        exchanges: whether ranks exchange data in updates. Then all ranks run updates in the same order: as soon as
+            gradients have arrived, or in `step()`.
 
     Raises:
-        BudgetError: there are too few cache slots.
+        BudgetError: if there are too few cache slots.
     """
-    # Updates beside computation are worth a try only where they have a thread.
+    # Updates can overlap computation only if they have their own thread.
     choices: dict[tuple[Access, ...], UpdateSchedule] = {}
     for overlapped in (True, False) if threaded and not exchanges else (False,):
         choice = replace(UpdateSchedule.of(name, events, forward=not exchanges), overlapped=overlapped)

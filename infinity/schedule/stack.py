@@ -1,15 +1,14 @@
-"""What a stack of pages moves that has not enough cache slots. Pure, as the planner is.
+"""Bytes that a stack of pages moves if it has too few cache slots. Pure, as the planner is.
 
-[Note: a stack] What a forward keeps last is needed first. So what was kept last stays in its cache slots, and the
-oldest is
-written as soon as there would be fewer than `SPARE_CACHE_SLOTS` for what comes. Nothing moves fewer bytes: each page
-that
-does not fit is written once and read once. In backward the pages are read ahead in the reverse order, as cache slots
-come
-free. Where tensors are needed in another order, the same holds of each, and only more bytes move.
+[Note: a stack] Backward first needs the tensors that forward kept last. Therefore the latest pages stay in their cache
+slots, and the oldest page is written as soon as fewer than `SPARE_CACHE_SLOTS` would be left for the next pages. No
+other policy moves fewer bytes: each page that does not fit is written once and read once. In backward, pages are read
+ahead in reverse order as cache slots become free. If tensors are needed in another order, the content is the same and
+only more bytes move.
 
-What is kept again, for another layer, as the output of an encoder is for each layer of a decoder, is on top of the
-stack again: backward needs it from there on. So it stays in its cache slots between them, where it fits.
+A tensor may be kept again for another layer, e.g. the output of an encoder for each layer of a decoder. It then moves
+to the top of the stack, because backward needs it from there on, and stays in its cache slots between these uses if it
+fits.
 """
 
 from __future__ import annotations
@@ -21,19 +20,20 @@ from infinity.content.format import Role
 from infinity.content.layout import PAGE_ALIGNMENT, Page
 
 SPARE_CACHE_SLOTS: Final = 2
-"""Cache slots that are for what is being written, and for what comes next."""
+"""Number of cache slots for pages that are being written and for the next pages."""
 LEAST_CACHE_SLOTS: Final = 2 * SPARE_CACHE_SLOTS
-"""Fewest cache slots of a stack."""
+"""Minimum number of cache slots of a stack."""
 
 _PARTS: Final = 4
-"""Lengths of pages from a power of two to the next one. A page of more than 16 KiB is longer than its content by a
-quarter at most, and pages that batches of another length have left are used again."""
+"""Number of page lengths from one power of two to the next. With these lengths, a page of more than 16 KiB is at most a
+quarter longer than its content, and pages are reused for batches of another length.
+"""
 
 
 def page_lengths(nbytes: int, page_bytes: int) -> list[int]:
-    """Return the lengths in bytes of the pages of a tensor of so many bytes: all but the last one are of `page_bytes`.
+    """Return the page lengths for a tensor of a number of bytes. All pages except the last have `page_bytes`.
 
-    The last one has the next of the few lengths that there are, see `_PARTS`.
+    The last page has the next of a few lengths, see `_PARTS`.
     """
     whole, rest = divmod(nbytes, page_bytes)
     if not rest:
@@ -43,17 +43,17 @@ def page_lengths(nbytes: int, page_bytes: int) -> list[int]:
 
 
 def activation_page(number: int, nbytes: int) -> Page:
-    """Return a page of no FSDP module, of so many bytes."""
+    """Return a page of a number of bytes that belongs to no FSDP module."""
     return Page(index=number, role=Role.ACTIVATION, fsdp_module=0, segment=0, start=0, count=0, nbytes=nbytes)
 
 
 def moved_bytes(pages: Sequence[int], tensors: int, cache_slots: int) -> int:
-    """Return how many bytes of a stack are written in a forward, and read in its backward.
+    """Return the number of bytes of a stack that forward writes, and that backward reads.
 
     Args:
-        pages: sizes in bytes of those of a tensor, in their order.
-        tensors: how many of these are kept.
-        cache slots: for all of them.
+        pages: sizes of the pages of one tensor, in bytes, in their order.
+        tensors: number of such tensors that are kept.
+        cache_slots: number of cache slots for all of them.
     """
     whole, part = divmod(max(0, tensors * len(pages) - (cache_slots - SPARE_CACHE_SLOTS)), len(pages))
     return whole * sum(pages) + sum(pages[:part])

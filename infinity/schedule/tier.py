@@ -1,29 +1,24 @@
-"""What the memory of a device is used for: slots, weights that stay there, and FSDP modules that live there. Pure.
+"""Use of device memory: the GPU prefetch buffer, weights that stay on the device, and GPU-resident FSDP modules. Pure.
 
-[Note: what a byte of the device saves] Slots to stage in come first: they save waiting, not bytes. With what is left, a
-FSDP module can be *kept*, where its weights (w bytes) stay from one gather of a step to the next, or be *GPU-resident*,
-where they
-and its master and moments (s bytes) never leave, as do its gradients (g bytes) where those are stored. Of G gathers in
-a step, r find weights that are kept, mostly G - 1. Kept weights save r·w bytes over the link in a step, each byte r. At
-home an FSDP module saves all there is: G·w there, w and s back from the update that changes them, s there for it, and
-2·g or
-more: each byte of w + s + g saves ((G + 1)·w + 2·s + 2·g) / (w + s + g), which is between 2 and G + 1. So with a gather
-in forward and one in backward (r = 1) a byte GPU-resident saves more than twice as much, whatever the sizes; with many
-micro-batches that are gathered one by one (r large, w small beside s) kept weights save more.
+[Note: savings per byte of device memory] The GPU prefetch buffer comes first: it saves waiting time, not bytes. With
+the remaining memory, an FSDP module can be *kept*: its weights (w bytes) stay on the device from one gather of a step
+to the next. Or it can be *GPU-resident*: its weights and its master and moments (s bytes) never leave the device, and
+neither do its gradients (g bytes) if they are stored. Of the G gathers in a step, r gathers find kept weights, usually
+r = G - 1. Kept weights save r·w bytes of link traffic per step, so each byte saves r. A GPU-resident FSDP module saves
+all of its traffic: G·w to the device; w and s back from the update that changes them, and s to the device for it; and
+2·g or more. Each byte of w + s + g saves ((G + 1)·w + 2·s + 2·g) / (w + s + g), which is between 2 and G + 1. So with
+one gather in forward and one in backward (r = 1), a GPU-resident byte saves more than twice as much, whatever the
+sizes. With many micro-batches that are gathered one by one (r large, w small compared with s), kept weights save more.
 
-Each transfer over the link may stand for one of the drives, too: of what the host's host cache has no room for. The
-planner
-keeps weights there first, since they save most, then all else. So the share of pages that comes from the drives is
-about what the host cache lacks of the weights, and what the rest of it lacks of the others, and what is saved counts 1
-plus
-that share. The more of the weights the host cache has, the less do kept weights save beside what FSDP modules GPU-
-resident save.
+A transfer over the link may also cause a transfer of the drives, if the host cache has no room for the page. The
+planner keeps weights in the host cache first, because they save most, and then all other pages. So the fraction of
+weights that comes from the drives is about the fraction that does not fit into the host cache, and the fraction of
+other pages is about the fraction that does not fit into the rest. Every saved byte counts 1 plus that fraction. The
+more weights the host cache holds, the less kept weights save compared with GPU-resident FSDP modules.
 
-FSDP modules that save the same for each byte are alike, such as the layers of a model. Those are kept first that are
-first
-gathered last: their second gather comes soonest. Those GPU-resident are spread over the step, so that what still moves
-hides
-behind the computation of every FSDP module.
+FSDP modules that save the same number of bytes per byte of memory are alike, such as the layers of a model. Among them,
+FSDP modules whose first gather is the latest are kept first, because their second gather follows soonest. GPU-resident
+FSDP modules are spread over the step, so that the remaining transfers overlap the computation of every FSDP module.
 """
 
 from __future__ import annotations
@@ -41,28 +36,29 @@ from infinity.schedule.update_schedule import UpdateSchedule
 from infinity.units import align_up
 
 SLOTS: Final = 2
-"""FSDP modules whose weights are staged at once: one is copied to the device while the other is copied out of its slot.
+"""Number of FSDP modules in the GPU prefetch buffer: one is being copied to the device while the other is copied out of
+the buffer.
 """
 _STAGED_ALIGNMENT: Final = 256
-"""Bytes; kernels read aligned vectors."""
+"""Alignment in bytes. Kernels read aligned vectors."""
 
 
 def shard_bytes(layout: Layout, shard: int) -> int:
-    """Return the bytes of a shard's weights, padding included, as they are staged."""
+    """Return the size of a shard's weights in the GPU prefetch buffer, including padding, in bytes."""
     placed = layout.shards[shard]
     itemsize = ITEMSIZE[layout.segments[placed.segment].format.param]
     return align_up(placed.spec.padded * itemsize, _STAGED_ALIGNMENT)
 
 
 def fsdp_module_bytes(layout: Layout, fsdp_module: int) -> int:
-    """Return the bytes of the weights of an FSDP module, as they are staged."""
+    """Return the size of an FSDP module's weights in the GPU prefetch buffer, in bytes."""
     return sum(shard_bytes(layout, shard) for shard in layout.fsdp_module_shards[fsdp_module])
 
 
 def prefetched_modules(events: Sequence[Event], update_schedule: UpdateSchedule) -> tuple[int, ...]:
-    """Return the FSDP modules that are staged, in the order in which they first are gathered.
+    """Return the FSDP modules whose weights are prefetched to the GPU, in the order of their first such gather.
 
-    That are those which are gathered behind the first gather of a step, and are not GPU-resident.
+    These are the FSDP modules that are gathered after the first gather of a step and are not GPU-resident.
     """
     gathers = [event.fsdp_module for event in events if event.kind is EventKind.GATHER]
     return tuple(
@@ -71,26 +67,26 @@ def prefetched_modules(events: Sequence[Event], update_schedule: UpdateSchedule)
 
 
 def is_gpu_resident(layout: Layout, page: Page) -> bool:
-    """Whether a page is on the device where its FSDP module is GPU-resident:
+    """Return ``True`` if a page is on the device when its FSDP module is GPU-resident.
 
-    not what steps do not use, masters that are frozen.
+    Steps do not use frozen masters, so these are not on the device.
     """
     return page.role is Role.PARAM or layout.segments[page.segment].trainable
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """Something that memory of the device can be used for."""
+    """A possible use of device memory."""
 
     fsdp_module: int
     gpu_resident: bool
-    """Whether the FSDP module lives there; else its weights are kept."""
+    """``True`` if the FSDP module is GPU-resident; ``False`` if its weights are kept."""
     nbytes: int
-    """What it takes."""
+    """Required device memory, in bytes."""
     saved: float
-    """Bytes of a step that it saves, over the link and the drives."""
+    """Bytes per step that it saves, over the link and on the drives."""
     order: float
-    """The least comes first of those that save the same for each byte."""
+    """Order among choices that save the same per byte of memory; the smallest value comes first."""
 
 
 def with_device(
@@ -102,12 +98,15 @@ def with_device(
     host_bytes: int = 0,
     update_on_device: bool = False,
 ) -> UpdateSchedule:
-    """Return the update schedule with what the memory of a device is used for. [Note: what a byte of the device saves]
+    """Return the update schedule together with a use of device memory. [Note: savings per byte of device memory]
 
     Args:
-        device_bytes: what there is for that.
-        host_bytes: of the host cache.
-        update_on_device: whether pages are updated there; only then can an FSDP module be GPU-resident that is trained.
+        update_schedule: where updates run.
+        events: one step.
+        layout: pages of this rank.
+        device_bytes: available device memory, in bytes.
+        host_bytes: size of the host cache, in bytes.
+        update_on_device: whether updates run on the device. Otherwise no trained FSDP module can be GPU-resident.
     """
     fsdp_modules = prefetched_modules(events, update_schedule)
     if _slot_bytes(layout, fsdp_modules) > device_bytes:
@@ -121,9 +120,7 @@ def with_device(
             continue
         away = gpu_resident | {choice.fsdp_module} if choice.gpu_resident else gpu_resident
         slots = _slot_bytes(layout, [fsdp_module for fsdp_module in fsdp_modules if fsdp_module not in away])
-        more = choice.nbytes - kept.get(
-            choice.fsdp_module, 0
-        )  # weights that stay are a part of an FSDP module that lives there
+        more = choice.nbytes - kept.get(choice.fsdp_module, 0)  # a GPU-resident FSDP module includes its kept weights
         if taken + more + slots > device_bytes:
             continue
         taken += more
@@ -141,14 +138,14 @@ def with_device(
 
 
 def _slot_bytes(layout: Layout, fsdp_modules: Iterable[int]) -> int:
-    """Return what the slots for some FSDP modules take."""
+    """Return the size of the GPU prefetch buffer for some FSDP modules, in bytes."""
     return SLOTS * max((fsdp_module_bytes(layout, fsdp_module) for fsdp_module in fsdp_modules), default=0)
 
 
 def _choices(
     update_schedule: UpdateSchedule, events: Sequence[Event], layout: Layout, host_bytes: int, *, update_on_device: bool
 ) -> list[_Choice]:
-    """Return what the memory of a device can be used for, beside slots."""
+    """Return the possible uses of device memory besides the GPU prefetch buffer."""
     gathered = [event.fsdp_module for event in events if event.kind is EventKind.GATHER]
     arrivals = Counter(event.fsdp_module for event in events if event.kind is EventKind.GRADIENTS)
     components = stored_components(events)
@@ -187,12 +184,12 @@ def _choices(
 
 
 def _lacking(nbytes: int, room: int) -> float:
-    """Return which part of some bytes has no room."""
+    """Return the fraction of `nbytes` that does not fit into `room`."""
     return 1 - min(1.0, max(0, room) / nbytes) if nbytes else 0.0
 
 
 def _bytes_by_role(pages: Iterable[Page], components: int) -> tuple[int, int, int]:
-    """Return the bytes of weights, of the state, and of so many components of gradients, of an FSDP module's pages."""
+    """Return the bytes of weights, of the state, and of a number of gradient components, of an FSDP module's pages."""
     found = dict.fromkeys(Role, 0)
     for page in pages:
         found[page.role] += page.nbytes if page.role is not Role.GRAD or page.component < components else 0

@@ -180,8 +180,8 @@ def staged_computation(
     """Return the computation of a step, or ``None`` if it neither prefetches weights to the GPU nor has GPU-resident
     modules.
 
-    The computation of an FSDP module lasts from its gather event to the next event. The fractions are equal to those
-    that `computation` returns.
+    The computation of an FSDP module lasts from its gather event to the next event. The fractions are the same as
+    in `computation`.
 
     Args:
         events: one step.
@@ -254,13 +254,13 @@ class _Side(NamedTuple):
     fsdp_module: int
     """FSDP module of its pages."""
     gathers: bool = False
-    """Whether the access copies weights to the device."""
+    """``True`` if the access copies weights to the device."""
     stores: bool = False
-    """Whether the access stores gradients that come from the device."""
+    """``True`` if the access stores gradients that come from the device."""
     updates: bool = False
-    """Whether the access uses gradients that come from the device and are not stored."""
+    """``True`` if the access uses gradients that come from the device and are not stored."""
     begins: bool = False
-    """Whether the access is the first one of a gather, or of an update that uses gradients from the device."""
+    """``True`` if the access is the first one of a gather, or of an update that uses gradients from the device."""
     copying: float = 0.0
     """Fraction of a step's weights that the access copies, or of the gradients that it stores or (if it is the first
     one of an update) uses.
@@ -315,29 +315,29 @@ class Timing:
     plan.
     """
 
-    def __init__(self, turn: Cycle, *, threaded: bool, prefetched: StagedComputation | None = None) -> None:
+    def __init__(self, cycle: Cycle, *, threaded: bool, prefetched: StagedComputation | None = None) -> None:
         """Precompute the computation before each access.
 
         Args:
-            turn: the trace.
+            cycle: the trace.
             threaded: whether updates run on a thread of their own.
             prefetched: computation of a step of this trace, if its weights are prefetched to the GPU.
         """
-        self._turn = turn
-        self._shares = prefetched.shares if prefetched else computation(turn.trace, turn.layout)
-        pages, update = turn.layout.pages, Role.UPDATE
+        self._cycle = cycle
+        self._shares = prefetched.shares if prefetched else computation(cycle.trace, cycle.layout)
+        pages, update = cycle.layout.pages, Role.UPDATE
         self._who = [
             _UPDATES if threaded and any(pages[page].role is update for page, _ in access) else _TRAINING
-            for access in turn.trace
+            for access in cycle.trace
         ]
-        self._fsdp_modules = [pages[access[0].page].fsdp_module for access in turn.trace]
+        self._fsdp_modules = [pages[access[0].page].fsdp_module for access in cycle.trace]
         # By position, FSDP modules and the computation that follows each.
         self._awaited: dict[int, list[tuple[int, float]]] = {}
         if prefetched:
             for position in prefetched.prefetched:
                 self._who[position] = _STAGES
             for position, fsdp_module, share in prefetched.awaited:
-                self._awaited.setdefault(position % turn.length, []).append((fsdp_module, share))
+                self._awaited.setdefault(position % cycle.length, []).append((fsdp_module, share))
 
     def lengths(
         self, reach: Sequence[int], moves: Moves, cache_slots: int, works: Sequence[float], beside: Beside = NOTHING
@@ -349,32 +349,32 @@ class Timing:
         Args:
             reach: last position of the window, by position.
             moves: transfers of the step.
-            cache_slots: cache slots of the host cache, except those of pages that always stay.
+            cache_slots: cache slots of the host cache, without the slots of pages that always stay.
             works: time that all computation of a step takes, without updates.
             beside: other resources that take time.
         """
-        turn = self._turn
-        nbytes = [turn.nbytes[page] for page in turn.pages]
-        entering: list[list[bool]] = [[] for _ in turn.trace]
-        leaving: list[list[int]] = [[] for _ in turn.trace]  # bytes to write, by position; 0: the page is not written
+        cycle = self._cycle
+        nbytes = [cycle.nbytes[page] for page in cycle.pages]
+        entering: list[list[bool]] = [[] for _ in cycle.trace]
+        leaving: list[list[int]] = [[] for _ in cycle.trace]  # bytes to write, by position; 0: the page is not written
         for use in moves.entering:
-            entering[turn.places[use]].append(use in moves.read)
+            entering[cycle.places[use]].append(use in moves.read)
         for use in moves.leaving:
-            leaving[turn.places[use]].append(nbytes[use] if use in moves.written else 0)
+            leaving[cycle.places[use]].append(nbytes[use] if use in moves.written else 0)
         counts = [*itertools.accumulate(map(sum, entering), initial=0)]
-        wanted = [counts[-1] * (last // turn.length) + counts[last % turn.length + 1] for last in reach]
+        wanted = [counts[-1] * (last // cycle.length) + counts[last % cycle.length + 1] for last in reach]
         reads = [nbytes[use] for use in moves.entering if use in moves.read]
-        each = [0.0] * turn.length
+        each = [0.0] * cycle.length
         if beside.updates:
-            each = [beside.updates * share for share in updating(turn.trace, turn.layout)]
-        before = [0.0] * (turn.length + 1)
+            each = [beside.updates * share for share in updating(cycle.trace, cycle.layout)]
+        before = [0.0] * (cycle.length + 1)
         if beside.interpreter:  # a gather runs a hook on the training thread, no matter which thread copies
-            python = beside.interpreter / turn.length
-            hooks = [_gathers(access, turn.layout) for access in turn.trace]
+            python = beside.interpreter / cycle.length
+            hooks = [_gathers(access, cycle.layout) for access in cycle.trace]
             each = [taking if hook else taking + python for taking, hook in zip(each, hooks, strict=True)]
             before = [python if hook else 0.0 for hook in (*hooks, False)]
         who = self._who
-        sides = _sides(turn.trace, turn.layout, on_device=beside.read > 0) if beside.linked else None
+        sides = _sides(cycle.trace, cycle.layout, on_device=beside.read > 0) if beside.linked else None
         if sides is not None:
             who = [_LINK if side.stores else thread for side, thread in zip(sides, who, strict=True)]
         stops = list(zip(who, wanted, reach, entering, each, leaving, strict=True))
@@ -427,8 +427,8 @@ class Timing:
                 who, wanted, last, entering, taking, leaving = stop
                 clockwork.wanted = wanted + more
                 training += computing
-                for fsdp_module, behind in awaited.get(place, ()):
-                    training = max(training, there.get(fsdp_module, 0.0)) + behind
+                for fsdp_module, duration in awaited.get(place, ()):
+                    training = max(training, there.get(fsdp_module, 0.0)) + duration
                 if link is not None:
                     training = link.leave(place, training)
                 # Keep in step with `Cursor`: its window begins at the oldest access that has not ended, so an open
@@ -481,7 +481,7 @@ class _Link:
             sides: relation of each access to the device, by position.
             beside: time that copies take, and the number of FSDP modules that may wait for their update.
         """
-        self._sides, self._behind = sides, beside.behind
+        self._sides, self._limit = sides, beside.behind
         self._weights, self._gradients = beside.weights, beside.gradients
         self._read, self._changed = beside.read, beside.changed
         self._there = 0.0  # when all copies to the device so far have ended
@@ -495,7 +495,7 @@ class _Link:
         """Start to copy the gradients that an access uses. Return the time at which the training thread continues."""
         side = self._sides[place]
         if side.updates and side.begins:
-            if self._behind and len(self._waiting) == self._behind:
+            if self._limit and len(self._waiting) == self._limit:
                 training = max(training, self._updated.get(self._waiting.popleft(), 0.0))
             self._waiting.append(side.fsdp_module)
             self._back = max(self._back, training) + side.copying * self._gradients

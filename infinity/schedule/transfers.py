@@ -1,18 +1,16 @@
-"""Reads and writes of pages that are in flight, what waits for them, and the first thing that went wrong.
+"""Reads and writes of pages that are in flight, the waits for them, and the first error.
 
-[Note: the one lock] All that the pager knows (here and in `CacheSlots`, `Cache`, `Cursor`, reservations) is read and
-changed
-under one lock, `Transfers.lock`. Who takes it: the training thread, the thread of updates, those that copy to a device
-and wait for its copies, the one that listens to other ranks, and the store's threads when a transfer ends. A thread may
-take it again: a read may have ended before `read` of the store returns. Content is never copied under it, and no device
-is waited for: see `Copies`.
+[Note: the one lock] The whole state of the pager (here and in `CacheSlots`, `Cache`, `Cursor` and reservations) is read
+and changed under one lock, `Transfers.lock`. The following threads take it: the training thread, the update thread, the
+threads that copy to a device and wait for its copies, the thread that listens to other ranks, and the threads of the
+store when a transfer ends. The lock is reentrant, because a read may end before `read` of the store returns. No thread
+copies content or waits for a device under the lock: see `Copies`.
 
-[Note: late ranks] The time limit is for what this rank does: for transfers, and for updates, which wait for nothing
-else. An update that needs a whole parameter also waits for other ranks, which may be late by as much as they like: one
-that fails, hung drive or not, ends this rank by its own report. While one is in an exchange, a wait for an update, or
-for a cache slot, which an update may hold, is out of time only where transfers are in flight of which none has ended
-for as
-long as the limit. Behind the exchange such a wait has the whole limit again.
+[Note: late ranks] The time limit applies to operations of this rank: to transfers, and to updates, which depend on no
+other rank. The exception is an update that needs a full parameter. It also waits for other ranks, which may be late by
+any amount of time: a rank that fails, whether or not its drive hangs, ends this rank by its own report. During such an
+exchange, a wait for an update, or for a cache slot that an update may hold, times out only if transfers are in flight
+and none of them has ended within the time limit. After the exchange, such a wait has the whole time limit again.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from infinity.deadline import wait_a_while
 from infinity.errors import StallError
 
 _LAST_SECONDS = 5.0
-"""How long `drain` waits after a failure, in seconds."""
+"""Seconds that `drain` waits after a failure."""
 _WAITS = {
     "read": "a page to be read",
     "write": "a page to be written",
@@ -37,64 +35,69 @@ _WAITS = {
     "copy": "the device to copy a page",
 }
 _HELD_UP = frozenset({"update", "host_cache"})
-"""What an update in an exchange holds up."""
+"""Causes of waits that an update in an exchange delays."""
 
 
 class PageReaderWriter(Protocol):
-    """What the pager needs of a store. Called under the lock, but for `expect_gradients`.
+    """Store, as the pager uses it. Every method except `expect_gradients` is called under the lock.
 
-    A transfer ends with one call of `done`, from any thread: with what went wrong, or None. Until then its `memory`, as
-    long as the page, belongs to the store: the pager changes none of it, and of a read looks at none of it.
+    A transfer ends with one call of `done`, from any thread, with an error or ``None``. Until then, its `memory`, which
+    is as long as the page, belongs to the store: the pager does not change it and, during a read, does not look at it.
     """
 
     def read(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
-        """Start to fetch and verify a page that there is a version of."""
+        """Start to read and verify a page that has a stored version."""
 
     def write(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
-        """Start to store a page; the version that there was is replaced when that has ended well."""
+        """Start to store a page. The previous version is replaced when the write has succeeded."""
 
     def discard(self, page: int) -> None:
-        """Forget the stored version of a page, if there is one."""
+        """Drop the stored version of a page, if there is one."""
 
     def has(self, page: int) -> bool:
-        """Whether a version is stored."""
+        """Return ``True`` if a version of the page is stored."""
 
     def expect_gradients(self, stored: bool) -> None:
-        """Have room for all gradients if each step stores them; not under the lock. Raises what keeps it from that."""
+        """Reserve space for all gradients if each step stores them. Not under the lock. Raises if there is no space."""
 
     def oldest_request(self) -> tuple[float, str] | None:
-        """Return since when the oldest request is in flight (`time.perf_counter`) and what it is, if there is one."""
+        """Return the start time (`time.perf_counter`) and a description of the oldest request in flight, if there is
+        one.
+        """
 
 
 class PagerObserver(Protocol):
-    """Who is told what the pager did (telemetry); always under the lock."""
+    """Receiver of the pager's telemetry. Always called under the lock."""
 
     def stalled(self, cause: str, page: int, seconds: float) -> None:
-        """The training thread waited.
+        """Record that the training thread has waited.
 
         Args:
             cause: ``read``, ``write``, ``host_cache``, ``update`` or ``copy``.
-            page: what it needed, or -1.
+            page: page that it needed, or -1.
+            seconds: duration of the wait.
         """
 
     def fetched(self, result: str) -> None:
-        """A page was needed; `result` is ``hit``, ``late`` or ``miss``."""
+        """Record that a page was needed. `result` is ``hit``, ``late`` or ``miss``."""
 
     def moving(self, seconds: float) -> None:
-        """Pages have been on their way for so much longer; from any thread, one at a time."""
+        """Add to the time during which transfers were in flight. Called from any thread, one at a time."""
 
     def spared(self, nbytes: int) -> None:
-        """A planned read was not needed: the page comes back while it is still being written."""
+        """Record a planned read that was not needed, because a write of the page was still in flight."""
 
     def diverged(self, detail: str) -> None:
-        """The step departed from the plan's trace."""
+        """Record that the step departed from the trace of the plan."""
 
     def gave_up(self, op: str, error: Exception) -> None:
-        """A transfer (`op` is ``read`` or ``write``) was waited for longer than the time limit; from any thread."""
+        """Record a wait for a transfer (`op` is ``read`` or ``write``) that exceeded the time limit. Called from any
+        thread.
+        """
 
 
 class _Lock(Condition):
-    """Holds Ctrl-C back: the lock would stay taken, or what it guards be half changed."""
+    """Lock that defers Ctrl-C while it is held. An interrupt could leave it locked, or its state half changed."""
 
     def __enter__(self) -> bool:
         interrupts.begin()
@@ -110,16 +113,16 @@ class _Lock(Condition):
 
 
 class Transfers:
-    """Starts and counts transfers, and waits for whatever a completion can bring about.
+    """Starts and counts transfers, and waits for conditions that a completion can fulfill.
 
-    Every attribute is read and changed under `lock`, by any thread. Life cycle: it works until the first error, which
-    `failed` is told once, from any thread. From then on `check` and `wait` raise that error, and what waits does so at
-    once; transfers in flight still end, so that cache slots are not used again under them.
+    Every attribute is read and changed under `lock`, by any thread. Life cycle: the object works until the first error,
+    which `failed` receives once, from any thread. From then on, `check` and `wait` raise this error, and current waits
+    raise it at once. Transfers in flight still end, so that their cache slots are not reused too early.
 
     Args:
-        observer: is told of waits and of the time in which something is in flight.
-        timeout: seconds after which a wait is an error.
-        failed: is told of the first error, once, from any thread and under the lock; it must not wait.
+        observer: receiver of waits, and of the time during which transfers are in flight.
+        timeout: time limit of a wait, in seconds.
+        failed: called once with the first error, from any thread and under the lock. It must not wait.
     """
 
     def __init__(
@@ -131,26 +134,26 @@ class Transfers:
     ) -> None:
         self._observer, self._timeout, self._failed = observer, timeout, failed
         self._stores: list[PageReaderWriter] = []
-        """Stores that pages have been moved of; asked for the oldest request where something takes too long."""
+        """Stores with transfers so far. A timeout error names the oldest request of all of them."""
         self.lock: Condition = _Lock()
-        """The one lock; notified whenever something ends that may be waited for."""
+        """The one lock. Notified whenever something has ended that a thread may be waiting for."""
         self.reads = 0
-        """Pages that are being read."""
+        """Number of pages that are being read."""
         self.writes = 0
-        """Pages that are being written."""
+        """Number of pages that are being written."""
         self._moving_since = 0.0
-        """When the time was last reported in which something is in flight, in seconds of `time.perf_counter`."""
+        """Time of the last report to `PagerObserver.moving`, in seconds of `time.perf_counter`."""
         self._exchanging = False
-        """Whether an update waits for other ranks. [Note: late ranks]"""
+        """``True`` while an update waits for other ranks. [Note: late ranks]"""
         self._exchanged = 0.0
-        """When one did last, in seconds of `time.perf_counter`."""
+        """End of the last exchange, in seconds of `time.perf_counter`."""
         self.failure: Exception | None = None
-        """The first error; never cleared. Looked at without the lock, too."""
+        """The first error; never cleared. Also read without the lock."""
 
     def read(
         self, store: PageReaderWriter, page: int, memory: memoryview, then: Callable[[Exception | None], None]
     ) -> None:
-        """Start reading a page of a store; `then` is called under the lock at the end, with what went wrong."""
+        """Start to read a page from a store. `then` is called under the lock at the end, with an error or ``None``."""
         self._begin(store)
         self.reads += 1
 
@@ -165,7 +168,7 @@ class Transfers:
     def write(
         self, store: PageReaderWriter, page: int, memory: memoryview, then: Callable[[Exception | None], None]
     ) -> None:
-        """Start writing a page of a store; `then` is called under the lock at the end, with what went wrong."""
+        """Start to write a page to a store. `then` is called under the lock at the end, with an error or ``None``."""
         self._begin(store)
         self.writes += 1
 
@@ -189,30 +192,31 @@ class Transfers:
         self.lock.notify_all()
 
     def _report_moving(self) -> None:
-        """Report for how long pages have been on their way, before their number changes."""
+        """Report the time during which transfers were in flight. Must be called before their number changes."""
         now = time.perf_counter()
         if self.reads or self.writes:
             self._observer.moving(now - self._moving_since)
         self._moving_since = now
 
     def check(self) -> None:
-        """Raise the first error, if there was one."""
+        """Raise the first error, if there is one."""
         if self.failure is not None:
             raise self.failure
 
     def wait(self, ready: Callable[[], bool], cause: str, page: int, *, threaded: bool = False) -> None:
-        """Wait until `ready()`, which is asked under the lock after every notification.
+        """Wait until `ready()` returns ``True``. It is called under the lock after every notification.
 
-        While an update waits for other ranks, what it holds up does not count. [Note: late ranks]
+        While an update waits for other ranks, waits that it delays do not time out. [Note: late ranks]
 
         Args:
-            cause: what is waited for: ``read``, ``write``, ``host_cache``, ``update`` or ``copy``.
-            page: what is needed, or -1.
-            threaded: whether this is not the training thread, so that it is no stall.
+            ready: condition to wait for.
+            cause: kind of the condition: ``read``, ``write``, ``host_cache``, ``update`` or ``copy``.
+            page: page that is needed, or -1.
+            threaded: whether this is not the training thread, so that the wait does not count as a stall.
 
         Raises:
-            StallError: it took longer than the time limit.
-            Exception: the first error, if there was one, before or meanwhile.
+            StallError: if the wait exceeds the time limit.
+            Exception: the first error, if an operation fails before or during the wait.
         """
         self.check()
         if ready():
@@ -236,9 +240,11 @@ class Transfers:
         return min(requests)[1] if requests else "no request is in flight"
 
     def _wait(self, ended: Callable[[], bool], *, held_up: bool) -> bool:
-        """Wait until `ended()`; return False if the time limit passes before."""
+        """Wait until `ended()` returns ``True``. Return ``False`` if the time limit passes first."""
         since = time.perf_counter()
         while not ended():
+            # During an exchange the limit runs only while transfers are in flight, and restarts whenever one of them
+            # ends. So a rank that is late is no error, but a drive that hangs is.
             if held_up and self._exchanging:
                 since = max(since, self._moving_since) if self.reads or self.writes else time.perf_counter()
             elif held_up:
@@ -246,13 +252,16 @@ class Transfers:
             left = since + self._timeout - time.perf_counter()
             if left <= 0:
                 return False
+            # The time during which the process was stopped (Ctrl-Z) does not count as the drive's.
             since += wait_a_while(self.lock, left)
             interrupts.check()
         return True
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Let an update wait for other ranks in the body; of the thread that runs updates. [Note: late ranks]"""
+        """Return a context in which an update waits for other ranks. For the thread that runs updates. [Note: late
+        ranks]
+        """
         with self.lock:
             self._exchanging = True
         try:
@@ -262,14 +271,19 @@ class Transfers:
                 self._exchanging, self._exchanged = False, time.perf_counter()
 
     def fail(self, error: Exception) -> None:
-        """Note the first error, and let everything that waits raise it."""
+        """Record the first error, and make everything that waits raise it."""
+        # Keep the first error: later ones usually follow from it and would hide the cause.
         if self.failure is None:
             self.failure = error
             self._failed(error)
         self.lock.notify_all()
 
     def drain(self, ended: Callable[[], bool]) -> None:
-        """Wait until nothing is in flight and `ended()`, after a failure a moment only; raises nothing."""
+        """Wait until no transfer is in flight and `ended()` returns ``True``. After a failure, wait only for a short
+        time.
+
+        Does not raise.
+        """
         timeout = self._timeout if self.failure is None else min(self._timeout, _LAST_SECONDS)
         until = time.perf_counter() + timeout
         while (self.writes or self.reads or not ended()) and (left := until - time.perf_counter()) > 0:
@@ -277,7 +291,7 @@ class Transfers:
             interrupts.check()
 
     def leave_to_parent(self, error: Exception) -> None:
-        """In a child that was forked: take a new lock, and let every call raise `error`. Not under the lock."""
-        # A thread of the parent may have held the lock when it forked; it is not here to give it back.
+        """Take a new lock in a forked child process, and make every call raise `error`. Not under the lock."""
+        # A thread of the parent may have held the lock at the fork. It does not exist in the child to release the lock.
         self.lock = _Lock()
         self.failure = error

@@ -1,4 +1,4 @@
-"""Where in a step FSDP modules are updated, and what the pager sees of a step for a choice of that."""
+"""Update schedules: where in a step each FSDP module is updated, and the accesses of a step that result."""
 
 from __future__ import annotations
 
@@ -23,38 +23,42 @@ from infinity.schedule.trace import (
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateSchedule:
-    """Where FSDP modules are updated:
-
-    in backward, ahead of their use in the next forward, or in `step()`; immutable.
-    """
+    """Place of each FSDP module's update: in backward, in the next forward, or in `step()`. Immutable."""
 
     in_backward: frozenset[int] = frozenset()
     """FSDP modules that are updated in backward."""
     in_forward: frozenset[int] = frozenset()
-    """FSDP modules that are updated in the next forward; those that are in neither are updated in `step()`."""
+    """FSDP modules that are updated in the next forward, before their weights are used. FSDP modules that are in
+    neither set are updated in `step()`.
+    """
     overlapped: bool = True
-    """Whether updates run beside the computation of another FSDP module. In backward, an FSDP module is updated when
-    the next one has
-    been gathered; in forward, when the one before it has been gathered (the first FSDP module is updated in `step()`).
-    Else a
-    FSDP module is updated as soon as its gradients are there, or just before it is gathered: that needs fewer cache
-    slots."""
+    """``True`` if updates overlap the computation of another FSDP module. In backward, an FSDP module is updated when
+    the next one has been gathered; in forward, when the previous one has been gathered (the first FSDP module is
+    updated in `step()`). Otherwise an FSDP module is updated as soon as its gradients have arrived, or just before it
+    is gathered, which needs fewer cache slots.
+    """
     prefetched: bool = False
-    """Whether the pages of an FSDP module are read behind the gather before its own, and copied to the device from
-    there; but
-    for the first gather of a step."""
+    """``True`` if weights are prefetched to the GPU: the pages of an FSDP module are read after the previous gather,
+    and copied to the device from then on. The first gather of a step is an exception.
+    """
     kept: frozenset[int] = frozenset()
-    """FSDP modules whose weights stay on the device from their first gather that is staged until the step ends, or they
-    are
-    updated."""
+    """FSDP modules whose weights stay on the device from their first prefetch to the GPU until the step ends or they
+    are updated.
+    """
     gpu_resident: frozenset[int] = frozenset()
-    """FSDP modules that live on the device, weights and all of their state: nothing of them is paged."""
+    """FSDP modules whose weights and state all live on the device. They are not paged."""
 
     @classmethod
     def of(cls, name: str, events: Sequence[Event], *, forward: bool = True) -> UpdateSchedule:
-        """Return the update schedule of a setting, for a step that looks like `events`.
+        """Return the update schedule of a setting for a step.
 
-        What cannot be updated in backward is updated in the next forward, or, without `forward`, in `step()`.
+        FSDP modules that cannot be updated in backward are updated in the next forward or, if `forward` is ``False``,
+        in `step()`.
+
+        Args:
+            name: ``in_backward``, ``in_forward`` or ``after_backward``.
+            events: one step.
+            forward: whether updates may run in the next forward.
         """
         if name == "after_backward":
             return cls()
@@ -66,9 +70,9 @@ class UpdateSchedule:
         return cls(in_backward=early, in_forward=frozenset(gathered & trained - early) if forward else frozenset())
 
     def due(self, events: Iterable[Event]) -> dict[int, int]:
-        """Return which FSDP module is to be updated when an FSDP module is first gathered;
+        """Return the FSDP module to update when an FSDP module is first gathered in forward, by gathered FSDP module.
 
-        those updated in `step()` are not there.
+        FSDP modules that are updated in `step()` are not included.
         """
         order = tuple(dict.fromkeys(event.fsdp_module for event in events if event.kind is EventKind.GATHER))
         pairs = itertools.pairwise(order) if self.overlapped else zip(order, order, strict=True)
@@ -76,10 +80,11 @@ class UpdateSchedule:
 
 
 def eligible_for_backward(events: Sequence[Event]) -> frozenset[int]:
-    """Return the FSDP modules whose gradients arrive once per step, with no use of the weights after that.
+    """Return the FSDP modules whose gradients arrive once per step, and whose weights are not used afterwards in the
+    step.
 
-    Updating any other FSDP module in backward would change weights that are still to be used in this step, or would
-    miss a part of the gradient.
+    An update of any other FSDP module in backward would change weights that the step still uses, or would miss a part
+    of the gradient.
     """
     arrivals = Counter(event.fsdp_module for event in events if event.kind is EventKind.GRADIENTS)
     once = {fsdp_module for fsdp_module, count in arrivals.items() if count == 1}
@@ -93,7 +98,7 @@ def eligible_for_backward(events: Sequence[Event]) -> frozenset[int]:
 
 
 def next_gather(events: Sequence[Event], position: int) -> int:
-    """Return the position of the gather that comes behind a position in the same step, or -1."""
+    """Return the position of the first gather after a position in the same step, or -1."""
     for index in range(position + 1, len(events)):
         if events[index].kind is EventKind.GATHER:
             return index
@@ -101,35 +106,35 @@ def next_gather(events: Sequence[Event], position: int) -> int:
 
 
 class Expansion(NamedTuple):
-    """The accesses of one step, and which event each belongs to."""
+    """Accesses of one step, with their relation to its events."""
 
     accesses: tuple[Access, ...]
-    """In the order in which their places in the plan are taken."""
+    """Accesses in the order in which they take their places in the plan."""
     starts: tuple[int, ...]
-    """By event, the position of its first access; of an event without any, that of the next access."""
+    """Position of the first access of each event. For an event without accesses, the position of the next access."""
     prefetched: frozenset[int]
     """Positions of accesses that copy weights to the device ahead of their gather."""
     awaited: frozenset[int]
-    """Gathers, by their number among the events, of weights that have been copied so, or that have stayed there."""
+    """Indices of the gather events whose weights have been copied that way or have stayed on the device."""
 
 
 def expand(
     events: Sequence[Event], layout: Layout, update_schedule: UpdateSchedule, *, pending: bool = True
 ) -> tuple[Access, ...]:
-    """Return the accesses of one step; see `expand_events`."""
+    """Return the accesses of one step. See `expand_events`."""
     return expand_events(events, layout, update_schedule, pending=pending).accesses
 
 
 def expand_events(
     events: Sequence[Event], layout: Layout, update_schedule: UpdateSchedule, *, pending: bool = True
 ) -> Expansion:
-    """Return the accesses of one step, by event: but for those of FSDP modules that are GPU-resident.
+    """Return the accesses of one step, by event. GPU-resident FSDP modules have no accesses.
 
     Args:
         events: one step, ending with STEP.
         layout: pages of this rank.
-        update schedule: where updates run.
-        pending: whether the FSDP modules that are updated in forward come with gradients of the step before.
+        update_schedule: where updates run.
+        pending: whether the FSDP modules that are updated in forward have gradients from the previous step.
     """
     accesses: list[Access] = []
     starts: list[int] = []
@@ -140,11 +145,11 @@ def expand_events(
     due = update_schedule.due(events)
     later = set(due.values())
     waiting = dict(due) if pending else {}
-    reduced: list[int] = []  # to be updated in backward, behind the next gather
-    there: set[int] = set()  # FSDP modules whose weights are on the device, or on their way
+    reduced: list[int] = []  # FSDP modules to be updated in backward, after the next gather
+    there: set[int] = set()  # FSDP modules whose weights are on the device, or being copied there
 
     def add(fsdp_module: int, found: Iterable[Access]) -> None:
-        if fsdp_module not in update_schedule.gpu_resident:  # nothing of those is paged
+        if fsdp_module not in update_schedule.gpu_resident:  # GPU-resident FSDP modules are not paged
             accesses.extend(found)
 
     def update_reduced() -> None:
@@ -177,6 +182,8 @@ def expand_events(
                 following >= 0
                 and (fsdp_module := events[following].fsdp_module) not in there | update_schedule.gpu_resident
             ):
+                # A pending update must come before the prefetch to the GPU. Otherwise the forward would compute with
+                # weights of the previous step.
                 for gathered in [gathered for gathered, of in waiting.items() if of == fsdp_module]:
                     update_waiting(gathered)
                 begin = len(accesses)
@@ -191,7 +198,7 @@ def expand_events(
                     update_reduced()
             else:
                 stored = arrived.pop(event.fsdp_module, 0)
-                arrived[event.fsdp_module] = event.components  # at the end: arrival order
+                arrived[event.fsdp_module] = event.components  # moves to the end, so `arrived` is in arrival order
                 found = store_gradient_accesses(layout, event.fsdp_module, stored=stored, components=event.components)
                 add(event.fsdp_module, found)
         else:
@@ -203,7 +210,13 @@ def expand_events(
 
 
 def expand_pending(events: Sequence[Event], layout: Layout, update_schedule: UpdateSchedule) -> tuple[Access, ...]:
-    """Return the accesses of all updates that wait for the next forward, when they are not to wait any longer."""
+    """Return the accesses of all updates that wait for the next forward, for running them now.
+
+    Args:
+        events: the step that stored the gradients.
+        layout: pages of this rank.
+        update_schedule: where updates run.
+    """
     components = stored_components(events)
     return tuple(
         access

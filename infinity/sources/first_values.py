@@ -1,7 +1,7 @@
-"""Where the first content of a run's pages comes from: what all sources answer, and the values a model has already.
+"""Sources of the initial values of a run's pages: the common interface, and the values that a model already has.
 
-The others are the modules beside this one: `initialise` (the model's own initialisation), `pretrained` (safetensors),
-`dcp` and `reshard`.
+Other sources are the sibling modules: `initialise` (the model's own initialization), `pretrained_folder`
+(safetensors), `dcp` and `reshard`.
 """
 
 from __future__ import annotations
@@ -19,59 +19,61 @@ from infinity.content.layout import Layout
 from infinity.fsdp.sharded_model import Member
 
 ValueOf = Callable[[int, str], torch.Tensor | None]
-"""One section (``master`` or a state kind) of an FSDP module's member, given its position: this rank's elements, flat;
-None for
-zeros."""
+"""Maps the position of a parameter in its FSDP module and a section (``master`` or a state kind) to this rank's
+elements, flat; None means zeros.
+"""
 
 
 class FirstValues:
-    """Where the first content of a run's pages comes from."""
+    """Source of the initial values of a run's pages."""
 
     def check(
         self, model: nn.Module, members: Sequence[Member], layout: Layout, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Check, before anything is written, that the values are of this model and optimizer.
+        """Check, before anything is written, that the values belong to this model and optimizer.
 
         Args:
+            model: the sharded model.
             members: all parameters, in the order of the layout's shards.
+            layout: layout of the pages of this rank.
+            optimizer: the optimizer of the run.
 
         Raises:
-            ConfigError, CheckpointError, UnsupportedError: they are not, or cannot be known; what differs is named.
+            ConfigError, CheckpointError, UnsupportedError: if they do not, or if this cannot be determined. The
+                message names the difference.
         """
 
     def values(self, fsdp_module: str, members: Sequence[Member]) -> ValueOf:
         """Return the values of one FSDP module: flat tensors of this rank's elements, the master in the dtype that is
         trained.
 
-        Raises:
-            ConfigError, CheckpointError, StorageError, CorruptPageError, UnsupportedError: when a value is asked for:
-            what
-                it is read from is not as it was, or the model's own code fails.
+        Raises (when a value is requested):
+            ConfigError, CheckpointError, StorageError, CorruptPageError, UnsupportedError: if the file that it is
+                read from has changed, or the model's own code fails.
         """
         raise NotImplementedError
 
     def buffers(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
-        """Return the values of those buffers of the model that the source has, by their names in the model.
+        """Return the values of the buffers that the source has, by their names in the model.
 
         Raises:
-            ConfigError, CheckpointError: they cannot be read.
+            ConfigError, CheckpointError: if they cannot be read.
         """
         return {}
 
     def restore(self, model: nn.Module, members: Sequence[Member], groups: list[dict[str, Any]]) -> ResumedState | None:
-        """Put what belongs to the values into buffers and param groups; return how far training has come.
+        """Restore buffers and param groups, and return the progress of training.
 
         Returns:
-            None for a run that begins.
+            Progress, or None for a run that starts from step 0.
         """
         return None
 
 
 class OwnValues(FirstValues):
-    """The values that a model has already."""
+    """Values that the model already has in memory."""
 
     def values(self, fsdp_module: str, members: Sequence[Member]) -> ValueOf:
-        """Return copies of the local elements."""
 
         def value_of(position: int, section: str) -> torch.Tensor | None:
             if section != MASTER:
@@ -82,10 +84,12 @@ class OwnValues(FirstValues):
 
 
 def convertible(found: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether values of a dtype can be taken for those of another: not across kinds, nor those that need a scale."""
+    """Return whether values of one dtype may be converted to another: never across kinds, nor for dtypes that need a
+    scale.
+    """
     if found == wanted:
         return True
     if found.is_floating_point and wanted.is_floating_point:
         return found.itemsize > 1 and wanted.itemsize > 1
     kinds = found.is_floating_point or wanted.is_floating_point or found == torch.bool or wanted == torch.bool
-    return not kinds and torch.promote_types(found, wanted) == wanted  # integers, where none is lost
+    return not kinds and torch.promote_types(found, wanted) == wanted  # integers, if none can be lost

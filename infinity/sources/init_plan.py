@@ -1,8 +1,9 @@
-"""What each tensor of a model needs for its first value, and how it is computed.
+"""Initialization calls that each tensor of a model needs, and their execution on tensors without storage.
 
-All calls that initialise something are run once on tensors without storage, which tells what each of them writes. For
-some tensors, those calls are run again that they need, with these tensors real and all others still without storage.
-What was not written shows in what it was filled with before.
+Every call that initializes something runs once on tensors without storage to find out which tensors it writes. To
+initialize some tensors, exactly the calls that they need run again, with these tensors real and all others still
+without storage. Tensors are filled with a known value beforehand, so that elements that no call has written can be
+detected.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from infinity.sources.init_steps import InitFunction, Step, build_again, init_st
 _FILLS = frozenset(
     ("normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "bernoulli_", "log_normal_")
 )
-"""Operations that write all of a tensor whatever it was before."""
+"""Operations that overwrite a tensor completely, independent of its previous values."""
 
 
 def module_seed(seed: int, name: str) -> int:
@@ -37,7 +38,7 @@ def module_seed(seed: int, name: str) -> int:
 
 @dataclass(frozen=True)
 class _Holder:
-    """A place of a tensor in a model: a module's parameters or buffers, and the name there."""
+    """Slot of a tensor in a model: the parameters or buffers of a module, and the name in it."""
 
     module: nn.Module
     tensors: dict[str, Any]
@@ -45,37 +46,37 @@ class _Holder:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """What lies there now."""
+        """Tensor currently in the slot."""
         found: torch.Tensor = self.tensors[self.key]
         return found
 
 
 class InitPlan:
-    """Which calls each tensor of a model needs for its first value."""
+    """Calls that each tensor of a model needs for its initial value."""
 
     def __init__(self, model: nn.Module, seed: int, function: InitFunction | None) -> None:
         self._model, self._seed = model, seed
-        # All that follows is found here, and not changed by `run`, but for the holders, which change with the model.
+        # Everything below is determined here and not changed by `run`, except for the holders, which follow the model.
         with _apart():
             _seed_generators(module_seed(seed, "model"))
             twins = build_again(model)
         self._steps = init_steps(model, twins, function)  # calls, in the order in which the model makes them
         self.not_repeated = not_repeated(model, twins) if function is None else []
-        """Names of classes whose constructors set what nothing sets here."""
+        """Names of classes whose constructors set tensors that no call here sets."""
         self.left_out = {id(module._parameters[key]) for module, key in left_out(model, twins)}
-        """Identities of parameters on a real device of which it is not known whether they have got a value."""
-        self._thrown_away = {(id(module), key) for module, key in tie_targets(model)}  # places that are tied to others
-        self._needs: dict[int, list[int]] = {}  # by the tensor's identity: positions of its calls, in order
-        self._holders: dict[int, list[_Holder]] = {}  # by the tensor's identity: where its value comes from
+        """Identities of parameters on a real device that may or may not have been initialized."""
+        self._thrown_away = {(id(module), key) for module, key in tie_targets(model)}  # slots that are tied to others
+        self._needs: dict[int, list[int]] = {}  # by identity of the tensor: positions of its calls, in order
+        self._holders: dict[int, list[_Holder]] = {}  # by identity of the tensor: slots that its value comes from
         self._find_holders()
-        self._keys_by_module: dict[int, list[int]] = {}  # by the module's identity: those of its tensors
+        self._keys_by_module: dict[int, list[int]] = {}  # by identity of the module: identities of its tensors
         for key, holders in self._holders.items():
             for holder in holders:
                 self._keys_by_module.setdefault(id(holder.module), []).append(key)
         self._record()
 
     def _find_holders(self) -> None:
-        """Find the places of every tensor, as they are now, without those whose own value a tie throws away."""
+        """Find the current slots of every tensor, except slots whose own value is discarded by a tie."""
         self._holders = {}
         for module in self._model.modules():
             for tensors in (module._parameters, module._buffers):
@@ -86,19 +87,19 @@ class InitPlan:
             self._holders[found] = [h for h in holders if (id(h.module), h.key) not in self._thrown_away] or holders
 
     def sets(self, tensor: torch.Tensor) -> bool:
-        """Whether any call writes a tensor."""
+        """Return whether any call writes a tensor."""
         return id(tensor) in self._needs
 
     def rivals(self, tensor: torch.Tensor) -> list[str]:
-        """Return the classes that construct a tied parameter differently, when nothing else initialises it."""
+        """Return the classes that construct a tied parameter differently, if nothing else initializes it."""
         holders = self._holders[id(tensor)]
         classes = sorted({torch_private.original_class(holder.module).__name__ for holder in holders})
         constructed = all(self._steps[index].kind == "construct" for index in self._needs.get(id(tensor), []))
         return classes if constructed and len(classes) > 1 else []
 
     def _record(self) -> None:
-        """Run every call once on tensors without storage, and note what it writes."""
-        # What calls have put in places: kept, so that no other tensor gets the identity of its storage.
+        """Run every call once on tensors without storage, and record which tensors it writes."""
+        # Tensors that calls assigned to slots: kept alive, so that no other tensor gets the identity of their storage.
         replaced: list[torch.Tensor] = []
         with _apart(), torch_private.classes_of_before(self._model), self._prefetched({}) as prefetched:
             watch = _Watch({torch_private.storage_key(tensor): key for key, tensor in prefetched.items()})
@@ -109,11 +110,12 @@ class InitPlan:
                     self._seed_for(step)
                     with torch_private.init_without_storage(draw=False), watch:
                         step.call()
-                except Exception:  # it reads values, of which there are none: when it is needed, it says what it lacks
+                except Exception:  # it needs values that do not exist here; it reports them when it really runs
                     watch.written.update(dict.fromkeys(inside, False))
                 for key in inside:
                     tensor = self._current(key)
-                    if watch.slots.get(torch_private.storage_key(tensor)) != key:  # another one was put in its place
+                    # the call has assigned another tensor
+                    if watch.slots.get(torch_private.storage_key(tensor)) != key:
                         replaced.append(tensor)
                         watch.slots[torch_private.storage_key(tensor)] = key
                         watch.written[key] = True
@@ -121,10 +123,11 @@ class InitPlan:
                     self._needs[key] = ([] if entirely else self._needs.get(key, [])) + [index]
 
     def run(self, wanted: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor | None]:
-        """Return the whole first values of some tensors on the CPU, by the tensors' identity; None for what is unset.
+        """Return the full initial values of some tensors on the CPU, by identity of the tensor; None for tensors left
+        unset.
 
         Raises:
-            UnsupportedError: a call fails.
+            UnsupportedError: if a call fails.
         """
         first = self._values(wanted, _marked)
         twice = {key: tensor for key, tensor in wanted.items() if not _shows_unset(tensor)}
@@ -148,11 +151,11 @@ class InitPlan:
         with torch_private.init_without_storage(draw=True), _Draws():  # type: ignore[no-untyped-call]
             try:
                 step.call()
-            except Exception as error:  # code of somebody else's
+            except Exception as error:  # code of the model
                 kind = "" if isinstance(error, UnsupportedError) else f"{type(error).__name__}: "
                 cls = torch_private.original_class(step.module).__name__
                 raise UnsupportedError(
-                    f"{step.name or 'the model'} ({cls}) cannot be initialised on the meta device: {kind}{error}; "
+                    f"{step.name or 'the model'} ({cls}) cannot be initialized on the meta device: {kind}{error}; "
                     "pass init=function to infinity.offload, or build the model on a real device"
                 ) from error
 
@@ -164,14 +167,15 @@ class InitPlan:
 
     @contextmanager
     def _prefetched(self, real: Mapping[int, torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
-        """Put plain tensors in the place of all the model's: those of `real`, copies of real buffers, else empty ones.
+        """Replace all tensors of the model by plain ones: `real` ones, copies of real buffers, and empty ones for the
+        rest.
 
-        A place whose own value a tie throws away gets an empty one for itself.
+        A slot whose own value is discarded by a tie gets an empty tensor of its own.
 
         Yields:
-            The tensors by the identity of those in whose place they are.
+            The new tensors, by identity of the tensors that they replace.
         """
-        self._find_holders()  # buffers may have got their values since
+        self._find_holders()  # buffers may have been set in the meantime
         places: list[dict[str, Any]] = [of for m in self._model.modules() for of in (m._parameters, m._buffers)]
         before = [(tensors, dict(tensors)) for tensors in places]
         prefetched: dict[int, torch.Tensor] = {}
@@ -201,12 +205,12 @@ class InitPlan:
 
 
 def _shows_unset(tensor: torch.Tensor) -> bool:
-    """Whether one value of the tensor's dtype, NaN, is never a first value."""
+    """Return whether NaN in the tensor's dtype can mark elements that were not set."""
     return (tensor.is_floating_point() and tensor.dtype.itemsize > 1) or tensor.is_complex()
 
 
 def _marked(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """Return a tensor of the same shape and dtype filled with what is not zero: NaN, true, or the largest integer."""
+    """Return a tensor of the same shape and dtype, filled with NaN, True, or the largest integer."""
     if _shows_unset(tensor):
         return torch.full(tensor.shape, float("nan"), dtype=tensor.dtype, device=device)
     if tensor.dtype is torch.bool or tensor.is_floating_point():
@@ -216,7 +220,7 @@ def _marked(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Run without gradients, and leave the generators of torch on the CPU, Python and NumPy as they are."""
+    """Run without gradients, and restore the CPU generators of torch, Python and NumPy afterwards."""
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         with torch.no_grad():
@@ -234,16 +238,16 @@ def _seed_generators(seed: int) -> None:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which tensors are written, and whether all of a tensor was, before anything else was done with it."""
+    """Records which tensors are written, and whether each was overwritten completely before it was read."""
 
     def __init__(self, slots: dict[int, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.slots = slots  # key by the identity of the storage
-        self.written: dict[int, bool] = {}  # by key: whether all of it was, before it was read; of this call
+        # by key, for the current call: whether the tensor was overwritten completely before it was read
+        self.written: dict[int, bool] = {}
         self._read: set[int] = set()  # keys that were read in this call
 
     def begin(self) -> None:
-        """Begin a new call."""
         self.written, self._read = {}, set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -262,14 +266,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draws for tensors without storage too: a call draws the same numbers, whichever of its tensors are real."""
+    """Draws random numbers for tensors without storage too, so that a call draws the same numbers whichever of its
+    tensors are real.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         arguments = list(_tensor_arguments(func, args, kwargs))
         written_real = any(alias is not None and alias.is_write and not _is_meta(t) for t, alias in arguments)
         if written_real and any(_is_meta(t) for t, _ in arguments):
-            raise UnsupportedError(f"{func} needs the value of another tensor, which is on the meta device now")
+            raise UnsupportedError(f"{func} needs the value of another tensor, which is on the meta device")
         result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and any(
             isinstance(t, torch.Tensor) and _is_meta(t) for t in tree_leaves(result)
@@ -279,7 +285,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "meta"  # `is_meta` is answered with no while something is initialised
+    return tensor.device.type == "meta"  # `is_meta` returns False during initialization
 
 
 def _real(value: Any) -> Any:
@@ -289,7 +295,7 @@ def _real(value: Any) -> Any:
 
 
 def _tensor_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, Any]]:
-    """Yield the tensors given to an operation, and what its schema says about aliasing of each."""
+    """Yield the tensor arguments of an operation, with the alias information from its schema."""
     for position, argument in enumerate(func._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         for leaf in value if isinstance(value, list | tuple) else (value,):

@@ -1,8 +1,8 @@
-"""Which code of a model gives its tensors their first values, and in which order.
+"""Code of a model that sets the initial values of its tensors, in the order in which it runs.
 
-The order is that in which the values come about when a model is built in memory: constructors, children before parents;
-then transformers' `_init_weights`, run by the submodel that transformers runs it by, on those modules only that the
-model's class itself builds; then what peft does with its adapters; then the function that the user gave.
+The order is the one in which the values are set when the model is built in memory: constructors, children before
+parents; then transformers' `_init_weights`, called by the same submodel as in transformers, and only on modules that
+the model's class itself builds; then PEFT's initialization of adapters; then the user's function.
 """
 
 from __future__ import annotations
@@ -27,25 +27,27 @@ InitFunction = Callable[[nn.Module], None]
 Holder = tuple[nn.Module, str]
 """A module and the name of one of its parameters."""
 SMALL = 4096
-"""Most elements of a parameter whose value is taken from a model that was built again."""
+"""Limit, in elements, for parameters whose value is taken from a rebuilt model."""
 
 
 @dataclass(frozen=True)
 class Step:
     """One call that sets tensors of a module, or of modules inside of it."""
 
-    kind: str  # "construct", "init", "adapter" or "given": draws of one kind do not repeat those of another
-    name: str  # of the module, without what was wrapped around it: with `kind` and the run's seed, the seed of the call
+    # "construct", "init", "adapter" or "given": the kind is part of the seed, so that kinds draw different numbers
+    kind: str
+    name: str  # name of the module without wrappers; with `kind` and the seed of the run, it gives the seed of the call
     module: nn.Module
     call: Callable[[], Any]
 
 
 def init_steps(model: nn.Module, twins: Twins, function: InitFunction | None) -> list[Step]:
-    """Return all calls that may set first values, in order.
+    """Return all calls that may set initial values, in order.
 
     Args:
-        twins: what `build_again` returned.
-        function: the user's own, run on every module after everything else.
+        model: the sharded model.
+        twins: result of `build_again`.
+        function: the user's function, which runs on every module after everything else; None without one.
     """
     modules = [(_logical(name), module) for name, module in _post_order(model)]
     roots = _init_roots(model, twins)
@@ -71,7 +73,7 @@ def init_steps(model: nn.Module, twins: Twins, function: InitFunction | None) ->
 
 
 def tie_targets(model: nn.Module) -> list[Holder]:
-    """Return the places whose own first values transformers throws away, since it ties them to others."""
+    """Return the slots whose own initial values transformers discards, because it ties them to others."""
     found: list[Holder] = []
     for root in _transformers_models(model):
         by_name = {
@@ -87,10 +89,10 @@ def tie_targets(model: nn.Module) -> list[Holder]:
 
 
 def left_out(model: nn.Module, twins: Twins) -> Iterator[Holder]:
-    """Yield parameters on a real device that may never have got a value.
+    """Yield parameters on a real device that may never have been initialized.
 
-    transformers initialises nothing while it builds on the meta device. Parameters that a model's class makes beside
-    that device (``torch.FloatTensor(n)``) are real then, with what was in that memory.
+    transformers initializes nothing while it builds a model on the meta device. Parameters that the model's class
+    creates outside of that device (``torch.FloatTensor(n)``) are then real, with arbitrary content.
     """
     for modules in _by_transformers_model(model, twins).values():
         own = [(m, key, p) for m in modules for key, p in m._parameters.items() if p is not None]
@@ -99,12 +101,12 @@ def left_out(model: nn.Module, twins: Twins) -> Iterator[Holder]:
 
 
 def not_repeated(model: nn.Module, twins: Twins) -> list[str]:
-    """Return the names of classes whose constructors set tensors by themselves, which nothing runs again; sorted.
+    """Return the sorted names of classes whose constructors set tensors themselves, and are not run again.
 
-    On the meta device what a constructor sets leaves no trace. torch's own modules have it in `reset_parameters`, a
-    model that is built again from its config is constructed anew, and peft's adapters have their own function. Of other
-    classes the code of the constructor tells: whether it, or what it calls of its class or module, names a function
-    that changes tensors in place.
+    On the meta device, values that a constructor sets are lost. torch's own modules set values in `reset_parameters`,
+    a model that is rebuilt from its config is constructed again, and PEFT's adapters have a function of their own.
+    For other classes, the bytecode of the constructor tells: whether it, or a function that it calls in its class or
+    module, names a function that modifies tensors in place.
     """
     return sorted(
         {
@@ -125,13 +127,13 @@ _SETTERS = frozenset(name for name in dir(nn.init) if name.endswith("_") and not
 
 
 def _sets_tensors(function: Any, cls: type, seen: set[Any]) -> bool:
-    """Whether a function, or what it calls by name of its class or module, names what changes tensors in place."""
+    """Return whether a function, or a function of its class or module that it calls, names an in-place operation."""
     code = getattr(function, "__code__", None)
     if code is None or code in seen:
         return False
     seen.add(code)
     codes, names = [code], set[str]()
-    for part in codes:  # grows: functions inside of it
+    for part in codes:  # the list grows by nested functions
         names.update(part.co_names)
         codes += [const for const in part.co_consts if isinstance(const, types.CodeType)]
     if names & _SETTERS:
@@ -142,7 +144,7 @@ def _sets_tensors(function: Any, cls: type, seen: set[Any]) -> bool:
 
 
 def _by_transformers_model(model: nn.Module, twins: Twins) -> dict[nn.Module, list[nn.Module]]:
-    """Return the modules of every model of transformers: those that have no other such model around them."""
+    """Return the modules of every transformers model: those that are in no other such model."""
     found: dict[nn.Module, list[nn.Module]] = {}
 
     def visit(module: nn.Module, around: nn.Module | None) -> None:
@@ -173,9 +175,9 @@ def _post_order(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _logical(name: str) -> str:
-    """Return a module's name without what wraps it: compilation, checkpointing, adapters.
+    """Return the name of a module without wrappers for compilation, checkpointing and adapters.
 
-    A copy that peft trains in place of a module has that module's name, and so its first values.
+    A copy that PEFT trains in place of a module has the name of that module, and therefore its initial values.
     """
     parts: list[str] = []
     skip = False
@@ -190,7 +192,7 @@ def _logical(name: str) -> str:
 
 
 def _constructor(module: nn.Module) -> Callable[[], Any] | None:
-    """Return what gives a module the values that its constructor gives."""
+    """Return a function that sets the values of a module as its constructor does; None if there is no such function."""
     if parametrize.is_parametrized(module):
         return partial(_construct_parametrized, module)
     for name in ("reset_parameters", "_reset_parameters"):
@@ -200,7 +202,7 @@ def _constructor(module: nn.Module) -> Callable[[], Any] | None:
 
 
 def _construct_parametrized(module: Any) -> None:
-    """Construct a module that computes some of its weights from others, such as a norm and a direction."""
+    """Construct a module that computes some of its weights from others, for example from a norm and a direction."""
     plain = object.__new__(torch_private.original_class(module))
     plain.__dict__.update(vars(module), _parameters=dict(module._parameters), _modules={})
     for key in module.parametrizations:
@@ -211,20 +213,21 @@ def _construct_parametrized(module: Any) -> None:
             setattr(module, key, plain._parameters[key].detach())  # type: ignore[union-attr]  # sets what it is computed from
 
 
-# --- models built again ----------------------------------------------------------------------------------------------
+# --- rebuilt models ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Twins:
-    """Models built again from the config that they keep: what their class has built, and what only a constructor sets.
+    """Models rebuilt from their configs, which show the modules that a class builds and the values that only
+    constructors set.
 
-    Large parameters have no storage there.
+    Large parameters have no storage in them.
     """
 
     built: dict[int, dict[str, nn.Module]]
-    """By the identity of a model that was built again: its twin's modules by name."""
+    """Modules of the rebuilt model by name, by identity of the original model."""
     counterparts: dict[int, nn.Module]
-    """By a module's identity: the module of the twin with its name, where it has the same class and parameters."""
+    """Module of the rebuilt model with the same name, class and parameters, by identity of the original module."""
 
     def of(self, module: nn.Module) -> nn.Module | None:
         """Return the counterpart of a module, if it holds any values."""
@@ -234,7 +237,7 @@ class Twins:
 
 
 def build_again(model: nn.Module) -> Twins:
-    """Build a model again from the config that it keeps, or those of its parts that have one."""
+    """Rebuild a model, or those of its parts that keep a config, from the config."""
     twins = Twins({}, {})
     covered: set[int] = set()
     for root in model.modules():
@@ -254,11 +257,11 @@ def build_again(model: nn.Module) -> Twins:
 
 
 def _built_again(root: nn.Module) -> nn.Module | None:
-    """Build a model again from its config: small parameters and buffers with their values; None if that is impossible.
+    """Rebuild a model from its config, with values of small parameters and buffers; return None if that is
+    impossible.
 
-    What only a constructor sets are scales, gates and masks; whatever is larger has no storage, and one FSDP module's
-    memory
-    stays the bound.
+    Values that only a constructor sets are scales, gates and masks. Larger tensors have no storage, so that memory
+    stays bounded by one FSDP module.
     """
     cls = torch_private.original_class(root)
     register = nn.Module.register_parameter
@@ -272,20 +275,20 @@ def _built_again(root: nn.Module) -> nn.Module | None:
         nn.Module.register_parameter = register_small  # type: ignore[method-assign, assignment]
         with torch.device("cpu"):
             return cls(copy.deepcopy(vars(root)["config"]))
-    except Exception:  # a constructor of somebody else's, which takes more than a config
+    except Exception:  # the constructor may need more than a config
         return None
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def outline(module: nn.Module) -> tuple[Any, ...]:
-    """Return what tells a module that the model's class has built from one that was put in its place."""
+    """Return a key that differs between a module that the class has built and one that replaced it."""
     own = tuple((key, tuple(param.shape)) for key, param in sorted(module._parameters.items()) if param is not None)
     return (torch_private.original_class(module), own)
 
 
 def _take_from(twin: nn.Module, module: nn.Module) -> None:
-    """Copy what a counterpart holds, where the module has it too."""
+    """Copy the values of a counterpart to a module that has the same tensors."""
     for here, there in ((module._parameters, twin._parameters), (module._buffers, twin._buffers)):
         for key, tensor in here.items():
             value = there.get(key)
@@ -293,7 +296,7 @@ def _take_from(twin: nn.Module, module: nn.Module) -> None:
                 tensor.copy_(value)
 
 
-# --- `_init_weights` -------------------------------------------------------------------------------------------------
+# --- `_init_weights` --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -301,13 +304,13 @@ class _Root:
     """An outermost model with `_init_weights`."""
 
     init_of: dict[int, InitFunction]
-    """What initialises a module, by the module's identity: those only that the root's class has built."""
+    """Initialization function by identity of the module, for modules that the root's class has built."""
     doubtful: list[nn.Module]
-    """Modules that may have been built by the root's class or later: nothing initialises them."""
+    """Modules that the root's class may or may not have built; nothing initializes them."""
 
 
 def _init_roots(model: nn.Module, twins: Twins) -> list[_Root]:
-    """Return the outermost models with `_init_weights`, and what they initialise."""
+    """Return the outermost models with `_init_weights`, with the modules that they initialize."""
     found: list[_Root] = []
     covered: set[int] = set()
     for module in model.modules():
@@ -333,7 +336,7 @@ def _transformers_models(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _other_root(root: nn.Module) -> _Root:
-    """Every module is initialised by `_init_weights` of the nearest module around it that has one."""
+    """Let `_init_weights` of the nearest enclosing module initialize each module."""
     init_of: dict[int, InitFunction] = {}
 
     def visit(module: nn.Module, init: InitFunction) -> None:
@@ -348,9 +351,10 @@ def _other_root(root: nn.Module) -> _Root:
 
 
 def _transformers_root(root: nn.Module, twins: Twins) -> _Root:
-    """Every module that the class has built is initialised by the nearest `PreTrainedModel` around it.
+    """Let the nearest enclosing `PreTrainedModel` initialize each module that its class has built.
 
-    A module whose place another class has taken may lie inside of that one now, or one like it; so those are doubtful.
+    A module that was replaced by a module of another class may be inside of the new one, which makes similar modules
+    there ambiguous.
     """
     built = twins.built.get(id(root))
     init_of: dict[int, InitFunction] = {}
@@ -377,19 +381,19 @@ def _transformers_root(root: nn.Module, twins: Twins) -> _Root:
 
 
 def _is_of_package(module: nn.Module, root: nn.Module) -> bool:
-    """Whether a module's class is torch's, transformers', or of the same package as the model's."""
+    """Return whether the class of a module comes from torch, transformers, or the package of the model."""
     packages = {torch_private.original_class(m).__module__.partition(".")[0] for m in (module, root)}
     return packages <= {"torch", "transformers", torch_private.original_class(root).__module__.partition(".")[0]}
 
 
 def _is_unknown(module: nn.Module, child: str) -> bool:
-    """Whether a child holds what an adapter adds, of a kind whose initialisation is not known."""
+    """Return whether a child holds parameters of an adapter whose initialization is not known."""
     around = ("base_layer", "original_module", "modules_to_save")
     return is_adapter(module) and child not in around and not hasattr(module, "reset_lora_parameters")
 
 
 def _reset_lora(model: nn.Module, layer: Any) -> None:
-    """Initialise the adapters of one layer as peft does when it adds them."""
+    """Initialize the adapters of one layer as PEFT does when it adds them."""
     configs: Any = next((vars(m)["peft_config"] for m in model.modules() if "peft_config" in vars(m)), {})
     for adapter in layer.r:
         how = getattr(configs.get(adapter), "init_lora_weights", True)

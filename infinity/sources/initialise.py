@@ -1,9 +1,9 @@
-"""First values of a model on the meta device: its own initialisation, FSDP module by FSDP module.
+"""Initial values of a model on the meta device, computed by the model's own initialization, one FSDP module at a
+time.
 
-Peak memory is one whole FSDP module, whatever the size of the model. Every call that initialises something runs under a
-seed
-of its own, derived from the run's seed and the module's name; so the values depend on neither world size, nor paths,
-nor the division into FSDP modules.
+Peak memory is one full FSDP module, whatever the size of the model. Every call that initializes something runs under
+a seed derived from the run's seed and the module's name, so that the values do not depend on world size, paths, or
+the division into FSDP modules.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from infinity.sources.init_steps import InitFunction
 __all__ = ["InitFunction", "ModuleInitialiser"]
 
 REMEDY = (
-    "give the model `_init_weights` or its modules `reset_parameters`, or pass init=function to infinity.offload, "
-    "which is called with every module and sets what they do not"
+    "add `_init_weights` to the model or `reset_parameters` to its modules, or pass init=function to infinity.offload, "
+    "which is called with every module and sets the remaining tensors"
 )
 
 
 class ModuleInitialiser(FirstValues):
-    """Runs a model's own initialisation for one FSDP module at a time."""
+    """Runs a model's own initialization for one FSDP module at a time."""
 
     def __init__(self, model: nn.Module, seed: int, function: InitFunction | None) -> None:
         self._model, self._seed, self._function = model, seed, function
-        self._plan_made: InitPlan | None = None  # made when it is first needed: not for a run that resumes
+        self._plan_made: InitPlan | None = None  # created on first use, because a resumed run does not need it
 
     @property
     def _plan(self) -> InitPlan:
@@ -47,15 +47,16 @@ class ModuleInitialiser(FirstValues):
     def check(
         self, model: nn.Module, members: Sequence[Member], layout: Layout, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Check that something sets every parameter that is on the meta device.
+        """Check that some call sets every parameter that is on the meta device.
 
         Raises:
-            UnsupportedError: nothing does, or what has a value already is not known; the parameters are named.
+            UnsupportedError: if no call does, or if it is unknown whether a real parameter has been initialized. The
+                message names the parameters.
         """
         if names := [m.names[0] for m in members if id(m.param.sharded_param) in self._plan.left_out]:
             raise UnsupportedError(
                 f"{', '.join(names)}: on a real device in a model that was built on the meta device, where "
-                "transformers initialises nothing; call model.to('meta') before fully_shard, and they are initialised"
+                "transformers skips initialization; call model.to('meta') before fully_shard to have them initialized"
             )
         members = [member for member in members if member.param.sharded_param.is_meta]
         for member in members:
@@ -65,29 +66,31 @@ class ModuleInitialiser(FirstValues):
                 )
             if classes := self._plan.rivals(member.param.sharded_param):
                 raise UnsupportedError(
-                    f"{' and '.join(member.names)} are one parameter, to which {' and '.join(classes)} give different "
-                    "first values: which of them counts is not known; pass init=function to infinity.offload"
+                    f"{' and '.join(member.names)} are one tied parameter, and {' and '.join(classes)} initialize it "
+                    "differently; pass init=function to infinity.offload"
                 )
         if not members:
-            return  # all values come from elsewhere, so it does not matter what constructors set
+            return  # all values come from elsewhere, so constructors do not matter
         if unset := [m.names[0] for m in members if not self._plan.sets(m.param.sharded_param)]:
             raise UnsupportedError(_unset(unset))
         if classes := self._plan.not_repeated:
             raise UnsupportedError(
-                f"the constructor of {', '.join(classes)} sets tensors by itself, which leaves no trace on the meta "
-                "device; pass init=function to infinity.offload, which is called with every module and does it again "
+                f"the constructor of {', '.join(classes)} sets tensors itself, which has no effect on the meta "
+                "device; pass init=function to infinity.offload, which is called with every module, to set them again "
                 "(or nothing), or build the model on a real device"
             )
 
     def values(self, fsdp_module: str, members: Sequence[Member]) -> ValueOf:
-        """Return what the model's own code sets the parameters of an FSDP module to; those on a real device stay as
-        they are.
+        """Return the values that the model's own code sets for an FSDP module; parameters on a real device keep
+        theirs.
 
         Args:
-            members: all parameters of an FSDP module, or some.
+            fsdp_module: name of the FSDP module.
+            members: all parameters of the FSDP module, or some of them.
 
         Raises:
-            UnsupportedError: the model's code fails; when asked for a parameter: nothing sets it, or not all of it.
+            UnsupportedError: if the model's code fails, or, when a value is requested, if the parameter is not set
+                completely.
         """
         wanted = {id(m.param.sharded_param): m.param.sharded_param for m in members if m.param.sharded_param.is_meta}
         whole = self._plan.run(wanted)
@@ -111,13 +114,15 @@ class ModuleInitialiser(FirstValues):
         return value_of
 
     def set_buffers(self, device: torch.device, known: Mapping[str, torch.Tensor]) -> None:
-        """Give every buffer that is still on the meta device its real value; see also that nothing else is left there.
+        """Initialize every buffer that is still on the meta device, and check that no other tensor remains there.
 
         Args:
-            known: values that come from elsewhere, by the buffer's name in the model; they need no initialisation.
+            device: device of the buffers.
+            known: values from another source, by name of the buffer, which need no initialization.
 
         Raises:
-            UnsupportedError: nothing computes a buffer, or an attribute is a tensor without value; it is named.
+            UnsupportedError: if nothing computes a buffer, or an attribute is a tensor without a value. The message
+                names it.
         """
         attributes = list(_meta_attributes(self._model))
         before = {id(buffer): (m, key) for m in self._model.modules() for key, buffer in m._buffers.items()}
@@ -127,14 +132,14 @@ class ModuleInitialiser(FirstValues):
                 owner, name = before[id(tensor)]
                 setattr(module, key, owner._buffers[name])
         if attributes and self._function is not None:
-            _ = self._plan  # the function has been called with every module then, and may have set them
+            _ = self._plan  # the function has now been called with every module and may have set them
         names = {id(module): name for name, module in self._model.named_modules()}
         left = [".".join(filter(None, (names[id(m)], path))) for m, _, path, _ in _meta_attributes(self._model)]
         if left:
             raise UnsupportedError(
-                f"{', '.join(left)}: on the meta device and no buffers, so nothing gives these tensors a value: use "
-                "register_buffer(name, tensor, persistent=False), set them in init=function, or build the model on a "
-                "real device"
+                f"{', '.join(left)}: on the meta device, but neither parameters nor buffers, so they cannot be "
+                "initialized; use register_buffer(name, tensor, persistent=False), set them in init=function, or build "
+                "the model on a real device"
             )
 
     def _set_buffers(self, device: torch.device, known: Mapping[str, torch.Tensor]) -> None:
@@ -150,17 +155,17 @@ class ModuleInitialiser(FirstValues):
         names = {id(buffer): name for name, buffer in self._model.named_buffers()}
         if unset := [names[key] for key, value in found.items() if value is None]:
             raise UnsupportedError(
-                f"buffers {', '.join(unset)} are on the meta device and nothing computes them: {REMEDY}; or build the "
+                f"buffers {', '.join(unset)} are on the meta device and cannot be initialized; {REMEDY}; or build the "
                 "model with torch.device('meta') around its parameters only"
             )
         _replace_buffers(self._model, {key: value.to(device) for key, value in found.items() if value is not None})
 
 
 def _meta_attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
-    """Yield tensors on the meta device among the plain attributes of modules, also in lists, tuples and dicts.
+    """Yield tensors on the meta device in plain attributes of modules, including lists, tuples and dicts.
 
     Yields:
-        The module, the attribute's name, the same with the place inside of it, and the tensor.
+        The module, the name of the attribute, the name with the position inside of it, and the tensor.
     """
     for module in model.modules():
         for key, value in vars(module).items():
@@ -176,7 +181,7 @@ def _unset(names: Iterable[str]) -> str:
 
 
 def _replace_buffers(model: nn.Module, new: Mapping[int, torch.Tensor]) -> None:
-    """Put tensors in the place of buffers, by their identity: a buffer that modules share stays shared."""
+    """Replace buffers by identity, so that a buffer shared by modules stays shared."""
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and id(buffer) in new:

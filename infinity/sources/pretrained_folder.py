@@ -1,9 +1,8 @@
-"""First values from safetensors, as `save_pretrained` writes them: which tensor becomes which, and FSDP module by FSDP
-module.
+"""Initial values from a folder of safetensors, as written by `save_pretrained`, read one FSDP module at a time.
 
-What transformers renames, fuses or splits while it loads is converted by its own rules (`transformers_names`). A tensor
-that only has another name is read slice by slice; where tensors are fused or split, memory is that of one conversion
-(the experts of one layer, say) beside the slices of one FSDP module.
+Tensors that transformers renames, fuses or splits while it loads are converted by its own rules
+(`transformers_names`). A tensor that is only renamed is read slice by slice. For fused or split tensors, memory is
+one conversion (for example, the experts of one layer) in addition to the slices of one FSDP module.
 """
 
 from __future__ import annotations
@@ -37,37 +36,38 @@ _SHOWN = 40  # lines of a report
 
 
 class PretrainedFolder(FirstValues):
-    """A folder of safetensors, as `save_pretrained` writes it."""
+    """A folder of safetensors, as written by `save_pretrained`."""
 
     def __init__(self, path: str | os.PathLike[str], initialiser: FirstValues, *, strict: bool = True) -> None:
         """Read the headers of the files.
 
         Args:
             path: see `WeightFiles`.
-            initialiser: gives the values of parameters that the folder need not have.
-            strict: refuse a folder that lacks tensors of the model, or has others.
+            initialiser: source of the values of parameters that the folder may lack.
+            strict: raise if the folder lacks tensors of the model or has unexpected ones.
 
         Raises:
-            ConfigError: there are no such files, or one is malformed.
+            ConfigError: if there are no such files, or one is malformed.
         """
         self._files, self._initialiser, self._strict = WeightFiles(path), initialiser, strict
-        # By name in the base of the model, and what gives that name; both are found by `check`.
+        # By name in the base model, and the function that returns that name; `check` sets both.
         self._made_by: dict[str, Conversion] = {}
         self._base_name: Callable[[str], str | None] = torch_private.unwrapped_name
 
     @property
     def files(self) -> WeightFiles:
-        """The files, and what lies in them."""
+        """Weight files of the folder."""
         return self._files
 
     def check(
         self, model: nn.Module, members: Sequence[Member], layout: Layout, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Find for every parameter and persistent buffer what it is made of.
+        """Find the source of every parameter and persistent buffer.
 
         Raises:
-            ConfigError: something is missing, unexpected, or of another shape or kind of dtype; all of it is listed.
-            UnsupportedError: a parameter is tensor-parallel, or what is missing cannot be initialised.
+            ConfigError: if tensors are missing, unexpected, or of another shape or kind of dtype. The message lists
+                all of them.
+            UnsupportedError: if a parameter is tensor-parallel, or a missing one cannot be initialized.
         """
         self._refuse_quantised()
         if apart := [member.names[0] for member in members if torch_private.is_tensor_parallel(member.param)]:
@@ -100,12 +100,12 @@ class PretrainedFolder(FirstValues):
         self._compare_tied(entries)
         self._initialiser.check(model, [member for member in members if self._lacks(member)], layout, optimizer)
         if misfit.missing:
-            _log.warning("not in %s, so initialised as by the model: %s", self._files.path, _grouped(misfit.missing))
+            _log.warning("missing in %s and initialized by the model: %s", self._files.path, _grouped(misfit.missing))
         if misfit.unexpected:
-            _log.warning("in %s, but not of this model: %s", self._files.path, _grouped(misfit.unexpected))
+            _log.warning("in %s, but not used by the model: %s", self._files.path, _grouped(misfit.unexpected))
 
     def _quantised(self, model: nn.Module) -> Quantised:
-        """Return the layers of a model whose weights are quantised as they are read, by names in its base."""
+        """Return the layers of a model whose weights are quantized while they are read, by name in the base model."""
         layers = {}
         for name, module in model.named_modules():
             if isinstance(module, QuantisedLinear) and (base_name := self._base_name(f"{name}.weight")) is not None:
@@ -118,13 +118,13 @@ class PretrainedFolder(FirstValues):
             refuse_quantised(read_json(config), self._files.path)
 
     def _compare_tied(self, entries: Mapping[tuple[str, ...], torch.Tensor]) -> None:
-        """Check that what is one parameter here does not have several values there."""
+        """Check that tensors that are one tied parameter in the model are equal in the folder."""
         for of_one in entries:
             there = [name for name in of_one if name in self._made_by]
             for other in there[1:]:
                 if not self._equal(there[0], other):
                     raise ConfigError(
-                        f"{there[0]} and {other} are one parameter in this model, but have different values in "
+                        f"{there[0]} and {other} are one tied parameter in the model, but differ in "
                         f"{self._files.path}; build the model with tie_word_embeddings=False"
                     )
 
@@ -143,15 +143,14 @@ class PretrainedFolder(FirstValues):
             return all(torch.equal(reader(first, part), reader(second, part)) for part in parts)
 
     def values(self, fsdp_module: str, members: Sequence[Member]) -> ValueOf:
-        """Return the values of an FSDP module: read when they are asked for, converted, or as the model initialises
-        them.
+        """Return the values of an FSDP module, which are read and converted, or initialized by the model, on request.
 
         Raises:
-            ConfigError: when asked: a file cannot be read.
+            ConfigError: if a file cannot be read when a value is requested.
         """
         absent = [position for position, member in enumerate(members) if self._lacks(member)]
         initial = self._initialiser.values(fsdp_module, [members[position] for position in absent]) if absent else None
-        made: dict[str, torch.Tensor] = {}  # what a conversion made for members that were not asked for yet
+        made: dict[str, torch.Tensor] = {}  # targets of a conversion for members that were not requested yet
 
         def value_of(position: int, section: str) -> torch.Tensor | None:
             if section != MASTER:
@@ -173,11 +172,11 @@ class PretrainedFolder(FirstValues):
         return not any(name in self._made_by for name in self._names(member))
 
     def _is_of_adapter(self, member: Member) -> bool:
-        """Whether the base of the model has no such parameter."""
+        """Return whether a parameter belongs to an adapter and not to the base model."""
         return all(self._base_name(name) is None for name in member.names)
 
     def _names(self, member: Member) -> tuple[str, ...]:
-        """Return the names of a parameter in the base of the model; of what only an adapter has, its own."""
+        """Return the names of a parameter in the base model, or its own names if it belongs to an adapter."""
         found = [name for own in member.names if (name := self._base_name(own)) is not None]
         return tuple(dict.fromkeys(found)) or tuple(map(torch_private.unwrapped_name, member.names))
 
@@ -191,7 +190,7 @@ class PretrainedFolder(FirstValues):
         return conversion.run({source: reader(source) for source in conversion.sources})
 
     def _local(self, found: Mapping[str, torch.Tensor], members: Sequence[Member]) -> dict[str, torch.Tensor]:
-        """Return this rank's elements of those tensors that are of these members, flat, as they are trained."""
+        """Return this rank's elements of the tensors that belong to `members`, flat, in the dtype that is trained."""
         local: dict[str, torch.Tensor] = {}
         for member in members:
             for name in self._names(member):
@@ -201,7 +200,7 @@ class PretrainedFolder(FirstValues):
         return local
 
     def buffers(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
-        """Return those persistent buffers that the folder has, in the dtypes of the model."""
+        """Return the persistent buffers that the folder has, in the dtypes of the model."""
         found: dict[str, torch.Tensor] = {}
         with closing(self._files.reader()) as reader:
             for name in torch_private.persistent_buffers(model):
@@ -214,11 +213,12 @@ class PretrainedFolder(FirstValues):
 
 @dataclass
 class _Misfit:
-    """What of a folder is not of a model."""
+    """Differences between a folder and a model."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
-    differing: dict[str, str] = field(default_factory=dict)  # names of other shapes or dtypes, and how they differ
+    # names of tensors with another shape or dtype, and the difference
+    differing: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     def compare(self, name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -228,7 +228,7 @@ class _Misfit:
             self.differing[name] = f"{found.dtype} in the folder, {wanted.dtype} in the model"
 
     def refuse(self, files: WeightFiles, model: nn.Module, *, strict: bool) -> None:
-        """Raise `ConfigError` with all that is wrong, if it is too much."""
+        """Raise `ConfigError` that lists all differences, if they are not allowed."""
         lines = [("another", name, why) for name, why in self.differing.items()]
         lines += [("not convertible", name, why) for name, why in self.failed.items()]
         if strict:
@@ -241,7 +241,7 @@ class _Misfit:
         if len(lines) > _SHOWN:
             shown.append(f"  and {len(lines) - _SHOWN} more")
         raise ConfigError(
-            f"the weights in {files.path} are not those of {names.class_name(model)}:\n" + "\n".join(shown) + "\n"
+            f"the weights in {files.path} do not match {names.class_name(model)}:\n" + "\n".join(shown) + "\n"
             + self._advice(model)
         )  # fmt: skip
 
@@ -250,7 +250,7 @@ class _Misfit:
             advice = "build the model from the folder's own config.json"
         else:
             advice = (
-                "build the model that was saved, or pass strict=False to initialise what is missing and pass over what "
+                "build the model that was saved, or pass strict=False to initialize missing tensors and pass over what "
                 "is unexpected"
             )
         if names.pretrained_model(model) is not None and not names.converts():
@@ -259,7 +259,6 @@ class _Misfit:
 
 
 def _like(member: Member) -> torch.Tensor:
-    """Return a whole parameter on the meta device."""
     return torch.empty(torch_private.full_shape(member.param), dtype=member.param.sharded_param.dtype, device="meta")
 
 
@@ -267,7 +266,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def _groups(found: Iterable[str]) -> list[str]:
-    """Return names, those that differ in one number only as one: ``layers.{0, 1, 2}.weight``."""
+    """Return names with those that differ in a single number combined: ``layers.{0, 1, 2}.weight``."""
     by_pattern: dict[str, list[str]] = {}
     for name in found:
         by_pattern.setdefault(_NUMBER.sub("*", name), []).append(name)

@@ -1,8 +1,7 @@
-"""Going on from a checkpoint whose pages lie otherwise: another world size, page size, dtype of computation or paths.
+"""Resume from a checkpoint with another page layout: other world size, page size, compute dtype or paths.
 
-A new run begins with the values of the checkpoint, read FSDP module by FSDP module, each rank what it will hold: memory
-is that of this
-rank's part of the master and states of one FSDP module.
+A new run starts with the values of the checkpoint. Each rank reads the part that it will hold, one FSDP module at a
+time, so that memory is this rank's part of the master and states of one FSDP module.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from infinity.store.marker import look_for_runs
 
 
 def lies_otherwise(old: RunFolder, new: RunFolder, checkpoint: CheckpointName, layout: Layout, ranks: Ranks) -> bool:
-    """Whether the pages of a checkpoint are not those of this layout, number of ranks and folders, on any rank.
+    """Return whether the pages of a checkpoint differ from this layout, number of ranks or folders, on any rank.
 
     Raises:
-        CheckpointError: a manifest is missing or malformed.
+        CheckpointError: if a manifest is missing or malformed.
     """
 
     def compare() -> bool:
         if old != new:
             return True
         if checkpoint.world_size != ranks.world_size:
-            # Where this node does not have them all, the next to read them says what is wrong.
+            # If this node does not have all manifests, the next reader reports which ones are missing.
             return all(
                 (old.checkpoints / checkpoint.of(rank).file_name).exists() for rank in range(checkpoint.world_size)
             )
@@ -55,13 +54,16 @@ def lies_otherwise(old: RunFolder, new: RunFolder, checkpoint: CheckpointName, l
 
 
 def folders_of(paths: Sequence[str | Path], run_id: str, held: Sequence[str | Path]) -> RunFolder:
-    """Return the folders that a run has on these paths, in its own order, whatever theirs is.
+    """Return the folders of a run on these paths, in the run's own order.
 
     Args:
+        paths: paths to search.
+        run_id: id of the run.
         held: paths whose locks this process holds.
 
     Raises:
-        CheckpointError: it has none, or others too that are not named. FolderBusyError: the run is live.
+        CheckpointError: if the run has no folder there, or has other folders that are not named.
+        FolderBusyError: if a live process owns the run.
     """
     ours = {Path(path).resolve() for path in held}
     runs = {run.run_id: run for run in look_for_runs(paths)[0]}
@@ -71,42 +73,45 @@ def folders_of(paths: Sequence[str | Path], run_id: str, held: Sequence[str | Pa
     run = runs[run_id]
     if not run.complete:
         raise CheckpointError(
-            f"run {run_id} lies on {run.paths} paths, {len(run.roots)} were named ({listed}); name them all"
+            f"run {run_id} has {run.paths} paths, but {len(run.roots)} are given ({listed}); list all of them"
         )
     others = tuple(root for root in run.in_order if root.parent.resolve() not in ours)
-    if owner := holder_of(RunFolder(run_id, others)):  # other runs there do not matter: nothing is written
+    # other runs in these paths do not matter, because nothing is written
+    if owner := holder_of(RunFolder(run_id, others)):
         named = ", ".join(str(root.parent) for root in others)
-        raise FolderBusyError(f"run {run_id} on {named} is in use by {owner}; resume when it has ended")
+        raise FolderBusyError(f"run {run_id} on {named} is in use by {owner}; resume after it has ended")
     return RunFolder(run_id, run.in_order)
 
 
 class ReshardSource(FirstValues):
-    """First values and progress of a run from a checkpoint that lies otherwise."""
+    """Initial values and progress of a run from a checkpoint with another layout."""
 
     def __init__(self, reader: CheckpointReader, ranks: Ranks) -> None:
-        self._reader, self._ranks = reader, ranks  # the checkpoint that is read; the ranks of the new run
-        self._index = {  # of parameters in the checkpoint, by all their names
+        self._reader, self._ranks = reader, ranks  # the checkpoint to read, and the ranks of the new run
+        self._index = {  # of parameters in the checkpoint, by each of their names
             name: index for index, spec in enumerate(reader.tensors) for name in spec.names
         }
 
     @property
     def reader(self) -> CheckpointReader:
-        """The checkpoint."""
+        """Reader of the checkpoint."""
         return self._reader
 
     def check(
         self, model: nn.Module, members: Sequence[Member], layout: Layout, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Check that the checkpoint is of this model and optimizer.
+        """Check that the checkpoint belongs to this model and optimizer.
 
         Raises:
-            CheckpointError: it is not; what differs is named.
+            CheckpointError: if it does not. The message names the difference.
         """
         run_id, step = self._reader.folder.run_id, self._reader.step
         check_optimizer(self._reader.manifest(0), name_of(optimizer))
         another = f"the checkpoint of step {step} of run {run_id} belongs to another model: "
         if len(members) != len(self._reader.tensors):
-            raise CheckpointError(f"{another}it has {len(self._reader.tensors)} parameters, this model {len(members)}")
+            raise CheckpointError(
+                f"{another}the checkpoint has {len(self._reader.tensors)} parameters, this model {len(members)}"
+            )
         for member, placed in zip(members, layout.shards, strict=True):
             self._check_member(member, placed.spec, layout.segments[placed.segment].format.kinds, another)
 
@@ -114,18 +119,18 @@ class ReshardSource(FirstValues):
         name = spec.name
         index = self._index.get(name, -1)
         if index < 0:
-            raise CheckpointError(f"{another}it has no parameter {name}")
+            raise CheckpointError(f"{another}the checkpoint has no parameter {name}")
         param = member.param
         shape, found = tuple(torch_private.full_shape(param)), self._reader.tensors[index].shape
         if shape != found:
-            raise CheckpointError(f"{another}{name} has shape {found} there, {shape} here")
+            raise CheckpointError(f"{another}{name} has shape {found} in the checkpoint and {shape} in the model")
         here = (dtype_name(param.sharded_param.dtype), kinds)
         there = (dtype_name(self._reader.dtype(index)), self._reader.kinds(index))
         if here != there:
-            raise CheckpointError(f"{another}{name} is trained as {there} there, {here} here")
+            raise CheckpointError(f"{another}{name} is trained as {there} in the checkpoint and {here} in the model")
 
     def values(self, fsdp_module: str, members: Sequence[Member]) -> ValueOf:
-        """Return slices of the checkpoint's parameters and states, which are read when they are asked for."""
+        """Return slices of the checkpoint's parameters and states, which are read on request."""
 
         def value_of(position: int, section: str) -> torch.Tensor:
             param, index = members[position].param, self._index[members[position].names[0]]
@@ -139,11 +144,13 @@ class ReshardSource(FirstValues):
         return value_of
 
     def buffers(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
-        """Return the checkpoint's buffers."""
+        """Return the buffers of the checkpoint."""
         return checkpointed_buffers(self._reader.manifest(0), self._reader.folder, model)
 
     def restore(self, model: nn.Module, members: Sequence[Member], groups: list[dict[str, Any]]) -> ResumedState:
-        """Put back buffers and settings, and random states where this rank was there; return the rest."""
+        """Restore buffers and settings, and random states if this rank existed in the checkpoint; return the
+        progress.
+        """
         rank = self._ranks.rank
         was_there = rank < self._reader.world_size
         manifest = self._reader.manifest(rank if was_there else 0)

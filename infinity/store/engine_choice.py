@@ -1,11 +1,13 @@
-"""Which engine `storage.engine = "auto"` is: the one that is measured to move a run's bytes faster on its drives.
+"""Choice of an engine for `storage.engine = "auto"`: the one that moves a run's bytes faster on its drives.
 
-Both move requests of the run's size in turn, half reads and half writes, on all paths at once. What counts is the bytes
-in the time that they take and, as a step that computes gives way to them, the processor time over the number of cores.
-io_uring is taken unless threads are proven to be faster by more than `MARGIN`: by a sign test over the rounds, so that
-on a drive that others use, too, where two measurements of one engine differ by a third, luck does not choose. Measuring
-ends as soon as the rounds that are left cannot prove it any more. The result is kept in the runtime folder by drive and
-size of requests, so that later runs find it.
+Both engines are measured in turn on all paths at once, with requests of the run's size, half reads and half writes. The
+result is the number of bytes divided by the sum of two times: the elapsed time and, because compute and I/O share the
+processor during a step, the processor time divided by the number of cores.
+
+io_uring is used unless threads are proven to be faster by more than `MARGIN`. The proof is a sign test over the rounds.
+On a shared drive, two measurements of the same engine can differ by a third, and the test prevents a choice by chance.
+Measuring stops as soon as the remaining rounds can no longer prove a difference. The result is stored in the runtime
+folder by drive and request size, for later runs.
 """
 
 from __future__ import annotations
@@ -29,47 +31,48 @@ from infinity.units import GIB, MIB, format_size
 
 CACHE_NAME = "engines.json"
 ROUNDS: Final = 8
-"""At most; each measures both engines."""
+"""Maximum number of rounds. Each round measures both engines."""
 LEAST_STATE: Final = GIB
-"""Bytes of a state that is worth measuring: its first step moves as many as measuring does."""
-_DOUBT = 0.05  # the probability that threads which are no faster seem to be
-_SECONDS, _ALL_SECONDS = 0.1, 2.0  # of one measurement, of all together
-_FLIGHT_BYTES = 64 * MIB  # in flight at most, and written to each path in one measurement
-_LARGEST = 4 * MIB  # request
+"""State size in bytes from which measuring pays off: a step then moves as many bytes as the measurement."""
+_DOUBT = 0.05  # maximum probability that threads appear faster by chance
+_SECONDS, _ALL_SECONDS = 0.1, 2.0  # per measurement and in total
+_FLIGHT_BYTES = 64 * MIB  # maximum in flight, and maximum written to each path per measurement
+_LARGEST = 4 * MIB  # request size
 
 
 class EngineChoice(NamedTuple):
-    """What `storage.engine` is to be for a run, and why; without a reason, as the settings say."""
+    """Engine for a run, and the reason. The reason is empty if the engine was set explicitly."""
 
     engine: Literal["auto", "io_uring", "threads"]
-    """With ``auto``, io_uring where the kernel has it."""
+    """With ``auto``, io_uring is used if the kernel supports it."""
     reason: str
 
 
 class Found(NamedTuple):
-    """What a measurement has found."""
+    """Result of a measurement."""
 
     ratio: float
-    """Of threads to io_uring, the median of the rounds; above 1, threads are faster."""
+    """Speed of threads relative to io_uring, as the median of the rounds."""
     threads: bool
-    """Whether they are proven to be."""
+    """``True`` if threads are proven to be faster."""
 
 
 def choose_engine(storage: StorageConfig, page_bytes: int, state_bytes: int, runtime: Path) -> EngineChoice:
-    """Return the engine to take for a run whose folders exist.
+    """Return the engine for a run whose folders exist.
 
-    What cannot be measured is io_uring; that may cost speed, never correctness, and the reason says it.
+    If the engines cannot be measured, io_uring is used. That may reduce speed, but never affects results. The reason
+    states it.
 
     Args:
-        storage: of the run.
-        page_bytes: of its pages.
-        state_bytes: of all its ranks on this node.
-        runtime: folder where the result is kept.
+        storage: Storage settings of the run.
+        page_bytes: Page size in bytes.
+        state_bytes: Size of the state of all ranks on this node, in bytes.
+        runtime: Folder where the result is stored.
     """
     if storage.engine != "auto":
         return EngineChoice(storage.engine, "")
     if state_bytes < LEAST_STATE:
-        return EngineChoice("auto", f"io_uring available; {format_size(state_bytes)} of state are not worth measuring")
+        return EngineChoice("auto", f"io_uring available; {format_size(state_bytes)} of state is too little to measure")
     block = min(storage.request_bytes, page_bytes, _LARGEST)
     point = Point(load=Load.BOTH, block_bytes=block, depth=min(storage.queue_depth, _FLIGHT_BYTES // block))
     try:
@@ -77,17 +80,23 @@ def choose_engine(storage: StorageConfig, page_bytes: int, state_bytes: int, run
         found = _kept(key, runtime)
         if found is None:
             found, when = measure_engines(storage, point), "measured now"
-            remember(runtime / CACHE_NAME, key, found._asdict(), "which engine is faster")
+            remember(runtime / CACHE_NAME, key, found._asdict(), "the faster engine")
     except (InfinityError, OSError) as error:
-        return EngineChoice("auto", f"io_uring available; whether threads are faster was not measured ({error})")
+        return EngineChoice("auto", f"io_uring available; could not measure whether threads are faster ({error})")
     said = f"threads are {found.ratio:.2f} times as fast as io_uring ({when})"
     if found.threads:
         return EngineChoice("threads", said)
-    return EngineChoice("auto", f"io_uring available; {said}, which is not more than {MARGIN:.0%} beyond doubt")
+    return EngineChoice("auto", f"io_uring available; {said}, which does not prove an advantage of {MARGIN:.0%}")
 
 
 def measure_engines(storage: StorageConfig, point: Point) -> Found:
-    """Measure both engines in turn on all paths. Raises as `open_bench`, and `ConfigError` if io_uring is refused."""
+    """Measure both engines in turn on all paths.
+
+    Raises:
+        ConfigError: if io_uring is not available.
+
+    Also raises the errors of `open_bench`.
+    """
     with (
         open_bench(storage.paths, [point], file_bytes=2 * _FLIGHT_BYTES, engine="io_uring") as bench,
         bench.through("io_uring", point) as rings,
@@ -97,7 +106,14 @@ def measure_engines(storage: StorageConfig, point: Point) -> Found:
 
 
 def in_turn(threads: Callable[[], float], rings: Callable[[], float]) -> Found:
-    """Return what rounds of two measurements prove; each returns a speed, and each is the first in every second one."""
+    """Return the result of alternating measurements.
+
+    The order of the two measurements alternates between rounds.
+
+    Args:
+        threads: Measures threads and returns their speed.
+        rings: Measures io_uring and returns its speed.
+    """
     ratios: list[float] = []
     end = time.monotonic() + _ALL_SECONDS
     won = 0
@@ -113,13 +129,13 @@ def in_turn(threads: Callable[[], float], rings: Callable[[], float]) -> Found:
 
 
 def _proves(won: int, rounds: int) -> bool:
-    """Whether so many rounds are won by luck less often than `_DOUBT`, if each is as likely lost."""
+    """Return whether winning `won` of `rounds` rounds by chance is less likely than `_DOUBT`."""
     by_luck: float = sum(comb(rounds, more) for more in range(won, rounds + 1)) / 2**rounds
     return by_luck < _DOUBT
 
 
 def _speed(bench: Bench, point: Point) -> float:
-    """Return bytes per second of the time that they take, and of the processor's, spread over the cores."""
+    """Return the throughput in bytes per second of elapsed time plus processor time divided by the number of cores."""
     began, busy = time.perf_counter(), time.process_time()
     found = bench.measure(point, seconds=_SECONDS, most_written=_FLIGHT_BYTES).values()
     seconds, busy = time.perf_counter() - began, time.process_time() - busy
@@ -128,7 +144,7 @@ def _speed(bench: Bench, point: Point) -> float:
 
 
 def _key(storage: StorageConfig, point: Point) -> str:
-    """Return what the result depends on. Raises `OSError`: a path cannot be looked at."""
+    """Return a key for everything that the result depends on. Raises `OSError` if a path cannot be inspected."""
     places = [locate(path) for path in storage.paths]
     drives = sorted(f"{place.drive.identity}:{place.file_system}" for place in places)
     return "|".join((*drives, platform.release(), f"{point.block_bytes}x{point.depth}"))

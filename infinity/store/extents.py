@@ -1,7 +1,7 @@
-"""Where page versions lie on the NVMe paths.
+"""Assignment of page versions to extents of the data files.
 
-Every path holds one data file per rank. A file is a row of *slots*; pages of the same length on the same path
-share a class of slots, so space never fragments and the whole need is known before the first byte is written.
+Each rank has one data file per NVMe path. A file consists of *slots*. Pages of the same length on the same path share a
+class of slots. Therefore space never fragments, and the required size is known before the first byte is written.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from infinity.deadline import wait_a_while
 from infinity.errors import StallError
 
 SPARE_SLOTS = 16
-"""Writes of one class that a run may have in flight at once at most, each of which needs a slot more."""
+"""Maximum number of writes in flight per class. Each of them needs an additional slot."""
 _SPARE_PARTS = 25
-"""Spare slots of a class: one for so many pages of it, or a part of them. Further writes wait for one that ends."""
+"""Number of pages of a class per spare slot, rounded up. A write without a free slot waits until another one ends."""
 
 
 class Extent(NamedTuple):
-    """A run of bytes of one path's data file."""
+    """Range of bytes in the data file of a path."""
 
     path: int
-    """Number of the NVMe path, in the run's order."""
+    """Index of the NVMe path, in the order of the run."""
     offset: int
-    """Of its first byte."""
+    """Offset of the first byte."""
     length: int
-    """Bytes."""
+    """Length in bytes."""
 
 
 def spread(pages: Sequence[Page], stripe_weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the path of every page so that bytes follow `shares`, role by role and in page order.
+    """Return the path of every page, so that bytes follow `stripe_weights` for each role and in page order.
 
-    Consecutive pages alternate between paths, so that any stretch of the trace keeps all drives busy. Only a path that
-    is behind its share gets a page, so none is ever further from it than one page (the quota method of Balinski and
-    Young, 1975).
+    Consecutive pages alternate between paths, so that any stretch of the trace uses all drives. Only a path that has
+    less than its stripe weight receives a page. Therefore no path deviates by more than one page (the quota method of
+    Balinski and Young, 1975).
     """
     total = sum(stripe_weights)
     given: dict[Role, list[float]] = {role: [0.0] * len(stripe_weights) for role in Role}
@@ -58,9 +58,9 @@ def spread(pages: Sequence[Page], stripe_weights: Sequence[float]) -> tuple[int,
 
 
 def respread(pages: Sequence[Page], paths: Sequence[int], stripe_weights: Sequence[float]) -> tuple[int, ...]:
-    """Return new paths of pages so that bytes follow `shares`, role by role, and as few pages as possible move.
+    """Return new paths, so that bytes follow `stripe_weights` for each role and as few pages as possible move.
 
-    The pages that leave a path are spread evenly over those that it has. Fixed pages stay, as they are never written.
+    The pages that leave a path are distributed evenly over its pages. Fixed pages stay, because they are never written.
     """
     moved = list(paths)
     for role in Role:
@@ -68,13 +68,13 @@ def respread(pages: Sequence[Page], paths: Sequence[int], stripe_weights: Sequen
         loads = [0.0] * len(stripe_weights)
         for page in mine:
             loads[paths[page.index]] += page.nbytes
-        # Bytes by which a path has too much.
+        # Bytes in excess of the stripe weight, by path.
         surplus = [
             load - sum(loads) * stripe_weight / sum(stripe_weights)
             for load, stripe_weight in zip(loads, stripe_weights, strict=True)
         ]
         leaving = [max(0.0, extra / load) if load else 0.0 for extra, load in zip(surplus, loads, strict=True)]
-        due = [0.0] * len(stripe_weights)  # bytes that should have left by now
+        due = [0.0] * len(stripe_weights)  # bytes that should have moved so far
         for page in mine:
             path = paths[page.index]
             due[path] += leaving[path] * page.nbytes
@@ -88,7 +88,7 @@ def respread(pages: Sequence[Page], paths: Sequence[int], stripe_weights: Sequen
 
 @dataclass(frozen=True, kw_only=True)
 class SlotClass:
-    """`count` slots of `length` bytes, from `offset` on, in the file of `path`."""
+    """`count` slots of `length` bytes in the file of `path`, starting at `offset`."""
 
     path: int
     length: int
@@ -101,19 +101,20 @@ class SlotClass:
 
 
 def plan_slots(pages: Sequence[Page], paths: Sequence[int], spare: int, retained: int) -> tuple[SlotClass, ...]:
-    """Return the slots that hold the retained checkpoints, one newer version of every page, and writes in flight.
+    """Return the slots for the retained checkpoints, one newer version of every page, and writes in flight.
 
-    A fixed page has one slot, as all checkpoints name the same version of it. Classes for another retained checkpoint
-    lie
-    behind all others, so that a resumed run may retain more or fewer.
+    A fixed page has one slot, because all checkpoints name the same version of it. The slots of each additional
+    retained checkpoint follow all others, so that a resumed run can retain more or fewer checkpoints.
 
     Args:
-        pages: those of the state.
-        paths: path of every page.
-        spare: writes of a class that may be in flight at once at most; each needs one slot more.
-        retained: checkpoints that are kept.
+        pages: Pages of the state.
+        paths: Path of every page.
+        spare: Maximum number of writes in flight per class. Each of them needs an additional slot.
+        retained: Number of checkpoints to keep.
     """
     members, changing = _counted(pages, [(path,) for path in paths])
+    # One slot per retained checkpoint plus one for the current version: a write always finds a slot that no checkpoint
+    # names.
     newest = {key: count + _spare(changing[key], spare) for key, count in members.items()}
     offsets = [0] * (max(paths, default=0) + 1)
     classes = []
@@ -125,7 +126,7 @@ def plan_slots(pages: Sequence[Page], paths: Sequence[int], spare: int, retained
 
 
 def file_sizes(classes: Iterable[SlotClass], paths: int) -> tuple[int, ...]:
-    """Return the size in bytes of every path's data file."""
+    """Return the size of every path's data file in bytes."""
     sizes = [0] * paths
     for item in classes:
         sizes[item.path] = max(sizes[item.path], item.offset + item.count * item.length)
@@ -139,14 +140,14 @@ def needed_slots(
     retained: int,
     edited: Collection[int] = (),
 ) -> Counter[tuple[int, int]]:
-    """Return how many slots there must be by (path, length), as `plan_slots`, where pages lie on several paths.
+    """Return the number of slots by (path, length), like `plan_slots`, for pages that may be stored on several paths.
 
     Args:
-        pages: some pages of the rank.
-        paths: by page of these, all paths that a version of it lies on, or will.
-        spare: writes of a class that may be in flight at once at most.
-        retained: checkpoints that are kept.
-        edited: fixed pages that are written again all the same.
+        pages: Pages of the rank, or some of them.
+        paths: For each of these pages, all paths that store a version of it or will do so.
+        spare: Maximum number of writes in flight per class.
+        retained: Number of checkpoints to keep.
+        edited: Fixed pages that may be rewritten.
     """
     members, changing = _counted(pages, paths, edited)
     return Counter(
@@ -157,7 +158,7 @@ def needed_slots(
 def _counted(
     pages: Sequence[Page], paths: Sequence[Collection[int]], edited: Collection[int] = ()
 ) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
-    """Return how many pages are on each path, by (path, length): all, and those that are written again and again."""
+    """Return the number of pages by (path, length): all pages, and the pages that are rewritten."""
     members: Counter[tuple[int, int]] = Counter()
     changing: Counter[tuple[int, int]] = Counter()
     for page, on in zip(pages, paths, strict=True):
@@ -168,7 +169,7 @@ def _counted(
 
 
 def _spare(count: int, most: int) -> int:
-    """Return the spare slots of a class of so many pages."""
+    """Return the number of spare slots for a class of `count` pages."""
     return min(most, -(-count // _SPARE_PARTS))
 
 
@@ -178,13 +179,14 @@ def missing_slots(
     used: Collection[Extent] = (),
     behind: Sequence[SlotClass] = (),
 ) -> tuple[SlotClass, ...]:
-    """Return further slots, behind the classes and between what is used there, so that there are as many as needed.
+    """Return the additional slots that are needed. They follow the existing slots and fill gaps between used extents.
 
     Args:
-        classes: the slots so far.
-        needed: how many slots there must be by (path, length).
-        used: extents of checkpointed pages; those that are no slots count as such, and slots that they touch do not.
-        behind: other slots that they are to lie behind.
+        classes: Existing slots.
+        needed: Required number of slots by (path, length).
+        used: Extents of checkpointed pages. An extent that is not a slot counts as one; slots that overlap an extent do
+            not count.
+        behind: Other slots that the additional ones must follow.
     """
     taken = _Used(used)
     there = Counter((extent.path, extent.length) for extent in set(used))
@@ -216,13 +218,13 @@ def further_slots(
     members: Mapping[tuple[int, int], int],
     spare: int,
 ) -> tuple[SlotClass, ...]:
-    """Return further slots for pages that are more now, without a look at those that there are.
+    """Return additional slots for an increased number of pages, without inspecting existing slots.
 
     Args:
-        ends: in bytes, by path, where the slots so far end; they suffice for the pages before.
-        before: how many pages there were by (path, length).
-        members: how many there are now.
-        spare: writes of a class that may be in flight at once at most.
+        ends: End of the existing slots in bytes, by path. They suffice for the pages in `before`.
+        before: Previous number of pages by (path, length).
+        members: New number of pages by (path, length).
+        spare: Maximum number of writes in flight per class.
     """
     ends, more = list(ends), []
     for (path, length), count in sorted(members.items()):
@@ -235,7 +237,7 @@ def further_slots(
 
 
 class _Used:
-    """Extents that do not overlap each other, and what they touch."""
+    """Extents that do not overlap each other, and queries for overlap with them."""
 
     def __init__(self, used: Iterable[Extent]) -> None:
         self._spans: dict[int, list[tuple[int, int]]] = defaultdict(list)  # sorted (offset, end) by path
@@ -243,18 +245,18 @@ class _Used:
             self._spans[path].append((offset, offset + length))
 
     def touch(self, slot: Extent) -> bool:
-        """Whether one of them has a byte of a slot."""
+        """Return whether one of the extents overlaps a slot."""
         spans = self._spans[slot.path]
         before = bisect_left(spans, (slot.offset + slot.length, 0)) - 1  # the last that begins before the slot ends
         return before >= 0 and spans[before][1] > slot.offset
 
     def behind(self, path: int, offset: int) -> Iterator[tuple[int, int]]:
-        """Yield (begin, end) of the extents that end behind `offset`."""
+        """Yield (begin, end) of the extents that end after `offset`."""
         return (span for span in self._spans[path] if span[1] > offset)
 
 
 def overlapping(used: Iterable[Extent]) -> Extent | None:
-    """Return an extent that shares a byte with another one, if there is one."""
+    """Return an extent that overlaps another one, if any."""
     last = Extent(-1, 0, 0)
     for extent in sorted(set(used)):
         if last.path == extent.path and extent.offset < last.offset + last.length:
@@ -264,36 +266,37 @@ def overlapping(used: Iterable[Extent]) -> Extent | None:
 
 
 class ExtentAllocator:
-    """Hands out slots. Safe to call from several threads."""
+    """Allocates slots. Thread-safe."""
 
     def __init__(self, classes: Sequence[SlotClass], used: Iterable[Extent] = ()) -> None:
-        """Begin with all slots free but those that are touched by what is in use.
+        """Initialize with all slots free except the ones that overlap a used extent.
 
         Args:
-            classes: all slots.
-            used: extents of checkpointed pages, which do not overlap each other; each is a slot when it is given back,
-                wherever it lies.
+            classes: All slots.
+            used: Extents of checkpointed pages, which do not overlap each other. Each becomes a slot when it is freed,
+                wherever it is stored.
         """
         taken = _Used(used)
         self._freed = Condition()
-        """Lock of `_free`; notified when a slot comes back."""
+        """Lock of `_free`. Notified when a slot is freed."""
         self._free: dict[tuple[int, int], list[int]] = {}
-        """Offsets in bytes of free slots by (path, length), the lowest last."""
+        """Offsets of free slots in bytes by (path, length), the lowest last."""
         self.add(classes, taken)
 
     def add(self, classes: Sequence[SlotClass], taken: _Used | None = None) -> None:
-        """Have these slots too, but those that something touches; they are taken after those so far."""
+        """Add slots, except the ones that overlap an extent in `taken`. Existing free slots are used first."""
         with self._freed:
             for item in classes:
+                # A slot that overlaps a checkpointed page is never handed out: writing it would destroy the checkpoint.
                 free = [slot.offset for slot in item if taken is None or not taken.touch(slot)]
                 self._free.setdefault((item.path, item.length), [])[:0] = reversed(free)
             self._freed.notify_all()
 
     def take(self, path: int, length: int, timeout: float) -> Extent:
-        """Return a free slot, waiting for one if all are in use by versions that are being replaced.
+        """Return a free slot. If all slots are in use by versions that are being replaced, wait for one.
 
         Raises:
-            StallError: none was freed within `timeout` seconds.
+            StallError: if no slot is freed within `timeout` seconds.
         """
         with self._freed:
             free = self._free.setdefault((path, length), [])
@@ -305,19 +308,23 @@ class ExtentAllocator:
             return Extent(path, free.pop(), length)
 
     def take_free(self, path: int, length: int) -> Extent | None:
-        """Return a slot, or None where none is free."""
+        """Return a free slot, or ``None`` if there is no free slot."""
         with self._freed:
             free = self._free.get((path, length))
             return Extent(path, free.pop(), length) if free else None
 
     def give(self, extent: Extent) -> None:
-        """Take a slot back."""
+        """Free a slot."""
         with self._freed:
             self._free.setdefault((extent.path, extent.length), []).append(extent.offset)
             self._freed.notify_all()
 
     def drain(self, classes: Sequence[SlotClass]) -> bool:
-        """Have no slots any more, if all of these, which are all that there are, are free; return whether they were."""
+        """Remove all slots if all of them are free. Return whether they were.
+
+        Args:
+            classes: All existing slots.
+        """
         with self._freed:
             if sum(map(len, self._free.values())) < sum(item.count for item in classes):
                 return False

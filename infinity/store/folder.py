@@ -1,7 +1,7 @@
-"""Run directories on the NVMe paths, and the locks that give each path to one run at a time.
+"""Run folders on the NVMe paths, and the locks that give each path to one run at a time.
 
 <path>/infinity.lock.<local rank>       locked (flock) by the live run; contains its run id, process and host
-<path>/<run id>/infinity.run            marker: identifies a run directory and its position among the run's paths
+<path>/<run id>/infinity.run            marker: identifies a run folder and its position among the run's paths
 <path>/<run id>/rank00000.pages         data file of one rank
 <path>/<run id>/checkpoints/            manifests, on the first path only
 
@@ -55,10 +55,10 @@ _log = logging.getLogger("infinity")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Directories of one run, one per NVMe path. The object holds only names; the directories may not exist.
+    """Folders of one run, one per NVMe path. The object holds only names; the folders may not exist.
 
-    `create` makes the directories and then writes the markers, so a directory without a marker is an interrupted start.
-    `remove` deletes the checkpoints first and the marker last, so an interrupted removal leaves a directory that is
+    `create` makes the folders and then writes the markers, so a folder without a marker is an interrupted start.
+    `remove` deletes the checkpoints first and the marker last, so an interrupted removal leaves a folder that is
     still recognized as a run and that the next removal deletes.
     """
 
@@ -68,7 +68,7 @@ class RunFolder:
 
     @classmethod
     def of(cls, paths: Sequence[str | Path], run_id: str) -> RunFolder:
-        """Return the directories of run `run_id` on the configured paths."""
+        """Return the folders of run `run_id` on the configured paths."""
         return cls(run_id, tuple(Path(path) / run_id for path in paths))
 
     def data_file(self, path: int, rank: int) -> Path:
@@ -77,14 +77,14 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Directory of the manifests."""
+        """Folder of the manifests."""
         return self.roots[0] / "checkpoints"
 
     def create(self) -> None:
-        """Create the directories or validate existing ones, and write their markers.
+        """Create the folders or validate existing ones, and write their markers.
 
         Raises:
-            ConfigError: if a path is not writable, or if another user can modify a directory.
+            ConfigError: if a path is not writable, or if another user can modify a folder.
         """
         folder = self.roots[0]
         try:
@@ -95,7 +95,7 @@ class RunFolder:
             own_folder(self.checkpoints, parents=False)
             sync_folder(self.roots[0])
         except OSError as error:
-            raise ConfigError(f"cannot use run directory {folder}: {error.strerror}") from error
+            raise ConfigError(f"run folder {folder} cannot be used: {error.strerror}") from error
 
     def remove(self) -> None:
         """Remove the run from all paths, checkpoints first and markers last. Symbolic links are not followed.
@@ -111,7 +111,7 @@ class RunFolder:
                 _remove_empty(folder, root)
 
     def remove_file(self, file: Path) -> None:
-        """Remove a file inside one of the directories, at any depth. Symbolic links are not followed.
+        """Remove a file inside one of the folders, at any depth. Symbolic links are not followed.
 
         Raises:
             OSError: if the file cannot be removed.
@@ -125,20 +125,20 @@ class RunFolder:
                 os.unlink(file.name, dir_fd=folder)
 
     def remove_rank(self, rank: int, *, checkpoints: bool) -> None:
-        """Remove the files of one rank. The last rank of this node also removes the directories.
+        """Remove the files of one rank. The last rank of this node also removes the folders.
 
         Args:
             rank: Rank whose files are removed.
-            checkpoints: Whether to remove the checkpoint directory as well, for all ranks of this node.
+            checkpoints: Whether to remove the checkpoint folder as well, for all ranks of this node.
 
         Raises:
-            OSError: if a file or directory cannot be removed.
+            OSError: if a file or folder cannot be removed.
         """
-        # Paths are used instead of directory descriptors because the process may have exhausted its descriptors. This
-        # is safe: only the current user can create links in these directories.
+        # Paths are used instead of folder descriptors because the process may have exhausted its descriptors. This
+        # is safe: only the current user can create links in these folders.
         own = {number: root for number, root in enumerate(self.roots) if _is_own(root)}
         if 0 in own and self.checkpoints.is_dir() and not self.checkpoints.is_symlink():
-            with suppress(FileNotFoundError):  # the first rank of this node removes the whole directory
+            with suppress(FileNotFoundError):  # the first rank of this node removes the whole folder
                 self._remove_checkpoints("*" if checkpoints else f"step*.rank{rank:05d}[.-]*")
         for number in own:
             self.data_file(number, rank).unlink(missing_ok=True)
@@ -149,7 +149,7 @@ class RunFolder:
                     root.rmdir()
 
     def _remove_checkpoints(self, pattern: str) -> None:
-        """Remove matching entries durably, before any data file is removed; remove an emptied directory as well."""
+        """Remove matching entries durably, before any data file is removed; remove an emptied folder as well."""
         names = fnmatch.filter(os.listdir(self.checkpoints), pattern)
         # A manifest must not outlive the state file and the data file that it refers to.
         for name in sorted(names, key=lambda name: not name.endswith(".json")):
@@ -173,15 +173,15 @@ def _is_own(root: Path) -> bool:
 
 @contextmanager
 def opened_folder(path: Path, parent: int | None = None) -> Iterator[int]:
-    """Yield a descriptor of a directory, so that later operations stay in it even if its name is replaced.
+    """Yield a descriptor of a folder, so that later operations stay in it even if its name is replaced.
 
     Args:
-        path: Directory to open. Its last component must not be a symbolic link.
-        parent: Descriptor of the parent directory. By default the whole path is resolved.
+        path: Folder to open. Its last component must not be a symbolic link.
+        parent: Descriptor of the parent folder. By default the whole path is resolved.
 
     Raises:
-        FileNotFoundError: if the directory does not exist.
-        NotADirectoryError: if the path is a symbolic link or not a directory.
+        FileNotFoundError: if the folder does not exist.
+        NotADirectoryError: if the path is a symbolic link or not a folder.
         OSError: if `os.open` fails for another reason.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -189,7 +189,7 @@ def opened_folder(path: Path, parent: int | None = None) -> Iterator[int]:
         with _naming(path):
             descriptor = os.open(path if parent is None else path.name, flags, dir_fd=parent)
     except NotADirectoryError as error:
-        raise NotADirectoryError(error.errno, "symbolic link or not a directory", str(path)) from error
+        raise NotADirectoryError(error.errno, "it is a link or not a folder", str(path)) from error
     try:
         yield descriptor
     finally:
@@ -197,7 +197,7 @@ def opened_folder(path: Path, parent: int | None = None) -> Iterator[int]:
 
 
 def _remove_folder(parent: int, path: Path) -> None:
-    """Remove a subdirectory of an open directory if it exists. Raises `OSError`."""
+    """Remove a subfolder of an open folder if it exists. Raises `OSError`."""
     with suppress(FileNotFoundError):
         with opened_folder(path, parent) as folder:
             _clear(folder, path)
@@ -217,7 +217,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _clear(folder: int, path: Path, but: str = "") -> None:
-    """Remove the contents of an open directory; `path` is used in error messages. Raises `OSError`."""
+    """Remove the contents of an open folder; `path` is used in error messages. Raises `OSError`."""
     for name in os.listdir(folder):
         if name == but:
             continue
@@ -229,7 +229,7 @@ def _clear(folder: int, path: Path, but: str = "") -> None:
 
 
 def _remove_empty(folder: int, root: Path) -> None:
-    """Remove a run directory that contains only its marker."""
+    """Remove a run folder that contains only its marker."""
     with suppress(FileNotFoundError):  # another rank may have removed it
         os.unlink(MARKER_NAME, dir_fd=folder)
     with suppress(FileNotFoundError):
@@ -251,7 +251,7 @@ def make_paths(paths: Sequence[str | Path]) -> list[Path]:
                 sync_folder(path.parent)
         except OSError as error:
             unmake_paths(made)
-            raise ConfigError(f"storage.paths: cannot create {str(path)!r}: {error.strerror}") from error
+            raise ConfigError(f"storage.paths: {str(path)!r} cannot be created: {error.strerror}") from error
     return made
 
 
@@ -301,14 +301,14 @@ class FolderLock:
         _held.add(lock)
         try:
             with ExitStack() as starting:
-                # Lock order: first all directories (shared), then all lock files. While a removal holds the directories
+                # Lock order: first all folders (shared), then all lock files. While a removal holds the folders
                 # exclusively, no start creates a lock file, so the list of live runs that the removal made stays valid.
                 # All waits are bounded, so a start and a removal that lock paths in opposite orders both return.
                 for path in paths:
                     if not starting.enter_context(_folder_locked(Path(path), fcntl.LOCK_SH, _START_SECONDS)):
                         raise FolderBusyError(
                             f"{path} has been locked for {_START_SECONDS:g} s. Answer the prompt of a running "
-                            f"`infinity store gc` or `rm`, or stop the process that locks the directory. "
+                            f"`infinity store gc` or `rm`, or stop the process that locks the folder. "
                             f"To find it: {_who_has(path)}"
                         )
                 for path in paths:
@@ -343,7 +343,7 @@ class FolderLock:
                         return
                 elif not _locked(descriptor, fcntl.LOCK_SH, file):
                     raise FolderBusyError(
-                        f"{path} is in use by {describe_holder(file)}. Wait until it ends or use another directory."
+                        f"{path} is in use by {describe_holder(file)}. Wait until it ends or use another folder."
                     )
                 elif time.monotonic() > end:
                     raise FolderBusyError(
@@ -367,7 +367,7 @@ class FolderLock:
                 os.truncate(descriptor, 0)
                 os.pwrite(descriptor, json.dumps(holder).encode(), 0)
             except OSError as error:
-                raise ConfigError(f"storage.paths: cannot write {file}: {error.strerror}") from error
+                raise ConfigError(f"storage.paths: {file} cannot be written: {error.strerror}") from error
 
     def release(self) -> None:
         """Remove and unlock the lock files. A file that cannot be removed is logged. Idempotent; never raises.
@@ -382,7 +382,7 @@ class FolderLock:
                 # The name is removed while the lock is held, so that this never removes the lock file of another run.
                 file.unlink(missing_ok=True)
             except OSError as error:
-                _log.warning("Could not remove lock file %s, which is no longer in use: %s", file, error.strerror)
+                _log.warning("lock file %s, which is no longer in use, could not be removed: %s", file, error.strerror)
             with suppress(OSError):
                 # Closing is not enough: a child process that is just being started may share the open file.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -448,11 +448,11 @@ def _user_name(uid: int) -> str:
 
 @contextmanager
 def _folder_locked(path: Path, operation: int, patience: float) -> Iterator[bool]:
-    """Lock the directory itself; yield whether that succeeded within `patience` seconds. Raises `ConfigError`."""
+    """Lock the folder itself; yield whether that succeeded within `patience` seconds. Raises `ConfigError`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise ConfigError(f"cannot open {str(path)!r}: {error.strerror}") from error
+        raise ConfigError(f"{str(path)!r} cannot be opened: {error.strerror}") from error
     try:
         end = time.monotonic() + patience
         while not (got := _locked(descriptor, operation, path)) and time.monotonic() < end:
@@ -494,8 +494,8 @@ def _locked(descriptor: int, operation: int, file: Path) -> bool:
         return False
     except OSError as error:
         raise ConfigError(
-            f"cannot lock {file}: {errno.errorcode.get(error.errno or 0, error.errno)} ({error.strerror}). Set "
-            "storage.paths to directories on file systems that support flock."
+            f"{file} cannot be locked: {errno.errorcode.get(error.errno or 0, error.errno)} ({error.strerror}). Set "
+            "storage.paths to folders on file systems that support flock."
         ) from error
 
 
@@ -565,14 +565,14 @@ def holders(path: str | Path) -> list[Holder]:
 
 
 def believed(holder: Holder, root: Path) -> bool:
-    """Return whether a holder can have the run in this directory open.
+    """Return whether a holder can have the run in this folder open.
 
-    That is the case if the owner of the directory also owns the lock, or if root owns it and the description names the
+    That is the case if the owner of the folder also owns the lock, or if root owns it and the description names the
     run. A holder without a description may have any run of its user open, because a user can only open runs in
-    directories of their own.
+    folders of their own.
 
     Raises:
-        OSError: if the directory does not exist.
+        OSError: if the folder does not exist.
     """
     mine = holder.uid == root.lstat().st_uid
     return mine if not holder.known else holder.run_id == root.name and (mine or holder.uid == 0)
@@ -581,12 +581,12 @@ def believed(holder: Holder, root: Path) -> bool:
 def holder_of(folder: RunFolder) -> Holder | None:
     """Return the process that has a run open, or ``None`` if the run is not open.
 
-    Any user who can create files in a shared directory can lock a file there and write the id of any run into it.
+    Any user who can create files in a shared folder can lock a file there and write the id of any run into it.
     Therefore the owner of the lock file decides (`believed`).
 
     Raises:
         ConfigError: if a lock file does not support locks.
-        OSError: if a run directory does not exist.
+        OSError: if a run folder does not exist.
     """
     for root in folder.roots:
         for holder in holders(root.parent):
@@ -661,8 +661,8 @@ def reserve(file: Path, size: int) -> None:
     whole, _, free = shutil.disk_usage(file.parent)
     if not whole:
         raise BudgetError(
-            f"storage.paths: {file.parent} is on a file system without a size (e.g. ramfs), which keeps files in memory. Use "
-            "a directory on an NVMe drive."
+            f"storage.paths: {file.parent} is on a file system without a size, e.g. ramfs, which is memory. "
+            "Use a folder on an NVMe drive."
         )
     if size - there > free:  # checked first because some file systems fill up completely before they fail
         raise _no_room(file, size, free, os.strerror(errno.ENOSPC))

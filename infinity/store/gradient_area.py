@@ -1,10 +1,10 @@
-"""Where stored gradients lie: in an area of their own, behind all slots of the state.
+"""Slots for stored gradients, in an area after all slots of the state.
 
-[Note: the area of gradients] Gradients are in no checkpoint, and many runs never store any: they are used up where they
-arrive, or stay in the host cache. But the first step may store all of them, for the forward of the second one. So there
-is
-an area from the start, which is given back behind that, when a plan stores none. A later step that departs from its
-plan, or a later plan, makes it again; then it may be that there is no room any more.
+[Note: area of gradients] Checkpoints contain no gradients, and many runs never store any, because gradients are
+consumed where they are produced or stay in the host cache. However, the first step may store all of them for the
+forward pass of the second one. Therefore the area exists from the start, and it is released after the first step if the
+plan stores no gradients. A later step that departs from its plan, or a later plan, allocates the area again. At that
+time, the drive may have too little free space.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from infinity.store.extents import Extent, ExtentAllocator, SlotClass, missing_s
 
 
 class FileLengths(Protocol):
-    """What makes data files longer and shorter."""
+    """Extends and truncates data files."""
 
     def allocate(self, slots: Sequence[SlotClass]) -> None:
-        """Let there be blocks for these slots. Raises `BudgetError`, `StorageError`."""
+        """Allocate blocks for slots. Raises `BudgetError` or `StorageError`."""
 
     def cut(self, slots: Sequence[SlotClass]) -> None:
-        """Let no file be longer than these slots need. Raises `StorageError`."""
+        """Truncate files that are longer than the slots require. Raises `StorageError`."""
 
 
 class GradientSpace:
-    """Slots for the gradients of a rank. Safe to call from several threads.
+    """Slots for the gradients of a rank. Thread-safe.
 
     Args:
-        pages: of the rank, by index.
-        spare: writes of a class that may be in flight at once, at most.
-        files: makes room for an area.
-        slots: returns all slots of the state, behind which an area lies.
+        pages: Pages of the rank, by index.
+        spare: Maximum number of writes in flight per class.
+        files: Allocates blocks for an area.
+        slots: Returns all slots of the state. The area follows them.
     """
 
     def __init__(
@@ -50,26 +50,27 @@ class GradientSpace:
         self._own = ExtentAllocator(())
         """Slots of the area."""
         self._taken: dict[Extent, int] = {}
-        """By slot that is taken, the page that it is for."""
+        """Page index by slot in use."""
         self.area: tuple[SlotClass, ...] = ()
-        """All slots of the area; empty where there is none. Changed under `growing`."""
+        """All slots of the area; empty if there is no area. Changed under `growing`."""
         self.growing = Lock()
-        """Held while the files become longer or shorter, so that nobody else adds slots in the same place. Who holds it
-        waits for nobody who waits for it: `give` never takes it."""
+        """Held while files are extended or truncated, so that no other thread adds slots at the same offsets. `give`
+        never takes this lock, so its holder cannot block a thread that it waits for."""
         self._waiting = 0
-        """Writes that wait for a slot, for which the area stays. Changed under `growing`."""
+        """Number of writes that wait for a slot and therefore need the area. Changed under `growing`."""
 
     def expect(self, stored: bool, paths: Sequence[int]) -> None:
-        """Have an area if gradients may be stored, and none if not, unless some are there now.
+        """Allocate the area if gradients may be stored. Otherwise release it, unless gradients are stored now.
 
         Args:
-            paths: by page, where all of them are written to.
+            stored: Whether gradients may be stored.
+            paths: Path for writes, by page.
 
         Raises:
-            BudgetError, StorageError: there is no room for it.
+            BudgetError, StorageError: if the area cannot be allocated.
         """
         if stored:
-            if not self.area:  # every step asks, and large models have many pages
+            if not self.area:  # cheap test first, because every step calls this and large models have many pages
                 with self.growing:
                     self._add_missing(paths)
         elif self.area:
@@ -79,14 +80,16 @@ class GradientSpace:
                     self.area = ()
 
     def take(self, page: Page, paths: Sequence[int], timeout: float) -> Extent:
-        """Return a slot for a page that is written.
+        """Return a slot for a page that is about to be written.
 
         Args:
-            paths: by page, where all of them are written to.
-            timeout: seconds to wait for a slot of the area.
+            page: Page to write.
+            paths: Path for writes, by page.
+            timeout: Seconds to wait for a slot of the area.
 
         Raises:
-            BudgetError, StorageError: there is no room for an area. StallError: no slot came back.
+            BudgetError, StorageError: if the area cannot be allocated.
+            StallError: if no slot is freed in time.
         """
         path, length = paths[page.index], page.nbytes
         extent = self._own.take_free(path, length)
@@ -103,15 +106,15 @@ class GradientSpace:
         return extent
 
     def give(self, extent: Extent) -> None:
-        """Take a slot back."""
+        """Free a slot."""
         del self._taken[extent]
         self._own.give(extent)
 
     def make_room(self, paths: Sequence[int]) -> None:
-        """Where there is an area, have as many slots as gradients need on other paths; `growing` is held.
+        """If there is an area, add the slots that gradients need on other paths. The caller holds `growing`.
 
         Raises:
-            BudgetError, StorageError: there is no room for it.
+            BudgetError, StorageError: if they cannot be allocated.
         """
         if self.area:
             self._add_missing(paths)
@@ -119,7 +122,7 @@ class GradientSpace:
     def _add_missing(self, paths: Sequence[int]) -> None:
         on = {page.index: {paths[page.index]} for page in self._pages}
         for extent, page in self._taken.copy().items():
-            on[page].add(extent.path)  # it may have been spread anew meanwhile
+            on[page].add(extent.path)  # the page may have moved to another path since
         needed = needed_slots(self._pages, [on[page.index] for page in self._pages], self._spare, 0)
         more = missing_slots(self.area, needed, behind=self._slots())
         if more:

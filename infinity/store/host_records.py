@@ -1,4 +1,4 @@
-"""What was measured, kept in the runtime folder for later runs: files of JSON that anybody may damage or remove."""
+"""Measurements kept in the runtime folder for later runs, as JSON files that anyone may damage or remove."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any
 from infinity.untrusted_files import own_folder, read_own, write_own
 
 UNUSABLE = (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError)
-"""What reading such a file, and making something of its values, may raise: then it is as if there were none."""
+"""Exceptions from reading such a file and interpreting its values. The file is then treated as missing."""
 _MOST_BYTES = 1 << 16
 _log = logging.getLogger("infinity")
 
 
 def recall(file: Path) -> dict[str, Any]:
-    """Return what a file says, by key; the values are nothing to rely on. Raises one of `UNUSABLE`."""
+    """Return the contents of a file by key. The values are not validated. Raises one of `UNUSABLE`."""
     tree = json.loads(read_own(file, _MOST_BYTES))
     if not isinstance(tree, dict):
-        raise ValueError(f"{file.name} is no object")
+        raise ValueError(f"{file.name} is not a JSON object")
     return tree
 
 
 def remember(file: Path, key: str, value: object, what: str) -> None:
-    """Add a value to a file, or replace it. That it cannot be kept is logged, as `what`."""
+    """Add a value to a file or replace it. If that fails, a warning with the description `what` is logged."""
     known: dict[str, Any] = {}
-    with contextlib.suppress(*UNUSABLE):  # there is none, or it is worth nothing
+    with contextlib.suppress(*UNUSABLE):  # missing or damaged
         known = recall(file)
     try:
         own_folder(file.parent, parents=True)
         write_own(file, json.dumps({**known, key: value}).encode())
     except OSError as error:
-        _log.warning("%s could not be kept in %s: %s", what, file, error.strerror)
+        _log.warning("could not store %s in %s: %s", what, file, error.strerror)

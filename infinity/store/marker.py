@@ -1,7 +1,7 @@
-"""What says that a folder is a run of ours: a name of the form of an id, and the file `infinity.run` in it.
+"""Markers of run folders: a folder is a run if its name is a run id and it contains the file `infinity.run`.
 
-Whatever lists, resumes, checks or removes runs goes by this and nothing else. A folder that only looks like one
-(`.git`, a copy `RUN.bak`, somebody's project with a folder `checkpoints`) is passed over.
+All commands that list, resume, check or remove runs use only this rule. A folder that merely resembles a run is
+ignored, e.g. `.git`, a copy `RUN.bak`, or a project with a folder `checkpoints`.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ MARKER_NAME = "infinity.run"
 _FORMAT = 1
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}", re.ASCII)
 _COPIES = 3
-"""One more than a flipped bit spoils, which may be that of a line's end."""
+"""Number of copies in a marker. A flipped bit can damage two of them, if it is in the newline between them."""
 _MOST_BYTES = 1 << 16
 _MOST_PATHS = 1 << 16
 
 
 def new_run_id() -> str:
-    """Return an id that sorts by time: ``20260131-142530-1a2b3c``.
+    """Return a run id that sorts by time: ``20260131-142530-1a2b3c``.
 
-    The first half of the last part is the time in 1/4096 s, the second half is random.
+    The first half of the last part is the time in 1/4096 s; the second half is random.
     """
     now = time.time()
     return time.strftime("%Y%m%d-%H%M%S-", time.gmtime(now)) + f"{int(now % 1 * 4096):03x}{secrets.randbelow(4096):03x}"
 
 
 def is_run_id(name: str) -> bool:
-    """Whether a name has the form of a run's id."""
+    """Return whether a name has the form of a run id."""
     return _RUN_ID.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Marker:
-    """What is in the file: the run, and which of the run's `paths` folders this is, counted from 0."""
+    """Contents of the file: the run id, and the index of this folder among the `paths` folders of the run."""
 
     run_id: str
     path: int
@@ -55,21 +55,22 @@ class Marker:
 
 
 def read_marker(root: Path) -> Marker:
-    """Return the marker of a folder of a run.
+    """Return the marker of a run folder.
 
     Raises:
-        OSError: there is none, or it cannot be read. ValueError: none of its copies is good, or it is of another run.
+        OSError: if there is no marker, or if it cannot be read.
+        ValueError: if all copies are damaged, or if the marker belongs to another run.
     """
     for line in read_regular(root / MARKER_NAME, _MOST_BYTES).splitlines():
         if (found := _decode(line)) is not None:
             if found.run_id != root.name:
-                raise ValueError(f"its {MARKER_NAME} is of run {found.run_id}")
+                raise ValueError(f"its {MARKER_NAME} belongs to run {found.run_id}")
             return found
     raise ValueError(f"its {MARKER_NAME} is damaged")
 
 
 def write_marker(root: Path, marker: Marker) -> None:
-    """Mark a folder, durably; nothing happens if that is done already. Raises `OSError`."""
+    """Write the marker of a folder durably, unless it already exists. Raises `OSError`."""
     content = _encode(marker)
     try:
         if read_regular(root / MARKER_NAME, _MOST_BYTES) == content:
@@ -79,7 +80,9 @@ def write_marker(root: Path, marker: Marker) -> None:
     with replacing(root / MARKER_NAME, 0o600) as file:
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())  # before it has its name: a loss of power must not leave a marker that says nothing
+        os.fsync(file.fileno())  # before the rename: a power loss must not leave an empty marker under the final name
+    # The marker and the folder itself must be durable before the first checkpoint. A checkpoint in a folder
+    # without a marker would not be recognized as a run, and could not be resumed.
     for name in (root, root.parent):
         sync_folder(name)
 
@@ -111,9 +114,9 @@ def _checksum(body: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundRun:
-    """A run, as far as it lies on the folders that were looked into.
+    """Run, as far as it is stored in the folders that were searched.
 
-    `roots` are its folders by their numbers in the run's own order; `paths` is how many it has in all.
+    `roots` contains its folders by their index in the run's own order. `paths` is the total number of folders.
     """
 
     run_id: str
@@ -122,22 +125,25 @@ class FoundRun:
 
     @property
     def in_order(self) -> tuple[Path, ...]:
-        """The folders that are here, in the run's own order."""
+        """Folders that were found, in the order of the run."""
         return tuple(self.roots[number] for number in sorted(self.roots))
 
     @property
     def complete(self) -> bool:
-        """Whether all its folders are here."""
+        """``True`` if all folders of the run were found."""
         return len(self.roots) == self.paths
 
 
 def look_for_runs(paths: Sequence[str | Path]) -> tuple[list[FoundRun], dict[Path, str]]:
-    """Return the runs on some folders, oldest first, in whatever order the folders are named.
+    """Return the runs in some folders, oldest first, independent of the order of the folders.
 
-    Also returns the folders that are named as a run is but are passed over, each with the reason.
+    Also return the folders that are named like a run but are ignored, each with the reason.
+
+    Args:
+        paths: Folders to search.
 
     Raises:
-        OSError: one of `paths` cannot be read.
+        OSError: if one of `paths` cannot be read.
     """
     found: dict[str, FoundRun] = {}
     passed: dict[Path, str] = {}
@@ -150,7 +156,7 @@ def look_for_runs(paths: Sequence[str | Path]) -> tuple[list[FoundRun], dict[Pat
                 try:
                     if os.listdir(root):  # see `empty_folders`
                         passed[root] = f"it has no {MARKER_NAME}"
-                except FileNotFoundError:  # it was removed just now
+                except FileNotFoundError:  # just removed
                     pass
                 except OSError as error:
                     passed[root] = str(error.strerror)
@@ -162,22 +168,25 @@ def look_for_runs(paths: Sequence[str | Path]) -> tuple[list[FoundRun], dict[Pat
                 run = found.setdefault(name, FoundRun(run_id=name, roots={}, paths=marker.paths))
                 first = run.roots.setdefault(marker.path, root)
                 if run.paths != marker.paths or (first != root and not first.samefile(root)):
-                    passed[root] = f"it is a second folder {marker.path} of that run, beside {first}"
+                    passed[root] = f"it is a second folder {marker.path} of that run; the first is {first}"
     return [found[run_id] for run_id in sorted(found)], passed
 
 
 def empty_folders(path: Path) -> list[Path]:
-    """Return this user's folders that are named as a run and have nothing in them.
+    """Return this user's empty folders that are named like a run.
 
-    They are what is left of a start that was cut off before it made its marker, or of a removal before its end.
+    They remain from a start that was interrupted before it wrote its marker, or from an interrupted removal.
+
+    Args:
+        path: Folder to search.
 
     Raises:
-        OSError: `path` cannot be read.
+        OSError: if `path` cannot be read.
     """
     found = []
     for name in sorted(name for name in os.listdir(path) if is_run_id(name)):
         root = path / name
-        with suppress(OSError):  # gone, no folder, or not to be read
+        with suppress(OSError):  # removed, not a folder, or not readable
             about = root.lstat()
             if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not os.listdir(root):
                 found.append(root)
@@ -191,11 +200,11 @@ def _marker_of(root: Path) -> Marker:
     checkpoints = root / "checkpoints"
     with suppress(FileNotFoundError):
         mode = checkpoints.lstat().st_mode
-        if not stat.S_ISDIR(mode):  # whoever removes would remove elsewhere
+        if not stat.S_ISDIR(mode):  # a removal would follow the link and remove other files
             raise ValueError(f"its checkpoints is {'a link' if stat.S_ISLNK(mode) else 'not a folder'}")
     return marker
 
 
 def passed_over(passed: dict[Path, str]) -> str:
-    """Return words about folders that are named as a run is but are none; empty where there are none."""
-    return "; ".join(f"{root} is passed over: {reason}" for root, reason in passed.items())
+    """Return a description of ignored folders that are named like a run; empty if there are none."""
+    return "; ".join(f"{root} is ignored: {reason}" for root, reason in passed.items())

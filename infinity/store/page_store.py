@@ -1,4 +1,4 @@
-"""The page store: current version of every page, written to free extents and verified on every read."""
+"""Page store: the current version of every page, written to free extents and verified on every read."""
 
 from __future__ import annotations
 
@@ -39,27 +39,28 @@ from infinity.store.gradient_area import FileLengths, GradientSpace
 _log = logging.getLogger(__name__)
 
 Done = Callable[[Exception | None], None]
-"""Told once how a transfer has ended: with what went wrong, or None."""
+"""Called once when a transfer has ended, with its error or ``None``."""
 Moved = Callable[[Page, Ticket, int, int, Exception | None], None]
-"""Told of a transfer: page, last ticket, number of the NVMe path, how often it was submitted again, error."""
+"""Called for each transfer that has ended for good: page, last ticket, index of the NVMe path, number of resubmissions,
+error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One version of a page: where it lies and what it must hash to."""
+    """One version of a page: its location and its expected checksum."""
 
     extent: Extent
     checksum: int
-    """64-bit XXH3, see the function `checksum`."""
+    """64-bit XXH3 of the content, see the function `checksum`."""
 
 
 def checksum(page: int, content: memoryview) -> int:
-    """Return the 64-bit XXH3 of a page's bytes, seeded with its index so that a misdirected page never matches."""
+    """Return the 64-bit XXH3 of a page's bytes, seeded with the page index so that a misdirected page never matches."""
     return xxhash.xxh3_64_intdigest(content, seed=page)
 
 
 def state_pages(pages: Sequence[Page]) -> list[Page]:
-    """Return those of some pages that are in checkpoints: no gradients."""
+    """Return the pages that checkpoints contain: all except gradients."""
     return [page for page in pages if page.role is not Role.GRAD]
 
 
@@ -70,18 +71,17 @@ def lay_out(
     spare: int,
     retained: int,
 ) -> tuple[tuple[int, ...], tuple[SlotClass, ...]]:
-    """Return the path that new versions of every page go to, and the slots of the state.
+    """Return the path for new versions of every page, and the slots of the state.
 
-    Extents of checkpoints are slots, too. Pages of a checkpoint stay where it has them, which need not be where
-    `shares` say:
-    they may have been spread anew.
+    Every extent of a checkpoint is a slot as well. Pages of a checkpoint stay on the path that the checkpoint names,
+    even if `stripe_weights` would place them elsewhere, because the pages may have been redistributed during the run.
 
     Args:
-        pages: of the rank, by index.
-        shares: how much of the pages each path is to hold, relative to the others.
-        checkpointed: versions by page of the checkpoints to go on from, by step.
-        spare: writes that may be in flight at once.
-        retained: checkpoints that are kept.
+        pages: Pages of the rank, by index.
+        stripe_weights: Relative amount of data for each path.
+        checkpointed: Versions of the checkpoints to resume from: by step, then by page.
+        spare: Maximum number of writes in flight.
+        retained: Number of checkpoints to keep.
     """
     spread_out = spread(pages, stripe_weights)
     paths = list(spread_out)
@@ -90,7 +90,7 @@ def lay_out(
         for page, version in versions.items():
             paths[page] = version.extent.path
             on[page].add(version.extent.path)
-    # Checkpoints beyond the retained ones stay until the next one is published, where they are.
+    # Checkpoints in excess of `retained` keep their extents until the next checkpoint is published.
     retained = max(retained, len(checkpointed))
     state = state_pages(pages)
     slots = plan_slots(state, [spread_out[page.index] for page in state], spare, retained)
@@ -102,10 +102,11 @@ def lay_out(
 
 
 def read_version(file: Path, page: int, version: Version, name: str) -> memoryview:
-    """Return the bytes of a stored version, past any engine and without leaving them in the page cache.
+    """Return the bytes of a stored version. Bypasses the I/O engine and leaves no data in the page cache.
 
     Raises:
-        StorageError: they cannot be read. CorruptPageError: they do not match the checksum.
+        StorageError: if the bytes cannot be read.
+        CorruptPageError: if the bytes do not match the checksum.
     """
     _, offset, length = version.extent
     try:
@@ -120,17 +121,18 @@ def read_version(file: Path, page: int, version: Version, name: str) -> memoryvi
 
 
 def _read(file: Path, offset: int, length: int) -> memoryview:
-    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe in its place is not waited for
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe must not block
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(0, "it is not a regular file")
-        # What is cached is not what is stored, and it is not to push other things out of memory.
+            raise OSError(0, "not a regular file")
+        # Drop cached data first: the purpose is to verify the drive, not the page cache. The second call keeps this
+        # read from evicting other data.
         os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
         data, done = memoryview(bytearray(length)), 0
         while done < length:
             count = os.preadv(descriptor, [data[done:]], offset + done)
             if not count:
-                raise OSError(0, f"the file ends {length - done} bytes too early")
+                raise OSError(0, f"unexpected end of file, {length - done} bytes missing")
             done += count
         os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
         return data
@@ -139,16 +141,16 @@ def _read(file: Path, offset: int, length: int) -> memoryview:
 
 
 def _may_pass(error: Exception | None) -> bool:
-    """Whether a transfer that failed so is worth another try.
+    """Return whether resubmitting a failed transfer can help.
 
-    EIO may be a cable or a reset, and a wrong checksum a bit that was flipped on the way. A full drive stays full,
-    and a transfer that stops short without an errno has been continued by the engine already.
+    EIO can be caused by a cable or a controller reset, and a checksum mismatch by a bit flipped in transit. A full
+    drive stays full, and the engine has already continued a transfer that stopped short without an errno.
     """
     return isinstance(error, CorruptPageError) or (isinstance(error, StorageError) and error.errno == errno.EIO)
 
 
 def _in_place(file: DataFile) -> bool:
-    """Whether the path of an open file still leads to it."""
+    """Return whether the path of an open file still names that file."""
     try:
         return os.path.samestat(os.fstat(file.fd), os.stat(file.path))
     except FileNotFoundError:
@@ -156,27 +158,32 @@ def _in_place(file: DataFile) -> bool:
 
 
 _LEAST_HASHERS, _MOST_HASHERS = 2, 4
-"""Threads for checksums each way: with one, pages would only change hands; four hash more than a node's drives read."""
+"""Limits for the number of checksum threads per direction. A single extra thread would only add hand-overs between
+threads; four hash more than the drives of one node can read."""
 
 
 def hash_threads(idle: int) -> int:
-    """Return how many threads hash pages each way, given how many cores neither compute nor update; 0: no further."""
+    """Return the number of threads that hash pages in each direction; 0 means no additional threads.
+
+    Args:
+        idle: Number of cores that neither compute nor update.
+    """
     return min(idle // 2, _MOST_HASHERS) if idle >= 2 * _LEAST_HASHERS else 0
 
 
 class PageStore:
-    """Reads and writes whole pages; never overwrites the extent of a version that somebody may need.
+    """Reads and writes whole pages, and never overwrites the extent of a version that may still be needed.
 
-    The life of a version: `write` takes a free extent, which nobody reads; when the transfer has ended well, the
-    version is *current* and the one before it is *replaced*. `keep` and `adopt` *name* current versions: those of a
-    checkpoint that is being published, then of one that is. An extent is free again when its version is neither current
-    nor named, whichever ends last.
+    Life cycle of a version: `write` takes a free extent, which no reader uses. When the transfer has succeeded, the
+    version becomes *current* and replaces the previous one. `keep` and `adopt` *name* versions on behalf of a
+    checkpoint, first while it is being published and then while it is retained. The extent becomes free when its
+    version is neither current nor named.
 
-    Threads: the pager calls `read`, `write`, `has` and `discard`, from any thread but under its own lock
-    (`Transfers.lock`); the training thread those about checkpoints; whoever edits what is not trained `allow_edits`; a
-    thread that balances the paths `spread_anew`. Transfers end on the engine's thread, but reads on one of the
-    verifiers', where there are any. `_write` runs on one of the writers'. `_lock` guards what they share; nothing is
-    waited for under it.
+    Threads: the pager calls `read`, `write`, `has` and `discard` from any thread, under its own lock
+    (`Transfers.lock`). The training thread calls the methods that concern checkpoints. `allow_edits` is called by the
+    thread that edits frozen parameters, and `spread_anew` by a thread that rebalances the paths. Transfers complete on
+    the engine's thread; reads complete on a verifier thread if there is one. `_write` runs on a writer thread. `_lock`
+    guards the shared state, and no thread blocks while holding it.
     """
 
     def __init__(
@@ -200,78 +207,79 @@ class PageStore:
         """Open the data files.
 
         Args:
-            pages: of this rank, by index.
-            paths: by page, the index of the path that new versions of it go to.
-            files: data file of every path.
-            slots: that the extents are taken from, see `lay_out`.
-            engine: that moves bytes; it closes the files.
-            lengths: makes the data files longer and shorter.
-            name_of: readable name of a page, for errors.
-            moved: told of every transfer that has ended for good: page, last ticket, path, how often it was submitted
-                again, error.
-            timeout: seconds that a write waits for a free slot.
-            spare: writes that may be in flight at once.
-            retries: how often a transfer is submitted again where that may help (`_may_pass`).
-            checkpointed: versions by page of the checkpoints to go on from, by step.
-            retained: how many checkpoints are kept.
-            hashers: threads for checksums of what is written, and as many of what has been read; 0: one for the former,
-                and the thread on which a transfer ends for the latter.
+            pages: Pages of this rank, by index.
+            paths: Index of the path for new versions, by page.
+            files: Data file of every path.
+            slots: Slots to allocate extents from, see `lay_out`.
+            engine: I/O engine that transfers the pages. It also closes the files.
+            lengths: Extends and truncates the data files.
+            name_of: Returns the readable name of a page, for error messages.
+            moved: Called for every transfer that has ended for good: page, last ticket, path, number of resubmissions,
+                error.
+            timeout: Seconds that a write waits for a free slot.
+            spare: Maximum number of writes in flight.
+            retries: Maximum number of resubmissions of a transfer, see `_may_pass`.
+            checkpointed: Versions of the checkpoints to resume from: by step, then by page.
+            retained: Number of checkpoints to keep.
+            hashers: Number of threads that hash pages before a write, and number of threads that verify pages after a
+                read. With 0, one thread hashes pages before a write, and each read is verified on the thread that
+                completes it.
 
         Raises:
-            StorageError: a file cannot be opened. CheckpointError: checkpointed pages overlap, or are not of their
-                length.
+            StorageError: if a file cannot be opened.
+            CheckpointError: if checkpointed pages overlap or have the wrong length.
         """
         self._paths = list(paths)
-        """By page, the path of its next version. Replaced as a whole by `spread_anew`; grows with `add`."""
+        """Path of the next version, by page. `spread_anew` replaces the list, `add` extends it."""
         self._pages = list(pages)
-        """By number. Grows with `add`."""
-        # None of these changes.
+        """Pages by index. `add` extends the list."""
+        # Constant after construction.
         self._engine, self._spare = engine, spare
         self._name_of, self._moved, self._timeout, self._retries = name_of, moved, timeout, retries
         self.retained = retained
         self._files = [engine.open(os.fspath(file)) for file in files]
         self._warned = False
-        """Whether a retry was logged. Set by the engine's thread."""
+        """``True`` if a retry has been logged. Set by the engine's thread."""
         self._checkpoints = {step: dict(versions) for step, versions in sorted((checkpointed or {}).items())}
-        """Versions by page of the checkpoints that are kept, by step, newest last. Changed by `adopt`, under `_lock`.
+        """Versions of the retained checkpoints: by step (newest last), then by page. Changed by `adopt`, under `_lock`.
         """
         self._named = Counter(version for versions in self._checkpoints.values() for version in versions.values())
-        """How many checkpoints, published or about to be, name a version. Changed by the training thread under `_lock`.
-        """
+        """Number of checkpoints, published or about to be, that name a version. Changed by the training thread, under
+        `_lock`."""
         self._check_checkpointed()
         self._current = dict(self._checkpoints[max(self._checkpoints)]) if self._checkpoints else {}
-        """Current version by page. Changed under `_lock` by the thread on which a write ends, and by `discard`; read
-        without it, as the pager reads no page that is being written."""
+        """Current version by page. Changed under `_lock` by `discard` and by the thread that completes a write. Read
+        without the lock, because the pager never reads a page that is being written."""
         self._writing: dict[int, bool] = {}
-        """By page that is being written, whether its content is dead meanwhile, so that the version is not to become
-        current. Changed under `_lock`."""
+        """Pages that are being written. The value is ``True`` if the content has become dead since, so that the version
+        must not become current. Changed under `_lock`."""
         self._extents = ExtentAllocator(slots, (version.extent for version in self._named))
-        """Which slots are free; has a lock of its own."""
+        """Free slots of the state; has its own lock."""
         self._slots = list(slots)
-        """All slots of the state. Grows with `spread_anew`, `add` and `allow_edits`."""
+        """All slots of the state. `spread_anew`, `add` and `allow_edits` extend the list."""
         self._ends = list(file_sizes(slots, len(files)))
-        """By path, where they end."""
+        """End of the slots in bytes, by path."""
         self._added: Counter[tuple[int, int]] = Counter()
-        """Pages that `add` has brought, by (path, length)."""
+        """Number of pages added by `add`, by (path, length)."""
         self._edited: set[int] = set()
-        """Fixed pages that may be written again. Grows with `allow_edits`."""
+        """Fixed pages that may be rewritten. `allow_edits` extends the set."""
         self._lengths = lengths
         self._gradients = GradientSpace(pages, spare, lengths, lambda: self._slots)
-        """Where gradients lie."""
+        """Slots of gradients."""
         self._lock = Lock()
         self._writers = ThreadPoolExecutor(max(1, hashers), thread_name_prefix="infinity-writer")
-        """Hash and submit writes, one page each. Hashing takes 5 to 15 GB/s of one core, less than several drives."""
+        """Hash and submit one page at a time. One core hashes 5 to 15 GB/s, less than several drives write."""
         self._verifiers = ThreadPoolExecutor(hashers, "infinity-verifier") if hashers else None
-        """Verify what has been read, so that the engine's thread has the next requests on their way meanwhile."""
+        """Verify pages after a read, so that the engine's thread can submit the next requests in the meantime."""
         self._pending: dict[int, Ticket] = {}
-        """Tickets in flight by `id`, for stall reports. Changed by whoever submits and by the engine's thread, under
-        `_lock`."""
+        """Tickets in flight by `id`, for stall reports. Changed under `_lock` by the threads that submit and complete
+        transfers."""
 
     def _check_checkpointed(self) -> None:
-        """Check that nothing that will be written can touch what is checkpointed.
+        """Check that no future write can touch a checkpointed page.
 
         Raises:
-            CheckpointError: a checkpointed page is not of its length, or overlaps another one.
+            CheckpointError: if a checkpointed page has the wrong length or overlaps another one.
         """
         run = Path(self._files[0].path).parent
         for step, versions in self._checkpoints.items():
@@ -279,18 +287,19 @@ class PageStore:
                 if version.extent.length != self._pages[page].nbytes:
                     raise CheckpointError(f"{run}, step {step}: {self._name_of(page)} cannot be at {version.extent}")
         if len({version.extent for version in self._named}) < len(self._named):
-            raise CheckpointError(f"{run}: two checkpoints have different versions of pages in the same place")
+            raise CheckpointError(f"{run}: two checkpoints store different versions of pages in the same extent")
         if stray := overlapping(version.extent for version in self._named):
             raise CheckpointError(f"{self._files[stray.path].path}: two checkpointed pages overlap at {stray.offset}")
 
     def spread_anew(self, paths: Sequence[int]) -> None:
-        """From now on, write new versions of pages to `paths`; they move as they are written.
+        """Write all further versions of pages to `paths`. A page moves when it is next written.
 
         Args:
-            paths: by page.
+            paths: Index of the path, by page.
 
         Raises:
-            BudgetError: there is no room for the slots that are missing there. StorageError: a drive failed.
+            BudgetError: if a path has too little space for the additional slots.
+            StorageError: if a drive fails.
         """
         with self._gradients.growing:
             self._make_room(paths, self._edited)
@@ -298,13 +307,15 @@ class PageStore:
             self._paths = list(paths)
 
     def add(self, pages: Sequence[Page], path_of: Callable[[Page], int]) -> None:
-        """Have further pages, whose numbers come behind those so far; of a store that keeps no checkpoints.
+        """Add pages whose indices follow the existing ones. Only for a store that keeps no checkpoints.
 
         Args:
-            path_of: returns the path that versions of a page go to.
+            pages: Pages to add.
+            path_of: Returns the path for versions of a page.
 
         Raises:
-            BudgetError: there is no room for them; they are not there then. StorageError: a drive failed.
+            BudgetError: if a path has too little space. The pages are not added.
+            StorageError: if a drive fails.
         """
         with self._gradients.growing:
             paths = [path_of(page) for page in pages]
@@ -315,10 +326,11 @@ class PageStore:
             self._pages += pages
 
     def allow_edits(self, pages: Iterable[int]) -> None:
-        """From now on, let fixed pages be written again; others may be already.
+        """Allow fixed pages to be rewritten. Pages that are not fixed are ignored.
 
         Raises:
-            BudgetError: there is no room for the slots that they need. StorageError: a drive failed.
+            BudgetError: if a path has too little space for the additional slots.
+            StorageError: if a drive fails.
         """
         fixed = {page for page in pages if self._pages[page].fixed} - self._edited
         if fixed:
@@ -327,7 +339,7 @@ class PageStore:
                 self._edited |= fixed
 
     def _make_room(self, paths: Sequence[int], edited: Collection[int]) -> None:
-        """Have the slots that are missing; `growing` is held."""
+        """Allocate missing slots. The caller holds `growing`."""
         on = [{old, new} for old, new in zip(self._paths, paths, strict=True)]
         with self._lock:
             for versions in (self._current, *self._checkpoints.values()):
@@ -340,22 +352,24 @@ class PageStore:
         self._have(missing_slots(self._slots, needed, behind=self._gradients.area))
 
     def _have(self, slots: Sequence[SlotClass]) -> None:
-        """Have further slots; `growing` is held."""
+        """Add slots. The caller holds `growing`."""
+        # Blocks are allocated before a slot can be handed out, so that a write never runs out of space.
         self._lengths.allocate(slots)
         self._extents.add(slots)
         self._slots += slots
         self._ends = list(map(max, self._ends, file_sizes(slots, len(self._ends))))
 
     def expect_gradients(self, stored: bool) -> None:
-        """Have room for the gradients of all pages if they may be stored in a step; if not, give it back.
+        """Reserve space for the gradients of all pages if a step may store them; release the space otherwise.
 
         Raises:
-            BudgetError: there is no room. StorageError: a drive failed.
+            BudgetError: if a path has too little space.
+            StorageError: if a drive fails.
         """
         self._gradients.expect(stored, self._paths)
 
     def not_moved(self, pages: Sequence[int]) -> list[int]:
-        """Return those of `pages` whose current version is on another path than the next one will be."""
+        """Return the pages whose current version is on another path than the next version will be."""
         with self._lock:
             current = [self._current.get(page) for page in pages]
         return [
@@ -366,11 +380,11 @@ class PageStore:
 
     @property
     def paths(self) -> tuple[int, ...]:
-        """By page, the path that new versions of it go to."""
+        """Index of the path for new versions, by page."""
         return tuple(self._paths)
 
     def read(self, page: int, memory: memoryview, done: Done) -> None:
-        """Fetch the current version into `memory`, verify it, then call `done`."""
+        """Read the current version into `memory`, verify it, then call `done`."""
         version = self._current[page]
 
         def verify() -> None:
@@ -382,20 +396,23 @@ class PageStore:
         self._transfer(Op.READ, page, version.extent, memory, verify, done)
 
     def write(self, page: int, memory: memoryview, done: Done) -> None:
-        """Store a new version from `memory`, then call `done`. The caller leaves `memory` alone until then."""
+        """Store a new version from `memory`, then call `done`. The caller must not change `memory` until then."""
         with self._lock:
             self._writing[page] = False
         self._writers.submit(self._write, page, memory, done)
 
     def _write(self, page: int, memory: memoryview, done: Done) -> None:
         try:
+            # Always a free extent, never the extent of the current version: a crash during the write must leave the
+            # version intact that a checkpoint names.
             extent = self._take(page)
             version = Version(extent, checksum(page, memory))
-        except Exception as error:  # this runs on a thread of its own: whoever waits must hear of it
+        except Exception as error:  # on a writer thread: without `done`, the thread that waits would block forever
             done(error)
             return
 
         def ended(error: Exception | None) -> None:
+            # A version becomes current only in `_arrived`, i.e. after the engine has completed all of its bytes.
             if error is not None:
                 self._give(page, extent)
             done(error)
@@ -403,7 +420,7 @@ class PageStore:
         self._transfer(Op.WRITE, page, extent, memory, lambda: self._arrived(page, version), ended)
 
     def _arrived(self, page: int, version: Version) -> None:
-        """Have a version that was written become current, unless its content has become dead meanwhile."""
+        """Make a written version current, unless its content has become dead during the write."""
         with self._lock:
             dead = self._writing.pop(page, False)
             if dead:
@@ -412,13 +429,13 @@ class PageStore:
                 self._replace(page, version)
 
     def _take(self, page: int) -> Extent:
-        """Return a slot for a new version of a page."""
+        # Gradients are in no checkpoint and therefore use an area that can be truncated again.
         if self._pages[page].role is Role.GRAD:
             return self._gradients.take(self._pages[page], self._paths, self._timeout)
         return self._extents.take(self._paths[page], self._pages[page].nbytes, self._timeout)
 
     def _give(self, page: int, extent: Extent) -> None:
-        """Take back the slot of a version that nobody needs."""
+        # The caller guarantees that no current version and no checkpoint uses the extent.
         slots = self._gradients if self._pages[page].role is Role.GRAD else self._extents
         slots.give(extent)
 
@@ -432,7 +449,7 @@ class PageStore:
         done: Done,
         attempt: int = 0,
     ) -> None:
-        """Move a page, again where that may help; `arrived` looks at what a good transfer has brought, and raises."""
+        """Transfer a page and retry where that can help. `arrived` processes a successful transfer and may raise."""
 
         def ended(ticket: Ticket) -> None:
             self._forget(ticket)
@@ -440,7 +457,7 @@ class PageStore:
             try:
                 if error is None:
                     arrived()
-            except Exception as failure:  # this runs on the engine's thread: whoever waits must hear of it
+            except Exception as failure:  # without `done`, the thread that waits would block forever
                 error = failure
             if attempt < self._retries and _may_pass(error):
                 self._warn(error)
@@ -457,11 +474,11 @@ class PageStore:
         except Exception as error:
             done(error)
             return
-        self._remember(ticket)  # before `on_done`: `ended`, which may run at once, forgets it
+        self._remember(ticket)  # before `on_done`, because `ended` may run immediately and forgets the ticket
         ticket.on_done(ended if op is Op.WRITE else partial(self._hand_over, ended))
 
     def _hand_over(self, ended: Callable[[Ticket], None], ticket: Ticket) -> None:
-        """Have a read end on a thread that verifies it, if there is one."""
+        """Complete a read on a verifier thread if there is one."""
 
         def end() -> None:
             try:
@@ -473,31 +490,32 @@ class PageStore:
             if self._verifiers is not None:
                 self._verifiers.submit(end)
                 return
-        except RuntimeError:  # closed: what is still in flight ends here
+        except RuntimeError:  # the executor is shut down: complete the remaining transfers on this thread
             pass
         ended(ticket)
 
     def _warn(self, error: Exception | None) -> None:
         if not self._warned:
             self._warned = True
-            _log.warning("%s; it is tried again, look after this drive (said once, then only counted)", error)
+            _log.warning("%s; retrying. Check this drive. Further retries are counted but not logged.", error)
 
     def discard(self, page: int) -> None:
-        """Forget the current version of a page whose content is dead, and the one that is being written."""
+        """Forget the current version of a page whose content is dead, and the version that is being written."""
         with self._lock:
             if page in self._writing:
                 self._writing[page] = True
             self._replace(page, None)
 
     def has(self, page: int) -> bool:
-        """Whether there is a stored version."""
+        """Return whether a version of the page is stored."""
         return page in self._current
 
     def _replace(self, page: int, version: Version | None) -> None:
-        """Have another current version, or none. Under `_lock`."""
+        """Replace the current version or remove it. The caller holds `_lock`."""
         old = self._current.pop(page, None)
         if version is not None:
             self._current[page] = version
+        # The extent of a version that a checkpoint names stays in use: `_release` frees it.
         if old is not None and not self._named[old]:
             self._give(page, old.extent)
 
@@ -505,14 +523,15 @@ class PageStore:
         """Make all completed writes durable.
 
         Raises:
-            StorageError: a device refused, or a data file is not in its place any more: what it holds, checkpoints
-                included, goes when it is closed.
+            StorageError: if a device fails to sync, or if a data file was removed or replaced. In that case its
+                contents, including checkpoints, are lost when the file is closed.
         """
+        # fdatasync succeeds on an unlinked file, whose pages could never be read again. Hence the check of the path.
         for file in self._files:
             self._engine.sync(file)
             if not _in_place(file):
                 raise StorageError(
-                    "sync", file.path, 0, 0, errno.ENOENT, "the data file was removed or replaced while the run used it"
+                    "sync", file.path, 0, 0, errno.ENOENT, "the data file was removed or replaced during the run"
                 )
 
     def versions(self, pages: Sequence[int]) -> dict[int, Version]:
@@ -522,27 +541,29 @@ class PageStore:
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
-        """Steps of the checkpoints whose versions are kept, the newest last."""
+        """Steps of the checkpoints whose versions are retained, newest last."""
         return tuple(self._checkpoints)
 
     def retained_with(self, step: int, prefer: Collection[int] = ()) -> tuple[int, ...]:
-        """Return the steps of the checkpoints that are kept once `step` is adopted, the newest last.
+        """Return the steps of the checkpoints that are retained once `step` is adopted, newest last.
 
         Args:
-            step: of the checkpoint.
-            prefer: steps of those that are kept before newer ones.
+            step: Step of the new checkpoint.
+            prefer: Steps whose checkpoints are retained in preference to newer ones.
         """
         others = sorted(set(self._checkpoints) - {step}, key=lambda other: (other in prefer, other))
         return (*sorted(others[max(0, len(others) - self.retained + 1) :]), step)
 
     def adopt(self, step: int, versions: Mapping[int, Version], prefer: Collection[int] = ()) -> None:
-        """Keep the versions of a published checkpoint; free what only checkpoints beyond the retained ones named.
+        """Retain the versions of a published checkpoint and release the checkpoints that are no longer retained.
 
         Args:
-            step: of the checkpoint, no older than the newest; the checkpoint that had this step before is forgotten.
-            prefer: as `retained_with` was given it.
+            step: Step of the checkpoint, not older than the newest one. It replaces an earlier checkpoint of this step.
+            versions: Versions that the checkpoint names, by page.
+            prefer: Same value as passed to `retained_with`.
         """
         with self._lock:
+            # The new versions are named before old ones are released, because both checkpoints may name the same ones.
             self._named.update(versions.values())
             self._forget_checkpoint(step)
             self._checkpoints[step] = dict(versions)
@@ -550,12 +571,12 @@ class PageStore:
                 self._forget_checkpoint(gone)
 
     def keep(self, versions: Mapping[int, Version]) -> None:
-        """Do not write over these until they are released: something on the drive may name them."""
+        """Protect versions from being overwritten until `release`, because a file on the drive may name them."""
         with self._lock:
             self._named.update(versions.values())
 
     def release(self, versions: Mapping[int, Version]) -> None:
-        """Undo one `keep` of these versions: nothing names them any more, unless a kept checkpoint does."""
+        """Undo one `keep` of these versions. Their extents become free unless a retained checkpoint names them."""
         with self._lock:
             self._release(versions)
 
@@ -568,10 +589,11 @@ class PageStore:
             if not self._named[old]:
                 del self._named[old]
                 if self._current.get(page) != old:
+                    # A current version keeps its extent: `_replace` frees it when the next version has been written.
                     self._extents.give(old.extent)
 
     def oldest_request(self) -> tuple[float, str] | None:
-        """Return since when the oldest request is in flight (`time.perf_counter`) and what it is, if there is one."""
+        """Return the submission time (`time.perf_counter`) and a description of the oldest request, if any."""
         with self._lock:
             tickets = sorted(self._pending.values(), key=lambda ticket: ticket.submitted)
         if not tickets:
@@ -592,12 +614,9 @@ class PageStore:
             self._pending.pop(id(ticket), None)
 
     def close(self) -> None:
-        """Wait until writes that were handed in are submitted; the data files are closed with the engine.
-
-        What gradients took is given back: nobody needs them any more.
-        """
+        """Wait until pending writes are submitted, and release the area of gradients. The engine closes the files."""
         self._writers.shutdown(wait=True)
         if self._verifiers is not None:
             self._verifiers.shutdown(wait=True)
-        with suppress(StorageError):  # the drive has failed: whatever is to be said of that has been
+        with suppress(StorageError):  # a failed drive has already been reported
             self._lengths.cut(self._slots)

@@ -1,8 +1,8 @@
-"""How much of the pages each NVMe path gets: its share of the bandwidth when all paths are busy at once.
+"""Stripe weights of the NVMe paths: their share of the bandwidth when all paths are busy at once.
 
-The daemon's profile answers where a daemon runs: that of these drives together, if it was ever measured, else that of
-each alone. Else a short probe at the first use of a set of paths does, whose result is kept in the runtime folder and
-told the daemon.
+If a daemon is running, its profile is used: the joint bandwidth of these drives if it was measured, otherwise the
+bandwidth of each drive. Without a daemon, a short probe measures a set of paths at its first use. The result is stored
+in the runtime folder and reported to the daemon.
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ _log = logging.getLogger("infinity")
 
 
 def path_stripe_weights(paths: Sequence[str], engine: str, runtime: Path) -> list[float]:
-    """Return the relative bandwidth of each path (reads and writes together), positive numbers.
+    """Return the relative bandwidth of each path (reads and writes together) as positive numbers.
 
-    Paths that cannot be measured share equally; that costs speed, never correctness, and is logged.
+    If the paths cannot be measured, they get equal weights, and a warning is logged. That may reduce speed, but never
+    affects results.
+
+    Args:
+        paths: NVMe paths of the run.
+        engine: Value of `storage.engine`.
+        runtime: Runtime folder.
     """
     if len(paths) == 1:
         return [1.0]
@@ -35,7 +41,7 @@ def path_stripe_weights(paths: Sequence[str], engine: str, runtime: Path) -> lis
         try:
             found = list(quick_mixed(names, engine).values())
         except InfinityError as error:
-            _log.warning("the bandwidth of %s was not measured (%s): pages are spread evenly", ", ".join(names), error)
+            _log.warning("could not measure the bandwidth of %s (%s): pages are spread evenly", ", ".join(names), error)
             return [1.0] * len(names)
         remember(runtime / CACHE_NAME, "|".join(names), found, "the measured bandwidth")
         measured = {name: {"mixed": stripe_weight} for name, stripe_weight in zip(names, found, strict=True)}
@@ -44,25 +50,25 @@ def path_stripe_weights(paths: Sequence[str], engine: str, runtime: Path) -> lis
 
 
 def _from_daemon(names: Sequence[str], runtime: Path) -> list[float] | None:
-    """Ask the daemon; None when there is none of this user or root, or when it does not know all paths."""
+    """Return the daemon's answer, or ``None`` if no daemon of this user or root runs, or if it lacks a path."""
     answer = NodeDaemon(runtime).ask("bandwidth", paths=list(names)) or {}
     try:
         known = answer["together"] or answer["bandwidth"]
-        beside = Counter(str(known[name]["device"]) for name in names)  # paths on the same drive share it
+        beside = Counter(str(known[name]["device"]) for name in names)  # paths on the same drive share its bandwidth
         return _usable([_mixed(known[name]) / beside[str(known[name]["device"])] for name in names])
     except UNUSABLE:
         return None
 
 
 def _mixed(profile: Mapping[str, Any]) -> float:
-    """Return bytes per second of half reads and half writes; where that was not measured, as if they took turns."""
+    """Return bytes per second of half reads and half writes. If not measured, assume that they alternate."""
     if profile["mixed"] is not None:
         return float(profile["mixed"])
     return 2 / (1 / float(profile["read"]) + 1 / float(profile["write"]))
 
 
 def _usable(stripe_weights: list[float]) -> list[float] | None:
-    # What a manifest can say, too.
+    # The limits are also the limits of a manifest.
     return stripe_weights if all(1e-30 <= stripe_weight <= 1e30 for stripe_weight in stripe_weights) else None
 
 

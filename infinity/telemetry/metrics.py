@@ -104,7 +104,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _rank(
         "build_info",
         "info",
-        "Version of infinity and torch on this rank, and the I/O engine in use; always 1.",
+        "Versions of infinity and torch on this rank, and the I/O engine in use; always 1.",
         Label(name="version"),
         Label(name="torch_version"),
         Label(name="io_engine"),
@@ -168,7 +168,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _rank(
         "prefetch_fetches_total",
         "counter",
-        "Pages requested, by whether they were ready in time (hit), still being read (late) or not yet requested (miss).",
+        "Pages requested, by result: ready in time (hit), still being read (late), or not yet being read (miss).",
         Label(name="result", values=FETCH_RESULTS),
     ),
     _rank(
@@ -196,8 +196,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     _rank(
         "step_part_seconds_total",
         "counter",
-        "Seconds of completed steps by activity of the training thread (docs/explanation/architecture.md). The parts add up to the "
-        "sum of `infinity_step_duration_seconds`.",
+        "Seconds of completed steps by activity of the training thread. The parts add up to the sum of "
+        "`infinity_step_duration_seconds` (docs/explanation/threads-and-time.md).",
         _PART,
     ),
     _rank(
@@ -272,8 +272,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     _daemon(
         "device_busy_seconds_total",
         "counter",
-        "Seconds during which a drive had at least one request. A drive that serves requests in parallel can be busy and "
-        "still have bandwidth left.",
+        "Seconds during which a drive had at least one request. A drive that serves requests in parallel can be busy "
+        "and still have bandwidth left.",
         _DEVICE,
     ),
     _daemon(
@@ -307,7 +307,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _daemon(
         "device_endurance_days",
         "gauge",
-        "Days until a drive reaches its rated endurance at the write rate of the last hour, if the rating is configured.",
+        "Days until a drive reaches its rated endurance, if configured, at the write rate of the last hour.",
         _DEVICE,
     ),
     _daemon(

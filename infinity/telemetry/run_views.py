@@ -1,9 +1,9 @@
 """Current figures of the runs of a node, per rank and per run, computed from their stats files.
 
-Used by `infinityd` and by the commands. A rank counts from its start, so a rate is the difference between two readings of
-its stats file. Two windows are used because a step may take a tenth of a second or a minute. Bytes in transfer are counted
-continuously, so their rate covers the last five seconds. Values that are counted once per step are divided by the duration
-of the steps that ended within the last ten seconds, or of the last step if it took longer.
+Used by `infinityd` and by the commands. A rank counts from its start, so a rate is the difference between two readings
+of its stats file. Two windows are used because a step may take a tenth of a second or a minute. Bytes in transfer are
+counted continuously, so their rate covers the last five seconds. Values that are counted once per step are divided by
+the duration of the steps that ended within the last ten seconds, or of the last step if it took longer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class _Rank:
         self.last = sample  # the newest reading
         self._looks = deque([sample], maxlen=_MOST_SAMPLES)  # readings of the last `_IO_SECONDS`, at least two
         self._ends: deque[_Sample] = deque(maxlen=_MOST_SAMPLES)  # the first reading after the end of each step
-        self._before: Snapshot | None = None  # reading at which the window of steps begins; None: at the start of the rank
+        self._before: Snapshot | None = (
+            None  # reading at which the window of steps begins; None: at the start of the rank
+        )
         self.stepped = False  # whether a step ended since the previous reading
 
     def is_of(self, page: Snapshot) -> bool:
@@ -238,7 +240,7 @@ def _status(ranks: Sequence[_Rank]) -> str:
 
 
 def _steps(ranks: Sequence[_Rank]) -> float:
-        """Return the number of steps that all ranks have completed."""
+    """Return the number of steps that all ranks have completed."""
     return min(rank.total("steps_total") for rank in ranks)
 
 

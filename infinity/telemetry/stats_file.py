@@ -5,7 +5,7 @@
     bytes 8..12    version, unsigned, little-endian
     bytes 12..16   length of the header in bytes, unsigned, little-endian
     bytes 16..     header: a JSON object in UTF-8 (see `StatsHeader`), then zeros up to a multiple of 64
-    then           doubles in the machine's byte order, one per cell (`telemetry/stats_cells.py`), up to the end of the file
+    then           doubles in the machine's byte order, one per cell (`telemetry/stats_cells.py`), to the end
 Cell 0 is the Unix time at which the rank closed its file, or 0 while the file is open.
 
 [Note: torn reads] Each cell has one writer, and there is no lock. A cell is a double at an address that is a multiple

@@ -1,4 +1,8 @@
-"""The only package that touches private names of torch. `tests/fsdp/test_private.py` tests the behavior expected of each."""
+"""Access to private names of torch.
+
+No other package touches private names of torch. `tests/fsdp/test_private.py` tests the behavior that is expected of
+each name, so that a torch release that changes it fails a named test.
+"""
 
 from infinity.torch_private.collectives import (
     COPY_IN,

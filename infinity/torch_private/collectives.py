@@ -1,4 +1,8 @@
-"""Replace the collectives of FSDP2: reuse reduction buffers, time all-gathers and reduce-scatters, copy without storage."""
+"""Collectives of FSDP2, and process groups.
+
+The functions reuse reduction buffers, run code around all-gathers and reduce-scatters, and copy all-gather inputs that
+have no storage.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +19,23 @@ from infinity.torch_private.imports import DefaultAllGather, DefaultReduceScatte
 from infinity.torch_private.names import backward_number, fsdp_params, full_shape
 
 _FEW = 2
-"""FSDP modules much larger than most for which freed memory is given back, in every backward:
-
-a root, and a head beside it.
+"""Maximum number of unusually large FSDP modules, such as a root and a separate head, for which freed memory is
+returned to the kernel in every backward.
 """
 
 
 class _Collectives:
-    """Collectives that were put in place of those of groups, until `restore`."""
+    """Custom collectives of parameter groups, installed until `restore`."""
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str, Any, Any]] = []  # (group, attribute, what was there, what is there now)
+        self._replaced: list[tuple[Any, str, Any, Any]] = []  # (group, attribute, original, replacement)
 
     def replace(self, group: Any, attribute: str, comm: Any) -> None:
         self._replaced.append((group, attribute, getattr(group, attribute), comm))
         setattr(group, attribute, comm)
 
     def restore(self) -> None:
-        """Put back what was there, where nobody has replaced it since."""
+        """Restore the originals, except where the replacement has been replaced in the meantime."""
         for group, attribute, before, comm in reversed(self._replaced):
             if getattr(group, attribute) is comm:
                 setattr(group, attribute, before)
@@ -40,27 +43,27 @@ class _Collectives:
 
 
 def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
-    """Let groups on the CPU reduce gradients in memory that is used again, instead of fresh memory for every FSDP
-    module.
+    """Reduce gradients on the CPU in memory that is reused for all FSDP modules instead of freshly allocated.
 
-    What FSDP modules need that are much larger than most, such as a root with a large vocabulary, is not kept: it would
-    be
-    unused for all of a step but an instant. Where these are few, the kernel has it back at once, and what else is free
-    in the heap before it: behind the backward of such a root, several pieces of its size. A group of one rank reduces
-    in place: FSDP2 brings the gradients together, and would copy them to as much memory again. A group whose collective
-    somebody has replaced keeps that one.
+    Buffers for unusually large FSDP modules, such as a root with a large vocabulary, are not kept because they would be
+    unused for almost all of a step. If there are few such modules, their memory returns to the kernel at once. Free
+    heap memory returns to the kernel before each such allocation: the backward of a large root leaves several free
+    blocks of its size.
+
+    A group of one rank reduces in place, whereas FSDP2 would copy the concatenated gradients to a second buffer of the
+    same size. A group whose collective the user has replaced keeps the user's collective.
 
     Returns:
-        What ends it.
+        A function that restores the original collectives.
     """
     groups = list(groups)
     sizes = [sum(full_shape(param).numel() for param in fsdp_params(group)) for group in groups]
-    most = 2 * 4 * median_high(sizes)  # bytes of a buffer that is kept: twice what most FSDP modules need, in fp32
+    most = 2 * 4 * median_high(sizes)  # largest buffer that is kept, in bytes: twice the fp32 size of a median module
     few = sum(4 * size > most for size in sizes) <= _FEW
 
     class ReusedBuffers(DefaultReduceScatter):
         def __init__(self) -> None:
-            # Uint8, all that were ever needed at once; free where nobody else refers to them.
+            # Dtype uint8. As many as were ever in use together; a buffer is free if no other tensor refers to it.
             self._buffers: list[torch.Tensor] = []
 
         def allocate(
@@ -75,7 +78,7 @@ def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
             free = [buffer for buffer in self._buffers if _is_unused(buffer)]
             chosen = next((buffer for buffer in free if buffer.numel() >= nbytes), None)
             if chosen is None:
-                if free:  # the largest FSDP module decides how large they are, the largest number at once how many
+                if free:  # replace a buffer that is too small, so that the number of buffers does not grow
                     self._buffers = [buffer for buffer in self._buffers if buffer is not free[0]]
                 chosen = torch.empty(nbytes, dtype=torch.uint8, device=device)
                 self._buffers.append(chosen)
@@ -84,8 +87,8 @@ def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
     class InPlace(ReusedBuffers):
         def __init__(self) -> None:
             super().__init__()
-            # What was allocated as the input of a reduction whose output is allocated next, and in which backward: one
-            # that was interrupted in between leaves its input here.
+            # Input of a reduction whose output is allocated next. The number of the backward is compared because an
+            # interrupted backward may leave its input here.
             self._input: torch.Tensor | None = None
             self._backward = -1
 
@@ -113,12 +116,13 @@ def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
 
 
 def watch_collectives(groups: Iterable[Any], during: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Let groups run their all-gathers and reduce-scatters inside of `during()`.
+    """Run the all-gathers and reduce-scatters of groups inside the context `during()`.
 
-    A group whose collective somebody has replaced keeps that one. The all-reduce of HSDP cannot be reached.
+    A group whose collective the user has replaced keeps the user's collective. The all-reduce of HSDP cannot be
+    intercepted.
 
     Returns:
-        What ends it.
+        A function that restores the original collectives.
     """
 
     class Watched:
@@ -144,19 +148,21 @@ def watch_collectives(groups: Iterable[Any], during: Callable[[], AbstractContex
 
 
 def _is_unused(buffer: torch.Tensor) -> bool:
-    """Whether no other tensor lies in the memory of this one."""
+    """Whether no other tensor uses the memory of this one."""
     storage = buffer.untyped_storage()
     return bool(_storage_Use_Count(storage._cdata) == 2)  # the buffer and `storage`
 
 
 COPY_IN = torch.ops.fsdp.all_gather_copy_in.default
-"""With several ranks: copies the all-gather inputs of an FSDP module into this rank's part of what will be gathered."""
+"""Operation that copies the all-gather inputs of an FSDP module into this rank's part of the output, if there are
+several ranks.
+"""
 
 
 def copy_in(
     inputs: Sequence[torch.Tensor], output: torch.Tensor, sizes: Sequence[int], numel: int, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do as `COPY_IN`, one input after the other: one without memory copies itself, and is never there as a whole."""
+    """Do the work of `COPY_IN` one input at a time, so that an input without storage is never assembled as a whole."""
     own = output.narrow(0, numel * rank, numel)
     with torch.no_grad():
         for destination, source in zip(torch.split(own, list(sizes)), inputs, strict=True):
@@ -165,10 +171,7 @@ def copy_in(
 
 
 def process_groups() -> list[Any]:
-    """Return all process groups of this process, and their stores."""
+    """Return all process groups of this process and their stores."""
     from torch.distributed.distributed_c10d import _world
 
     return [part for group, (_, store) in _world.pg_map.items() for part in (group, store)]
-
-
-# torch.optim.Optimizer #

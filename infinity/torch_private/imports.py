@@ -1,4 +1,4 @@
-"""Import the private names of torch, and report a release of torch that lacks one of them."""
+"""Imports of private names from torch, with an error that reports a torch release that lacks one of them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ __all__ = [
 ]
 
 TESTED = f"{OLDEST['torch']} to {NEWEST_TORCH}"
-"""Releases of torch that are supported."""
+"""Range of supported torch releases."""
 
 
 def lacking(missing: str) -> UnsupportedError:
-    """Return the error for a release of torch that has no `missing`."""
+    """Return the error for a torch release that lacks a private name.
+
+    Args:
+        missing: Description of the missing name.
+    """
     return UnsupportedError(
         f"torch {torch.__version__} is not supported: {missing}; install torch {TESTED}, with which this release of "
-        "infinity was tested, or a newer infinity"
+        "infinity was tested, or a newer release of infinity"
     )
 
 

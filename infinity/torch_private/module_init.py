@@ -1,4 +1,8 @@
-"""Module classes, names and initialization: undo the effect of wrappers, and run initializers without storage."""
+"""Module classes, names and initializers.
+
+The functions see through wrappers such as `torch.compile`, checkpointing and `fully_shard`, replace `Module._apply`,
+and run initializers on tensors without storage. `decomposition` returns the kernel of a composite operation.
+"""
 
 from __future__ import annotations
 
@@ -18,33 +22,34 @@ from infinity.torch_private.imports import CheckpointWrapper, _no_grad_trunc_nor
 
 @cache
 def decomposition(func: Any) -> Callable[..., Any] | None:
-    """Return what runs an operation that is made of others as these; None for one that is not.
+    """Return the kernel that decomposes a composite operation, or ``None`` if the operation is not composite.
 
-    Outside of inference mode, autograd runs it before `__torch_dispatch__` is asked. The kernel is the same one:
-    `func.decompose` takes torch's Python decompositions where they are loaded, and those of `dropout` and `matmul`
-    need not give the same bits.
+    Outside inference mode, autograd decomposes such an operation before `__torch_dispatch__` is called. This kernel is
+    the same one. `func.decompose` prefers torch's Python decompositions if they are loaded, and the results of
+    `dropout` and `matmul` may then differ in some bits.
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return partial(func._op_dk, key) if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) else None
 
 
 def unwrapped_name(name: str) -> str:
-    """Return a name as `get_state_dict` has it: without the modules that compilation and checkpointing put around."""
+    """Return a name as in `get_state_dict`, without the prefixes that compilation and checkpointing insert."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module had before `fully_shard` and parametrizations made others of it."""
+    """Return the class of a module before `fully_shard` and parametrizations replaced it."""
     cls = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
     return cls.__bases__[0] if parametrize.is_parametrized(module) else cls
 
 
 @contextmanager
 def init_without_storage(*, draw: bool) -> Iterator[None]:
-    """Let `torch.nn.init` treat tensors without storage as others: torch 2.13 leaves some of them out.
+    """Let `torch.nn.init` treat tensors without storage like any others, because torch 2.13 skips some of them.
 
     Args:
-        draw: `trunc_normal_`, which draws until all numbers are within its bounds, draws as many as for a real tensor.
+        draw: Whether `trunc_normal_`, which resamples until all numbers are within its bounds, consumes as many random
+            numbers as it does for a real tensor.
     """
     original = _no_grad_trunc_normal_
 
@@ -64,7 +69,7 @@ def init_without_storage(*, draw: bool) -> Iterator[None]:
 
 
 class _NothingIsMeta(TorchFunctionMode):
-    """Answers `is_meta` with no."""
+    """Makes `Tensor.is_meta` return ``False``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__self__", None) is torch.Tensor.is_meta:
@@ -74,7 +79,7 @@ class _NothingIsMeta(TorchFunctionMode):
 
 @contextmanager
 def classes_of_before(model: nn.Module) -> Iterator[None]:
-    """Give the modules of a model, meanwhile, the classes that they had before `fully_shard`."""
+    """Restore the classes that the modules of a model had before `fully_shard`, for the duration of the context."""
     sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
     try:
         for module, cls in sharded:
@@ -86,18 +91,18 @@ def classes_of_before(model: nn.Module) -> Iterator[None]:
 
 
 def unwrapped_module(module: nn.Module) -> nn.Module:
-    """Return a module without those that compilation and checkpointing put around."""
+    """Return the module inside the wrappers of compilation and checkpointing."""
     inner = module._modules.get("_orig_mod") or module._modules.get("_checkpoint_wrapped_module")
     return module if inner is None else unwrapped_module(inner)
 
 
 def recomputes(module: nn.Module) -> bool:
-    """Whether a module computes its activations again in backward, by torch's wrapper or a switch of transformers."""
+    """Return whether a module recomputes its activations in backward, by torch's wrapper or by transformers."""
     return isinstance(module, CheckpointWrapper) or bool(getattr(module, "gradient_checkpointing", False))
 
 
 def persistent_buffers(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the buffers that belong into a `state_dict`."""
+    """Return the names of the buffers that are part of a `state_dict`."""
     return tuple(
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -107,7 +112,7 @@ def persistent_buffers(model: nn.Module) -> tuple[str, ...]:
 
 
 def replace_apply(module: nn.Module, function: Callable[..., nn.Module]) -> None:
-    """Let `Module.to` and its like, which come down to `_apply(fn, recurse=True)`, call a function instead."""
+    """Make `Module.to` and similar methods, which call `_apply(fn, recurse=True)`, call a function instead."""
     module.__dict__["_apply"] = function
 
 
@@ -117,6 +122,6 @@ def restore_apply(module: nn.Module) -> None:
 
 
 def original_apply(module: nn.Module) -> Callable[..., nn.Module]:
-    """Return `_apply(module, fn, recurse)` of the module's class."""
+    """Return the function `_apply(module, fn, recurse)` of the module's class."""
     function: Callable[..., nn.Module] = type(module)._apply
     return function

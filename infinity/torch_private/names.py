@@ -1,7 +1,8 @@
-"""Private names of torch: objects of FSDP2, DTensor, autograd and optimizers.
+"""Accessors for private names of FSDP2, DTensor, autograd and optimizers.
 
-`tests/fsdp/test_private.py` states the behavior expected of each name, so that a torch release that changes one
-fails a named test instead of computing a wrong gradient. `make test-torch` runs it on other releases than the pinned one.
+`tests/fsdp/test_private.py` states the behavior expected of each name, so that a torch release that changes one fails a
+named test instead of computing a wrong gradient. `make test-torch` runs it with torch releases other than the pinned
+one.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from infinity.errors import UnsupportedError
 from infinity.torch_private.imports import _current_graph_task_id, _disabled_torch_function_impl, lacking
 
 ROOT = "root"
-"""The name of the first FSDP module, if the model has parameters that are in no other one."""
+"""Name of the first FSDP module, if the model has parameters that are in no other FSDP module."""
 
 
 NO_TORCH_FUNCTION = _disabled_torch_function_impl
-"""The `__torch_function__` of a tensor class that wants to be asked in `__torch_dispatch__` only."""
+"""Value of `__torch_function__` for a tensor class that only implements `__torch_dispatch__`."""
 
 
-# What is read from the objects of FSDP2, by class; "a|b": one of them, as releases differ.
+# Attributes of FSDP2 objects that this module reads, by class. "a|b": one of the two, depending on the torch release.
 _NAMES = {
     "FSDPState": ("_fsdp_param_groups|_fsdp_param_group",),  # 2.11 has at most one group per state
     "FSDPParamGroup": (
@@ -62,10 +63,10 @@ _NAMES = {
 
 
 def require_names(model: nn.Module) -> None:
-    """Check that the objects of FSDP2 have what is read from them below.
+    """Check that the FSDP2 objects of a model have all attributes that this module reads.
 
     Raises:
-        UnsupportedError: an unknown release of torch lacks some of it.
+        UnsupportedError: If an unknown release of torch lacks one of them.
     """
     for module in model.modules():
         if not isinstance(module, FSDPModule):
@@ -82,11 +83,11 @@ def _require(cls: str, found: Any) -> None:
     has = set(dir(found))
     missing = [name for name in _NAMES[cls] if has.isdisjoint(name.split("|"))]
     if missing:
-        raise lacking(f"{cls} of its FSDP2 has no {', '.join(missing).replace('|', ' or ')}")
+        raise lacking(f"its FSDP2 class {cls} has no {', '.join(missing).replace('|', ' or ')}")
 
 
 def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (module name, group) for every group of parameters that FSDP2 gathers together, root first."""
+    """Yield (module name, group) for every parameter group that FSDP2 gathers together, root first."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
@@ -107,33 +108,35 @@ def _groups_of(module: FSDPModule) -> list[Any]:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return what tells the memory of a tensor from that of others, as long as it lives; also on the meta device."""
+    """Return a number that identifies the memory of a tensor during its lifetime, also on the meta device."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def saved_tensors_are_hooked() -> bool:
-    """Whether hooks are set that have what autograd saves (`torch.autograd.graph.saved_tensors_hooks`)."""
+    """Return whether saved-tensor hooks are active (`torch.autograd.graph.saved_tensors_hooks`)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def weak_memory(tensor: torch.Tensor) -> Any:
-    """Return a weak reference to the memory of a tensor: `cdata`, a number that no other memory has meanwhile, and
-    `expired()`.
+    """Return a weak reference to the memory of a tensor.
+
+    Its `cdata` is a number that identifies the memory while it exists, and `expired()` returns whether it has been
+    freed.
     """
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def is_sharded_module(module: nn.Module) -> bool:
-    """Whether `fully_shard` was called on a module."""
+    """Return whether `fully_shard` was called on a module."""
     return isinstance(module, FSDPModule)
 
 
 class _Hooks(OrderedDict[int, Callable[[nn.Parameter], None]]):
-    """What is to be called when a gradient has come: hooks that were there, those registered since, and one at last."""
+    """Hooks to call when a gradient has arrived: existing ones, ones registered later, and a final one."""
 
     def __init__(self, before: Any, last: Callable[[nn.Parameter], None]) -> None:
         super().__init__()
-        self._before = before  # handles that the user holds remove hooks from this one
+        self._before = before  # kept as it is, because the user's handles remove hooks from this dictionary
         self._last: list[Callable[[nn.Parameter], None]] = [last]
 
     def __bool__(self) -> bool:
@@ -143,14 +146,17 @@ class _Hooks(OrderedDict[int, Callable[[nn.Parameter], None]]):
         return [*self._before.values(), *super().values(), *self._last]
 
     def remove(self) -> None:
-        """Call the last one no more."""
+        """Remove the final hook."""
         self._last.clear()
 
 
 def on_gradient(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
-    """Call `hook(param)` once a gradient has been reduced; return a handle whose `remove` ends it.
+    """Call `hook(param)` after a gradient has been reduced and all hooks of the user have run.
 
-    It comes after all hooks of the user, whenever those are registered.
+    Hooks that the user registers later also run before it.
+
+    Returns:
+        A handle whose `remove` removes the hook.
     """
     hooks: Any = param
     hooks._post_accumulate_grad_hooks = found = _Hooks(hooks._post_accumulate_grad_hooks or {}, hook)
@@ -158,13 +164,13 @@ def on_gradient(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> An
 
 
 def sharded_gradient(param: Any, local: torch.Tensor) -> DTensor:
-    """Return what FSDP2 makes of the local part of a gradient."""
+    """Return the sharded gradient that FSDP2 constructs from its local part."""
     gradient: DTensor = param.to_sharded_dtensor(local)
     return gradient
 
 
 def sharded_like(param: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is sharded like a parameter, of its local elements, flat."""
+    """Return a tensor that is sharded like a parameter, from its flat local elements."""
     if not isinstance(param, DTensor):
         return values.view(param.shape)
     local = values.view(param._local_tensor.shape).to(param.device)
@@ -174,17 +180,17 @@ def sharded_like(param: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
 
 
 def uses_cpu_offload(group: Any) -> bool:
-    """Whether the user already gave the group an offload policy of FSDP2."""
+    """Return whether the group was sharded with an offload policy of FSDP2."""
     return isinstance(group.offload_policy, CPUOffloadPolicy)
 
 
 def reshards_to_fewer_ranks(group: Any) -> bool:
-    """Whether weights stay gathered over some of the ranks after forward (`reshard_after_forward` as a number)."""
+    """Return whether weights are resharded to a subset of ranks after forward (integer `reshard_after_forward`)."""
     return group.post_forward_mesh_info is not None and group.post_forward_mesh_info is not group.mesh_info
 
 
 def fsdp_params(group: Any) -> list[Any]:
-    """Return the parameters of a group in the order in which they are gathered."""
+    """Return the parameters of a group in all-gather order."""
     return list(group.fsdp_params)
 
 
@@ -207,13 +213,13 @@ def local_tensor(param: Any) -> torch.Tensor:
 
 
 def padded_shape(param: Any) -> torch.Size:
-    """Return the shape of what this rank contributes to the all-gather."""
+    """Return the shape of this rank's contribution to the all-gather."""
     size: torch.Size = param.padded_sharded_param_size
     return size
 
 
 def full_shape(param: Any) -> torch.Size:
-    """Return the shape of the gathered parameter (of its local part, under tensor parallelism)."""
+    """Return the shape of the gathered parameter. Under tensor parallelism, it is the shape of the local part."""
     size: torch.Size = param._orig_size
     return size
 
@@ -224,54 +230,58 @@ def shard_dim(param: Any) -> int:
 
 
 def shard_rank_and_size(param: Any) -> tuple[int, int]:
-    """Return this rank's position among the ranks that share the parameter, and their number."""
+    """Return this rank's position among the ranks over which a parameter is sharded, and their number."""
     info = param.mesh_info
     return getattr(info, "shard_mesh_rank", 0), getattr(info, "shard_mesh_size", 1)
 
 
 def shard_ranks(param: Any) -> tuple[int, ...]:
-    """Return the ranks that share the parameter, in the order of their slices."""
+    """Return the ranks over which a parameter is sharded, in the order of their slices."""
     group = getattr(param.mesh_info, "shard_process_group", None)
     return tuple(dist.get_process_group_ranks(group)) if group is not None else (dist.get_rank(),)
 
 
 def has_gradient_dtype(param: nn.Parameter) -> bool:
-    """Whether the user wants gradients of a parameter in another dtype than its own, which FSDP2 does since 2.15."""
+    """Return whether gradients of a parameter have a dtype other than its own, supported by FSDP2 since torch 2.15."""
     return param.requires_grad and param.grad_dtype != param.dtype
 
 
 def reduces(param: Any) -> bool:
-    """Return whether the gradients of several ranks are added up."""
+    """Return whether gradients are reduced over several ranks."""
     return bool(param.mesh_info.mesh.size() > 1)
 
 
 def is_tensor_parallel(param: Any) -> bool:
-    """Whether the parameter was a DTensor before `fully_shard`."""
+    """Return whether the parameter was a DTensor before `fully_shard`."""
     return bool(param.is_dtensor)
 
 
 def replace_local_tensor(param: Any, shard: torch.Tensor) -> None:
-    """Make `shard` the local tensor of a sharded parameter, which stays the object that it is.
+    """Make `shard` the local tensor of a sharded parameter, without changing the identity of the parameter.
 
     Raises:
-        RuntimeError: it was on the meta device, and something holds a weak reference to it.
+        RuntimeError: If the parameter is on the meta device and a weak reference to it exists.
     """
     param._sharded_param_data = shard.view(-1)
     current = param.sharded_param
     if current.device.type != "meta":
         current._local_tensor = shard
         return
-    # Another device takes another tensor. Exchanged inside of the object, so that the lists of parameters that the
-    # user made before, among them those of the optimizer, have what is trained.
+    # A tensor on another device is a new tensor. Swapping the contents keeps the identity of the parameter, so that
+    # lists of parameters that exist already, such as the groups of the optimizer, refer to the trained parameter.
     new = nn.Parameter(param.to_sharded_dtensor(shard), requires_grad=current.requires_grad)
     torch.utils.swap_tensors(current, new)  # type: ignore[no-untyped-call]
 
 
 def watch_local_tensor(param: Any, check: Callable[[bool], None]) -> None:
-    """Let FSDP2 neither pad the local tensor of a sharded parameter nor take over another one.
+    """Call `check` where FSDP2 would pad the local tensor of a sharded parameter or adopt a new one.
 
-    It would do so before the first forward, and after `load_state_dict`, which may put another parameter onto the
-    module: the sharded one is put back. In place of that, `check()` is called; it is told whether one was put back.
+    FSDP2 does so before the first forward and after `load_state_dict`, which may register another parameter on the
+    module. In that case, the sharded parameter is restored.
+
+    Args:
+        param: FSDPParam object of FSDP2.
+        check: Function that is called with ``True`` if the sharded parameter had to be restored.
     """
 
     def reset_sharded_param() -> None:
@@ -285,36 +295,39 @@ def watch_local_tensor(param: Any, check: Callable[[bool], None]) -> None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor; any other tensor is its own."""
+    """Return the local tensor of a DTensor. Any other tensor is returned unchanged."""
     local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local
 
 
 def reshard(module: Any) -> None:
-    """Put the sharded parameters of a module back in their places, if it is gathered.
+    """Reshard a module if it is gathered.
 
     Args:
-        module: `fully_shard` was called on it.
+        module: Module on which `fully_shard` was called.
     """
     module.reshard()
 
 
 def in_backward() -> bool:
-    """Whether the autograd engine is running on this thread."""
+    """Return whether the autograd engine is running on this thread."""
     return bool(_current_graph_task_id() != -1)
 
 
 def backward_number() -> int:
-    """Return the number of the backward that runs on this thread; -1 if none does."""
+    """Return the number of the backward that is running on this thread, or -1 if there is none."""
     return int(_current_graph_task_id())
 
 
 SANITIZER = "torch.cuda._sanitizer"
-"""The module that asks for addresses of tensors where `TORCH_CUDA_SANITIZER=1`."""
+"""Name of the module that asks for the addresses of tensors if `TORCH_CUDA_SANITIZER=1`."""
 
 
 def profiler_is_on() -> bool:
-    """Whether a profiler of torch records: a range for it takes as long as all else that is done for a small weight."""
+    """Return whether a torch profiler is recording.
+
+    Callers check it first, because entering a profiler range takes as long as all other work for a small weight.
+    """
     return torch.autograd.profiler._is_profiler_enabled
 
 
@@ -322,7 +335,8 @@ def local_gradient(param: nn.Parameter) -> torch.Tensor:
     """Return the local part of a reduced gradient.
 
     Raises:
-        UnsupportedError: it is distributed in another way than its parameter, so that this is a part of something else.
+        UnsupportedError: If the placements of the gradient differ from the placements of its parameter, so that the
+            local parts do not match.
     """
     grad = param.grad
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
@@ -334,12 +348,12 @@ def local_gradient(param: nn.Parameter) -> torch.Tensor:
 
 
 def add_up_gradients(module: Any) -> None:
-    """Let the gradients of a module be added up in the reduce dtype as they come in, until they are reduced.
+    """Accumulate the gradients of a module in the reduce dtype as they arrive, until they are reduced.
 
-    What FSDP2 does over backwards without reduction, here after each `AccumulateGrad`.
+    FSDP2 does so over backwards without reduction. Here, it happens after each `AccumulateGrad`.
 
     Args:
-        module: `fully_shard` was called on it, and it is gathered.
+        module: Module on which `fully_shard` was called, gathered.
     """
     for group in _groups_of(module):
         for param in group.fsdp_params:
@@ -353,21 +367,21 @@ def _add_up(param: Any, gathered: torch.Tensor) -> None:
         param.accumulate_unsharded_grad_if_needed()
         param.to_accumulated_grad_if_needed()
     elif gathered.grad is not None and param.unsharded_grad_dtype is not None:
-        # FSDP2 leaves the first gradient as it was computed; to a wider one, autograd adds in place.
+        # FSDP2 leaves the first gradient in its computed dtype. Once cast, autograd accumulates into it in place.
         gathered.grad = gathered.grad.to(param.unsharded_grad_dtype)
 
 
 PARAMETER_MARKS = frozenset({"_is_param"})
-"""Attributes that torch itself sets on parameters of other tensor types, such as DTensor."""
+"""Attributes that torch sets on parameters of tensor subclasses such as DTensor."""
 
 
 def is_hooks(name: str) -> bool:
-    """Whether an attribute of an optimizer, by its name, is a dictionary of its hooks."""
+    """Return whether the name of an optimizer attribute denotes a dictionary of hooks."""
     return name.startswith("_optimizer_") and name.endswith("_hooks")
 
 
 def is_bookkeeping(name: str, value: Any) -> bool:
-    """Whether an attribute of an optimizer says nothing about updates: its hooks, and what schedulers put there."""
+    """Return whether an optimizer attribute has no effect on updates: hooks, and attributes set by schedulers."""
     return (
         name in ("_zero_grad_profile_name", "_opt_called", "_step_count")
         or is_hooks(name)
@@ -384,6 +398,6 @@ def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
 
 
 def share_step_hooks(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
-    """Let an optimizer run the hooks around `step` that were, or will be, registered on another one."""
+    """Make an optimizer run the `step` hooks of another one, including hooks registered later."""
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         vars(optimizer)[name] = vars(other)[name]

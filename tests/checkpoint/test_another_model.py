@@ -56,7 +56,7 @@ def checkpointed(tmp_path: Path) -> Path:
 def test_a_parameter_of_another_shape_is_refused(checkpointed: Path) -> None:
     """As many elements would be taken as they lie there."""
     with pytest.raises(
-        CheckpointError, match=r"first\.weight has shape \(10, 6\) in the checkpoint of step 0.*\(6, 10\) here"
+        CheckpointError, match=r"first\.weight has shape \(10, 6\) in the checkpoint of step 0.*\(6, 10\)"
     ):
         start(checkpointed, 10, 6, resume="latest")
     with start(checkpointed, resume="latest") as optimizer:
@@ -65,9 +65,7 @@ def test_a_parameter_of_another_shape_is_refused(checkpointed: Path) -> None:
 
 def test_groups_in_another_order_are_refused(checkpointed: Path) -> None:
     """Each would get the other's weight decay."""
-    with pytest.raises(
-        CheckpointError, match=r"param group 0 of the checkpoint has other parameters.*\(2 there, 1 here\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"param group 0 .*\b2\b.*\b1\b"):
         start(checkpointed, turned=True, resume="latest")
 
 
@@ -129,7 +127,7 @@ def test_a_persistent_buffer_of_another_shape_is_refused(tmp_path: Path) -> None
     train_table(tmp_path)
     with pytest.raises(
         CheckpointError,
-        match=r"^the buffer steps of the model has the shape \(2,\), the checkpoint has one of shape \(1,\)",
+        match=r"^buffer steps .*\(2,\).*\(1,\)",
     ):
         train_table(tmp_path, resume="latest", model=Table(steps=2))
 
@@ -137,7 +135,7 @@ def test_a_persistent_buffer_of_another_shape_is_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.float8_e8m0fnu])
 def test_a_buffer_that_no_checkpoint_can_give_back_is_refused_at_the_start(dtype: torch.dtype, tmp_path: Path) -> None:
     """Not at the first checkpoint, nor when it is resumed; without checkpoints it is taken."""
-    with pytest.raises(UnsupportedError, match=r"^the buffer odd is .*; register it in another dtype"):
+    with pytest.raises(UnsupportedError, match=r"^buffer odd .*run\.retained_checkpoints = 0"):
         train_table(tmp_path, model=Table(dtype))
     train_table(tmp_path, model=Table(dtype), checkpoint=False, retained_checkpoints=0)
 
@@ -146,7 +144,7 @@ def test_a_sparse_buffer_is_refused_at_the_start(tmp_path: Path) -> None:
     """By its name."""
     model = Table()
     model.register_buffer("odd", torch.eye(4).to_sparse())
-    with pytest.raises(UnsupportedError, match=r"^the buffer odd is sparse_coo"):
+    with pytest.raises(UnsupportedError, match=r"^buffer odd .*sparse_coo"):
         train_table(tmp_path, model=model)
 
 
@@ -158,9 +156,7 @@ def test_a_rate_of_numpy_is_checkpointed(tmp_path: Path) -> None:
 
 def test_a_setting_that_no_checkpoint_can_have_is_refused_at_the_start(tmp_path: Path) -> None:
     """By its name, before anything is trained."""
-    with pytest.raises(
-        CheckpointError, match=r"^lr of the optimizer is of type Fraction, which cannot be checkpointed"
-    ):
+    with pytest.raises(CheckpointError, match=r"^lr of the optimizer .*Fraction.*run\.retained_checkpoints = 0"):
         train_table(tmp_path, Fraction(1, 1000))
 
 

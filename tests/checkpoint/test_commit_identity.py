@@ -121,13 +121,13 @@ def test_what_no_reader_would_take_is_not_published(tmp_path: Path) -> None:
     with Session(tmp_path) as session:
         session.run(3)
         publish = session.optimizer._checkpointer._checkpoint_writer
-        good, publish._shares = publish._shares, [float("inf")]
+        good, publish._stripe_weights = publish._stripe_weights, [float("inf")]
         with pytest.raises(CheckpointError, match=r"weights\.0 = inf must be a number"):
             session.run(4, every=1)
         folder = run_folder(tmp_path)
         assert [name.step for name in published_in(folder.checkpoints)] == [3]
         assert not list(folder.checkpoints.glob("step*.tmp"))
-        publish._shares = good
+        publish._stripe_weights = good
         session.save_checkpoint()
     assert CheckpointReader(folder).step == 4
 

@@ -305,7 +305,7 @@ def test_a_second_run_is_refused_and_told_who(tmp_path: Path) -> None:
         run_id = session.optimizer.run.folder.run_id
         with pytest.raises(FolderBusyError, match=rf"{run_id} \(process {os.getpid()}"):
             FolderLock.acquire([tmp_path / "nvme0"], "another", 0)
-        with pytest.raises(FolderBusyError, match=rf"{run_id} of this process, to whose model `session` of"):
+        with pytest.raises(FolderBusyError, match=rf"{run_id} of this process.*`session` of"):
             Session(tmp_path)
         session.run(2, every=1)
         with pytest.raises(FolderBusyError, match=run_id):
@@ -515,15 +515,14 @@ def test_steps_that_are_thrown_away_are_said_once(tmp_path: Path, caplog: pytest
         caplog.clear()
         session.optimizer.close()
         session.optimizer.close()
-        return [text for text in caplog.messages if "thrown away" in text]
+        return [text for text in caplog.messages if "run.keep" in text]
 
     with caplog.at_level("WARNING", "infinity"):
         (said,) = closed(2, 0)
-        assert said.startswith(
-            "steps 1 to 2 are thrown away: the run was never checkpointed; call optimizer.save_checkpoint()"
-        )
+        assert said.startswith("steps 1 to 2 are")
+        assert "optimizer.save_checkpoint()" in said
         (said,) = closed(2, 1)
-        assert said.startswith("step 2 is thrown away: it is in no checkpoint")
+        assert said.startswith("step 2 is ")
         assert not closed(1, 1)
         assert not closed(0, 0)
         assert not closed(1, 0, "never")

@@ -34,20 +34,20 @@ KEPT: dict[str, Any] = {
 loop: list[Any] = []
 loop.append(loop)
 REFUSED: tuple[tuple[Any, str], ...] = (
-    ({30: 1}, "extra is {30: 1}; checkpoint a dict with texts as keys"),
-    ({"a": [{"b": {(1, 2): 1}}]}, r"extra\['a'\]\[0\]\['b'\] has the key \(1, 2\); use texts or numbers"),
-    ({"a": {b"x": 1}}, r"a key of extra\['a'\] is of type bytes"),
-    ({"a": {"b": torch.ones(1)}}, r"extra\['a'\]\['b'\] is of type Tensor; .* tolist\(\)"),
-    ({"a": np.float32(1)}, r"extra\['a'\] is of type float32"),
-    ({"a": {1, 2}}, "is of type set"),
-    ({"a": b"x"}, "is of type bytes"),
-    ({"a": Path("x")}, "is of type PosixPath"),
-    ({"a": "\ud83d\ude00"}, r"extra\['a'\] is a text that is not Unicode"),
-    ({"a": {"\ud800": 1}}, r"a key of extra\['a'\] is a text that is not Unicode"),
-    ({"a": 10**5000}, "is an integer of more than 8192 bits"),
-    ({"a": loop}, "is nested more than 100 deep, or contains itself"),
-    ([("a", 1)], r"extra is \[.*; checkpoint a dict"),
-    ("", "extra is ''; checkpoint a dict"),
+    ({30: 1}, "extra is {30: 1}.* dict"),
+    ({"a": [{"b": {(1, 2): 1}}]}, r"extra\['a'\]\[0\]\['b'\] has the key \(1, 2\)"),
+    ({"a": {b"x": 1}}, r"a key of extra\['a'\] .*\bbytes"),
+    ({"a": {"b": torch.ones(1)}}, r"extra\['a'\]\['b'\] .*\bTensor\b.* tolist\(\)"),
+    ({"a": np.float32(1)}, r"extra\['a'\] .*\bfloat32\b"),
+    ({"a": {1, 2}}, r"extra\['a'\] .*\bset\b"),
+    ({"a": b"x"}, r"extra\['a'\] .*\bbytes\b"),
+    ({"a": Path("x")}, r"extra\['a'\] .*\bPosixPath\b"),
+    ({"a": "\ud83d\ude00"}, r"^extra\['a'\] .*hex\(\)"),
+    ({"a": {"\ud800": 1}}, r"^a key of extra\['a'\] .*hex\(\)"),
+    ({"a": 10**5000}, r"extra\['a'\] .*8192 bits"),
+    ({"a": loop}, r"extra\['a'\].* nested more than 100 "),
+    ([("a", 1)], r"extra is \[.* dict"),
+    ("", "extra is ''.* dict"),
 )
 
 
@@ -93,7 +93,8 @@ def checkpoint_on_one(folder: str) -> str:
 def test_what_one_rank_cannot_checkpoint_no_rank_does(pair: RankPool, tmp_path: Path) -> None:
     """All are told, and go on."""
     told, own = pair.run(checkpoint_on_one, str(tmp_path))
-    assert own.startswith("extra['rank'] is of type set; checkpoint numbers, texts")
+    assert own.startswith("extra['rank'] ")
+    assert " set" in own
     assert told == f"checkpoint failed on rank 1: CheckpointError: {own}"
 
 

@@ -360,23 +360,23 @@ def _overlap(body: dict[str, Any]) -> None:
 
 
 MANIFEST_LIES = {
-    "another checkpoint": (_set("identity", to="0" * 24), "it is of rank 0 of 1 at step 6, checkpoint 0000"),
-    "no identity": (_set("identity", to="../../../../etc/passwd"), "identity = .* must be a text like"),
-    "another layout": (_set("layout", to="0" * 16), "its description is of layout .*, its pages are of 0000"),
-    "another rank": (_set("rank", to=1), "it is of rank 1 of 1"),
-    "another step": (_set("step", to=3), "at step 3"),
-    "more ranks": (_set("world_size", to=2), "it is of rank 0 of 2"),
-    "another run": (_set("run_id", to="20260101-000000-000000"), "it is of run"),
-    "another format": (_set("format", to=1), "has format 1, this version reads 2; use the version that wrote it"),
+    "another checkpoint": (_set("identity", to="0" * 24), "rank 0 of 1.* step 6.* checkpoint 0000"),
+    "no identity": (_set("identity", to="../../../../etc/passwd"), "identity = .* must be a string that matches"),
+    "another layout": (_set("layout", to="0" * 16), "description .*layout .*0000"),
+    "another rank": (_set("rank", to=1), "rank 1 of 1"),
+    "another step": (_set("step", to=3), "step 3"),
+    "more ranks": (_set("world_size", to=2), "rank 0 of 2"),
+    "another run": (_set("run_id", to="20260101-000000-000000"), "20260101-000000-000000"),
+    "another format": (_set("format", to=1), r"has format 1\b.*\b2\b"),
     "true as the format": (_set("format", to=True), "has format True"),
     "a path that is none": (_set("pages", "0", 0, to=1), "page 0 cannot be .* of path 1"),
     "no alignment": (_set("pages", "0", 1, to=512), r"pages\.0\.1 = 512 is not a multiple of 4096"),
-    "another length": (_set("pages", "0", 2, to=4096), "its pages are not those of the run's layout"),
+    "another length": (_set("pages", "0", 2, to=4096), "its pages .*layout"),
     "behind the end": (_set("pages", "0", 1, to=1 << 40), "names .* bytes of .*rank00000.pages, which has"),
     "an overlap": (_overlap, "two pages share the bytes"),
     "a page twice": (
         lambda body: body["pages"].update({"00": body["pages"]["0"]}),
-        r"pages\.a key = '00' must be a text like",
+        r"pages\.a key = '00' must be a string that matches",
     ),
     "no weights": (_set("weights", to=[]), "weights"),
     "an infinite weight": (_set("weights", 0, to=float("inf")), r"weights\.0 = inf must be a number"),
@@ -404,12 +404,12 @@ DESCRIPTION_LIES = {
     "billions of pages": (_set("fsdp_modules", 0, "shards", 0, "padded", to=1 << 48), "more than 4194304 pages"),
     "negative": (
         _set("fsdp_modules", 0, "shards", 0, "numel", to=-1),
-        r"description\.FSDP modules\.0\.shards\.0\.numel = -1 is below the minimum of 0",
+        r"description\.fsdp_modules\.0\.shards\.0\.numel = -1 is below the minimum of 0",
     ),
     "pages too small": (_set("page_bytes", to=4096), "page_bytes: 4096 is too small"),
-    "another shape": (_set("tensors", 0, "shape", to=[3, 5]), "is not that of its shard"),
-    "no such dim": (_set("tensors", 0, "dim", to=2), "is not that of its shard"),
-    "a name twice": (lambda body: body["tensors"][0]["names"].append("head.bias"), "a name is there twice"),
+    "another shape": (_set("tensors", 0, "shape", to=[3, 5]), "tensors: .*shard"),
+    "no such dim": (_set("tensors", 0, "dim", to=2), "tensors: .*shard"),
+    "a name twice": (lambda body: body["tensors"][0]["names"].append("head.bias"), r"tensors: .*\bname"),
     "no such dtype": (
         lambda body: next(iter(body["formats"].values())).update(param="float31"),
         "'float31' is not one",
@@ -422,9 +422,9 @@ DESCRIPTION_LIES = {
         lambda body: next(iter(body["formats"].values())).update(encodings=[["nothing", "8bit"]]),
         "'nothing' cannot be stored as 8bit",
     ),
-    "fewer tensors": (lambda body: body["tensors"].pop(), "tensors of .* shards"),
-    "pages cut otherwise": (_set("page_bytes", to=1 << 20), "its description is of layout"),
-    "another name": (_set("fsdp_modules", 0, "name", to="other"), "its description is of layout"),
+    "fewer tensors": (lambda body: body["tensors"].pop(), "tensors .* shards"),
+    "pages cut otherwise": (_set("page_bytes", to=1 << 20), "description .*layout"),
+    "another name": (_set("fsdp_modules", 0, "name", to="other"), "description .*layout"),
 }
 
 
@@ -445,7 +445,7 @@ def test_a_key_that_is_there_twice(stored: Stored) -> None:
     body = json.dumps(stored.body(stored.manifest))
     with (
         replaced(stored.manifest, sealed(body.replace('"step": 6', '"step": 5, "step": 6'))),
-        pytest.raises(CheckpointError, match="a key is there twice"),
+        pytest.raises(CheckpointError, match=r"malformed.*\bkey"),
     ):
         read_manifest(stored.manifest)
 
@@ -505,5 +505,5 @@ def test_checkpoints_that_share_a_slot_are_refused(stored: Stored) -> None:
     copied = stored.place.parent / "shared"
     shutil.copytree(stored.place, copied)
     (copied / older.relative_to(stored.place)).write_bytes(sealed(json.dumps(body)))
-    with pytest.raises(CheckpointError, match=f"{stored.folder.run_id}.*in the same place"):
+    with pytest.raises(CheckpointError, match=f"{stored.folder.run_id}.*different versions"):
         Session(copied, run=LATEST)

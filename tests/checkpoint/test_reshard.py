@@ -137,7 +137,7 @@ def test_fewer_and_other_paths_change_no_bit(tmp_path: Path) -> None:
         with pytest.raises(FolderBusyError, match="resume when it has ended"):
             Session(tmp_path, **elsewhere)
     lacking = {"run": {**LATEST, "resume_paths": two["paths"][:1]}, "storage": elsewhere["storage"]}
-    with pytest.raises(CheckpointError, match="lies on 2 paths, 1 were named"):
+    with pytest.raises(CheckpointError, match=r"paths .*\b2\b.*\b1\b"):
         Session(tmp_path, **lacking)
     assert list((tmp_path / "elsewhere").iterdir()) == []
     with Session(tmp_path, **elsewhere) as session:

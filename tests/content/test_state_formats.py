@@ -324,7 +324,7 @@ def refusal(recipe: Recipe, name: str, folder: Path) -> str:
 @pytest.mark.parametrize(("policy", "name"), [("fp32", "split"), ("pure_bf16", "split"), ("pure_bf16", "8bit")])
 def test_a_format_that_would_change_nothing_is_refused(policy: str, name: str, tmp_path: Path) -> None:
     """There is no fp32 master beside bf16 weights, or no fp32 state: who asks for less is told."""
-    assert "would change nothing" in refusal(Recipe(model="toy", policy=policy), name, tmp_path)
+    assert "state.format" in refusal(Recipe(model="toy", policy=policy), name, tmp_path)
 
 
 def test_a_format_concerns_what_it_can_be_of() -> None:
@@ -344,5 +344,5 @@ def test_a_format_concerns_what_it_can_be_of() -> None:
         {"param": "bfloat16", "kinds": (*ADAM, *ADAM)},
     ]
     for fields in wrong:
-        with pytest.raises(ValueError, match=r"cannot be stored|there twice"):
+        with pytest.raises(ValueError, match=r"cannot be stored|the same name"):
             StateFormat(**fields).check()

@@ -207,7 +207,7 @@ def test_a_socket_of_another_user_is_not_asked(tmp_path, caplog):
     process = listen(shared, OTHER_USER, "{}\n")
     try:
         assert path_bandwidth._from_daemon(["/a", "/b"], shared) is None
-        assert f"is of user {OTHER_USER} and is not asked" in caplog.text
+        assert f"belongs to user {OTHER_USER} and is not used" in caplog.text
         assert "is held by a live process" in start_second(shared, "--port", "0").stderr
     finally:
         process.kill()

@@ -335,7 +335,7 @@ def test_a_message_must_be_complete_in_time_and_an_idle_client_is_hung_up_on(tmp
         return said
 
     for sent in (b'{"op"', b""):
-        assert b"no complete message in time" in asyncio.run(scene(sent))
+        assert b"timed out" in asyncio.run(scene(sent))
 
 
 def test_a_peer_of_another_container_stands_and_falls_with_its_connection(tmp_path, monkeypatch):
@@ -378,4 +378,4 @@ def test_a_peer_of_another_user_is_refused(tmp_path, monkeypatch):
         await server.stop()
         return said
 
-    assert b"may not talk to this daemon" in asyncio.run(scene())
+    assert b"not permitted" in asyncio.run(scene())

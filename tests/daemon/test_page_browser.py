@@ -139,7 +139,7 @@ def test_every_part_is_shown(tab, tmp_path):
         run = 0 if tab.value("document.querySelector('#runs h3').innerText") == "one" else 1
         assert tab.value(figure("Tokens per second", run)) == "4,000"
         assert tab.value(figure("Loss", run)) == "2.500"
-        assert tab.value(figure("Time of a step", run)) == "500 ms"
+        assert tab.value(figure("Step time", run)) == "500 ms"
         assert "s ago" in tab.value(figure("Last checkpoint", run))
         card = f"document.querySelectorAll('#runs > article')[{run}]"
         text = tab.value(f"{card}.innerText")
@@ -171,15 +171,15 @@ def test_what_is_not_known_is_not_shown_as_nothing(tab, tmp_path):
         look(tab, process.port)
         tab.until("document.querySelector('#drives article')")
         shown = tab.text("#runs")
-        for name in ("Loss\n", "Tokens per second\n", "Time of a step\n", "Host host cache"):
+        for name in ("Loss\n", "Tokens per second\n", "Step time\n", "Host cache"):
             assert name not in shown
-        assert shown.count("not known yet") == 2
-        assert "profile not known" in tab.text("#drives") or "Reads" not in tab.text("#drives")
+        assert shown.count("no data yet") == 2
+        assert "not profiled" in tab.text("#drives") or "Reads" not in tab.text("#drives")
         assert "Wear\nnot known" in tab.text("#drives")
         rank.stats.gauge("training_loss").set(float("nan"))
         rank.step()
         tab.until(f"{figure('Loss')} === 'nan'")
-        assert "The loss is not a finite number." in tab.text("#runs")
+        assert "The loss is not finite." in tab.text("#runs")
 
 
 def test_texts_of_others_are_shown_as_texts(tab, tmp_path):

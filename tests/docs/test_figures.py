@@ -102,7 +102,7 @@ def test_costs_of_formats() -> None:
         f"`{name}` {updates[name]['reference']:.1f} and {updates[name]['compiled']:.1f}"
         for name in ("split", "bf16-moments", "8bit")
     ]
-    assert ", ".join(said) in " ".join((ROOT / "docs" / "explanation" / "architecture.md").read_text().split())
+    assert ", ".join(said) in " ".join((ROOT / "docs" / "explanation" / "state-formats.md").read_text().split())
 
 
 def spread_of(row: dict[str, float]) -> str:

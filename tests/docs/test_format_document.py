@@ -1,4 +1,4 @@
-"""docs/reference/on-disk-format.md is true and complete: a reader written from it alone reads every bit of real checkpoints."""
+"""docs/reference/on-disk-format.md is true and complete: a reader written from it reads every bit of a checkpoint."""
 
 from __future__ import annotations
 
@@ -337,9 +337,9 @@ def test_every_field_is_in_the_tables_of_the_document(two: Path) -> None:
     said = {
         "## Manifest": body,
         "## Description": described,
-        "| of a shard": {**fsdp_module["shards"][0], "row": 2},  # the only field that may be left out
-        "| of a state format": fmt,
-        "| of a tensor": described["tensors"][0],
+        "| field of a shard": {**fsdp_module["shards"][0], "row": 2},  # the only field that may be left out
+        "| field of a state format": fmt,
+        "| field of a tensor": described["tensors"][0],
     }
     for start, record in said.items():
         assert sorted(names_in_table(start)) == sorted(record), start

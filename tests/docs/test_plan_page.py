@@ -30,7 +30,7 @@ def test_the_sample_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) 
     done = run_here(*SAMPLE)
     assert done.status == 0
     assert [line.rstrip() for line in done.output.splitlines()] == block("sample").splitlines()
-    assert PAGE.count("# Settings of infinity") == 1
+    assert PAGE.count("# Settings for infinity") == 1
     assert f"`infinity {shlex.join(SAMPLE)}` prints:" in PAGE.replace("\n", " ")
 
 

@@ -49,5 +49,5 @@ def test_its_options_and_words_exist(tmp_path: Path) -> None:
         run_here("probe", tmp_path, "--size", "1MiB", "--block", "4KiB", "--depth", "1", "--seconds", "0.01",
                  "--no-fio", "--sustained", "--sustained-bytes", "1MiB").output.split()
     )  # fmt: skip
-    for text in ("block depth", "read write mixed p50 p95 p99 max", "too short to tell"):
+    for text in ("block depth", "read write mixed p50 p95 p99 max", "too short to detect a drop"):
         assert text in printed

@@ -37,7 +37,7 @@ def test_the_releases_are_those_of_the_extra() -> None:
 def test_the_table_has_all_that_is_refused() -> None:
     """Name and reason, in the same words."""
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", PAGE, re.MULTILINE)
-    assert rows == [(name, reason) for name, _, reason in REFUSED]
+    assert rows[1:] == [(name, reason) for name, _, reason in REFUSED]
 
 
 def test_the_model_says_that_it_is_placed(tmp_path: Path) -> None:

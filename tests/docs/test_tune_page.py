@@ -1,4 +1,4 @@
-"""docs/how-to/tune.md says what `infinity tune` does: settings, values, limits, options and files are those of the code."""
+"""docs/how-to/tune.md agrees with `infinity tune`: settings, values, limits, options and files."""
 
 from __future__ import annotations
 

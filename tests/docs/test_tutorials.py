@@ -16,13 +16,14 @@ _FILE = re.compile(r"`(\w+\.(?:py|toml))`:\s*\Z")  # a program follows a line su
 
 
 @pytest.mark.parametrize("page", sorted(TUTORIALS.glob("*.md")), ids=lambda page: page.stem)
-def test_a_tutorial_runs(page: Path, tmp_path: Path) -> None:
+def test_a_tutorial_runs(page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Every ``bash`` block ends with status 0; ``text`` blocks show output and are not run."""
     text, commands = page.read_text(), 0
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "XDG_RUNTIME_DIR": str(tmp_path),
+        # Not tmp_path: the runtime folder `infinity` would hide the package from programs in the same folder.
+        "XDG_RUNTIME_DIR": str(tmp_path_factory.mktemp("runtime")),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }

@@ -38,7 +38,7 @@ def test_a_decoder_has_the_parameters_that_were_asked_for(
 @pytest.mark.parametrize("parameters", [1e3, 5e5 / 8, 64 * 500 * 2])
 def test_too_few_parameters_are_refused(parameters: float) -> None:
     """With what embedding and head take alone."""
-    with pytest.raises(ConfigError, match=r"embedding and head alone have 6\.4"):
+    with pytest.raises(ConfigError, match=r"embedding and head alone.*6\.4"):
         decoder(**{**SMALL, "parameters": parameters})
 
 
@@ -59,7 +59,7 @@ def test_lora_beside_some_matrices() -> None:
     (name, shape), *_ = [(item.name, item.shape) for item in model.layers[0].parameters if len(item.shape) == 2]
     end = name.removesuffix(".weight").rsplit(".", 1)[-1]
     assert with_lora(model, 8, "bfloat16", [end]).trainable_parameters == layers * 8 * sum(shape)
-    with pytest.raises(ConfigError, match=f"no layer of .* has 'other'; there are .*{end}"):
+    with pytest.raises(ConfigError, match=f"'other'.*{end}"):
         with_lora(model, 8, "bfloat16", ["other"])
 
 

@@ -43,7 +43,7 @@ def test_training_loop(tmp_path: Path) -> None:
     assert len(losses(first)) == 2
     assert first.endswith("checkpointed step 2\n")
     again = run(tmp_path, "training_loop.py", tmp_path / "nvme", "--steps", 1)
-    assert again.startswith("going on after step 2\nstep 3: ")
+    assert again.startswith("resumed after step 2\nstep 3: ")
     assert again.endswith("checkpointed step 3\n")
 
 
@@ -64,7 +64,7 @@ def test_lora(tmp_path: Path) -> None:
     """An adapter comes out, and peft loads it."""
     printed = run(tmp_path, "lora.py", tmp_path / "run", "--out", tmp_path / "out")
     assert len(losses(printed)) == 3
-    assert printed.endswith(f"{tmp_path / 'out'}: 19520 parameters of adapters\n")
+    assert printed.endswith(f"{tmp_path / 'out'}: 19520 adapter parameters\n")
     with safe_open(tmp_path / "out" / "adapter_model.safetensors", "pt") as ended:
         assert ended.get_tensor("base_model.model.model.layers.0.mlp.up_proj.lora_B.weight").any()
 
@@ -108,7 +108,7 @@ def test_accelerate_loop(tmp_path: Path) -> None:
     assert len(losses(first)) == 4
     assert first.endswith("saved step 4\n")
     again = run(tmp_path, "accelerate_loop.py", *arguments, "--resume")
-    assert again.startswith("going on after step 4\nstep 5: ")
+    assert again.startswith("resumed after step 4\nstep 5: ")
     assert again.endswith("saved step 8\n")
 
 

@@ -266,10 +266,10 @@ def test_an_export_for_another_model_is_refused(tmp_path: Path) -> None:
     families.filled("mixtral").save_pretrained(tmp_path / "saved")
     _, run = checkpointed("mixtral", tmp_path / "saved", tmp_path)
     config = {**json.loads((tmp_path / "saved" / "config.json").read_text()), "num_hidden_layers": 1}
-    with pytest.raises(ConfigError, match=r"config\.json is of another model .*layers\.1\."):
+    with pytest.raises(ConfigError, match=r"config\.json .*layers\.1\..*--model-config"):
         export_safetensors(CheckpointReader(run), tmp_path / "out", config=config, file_bytes=MIB)
     config["num_hidden_layers"] = "many"
-    with pytest.raises(ConfigError, match=r"config\.json is not that .*MixtralForCausalLM cannot be built"):
+    with pytest.raises(ConfigError, match=r"config\.json .*MixtralForCausalLM"):
         export_safetensors(CheckpointReader(run), tmp_path / "out", config=config, file_bytes=MIB)
     assert not (tmp_path / "out").exists()
 
@@ -280,7 +280,7 @@ def test_a_config_of_more_layers_is_refused(tmp_path: Path) -> None:
     _, run = checkpointed("llama", tmp_path / "saved", tmp_path)
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     config["num_hidden_layers"] += 1
-    with pytest.raises(ConfigError, match=r"config\.json is of another model .*layers\."):
+    with pytest.raises(ConfigError, match=r"config\.json .*layers\..*--model-config"):
         export_safetensors(CheckpointReader(run), tmp_path / "out", config=config, file_bytes=MIB)
     assert not (tmp_path / "out").exists()
 
@@ -374,5 +374,5 @@ def test_what_is_left_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     ):
         said = [record.getMessage() for record in caplog.records if str(tmp_path / "saved") in record.getMessage()]
     assert len(said) == 2
-    assert said[0].endswith("initialised as by the model: lm_head.weight")
+    assert said[0].endswith("by the model: lm_head.weight")
     assert "model.layers.2.block_sparse_moe.experts.{0, 1, 2, 3}.w1.weight" in said[1]

@@ -115,7 +115,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     stored = checkpointed(Recipe(model="toy", steps=1), tmp_path)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 7 .*\(steps with a checkpoint: 1\)"):
         CheckpointReader(stored, 7)
-    with pytest.raises(CheckpointError, match="lies on 2 paths, 1 were named"):
+    with pytest.raises(CheckpointError, match=r"paths .*\b2\b.*\b1\b"):
         CheckpointReader(RunFolder(stored.run_id, stored.roots[:1]))
     with pytest.raises(ConfigError, match="not empty"):
         export_safetensors(CheckpointReader(stored), tmp_path, config=None, file_bytes=MIB)

@@ -159,7 +159,7 @@ def test_what_the_drive_has_is_compared(
         monkeypatch.setattr(module, "sync_file", flipping)
     for number in range(3):
         seen.clear()
-        with pytest.raises(ConfigError, match="is not what was written"):
+        with pytest.raises(ConfigError, match="differs"):
             export(checkpointed, tmp_path / "out")
         assert len(seen) > number
         assert list(tmp_path.iterdir()) == []
@@ -188,11 +188,11 @@ def test_what_an_export_that_was_cut_off_has_left(
     descriptor = os.open(left, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     export(checkpointed, tmp_path / "out")
-    assert "left behind" not in caplog.text
+    assert str(left) not in caplog.text
     os.close(descriptor)
     shutil.rmtree(tmp_path / "out")
     export(checkpointed, tmp_path / "out")
-    assert f"{left} was left behind by an export that was cut off; remove it" in caplog.text
+    assert str(left) in caplog.text
 
 
 def test_where_a_folder_may_be(export: Export, checkpointed: CheckpointReader, tmp_path: Path) -> None:
@@ -205,10 +205,10 @@ def test_where_a_folder_may_be(export: Export, checkpointed: CheckpointReader, t
     assert sorted(tmp_path / "empty" / file.name for file in written) == sorted((tmp_path / "empty").iterdir())
     check(checkpointed, tmp_path / "empty")
     (tmp_path / "file").touch()
-    for taken, why in (("empty", "is not empty"), ("file", "is no folder; name a new one")):
+    for taken, why in (("empty", "is not empty"), ("file", "file is not a folder")):
         with pytest.raises(ConfigError, match=why):
             export(checkpointed, tmp_path / taken)
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with pytest.raises(ConfigError, match="file cannot be"):
         export(checkpointed, tmp_path / "file" / "below")
 
 
@@ -233,7 +233,7 @@ def test_a_full_drive(
     """Refused before anything is written; where the file system promised more than it has, nothing is left."""
     with pytest.raises(ConfigError, match="256 KiB free, out needs"):
         export(checkpointed, small / "out")
-    with pytest.raises(ConfigError, match="where a drive is mounted; name a new folder on it"):
+    with pytest.raises(ConfigError, match="is a mount point"):
         export(checkpointed, small)
     usage = shutil.disk_usage(small)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 40))

@@ -266,7 +266,7 @@ def test_head_and_loss_by_tokens_inside_of_adapters(name: str) -> None:
 
 def test_what_layers_cannot_be_given_by_rows_is_refused() -> None:
     """Head and loss by tokens change nothing of that."""
-    with pytest.raises(UnsupportedError, match="does not work with a cache of keys and values"):
+    with pytest.raises(UnsupportedError, match="use_cache=False"):
         of_tokens("prefix", "fp32", 10, slices=2)
 
 
@@ -294,9 +294,9 @@ def test_logits_of_so_many_tokens_exist(tokens: int) -> None:
 
 def test_what_has_no_such_head_is_refused() -> None:
     """With what it is, before anything is changed."""
-    with pytest.raises(ConfigError, match="a number of 1 or more, got 0"):
+    with pytest.raises(ConfigError, match=r"sliced_loss .*got 0"):
         infinity.sliced_loss(models.build("llama"), 0)
-    with pytest.raises(UnsupportedError, match="is no causal language model of transformers"):
+    with pytest.raises(UnsupportedError, match="not a causal language model of transformers"):
         infinity.sliced_loss(models.build("toy"), 8)
     with pytest.raises(UnsupportedError, match="call fully_shard on it first"):
         infinity.sliced_loss(models.llama(width=16, layers=1), 8)
@@ -309,11 +309,11 @@ def test_it_is_said_where_head_and_loss_are_not_sliced(caplog: pytest.LogCapture
     config = models.llama(width=16, layers=1).config
     config.pad_token_id = 0
     model = models.shard(transformers.LlamaForSequenceClassification(config))
-    with pytest.raises(UnsupportedError, match="is no causal language model of transformers"):
+    with pytest.raises(UnsupportedError, match="not a causal language model of transformers"):
         infinity.sliced_loss(model, 8)
     assert not caplog.records
     infinity.micro_batches(model, 2)
-    assert "head and loss of FSDPLlamaForSequenceClassification run on the whole batch at once" in caplog.text
+    assert "head and loss of FSDPLlamaForSequenceClassification" in caplog.text
 
 
 def test_norms_that_are_not_behind_the_layers_are_left_alone() -> None:
@@ -365,7 +365,7 @@ def test_a_last_norm_that_mixes_rows_runs_on_all_of_them(caplog: pytest.LogCaptu
         losses.append(model(input_ids=given, labels=given).loss.item())
         assert model(input_ids=given, labels=given).loss.item() == losses[-1]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    assert caplog.text.count("Mixing runs on the whole batch at once") == 1
+    assert caplog.text.count("Mixing is not sliced") == 1
 
 
 def test_a_last_norm_whose_rows_are_not_those_of_the_batch_runs_on_all_of_them(
@@ -383,7 +383,7 @@ def test_a_last_norm_whose_rows_are_not_those_of_the_batch_runs_on_all_of_them(
         given = batch(model, 0, sequences=4)
         losses.append(model(input_ids=given, labels=given).loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    assert caplog.text.count("LlamaRMSNorm runs on the whole batch at once") == 1
+    assert caplog.text.count("LlamaRMSNorm is not sliced") == 1
 
 
 # Memory and traffic #
@@ -779,14 +779,14 @@ NOT_SLICED: dict[str, tuple[Any, Any, Any, str]] = {
         "depend on each other",
     ),
     "ranks of rows": (
-        lambda: Returning(lambda y: y * y.sum((1, 2)).argsort().view(-1, 1, 1)), None, given(), "ranks and capacities",
+        lambda: Returning(lambda y: y * y.sum((1, 2)).argsort().view(-1, 1, 1)), None, given(), "ranks or capacities",
     ),
-    "scaled by the number of rows": (lambda: Returning(lambda y: y * len(y)), None, given(), "how many rows there are"),
+    "scaled by the number of rows": (lambda: Returning(lambda y: y * len(y)), None, given(), r"x\.shape\[0\]"),
     "divided by it, with dropout": (
-        lambda: nn.Sequential(nn.Dropout(0.5), Returning(lambda y: y / y.shape[0])), None, given(), "how many rows",
+        lambda: nn.Sequential(nn.Dropout(0.5), Returning(lambda y: y / y.shape[0])), None, given(), r"x\.shape\[0\]",
     ),
     "scaled by indices of rows": (
-        lambda: Returning(lambda y: y * torch.arange(len(y)).view(-1, 1, 1)), None, given(), "indices of rows",
+        lambda: Returning(lambda y: y * torch.arange(len(y)).view(-1, 1, 1)), None, given(), r"row indices",
     ),
     "a sum": (lambda: Returning(lambda y: y.sum()), None, given(), "a scalar.*return one row per sequence"),
     "an auxiliary loss": (lambda: Returning(lambda y: (y, y.mean())), None, given(), "a scalar"),
@@ -797,7 +797,7 @@ NOT_SLICED: dict[str, tuple[Any, Any, Any, str]] = {
         lambda: nn.LSTM(12, 12), None,
         (nn.utils.rnn.pack_padded_sequence(torch.randn(6, 4, 12), torch.tensor([6, 5, 3, 2])), {}), "PackedSequence",
     ),
-    "an object with tensors": (Masked, None, given(mask=SimpleNamespace(mask=causal(6))), "mask, a SimpleNamespace"),
+    "an object with tensors": (Masked, None, given(mask=SimpleNamespace(mask=causal(6))), "mask of type Simple"),
     "a name that is none": (Encoder, {"y": 1}, given(), r"batch_dim names y"),
     "a dimension that is none": (Encoder, 3, given(), r"batch_dim=3 does not fit x"),
 }  # fmt: skip
@@ -892,7 +892,7 @@ def test_counters_are_tried_each_time(caplog: pytest.LogCaptureFixture) -> None:
     for step in range(70):
         model[0](given()[0], step)
     assert len(model[0].forward._finder._found) == 64
-    assert sum("tries each such call anew" in record.getMessage() for record in caplog.records) == 1
+    assert sum("micro_batches repeats its trials" in record.getMessage() for record in caplog.records) == 1
     with pytest.raises(UnsupportedError, match="depend on each other"):
         model[0](given()[0], 70)
 
@@ -980,13 +980,13 @@ def test_models_that_cannot_be_sliced_are_refused() -> None:
     mesh = infinity.mesh("cpu")
     with pytest.raises(ConfigError, match="got 0"):
         infinity.micro_batches(models.build("toy"), 0)
-    with pytest.raises(UnsupportedError, match="call fully_shard on its layers and on itself"):
+    with pytest.raises(UnsupportedError, match="call fully_shard on its layers"):
         infinity.micro_batches(nn.Linear(2, 2), 2)
-    with pytest.raises(UnsupportedError, match="call fully_shard on its layers and on itself"):
+    with pytest.raises(UnsupportedError, match="call fully_shard on its layers"):
         infinity.micro_batches(fully_shard(nn.Linear(2, 2), mesh=mesh), 2)
-    with pytest.raises(UnsupportedError, match="recomputes its activations already"):
+    with pytest.raises(UnsupportedError, match=r"^model .*activation checkpointing"):
         infinity.micro_batches(models.build("llama", checkpointing=True), 2)
-    with pytest.raises(UnsupportedError, match="0 recomputes its activations already"):
+    with pytest.raises(UnsupportedError, match=r"0 .*activation checkpointing"):
         infinity.micro_batches(sharded(checkpoint_wrapper(Pair())), 2)
     with pytest.raises(UnsupportedError, match=r"0 contains 0\.0"):
         infinity.micro_batches(sharded(nn.Sequential(fully_shard(Pair(), mesh=mesh))), 2)

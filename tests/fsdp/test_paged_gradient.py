@@ -467,7 +467,7 @@ def test_gradients_that_updates_have_used_up_are_refused(use: str, update_schedu
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule=update_schedule), tmp_path) as (model, optimizer):
         steps(model, optimizer, lambda *_: None, 2)
         backward(model, 2)
-        with pytest.raises(InfinityError, match=r"used up.*update\.schedule"), torch.no_grad():
+        with pytest.raises(InfinityError, match=r"update\.schedule"), torch.no_grad():
             USES[use](model, optimizer)
 
 
@@ -488,7 +488,7 @@ def test_dropping_and_assigning_used_up_gradients_is_refused(tmp_path: Path) -> 
                 steps(model, optimizer, lambda *_: None, 2)
                 backward(model, 2)
                 change(model)
-                with pytest.raises(InfinityError, match=r"update\.update_schedule"):
+                with pytest.raises(InfinityError, match=r"update\.schedule"):
                     optimizer.step() if after == "step" else backward(model, 3)
 
 
@@ -546,7 +546,7 @@ def test_gradients_are_gone_after_the_step(update_schedule: str, tmp_path: Path)
             kept = next(model.parameters()).grad
             assert isinstance(kept.to_local(), PagedGradient)
             optimizer.step()
-            with pytest.raises(InfinityError, match=r"used up by step"):
+            with pytest.raises(InfinityError, match=r"step\(\).*zero_grad\(\)"):
                 kept.norm()
             if number:
                 with pytest.raises(InfinityError, match=r"zero_grad\(\) before the next backward"):
@@ -623,7 +623,7 @@ def test_a_gradient_that_is_no_dtensor_is_refused(tmp_path: Path) -> None:
         backward(model)
         param = model.blocks[0].norm.weight
         param.grad = torch.zeros(param.shape)
-        with pytest.raises(UnsupportedError, match=r"assigned to blocks\.0\.norm\.weight is no DTensor"):
+        with pytest.raises(UnsupportedError, match=r"assigned to blocks\.0\.norm\.weight is not a DTensor"):
             optimizer.step()
 
 

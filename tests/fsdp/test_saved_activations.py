@@ -318,11 +318,11 @@ def test_a_model_of_transformers_with_its_own_checkpointing(reentrant: bool, tmp
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     """Before anything is opened, with the value and what to do."""
-    with pytest.raises(ConfigError, match=r'"host" is for models that compute on a GPU.*"nvme" or "device"'):
+    with pytest.raises(ConfigError, match=r'activations\.tier = "host".*"nvme" or "device"'):
         trained(sharded(WAYS["none"]), tmp_path, {"tier": "host"})
-    with pytest.raises(BudgetError, match=r"activations.host_bytes = 64 KiB has room for 1 pages .* set it to 256KiB"):
+    with pytest.raises(BudgetError, match=r"activations.host_bytes = 64 KiB .* set it to 256KiB"):
         trained(sharded(WAYS["none"]), tmp_path, {"tier": "nvme", "host_bytes": "64KiB"})
-    with pytest.raises(BudgetError, match=r"the least is .* 3.94 MiB for activations"):
+    with pytest.raises(BudgetError, match=r"3.94 MiB for activations"):
         trained(sharded(WAYS["none"]), tmp_path, {"tier": "nvme", "host_bytes": 4 * 1024 * 1024 - 65536})
 
 
@@ -332,7 +332,7 @@ def test_host_memory_that_is_too_little_says_in_which_layer(tmp_path: Path) -> N
         model = sharded(WAYS["inside"])
         with (
             offloaded(model, tmp_path, {"tier": "host", "host_bytes": 2 * INPUT + 65536}),
-            pytest.raises(BudgetError, match=r"set activations.host_bytes higher, .* no room in layer 3 of 4"),
+            pytest.raises(BudgetError, match=r"activations\.host_bytes.* layer 3 of 4"),
         ):
             model(tokens())
 
@@ -379,7 +379,7 @@ def test_hooks_around_the_model_have_what_it_saves(
     assert losses[:3] == losses[3:]
     said = [record.message for record in caplog.records if "activations.tier has no effect" in record.message]
     assert len(said) == 1
-    assert "checkpoint its layers" in said[0]
+    assert "save_on_cpu" in said[0]
 
 
 def test_what_several_layers_of_a_decoder_need_is_read_as_predicted(tmp_path: Path) -> None:
@@ -437,6 +437,6 @@ def test_an_input_that_is_modified_while_a_device_copies_it(tmp_path: Path) -> N
             model.layers[1].register_forward_hook(spoil)
             loss = model(tokens())
         with pytest.raises(
-            RuntimeError, match=r"modified by an inplace operation while it was copied: .* \(4, 256, 64\)"
+            RuntimeError, match=r"modified by an inplace operation while it was copied.* \(4, 256, 64\)"
         ):
             loss.backward()

@@ -328,7 +328,7 @@ def test_saved_states_can_be_loaded_anywhere(tmp_path: Path) -> None:
         torch.save(paged.state_dict(), tmp_path / "state.pt")
         save_file({n: v.full_tensor().clone() for n, v in paged.state_dict().items()}, tmp_path / "state.safetensors")
         expected = {name: value.full_tensor() for name, value in model.state_dict().items()}
-        with pytest.raises(UnsupportedError, match=r"optimizer\.save_pretrained\(folder\).*tensor\.clone\(\)"):
+        with pytest.raises(UnsupportedError, match=r"tensor\.clone\(\).*optimizer\.save_pretrained\(folder\)"):
             save_file({name: value.to_local() for name, value in paged.state_dict().items()}, tmp_path / "no")
     pickled = torch.load(tmp_path / "state.pt", weights_only=False)
     assert all(torch.equal(pickled[name].full_tensor(), value) for name, value in expected.items())
@@ -362,7 +362,7 @@ def test_save_pretrained_works_or_says_what_does(tmp_path: Path) -> None:
     """On one rank a whole tensor is the weight itself, as in memory; a copy can be saved."""
     with offloaded(Recipe(model="llama"), LEAST, tmp_path) as (model, _):
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        with pytest.raises(UnsupportedError, match=r"optimizer\.save_pretrained\(folder\).*tensor\.clone\(\)"):
+        with pytest.raises(UnsupportedError, match=r"tensor\.clone\(\).*optimizer\.save_pretrained\(folder\)"):
             model.save_pretrained(tmp_path / "saved", state_dict=whole)
         expected = {name: value.clone() for name, value in whole.items()}
         model.save_pretrained(tmp_path / "saved", state_dict=expected)
@@ -377,9 +377,7 @@ def test_what_would_not_fit_is_not_gathered_bit_by_bit(tmp_path: Path, monkeypat
         for name, param in paged.named_parameters():
             assert local(param).numel(), name
         for save in (lambda: unpickled(paged.state_dict()), lambda: copy.deepcopy(paged.state_dict())):
-            with pytest.raises(
-                UnsupportedError, match=r"are loaded already.*limit.*optimizer\.save_pretrained\(folder\)"
-            ):
+            with pytest.raises(UnsupportedError, match=r"already loaded.*limit.*optimizer\.save_pretrained\(folder\)"):
                 save()
         for name, param in paged.named_parameters():
             assert local(param).numel(), name
@@ -391,24 +389,24 @@ def test_what_would_not_fit_is_not_gathered_bit_by_bit(tmp_path: Path, monkeypat
 # What memory has and NVMe has not #
 
 CONVERSIONS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
-    "to(bfloat16)": (lambda m: m.to(torch.bfloat16), "make bfloat16 of float32"),
-    "half": (lambda m: m.half(), "make float16 of float32"),
-    "double": (lambda m: m.double(), "make float64 of float32"),
-    "double of a layer": (lambda m: m.blocks[0].double(), "make float64 of float32"),
-    "bfloat16 of a linear layer": (lambda m: m.blocks[1].up.bfloat16(), "make bfloat16 of float32"),
+    "to(bfloat16)": (lambda m: m.to(torch.bfloat16), "float32 to bfloat16"),
+    "half": (lambda m: m.half(), "float32 to float16"),
+    "double": (lambda m: m.double(), "float32 to float64"),
+    "double of a layer": (lambda m: m.blocks[0].double(), "float32 to float64"),
+    "bfloat16 of a linear layer": (lambda m: m.blocks[1].up.bfloat16(), "float32 to bfloat16"),
     "to(meta)": (lambda m: m.to("meta"), "move them from cpu to meta"),
     "to_empty": (lambda m: m.to_empty(device="cpu"), "replace their values"),
     "share_memory": (lambda m: m.share_memory(), "share their memory"),
     "load_state_dict(assign=True)": (
         lambda m: m.load_state_dict(models.build("toy", seed=5).state_dict(), assign=True),
-        "another tensor was put in its place",
+        r"load_state_dict\(assign=True\)",
     ),
     "share_memory_": (lambda m: rows(m).share_memory_(), "no memory of its own"),
     "data_ptr": (lambda m: rows(m).data_ptr(), "no memory of its own"),
     "storage": (lambda m: rows(m).storage(), "no memory of its own"),
-    "resize_": (lambda m: rows(m).detach().resize_(3), "would change the shape or the storage"),
-    "set_": (lambda m: rows(m).detach().set_(torch.zeros(3)), "would change the shape or the storage"),
-    "t_": (lambda m: rows(m).detach().t_(), "would change the shape or the storage"),
+    "resize_": (lambda m: rows(m).detach().resize_(3), r"would change the shape.*tensor\.copy_"),
+    "set_": (lambda m: rows(m).detach().set_(torch.zeros(3)), r"would change the shape.*tensor\.copy_"),
+    "t_": (lambda m: rows(m).detach().t_(), r"would change the shape.*tensor\.copy_"),
     "fully_shard again": (lambda m: fully_shard(m.blocks[0].up, mesh=infinity.mesh("cpu")), ""),
 }
 
@@ -456,9 +454,9 @@ def test_weights_that_were_exchanged_behind_its_back_are_noticed(tmp_path: Path)
     """At the next forward and at a checkpoint, instead of training and saving something else."""
     with both(tmp_path) as (_, paged, optimizer):
         paged.blocks[0].up.weight._local_tensor = torch.zeros_like(paged.blocks[0].up.weight.to_local().clone())
-        with pytest.raises(UnsupportedError, match=r"blocks\.0\.up\.weight.*put in its place"):
+        with pytest.raises(UnsupportedError, match=r"blocks\.0\.up\.weight.*load_state_dict\(assign=False\)"):
             models.loss_of(paged, batch(paged, 0))
-        with pytest.raises(UnsupportedError, match=r"blocks\.0\.up\.weight.*put in its place"):
+        with pytest.raises(UnsupportedError, match=r"blocks\.0\.up\.weight.*load_state_dict\(assign=False\)"):
             optimizer.save_checkpoint()
 
 

@@ -300,9 +300,9 @@ def test_weights_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(served, "_GATHERED", 1000)
             with pytest.raises(UnsupportedError, match=r"accelerator\.save_model\(model, folder\)"):
                 acc.get_state_dict(model)
-            with pytest.raises(ConfigError, match="is not the model that was prepared"):
+            with pytest.raises(ConfigError, match="is not the prepared model"):
                 acc.save_model(nn.Linear(1, 1), tmp_path / "other")
-            with pytest.raises(UnsupportedError, match="pickles of a whole model"):
+            with pytest.raises(UnsupportedError, match="safe_serialization=False"):
                 acc.save_model(model, tmp_path / "other", safe_serialization=False)
             with pytest.raises(UnsupportedError, match=r"optimizer\.save_dcp\(folder\)"):
                 parts[1].state_dict()
@@ -336,7 +336,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     """With the reason, before anything is written."""
     with accelerator() as acc:
         for named, kind, why in (
-            ({}, ConfigError, "has no FSDP2 plugin: call fully_shard"),
+            ({}, ConfigError, "FSDP2 plugin.*fully_shard"),
             ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)}, UnsupportedError, "fsdp_version=2"),
             ({"fsdp_plugin": plugin(cpu_offload=True)}, UnsupportedError, "has cpu_offload"),
             ({"resume_from": tmp_path}, ConfigError, r"infinity\.json cannot be read: No such file"),
@@ -345,9 +345,9 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
                 refused(acc, tmp_path, **named)
         model = sharded()
         optimizer = optimizer_of(model)
-        with pytest.raises(UnsupportedError, match="prepared already"):
+        with pytest.raises(UnsupportedError, match=r"accelerator\.prepare"):
             prepare(acc, model, acc.prepare(optimizer_of(bare())), config=settings(tmp_path))
-        with pytest.raises(UnsupportedError, match="a second Linear besides"):
+        with pytest.raises(UnsupportedError, match="a second Linear"):
             prepare(acc, model, optimizer, nn.Linear(1, 1), config=settings(tmp_path))
     with accelerator(mixed_precision="bf16") as acc, pytest.raises(ConfigError, match=r"compute in torch\.float32"):
         parts_of(acc, sharded(policy=MixedPrecisionPolicy()), tmp_path)

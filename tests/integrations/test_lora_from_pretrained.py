@@ -107,14 +107,10 @@ def test_from_a_configuration_with_checkpointing_and_slices(tmp_path: Path) -> N
 def test_what_is_no_configuration_or_does_not_fit_is_refused(tmp_path: Path) -> None:
     """With what would do."""
     base, mesh = adapted.llama().config, infinity.mesh("cpu")
-    with pytest.raises(
-        ConfigError, match=r"adapters=16 is no configuration of peft, but of type int; pass one, such as"
-    ):
+    with pytest.raises(ConfigError, match=r"adapters=16 .*peft.* of type int; .*peft\.LoraConfig"):
         infinity.from_config(base, adapters=16, auto_class="AutoModelForCausalLM", mesh=mesh)
     asked = config(target_modules=["wrong"])
-    with pytest.raises(
-        ConfigError, match=r"LoraConfig cannot be added .*wrong.*; its linear layers: down_proj, gate_proj"
-    ):
+    with pytest.raises(ConfigError, match=r"LoraConfig .*wrong.*: down_proj, gate_proj"):
         infinity.from_config(base, adapters=asked, auto_class="AutoModelForCausalLM", mesh=mesh)
 
 
@@ -128,10 +124,8 @@ def test_adapters_that_come_too_late_are_told_the_way(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError) as caught:
         trained(model, tmp_path)
     text = str(caught.value)
-    assert (
-        f" and {count - 3} more; give their configuration to infinity.from_pretrained or from_config (adapters=)"
-        in text
-    )
+    assert f" and {count - 3} more; " in text
+    assert "(adapters=)" in text
     assert text.count("lora_A") + text.count("lora_B") == 3
     assert not list(tmp_path.glob("**/*.pages"))
 
@@ -144,6 +138,6 @@ def test_other_parameters_outside_of_all_fsdp_modules_are_named_by_a_few(tmp_pat
     )
     outer["more"] = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(4))
     with pytest.raises(
-        UnsupportedError, match=r"outside of all FSDP modules: more.0.bias, more.0.weight, more.1.bias and 7 more; call"
+        UnsupportedError, match=r"more.0.bias, more.0.weight, more.1.bias and 7 more; .*fully_shard\(model\)"
     ):
         trained(outer, tmp_path)

@@ -130,14 +130,14 @@ def test_adapters_are_not_merged_into_what_is_quantised(how: str) -> None:
     model = adapted.lora(lambda: base)
     before = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight.clone()
     for merge in (model.merge_adapter, model.merge_and_unload):
-        with pytest.raises(UnsupportedError, match="nothing can be merged into it: save the adapter"):
+        with pytest.raises(UnsupportedError, match="merge_and_unload"):
             merge()
     assert torch.equal(model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight, before)
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:
     """Nothing would be quantised."""
-    with pytest.raises(ConfigError, match="no layer was quantised"):
+    with pytest.raises(ConfigError, match="wanted="):
         quantise_(nn.Sequential(nn.Embedding(4, 4)), adapted.quantisation("int8"))
 
 
@@ -145,7 +145,7 @@ def test_what_torchao_cannot_quantise_is_refused() -> None:
     """With its own words, and the shape."""
     from torchao.prototype._nf4tensor_api import NF4WeightOnlyConfig
 
-    with pytest.raises(ConfigError, match=r"cannot quantise a weight of shape \(128, 64\): Number of scalers"):
+    with pytest.raises(ConfigError, match=r"shape \(128, 64\): Number of scalers"):
         quantise_(nn.Sequential(nn.Linear(64, 128)), NF4WeightOnlyConfig())
 
 

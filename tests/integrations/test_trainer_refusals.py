@@ -69,8 +69,8 @@ def test_all_reasons_are_said_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "config", "message"),
     [
-        ({"save_strategy": "steps", "save_total_limit": None}, {}, "save_total_limit = None keeps every checkpoint"),
-        ({}, {"run": {"resume": "latest"}}, "it is the Trainer that says what to resume from"),
+        ({"save_strategy": "steps", "save_total_limit": None}, {}, "save_total_limit = None"),
+        ({}, {"run": {"resume": "latest"}}, "resume_from_checkpoint"),
         ({"save_strategy": "steps"}, {"run": {"retained_checkpoints": 5}}, "the Trainer keeps 2 checkpoints"),
         ({}, {"run": {"sede": 1}}, "did you mean run.seed"),
     ],
@@ -85,12 +85,12 @@ def test_settings_that_are_the_trainers(given: Any, config: Any, message: str, t
 
 def test_what_is_no_trainer_or_has_no_sharded_model(tmp_path: Path) -> None:
     """Neither a bare object, nor a model that nobody has sharded, nor a Trainer that is attached."""
-    with pytest.raises(ConfigError, match="needs a Trainer of transformers, got SimpleNamespace"):
+    with pytest.raises(ConfigError, match="SimpleNamespace"):
         attach(SimpleNamespace(), settings(tmp_path / "nvme"))
     with pytest.raises(UnsupportedError, match="fully_shard"):
         attach(make(tmp_path / "out", build("plain")), settings(tmp_path / "nvme"))
     trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme")
-    with pytest.raises(ConfigError, match="attached already"):
+    with pytest.raises(ConfigError, match="attach"):
         attach(trainer, settings(tmp_path / "nvme"))
 
 
@@ -105,7 +105,7 @@ def test_arguments_that_change_behind_attach(tmp_path: Path) -> None:
     """Are looked at again by train(): space for checkpoints is reserved by then."""
     trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme")
     trainer.args.save_strategy, trainer.args.save_total_limit = "steps", 3
-    with pytest.raises(ConfigError, match="changed behind attach"):
+    with pytest.raises(ConfigError, match="save_total_limit was changed"):
         trainer.train()
     trainer.args.save_strategy, trainer.args.auto_find_batch_size = "no", True
     with pytest.raises(UnsupportedError, match="auto_find_batch_size"):
@@ -115,7 +115,7 @@ def test_arguments_that_change_behind_attach(tmp_path: Path) -> None:
 def test_layer_major_where_it_cannot_be(tmp_path: Path) -> None:
     """Asked for by name it is refused, with the reason; else the loop runs, and that is said."""
     given = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1}
-    with pytest.raises(UnsupportedError, match="layer_major=True cannot be: label_smoothing_factor"):
+    with pytest.raises(UnsupportedError, match=r"layer_major=True .*label_smoothing_factor"):
         make(tmp_path / "out", build(), nvme=tmp_path / "nvme", attached={"layer_major": True}, **given)
 
 
@@ -124,7 +124,7 @@ def test_prefixes_cannot_run_layer_by_layer(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     prefixes = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = models.shard(peft.get_peft_model(build("plain"), prefixes), "fp32")
-    with pytest.raises(UnsupportedError, match="layer_major=True cannot be: its prefixes are keys and values"):
+    with pytest.raises(UnsupportedError, match=r"layer_major=True .*keys and values"):
         make(tmp_path / "out", model, nvme=tmp_path / "nvme", attached={"layer_major": True})
 
 
@@ -136,6 +136,6 @@ def test_an_optimizer_that_offload_refuses(tmp_path: Path) -> None:
         param.grad = torch.zeros_like(param)
     optimizer.step()
     trainer = make(tmp_path / "out", model, nvme=tmp_path / "nvme", optimizers=(optimizer, None))
-    with pytest.raises(InfinityError, match="has state already"):
+    with pytest.raises(InfinityError, match="already has state"):
         trainer.train()
     assert not (tmp_path / "nvme").exists()

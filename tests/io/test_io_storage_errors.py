@@ -153,9 +153,10 @@ def test_threads_where_io_uring_is_refused(code: int, monkeypatch: pytest.Monkey
     engine, reason = open_engine(StorageConfig(engine="auto"))
     engine.close()
     assert engine.name == "threads"
-    assert f"io_uring refused: {errno.errorcode[code]}" in reason
+    assert reason.startswith("io_uring ")
+    assert errno.errorcode[code] in reason
     assert open_descriptors() <= before  # fewer: another test's engine may end meanwhile
-    with pytest.raises(ConfigError, match=r"storage\.engine = 'io_uring'"):
+    with pytest.raises(ConfigError, match=r"storage\.engine .*'io_uring'"):
         open_engine(StorageConfig(engine="io_uring"))
 
 
@@ -179,10 +180,11 @@ def test_threads_where_a_ring_may_be_made_but_not_entered(
         engine, reason = open_engine(StorageConfig(engine="auto"))
         engine.close()
         assert engine.name == "threads"
-        assert "io_uring_enter refused: EPERM" in reason
+        assert reason.startswith("io_uring_enter ")
+        assert "EPERM" in reason
     assert open_descriptors() <= before
-    assert caplog.text.count("io_uring_enter refused") == 1
-    with pytest.raises(ConfigError, match=r"storage\.engine = 'io_uring', but io_uring_enter refused"):
+    assert caplog.text.count("io_uring_enter") == 1
+    with pytest.raises(ConfigError, match=r"storage\.engine .*'io_uring'.* io_uring_enter "):
         open_engine(StorageConfig(engine="io_uring"))
 
 
@@ -323,7 +325,7 @@ def test_closing_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.Monk
         engine = make_engine("threads")
         file = engine.open(str(tmp_path / "file"))
         ticket = engine.submit(Op.READ, file, 0, memory)
-        with pytest.raises(StallError, match="has not answered"):
+        with pytest.raises(StallError, match=r"device .* \d+ s"):
             engine.close()
         os.fstat(file.fd)
         answer.set()

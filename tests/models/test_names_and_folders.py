@@ -111,7 +111,7 @@ def test_an_id_in_another_cache_and_revision(tmp_path: Path) -> None:
     place = {"cache_dir": tmp_path / "elsewhere", "local_files_only": True}
     assert same_weights(infinity.from_pretrained("org/small", revision="v2", **place), original, tmp_path / "run")
     for wrong in ({"revision": "v3", **place}, {"revision": "v2"}):
-        with pytest.raises(ConfigError, match="'org/small' is no folder here, and is not to be had"):
+        with pytest.raises(ConfigError, match=r"'org/small' .* Hub"):
             infinity.from_pretrained("org/small", **wrong)
 
 
@@ -120,7 +120,7 @@ def test_a_part_of_a_download_is_refused(tmp_path: Path) -> None:
     saved(tmp_path / "model", max_shard_size="10KB")
     snapshot = in_cache(tmp_path / "hub", tmp_path / "model")
     next(snapshot.glob("model-00002*")).unlink()
-    with pytest.raises(ConfigError, match="org/small has no weights as safetensors"):
+    with pytest.raises(ConfigError, match=r"org/small .*safetensors .*model\.safetensors"):
         infinity.from_pretrained("org/small")
 
 
@@ -181,7 +181,7 @@ def test_a_model_around_it_has_other_names(tmp_path: Path) -> None:
     around.language = infinity.from_pretrained(tmp_path / "model")
     fully_shard(around, mesh=infinity.mesh())
     settings = {"storage": {"paths": [str(tmp_path / "run")]}}
-    with pytest.raises(ConfigError, match="are those of language, which is only a part of this model: pass weights="):
+    with pytest.raises(ConfigError, match=r"weights of language.*weights="):
         infinity.offload(around, fine_tune.adamw(around), settings)
 
 
@@ -292,33 +292,33 @@ def _another_model(folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], str]] = {
-    "pickles": (_pickled, {}, "it has pytorch_model.bin, pickles, which are not read: load them with from_pretrained"),
+    "pickles": (_pickled, {}, "pytorch_model.bin.*from_pretrained"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), {}, "has neither model.safetensors nor"),
     "malformed weights": (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), {}, "read as safetensors"),
     "no configuration": (lambda folder: (folder / "config.json").unlink(), {}, "configuration in .* cannot be read"),
     "malformed": (lambda folder: (folder / "config.json").write_text("{"), {}, "configuration in .* cannot be read"),
     "an unknown type": (lambda folder: changed(folder, model_type="llama9"), {}, "cannot be read: .*llama9"),
     "quantised": (lambda folder: changed(folder, quantization_config={"quant_method": "gptq", "bits": 4}), {},
-                  r"is quantised \(gptq\), and what is trained are weights"),
+                  r"\(gptq\).*save_pretrained"),
     "remote configuration": (lambda folder: changed(folder, model_type="own", auto_map={"AutoConfig": "own.Own"}), {},
                              "cannot be read: .*trust_remote_code=True"),
     "remote model": (lambda folder: changed(folder, architectures=["OwnForCausalLM"],
                                             auto_map={"AutoModelForCausalLM": "own.OwnForCausalLM"}), {},
-                     "OwnForCausalLM is not in transformers, but comes with code of its own"),
+                     r"OwnForCausalLM is not in transformers.*trust_remote_code=True"),
     "an unknown architecture": (lambda folder: changed(folder, architectures=["LlamaForDreams"]), {},
-                                r"LlamaForDreams is not in transformers .*those that have one: .*AutoModelForCausalLM"),
+                                r"LlamaForDreams .*transformers .*auto_class .*AutoModelForCausalLM"),
     "no architecture": (lambda folder: changed(folder, architectures=None), {},
-                        "names no architecture, so say what the model is for with auto_class; those .*AutoModel"),
+                        "names no architecture.*auto_class.*AutoModel"),
     "wrong numbers": (lambda folder: changed(folder, num_attention_heads=0), {}, "cannot be (built|read)"),
     "an unknown class": (None, {"auto_class": "AutoModelForCausalML"}, "did you mean AutoModelForCausalLM"),
     "a class for others": (None, {"auto_class": "AutoModelForImageClassification"},
-                           "AutoModelForImageClassification has no model of type llama; those that have one: Auto"),
-    "a class of another model": (None, {"auto_class": "BertModel"}, "BertModel is built of a BertConfig, not of a L"),
-    "no class of a model": (None, {"auto_class": nn.Linear}, "is neither an AutoModel class nor a model of"),
-    "a value that it lacks": (None, {"attention_dropot": 0.1}, "dropot is no .*; did you mean attention_dropout"),
-    "whole numbers": (None, {"dtype": "int32"}, "dtype='int32' is no floating-point dtype"),
-    "no dtype": (None, {"dtype": "fp32"}, "dtype='fp32' is no floating-point dtype"),
-    "a number of ranks": (None, {"reshard_after_forward": 2}, "reshard_after_forward=2 must be True, False or None"),
+                           "AutoModelForImageClassification .* type llama; .*AutoModelForCausalLM"),
+    "a class of another model": (None, {"auto_class": "BertModel"}, "BertModel .*BertConfig.*LlamaConfig"),
+    "no class of a model": (None, {"auto_class": nn.Linear}, "auto_class=.*Linear.* must be"),
+    "a value that it lacks": (None, {"attention_dropot": 0.1}, "attention_dropot .*; did you mean attention_dropout"),
+    "whole numbers": (None, {"dtype": "int32"}, "dtype='int32' .*floating-point dtype"),
+    "no dtype": (None, {"dtype": "fp32"}, "dtype='fp32' .*floating-point dtype"),
+    "a number of ranks": (None, {"reshard_after_forward": 2}, "reshard_after_forward=2 .*True, False or None"),
 }  # fmt: skip
 
 
@@ -340,7 +340,7 @@ def test_weights_of_another_model_are_refused_by_offload(tmp_path: Path) -> None
     _another_model(tmp_path / "model")
     model = infinity.from_pretrained(tmp_path / "model")
     settings = {"storage": {"paths": [str(tmp_path / "run")]}, "memory": {"host_bytes": "16MiB"}}
-    with pytest.raises(ConfigError, match=r"(?s)are not those of LlamaForCausalLM.*missing .*unexpected +a\b"):
+    with pytest.raises(ConfigError, match=r"(?s)LlamaForCausalLM.*missing .*unexpected +a\b"):
         infinity.offload(model, fine_tune.adamw(model), settings)
     assert not (tmp_path / "run").exists()
 
@@ -348,16 +348,16 @@ def test_weights_of_another_model_are_refused_by_offload(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["no/such-model", "no such model", "/no/such/folder", "a/b/c"])
 def test_a_name_that_leads_nowhere(name: str) -> None:
     """Is said with what transformers says about it."""
-    with pytest.raises(ConfigError, match=f"{name!r} is no folder here, and is not to be had as a .* of the Hub: .+"):
+    with pytest.raises(ConfigError, match=f"{name!r} .* Hub: .+"):
         infinity.from_pretrained(name)
 
 
 def test_what_is_no_folder_and_no_configuration(tmp_path: Path) -> None:
     """A file, a name, a model without activation checkpointing, and one with a parameter without dimensions."""
     saved(tmp_path / "model")
-    with pytest.raises(ConfigError, match="is a file; name its folder"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors is a file.*from_config"):
         infinity.from_pretrained(tmp_path / "model" / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"is no configuration of transformers, but of type str; .*from_pretrained"):
+    with pytest.raises(ConfigError, match=r"of transformers.* of type str; .*infinity\.from_pretrained"):
         infinity.from_config("org/small")
     rwkv = transformers.RwkvConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, attention_hidden_size=8)
     if not transformers.RwkvForCausalLM.supports_gradient_checkpointing:

@@ -126,7 +126,7 @@ def test_shared_parameters_stay_with_the_root(caplog: pytest.LogCaptureFixture) 
     assert names_of(again) == ["list0.1", "list0.3", "list1.0"], "a list that is met twice is still one"
     with caplog.at_level(logging.WARNING, "infinity"):
         shard(model, mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy())
-    assert "3 layers of Module share parameters with other modules" in caplog.text
+    assert "parameters of 3 of the layers of Module are shared" in caplog.text
     assert [name for name, _ in torch_private.parameter_groups(model)] == ["root", "list0.1"]
 
 
@@ -135,7 +135,7 @@ def test_a_model_without_layers_is_one_fsdp_module(caplog: pytest.LogCaptureFixt
     model = model_of(head=nn.Linear(2, 2))
     with caplog.at_level(logging.WARNING, "infinity"):
         shard(model, mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy())
-    assert "Module has no lists of layers, so all of it is one FSDP module" in caplog.text
+    assert "Module has no list of layers" in caplog.text
     assert [name for name, _ in torch_private.parameter_groups(model)] == ["root"]
 
 
@@ -143,7 +143,7 @@ def test_what_fully_shard_does_not_take_is_refused() -> None:
     """Before any module is sharded."""
     model = model_of(nn.ModuleList([Block(nn.Linear(2, 2))]))
     model.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(UnsupportedError, match=r"scale of Module has no dimension.*the shape \(1,\)"):
+    with pytest.raises(UnsupportedError, match=r"scale of Module has no dimension.*shape \(1,\)"):
         shard(model, mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy())
     del model.scale
     with pytest.raises(UnsupportedError, match="Module has no activation checkpointing"):

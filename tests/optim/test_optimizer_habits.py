@@ -119,7 +119,7 @@ def test_a_step_of_the_optimizer_that_was_given_is_refused(update_schedule: str,
         model, optimizer, settings(tmp_path, Paging(update_schedule=update_schedule), 64 << 20)
     ) as paged:
         backward(model)
-        with pytest.raises(InfinityError, match=r"step\(\) of the optimizer that infinity\.offload has returned"):
+        with pytest.raises(InfinityError, match=r"replaced .*infinity\.offload\(\).*step\(\)"):
             optimizer.step()
         paged.step()
 
@@ -128,7 +128,7 @@ def test_param_groups_cannot_be_added(tmp_path: Path) -> None:
     """To neither of the two optimizers, nor by hand."""
     with offloaded(RECIPE, Paging(update_schedule="after_backward"), tmp_path) as (model, optimizer):
         extra = nn.Parameter(torch.zeros(3))
-        for each in (optimizer, optimizer._given):
+        for each in (optimizer, optimizer._base_optimizer):
             with pytest.raises(UnsupportedError, match=r"param group cannot be added.*before infinity\.offload"):
                 each.add_param_group({"params": [extra]})
         step(model, optimizer)
@@ -147,7 +147,7 @@ def test_parameters_that_are_unfrozen_later_are_refused(meta: bool, tmp_path: Pa
     with infinity.offload(model, optimizer, settings(tmp_path, Paging(), 64 << 20)) as paged:
         step(model, paged)
         model.blocks[1].up.weight.requires_grad_(True)
-        with pytest.raises(UnsupportedError, match=r"blocks\.1\.up\.weight was frozen.*before infinity\.offload"):
+        with pytest.raises(UnsupportedError, match=r"blocks\.1\.up\.weight .*frozen.*before infinity\.offload"):
             backward(model)
 
 
@@ -183,11 +183,11 @@ def states_differ(folder: str, name: str, update_schedule: str) -> list[str]:
         optimizer,
     ):
         for number in range(3):
-            for each in (optimizer, optimizer._given):
+            for each in (optimizer, optimizer._base_optimizer):
                 if number or name != "adagrad":
                     listed += differing(reference, in_memory, model, each, number)
                 else:
-                    with pytest.raises(InfinityError, match="not updated yet"):
+                    with pytest.raises(InfinityError, match=r"head\.weight .*never updated"):
                         each.state.get(model.head.weight)
             step(reference, in_memory, number)
             step(model, optimizer, number)
@@ -359,7 +359,7 @@ def test_a_setting_that_cannot_be_copied_is_refused(tmp_path: Path) -> None:
         step(model, optimizer)
         optimizer.param_groups[0]["lock"] = threading.Lock()
         backward(model, 1)
-        with pytest.raises(UnsupportedError, match="lock, of type lock, in a param group cannot be copied"):
+        with pytest.raises(UnsupportedError, match="lock of type lock in a param group cannot be copied"):
             optimizer.step()
 
 
@@ -393,7 +393,7 @@ def test_a_wrapper_whose_groups_part_from_the_inner_ones_is_refused(tmp_path: Pa
         replace_group(optimizer)
         step(model, optimizer)
         replace_groups(optimizer)
-        with pytest.raises(UnsupportedError, match="settings can be changed in the groups"):
+        with pytest.raises(UnsupportedError, match=r"param group .*infinity\.offload.*lr to 0"):
             step(model, optimizer, 1)
 
 
@@ -415,7 +415,7 @@ class Outer(torch.optim.Optimizer):
 def test_loading_and_replacing_states_is_refused(tmp_path: Path) -> None:
     """On both optimizers; what is there stays."""
     with offloaded(RECIPE, Paging(update_schedule="after_backward"), tmp_path) as (model, optimizer):
-        given = optimizer._given
+        given = optimizer._base_optimizer
         other = make_optimizer(RECIPE, build(RECIPE))
         step(model, optimizer)
         for each in (optimizer, given):
@@ -434,7 +434,7 @@ def test_gradients_that_the_given_optimizer_drops_are_dropped(tmp_path: Path) ->
     model = build(RECIPE)
     with offloaded(RECIPE, Paging(update_schedule="in_forward"), tmp_path) as (paged, optimizer):
         in_memory = make_optimizer(RECIPE, model)
-        for each, outer, zeroing in ((model, in_memory, in_memory), (paged, optimizer, optimizer._given)):
+        for each, outer, zeroing in ((model, in_memory, in_memory), (paged, optimizer, optimizer._base_optimizer)):
             backward(each)
             zeroing.zero_grad()
             step(each, outer, 1)
@@ -465,10 +465,10 @@ def test_optimizers_are_not_copied(copying: Any, tmp_path: Path) -> None:
     """Neither of the two, nor the states of all: the copy would train nothing."""
     with offloaded(RECIPE, Paging(), tmp_path) as (model, optimizer):
         step(model, optimizer)
-        for each in (optimizer, optimizer.state, optimizer._given):
-            if copying is copy.copy and each is optimizer._given:
+        for each in (optimizer, optimizer.state, optimizer._base_optimizer):
+            if copying is copy.copy and each is optimizer._base_optimizer:
                 continue  # shares all that it has, as in memory
-            with pytest.raises(UnsupportedError, match=r"optimizer\.checkpoint\(\) saves it"):
+            with pytest.raises(UnsupportedError, match=r"optimizer\.save_checkpoint\(\).*run\.resume"):
                 copying(each)
 
 
@@ -487,5 +487,5 @@ def test_the_given_optimizer_does_not_keep_a_closed_run(tmp_path: Path) -> None:
         len(given.state)
     with pytest.raises(UnsupportedError, match="cannot be added"):
         given.add_param_group({"params": []})
-    with pytest.raises(InfinityError, match="trains nothing any more"):
+    with pytest.raises(InfinityError, match=r"replaced .*infinity\.offload\(\).*step\(\)"):
         given.step()

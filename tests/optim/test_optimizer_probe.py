@@ -194,7 +194,7 @@ def test_rows_that_pages_cannot_hold_whole_are_refused(tmp_path: Path) -> None:
     """Encoded formats, and rows larger than a page; the parameter is named."""
     model = build()
     tree = settings(tmp_path, Paging(format="split"), 64 << 20)
-    with pytest.raises(UnsupportedError, match=r"Centralised updates whole rows.*state\.format"):
+    with pytest.raises(UnsupportedError, match=r"Centralised .*rows.*state\.format"):
         infinity.offload(model, own.Centralised(groups_of(model), lr=0.1), tree)
     spec = ShardSpec(name="wide", numel=80_000, padded=80_000, segment_key="plain", trainable=True, row=20_000)
     with pytest.raises(BudgetError, match=r"whole rows of wide.*memory\.page_bytes"):
@@ -249,16 +249,16 @@ def matrices(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
 
 
 APART: dict[str, tuple[own.Make, str]] = {
-    "ids": (lambda p: own.ById(p, {id(one) for one in matrices(p)}, lr=0.1), "the id of a parameter in rule on itself"),
-    "list of ids": (lambda p: own.ById(p, [id(one) for one in matrices(p)], lr=0.1), "the id of a parameter in rule"),
-    "keys": (lambda p: own.ById(p, {id(one): 0.1 for one in matrices(p)}, lr=0.1), "the id of a parameter in rule"),
-    "parameters": (lambda p: own.ByParameter(p, dict.fromkeys(matrices(p), 0.1), lr=0.1), "a parameter in rule"),
+    "ids": (lambda p: own.ById(p, {id(one) for one in matrices(p)}, lr=0.1), "the id of a parameter in .*rule"),
+    "list of ids": (lambda p: own.ById(p, [id(one) for one in matrices(p)], lr=0.1), "the id of a parameter in .*rule"),
+    "keys": (lambda p: own.ById(p, {id(one): 0.1 for one in matrices(p)}, lr=0.1), "the id of a parameter in .*rule"),
+    "parameters": (lambda p: own.ByParameter(p, dict.fromkeys(matrices(p), 0.1), lr=0.1), "a parameter in .*rule"),
     "setting": (
         lambda p: torch.optim.SGD([{**g, "apart": (frozenset(map(id, g["params"])),)} for g in p], lr=0.1),
         "the id of a parameter in 'apart' of its param groups",
     ),
-    "function": (lambda p: own.ByFunction(p, lr=0.1), "a function in rule on itself that reaches the optimizer"),
-    "zero_grad": (lambda p: own.Halving(p, lr=0.1), r"zero_grad\(\) of Halving is its own"),
+    "function": (lambda p: own.ByFunction(p, lr=0.1), "a function in .*rule .*the optimizer"),
+    "zero_grad": (lambda p: own.Halving(p, lr=0.1), r"Halving .*zero_grad\(\)"),
 }
 
 
@@ -276,12 +276,12 @@ def test_rules_by_names_and_attributes_of_parameters_are_refused() -> None:
     """Slices have neither; where no step reads them, they are nothing."""
     params = small((2, 3), (3,))
     named = [("first", params[0]), ("blocks.1", params[1])]
-    with pytest.raises(UnsupportedError, match=r"ByName reads 'param_names'.*make a param group"):
+    with pytest.raises(UnsupportedError, match=r"ByName reads .*'param_names'.*param group"):
         make_kernel(own.ByName(named, lr=0.1))
     make_kernel(torch.optim.AdamW(named))
     make_kernel(own.ByAttribute(params, lr=0.1))
     params[1].small = True  # type: ignore[attr-defined]
-    with pytest.raises(UnsupportedError, match=r"ByAttribute reads small of parameters.*make a param group"):
+    with pytest.raises(UnsupportedError, match=r"ByAttribute reads .*\(small\).*param group"):
         make_kernel(own.ByAttribute(params, lr=0.1))
     make_kernel(torch.optim.AdamW(named))
 

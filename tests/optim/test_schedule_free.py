@@ -103,9 +103,9 @@ def test_a_step_in_the_wrong_mode_is_refused_before_anything_is_updated(tmp_path
         train(model, optimizer, 0, 2)
         before = [local(param) for param in model.parameters()]
         models.loss_of(model, batch(model, 2)).backward()
-        with pytest.raises(InfinityError, match="AdamWScheduleFree does not step: Optimizer was not in train mode"):
+        with pytest.raises(InfinityError, match=r"AdamWScheduleFree .*Optimizer was not in train mode"):
             optimizer.step()
-        with pytest.raises(InfinityError, match=r"train\(\) between backward and step"):
+        with pytest.raises(InfinityError, match=r"train\(\) .*between backward and step\(\)"):
             optimizer.train()
         optimizer.zero_grad()
         assert same(before, [local(param) for param in model.parameters()])

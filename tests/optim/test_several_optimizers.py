@@ -77,7 +77,7 @@ def test_what_was_passed_in_trains_nothing_any_more(tmp_path: Path) -> None:
     given = muon_and_adamw(list(model.parameters()))
     with infinity.offload(model, given, config(tmp_path)):
         for one in given:
-            with pytest.raises(InfinityError, match="trains nothing any more"):
+            with pytest.raises(InfinityError, match=r"replaced .*infinity\.offload\(\).*step\(\)"):
                 one.step()
             with pytest.raises(UnsupportedError, match="cannot be added"):
                 one.add_param_group({"params": []})
@@ -90,7 +90,7 @@ def test_a_run_goes_on_with_the_same_optimizers_only(tmp_path: Path) -> None:
         optimizer.save_checkpoint()
     again = build()
     matrices, rest = divided(again)
-    with pytest.raises(CheckpointError, match=r"was made with Muon\+AdamW, this run has AdamW\+AdamW"):
+    with pytest.raises(CheckpointError, match=r"Muon\+AdamW.* AdamW\+AdamW"):
         infinity.offload(
             again,
             [torch.optim.AdamW(matrices), torch.optim.AdamW(rest)],
@@ -104,7 +104,7 @@ def test_what_several_cannot_be_is_refused(tmp_path: Path) -> None:
     matrices, rest = divided(model)
     with pytest.raises(UnsupportedError, match="empty list"):
         infinity.offload(model, [], config(tmp_path))
-    with pytest.raises(UnsupportedError, match="an optimizer is of type"):
+    with pytest.raises(UnsupportedError, match=r"list of optimizers .* torch\.optim\.Optimizer"):
         infinity.offload(model, [torch.optim.SGD(matrices), model], config(tmp_path))  # type: ignore[list-item]
     with pytest.raises(UnsupportedError, match="two optimizers have the same parameter"):
         infinity.offload(model, [torch.optim.SGD(matrices), torch.optim.SGD(matrices + rest)], config(tmp_path))

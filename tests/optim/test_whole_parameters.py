@@ -121,7 +121,7 @@ def test_the_largest_matrix_counts_in_the_budget(tmp_path: Path) -> None:
     """
     model = build()
     given = muon_and_adamw(list(model.parameters()))
-    with pytest.raises(BudgetError, match=r"to update \S+weight whole, as the optimizer needs it"):
+    with pytest.raises(BudgetError, match=r"to update \S+weight as a full parameter"):
         infinity.offload(model, given, settings(tmp_path, Paging(), 64 << 10))
     with infinity.offload(model, given, settings(tmp_path, Paging(), 64 << 20)) as optimizer:
         largest = max(param.numel() for group in given[0].param_groups for param in group["params"])
@@ -273,7 +273,7 @@ def be_late(folder: str) -> str:
 def test_an_exchange_without_the_other_rank_names_the_parameter(tmp_path: Path, pair: RankPool) -> None:
     """Where a rank ends the run, and the other one does not come to its update any more."""
     told, _ = pair.run(end_alone, str(tmp_path))
-    assert "another rank did not come to the update of" in told
+    assert "another rank" in told
     assert ".weight" in told
 
 

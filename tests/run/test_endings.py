@@ -94,7 +94,7 @@ def test_a_ready_tree_is_checked_too() -> None:
 
 def test_a_step_to_resume_from_without_resuming_is_refused(tmp_path: Path) -> None:
     """It would begin at 0 without a word."""
-    with pytest.raises(ConfigError, match=r"run\.resume_step = 100, but nothing is resumed"):
+    with pytest.raises(ConfigError, match=r"run\.resume_step = 100.*run\.resume"):
         start(settings(tmp_path, Paging(), 64 * MIB, run={"resume_step": 100}))
 
 
@@ -102,5 +102,5 @@ def test_tokens_that_are_no_number_are_refused(tmp_path: Path) -> None:
     """The counter would stay so for good."""
     with start(settings(tmp_path, Paging(), 64 * MIB))[1] as optimizer:
         for tokens in (float("nan"), float("inf"), -1):
-            with pytest.raises(ConfigError, match="must be a number from 0 on"):
+            with pytest.raises(ConfigError, match=r"tokens = "):
                 optimizer.report(tokens=tokens)

@@ -270,7 +270,7 @@ def test_gradients_that_were_stored_in_part_are_dropped(tmp_path: Path, monkeypa
             with pytest.raises(MemoryError):
                 models.loss_of(model, batch(model, 1)).backward()
         recover(model)
-        with pytest.raises(InfinityError, match=r"was being stored when that was cut off: call zero_grad\(\)"):
+        with pytest.raises(InfinityError, match=r"incomplete .*call zero_grad\(\)"):
             optimizer.step()
         optimizer.zero_grad()
         losses += [step(model, optimizer, number) for number in range(1, STEPS)]
@@ -294,7 +294,7 @@ def test_a_gradient_that_is_written_is_written_whole(tmp_path: Path, monkeypatch
             patch.setattr(Gradients, "_add_components", _out_of_memory)
             with pytest.raises(MemoryError):
                 param.grad.to_local().copy_(torch.full(param.to_local().shape, 8.0))
-        with pytest.raises(InfinityError, match="cut off"):
+        with pytest.raises(InfinityError, match=r"incomplete .*call zero_grad\(\)"):
             optimizer.step()
         optimizer.zero_grad()
         step(model, optimizer, 1)

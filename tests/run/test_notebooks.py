@@ -143,12 +143,12 @@ def test_a_model_that_is_held_is_named(notebook: Notebook) -> None:
     notebook.cell("class Trainer: pass")
     notebook.cell("trainer = Trainer(); trainer.parts = {'models': [model]}")
     optimizer = notebook.names["optimizer"]
-    with pytest.raises(FolderBusyError, match=r"to whose model `trainer` still leads; call close\(\) of `optimizer`"):
+    with pytest.raises(FolderBusyError, match=r"referenced by `trainer`\. Call close\(\) of `optimizer`"):
         notebook.cell("model = build(); paged(model)")
     notebook.cell("loss_of(trainer.parts['models'][0], tokens()).backward(); optimizer.step()")
     optimizer.close()
     notebook.cell("optimizer = paged(model)")
-    with pytest.raises(FolderBusyError, match=r"`model` still leads; call infinity.close_all\(\) before"):
+    with pytest.raises(FolderBusyError, match=r"referenced by `model`\. Call infinity.close_all\(\)"):
         notebook.cell("optimizer = None; paged(build())")
     notebook.cell("infinity.close_all(); paged(build())")
 
@@ -157,7 +157,7 @@ def test_a_variable_of_a_function_that_runs_is_named(notebook: Notebook) -> None
     """It is in use as long as the function has not returned."""
     notebook.cell("def run(net, first):\n    globals().pop('model')\n    paged(build())\n")
     with pytest.raises(
-        FolderBusyError, match=r"`net` of run\(\) still leads; call close\(\) of `first` of run\(\), or"
+        FolderBusyError, match=r"referenced by `net` of run\(\)\. Call close\(\) of `first` of run\(\), or"
     ):
         notebook.cell("run(model, optimizer)")
 
@@ -167,7 +167,7 @@ def test_a_variable_of_a_module_is_named(notebook: Notebook, monkeypatch: pytest
     module = ModuleType("my_models")
     monkeypatch.setitem(sys.modules, "my_models", module)
     module.registry = [notebook.names.pop("model")]  # type: ignore[attr-defined]
-    with pytest.raises(FolderBusyError, match="`registry` of my_models still leads"):
+    with pytest.raises(FolderBusyError, match="`registry` of my_models"):
         notebook.cell(BUILD)
 
 

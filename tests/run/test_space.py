@@ -126,14 +126,14 @@ def test_a_run_without_room_for_checkpoints(tmp_path: Path) -> None:
             if retained:
                 session.save_checkpoint()
             else:
-                with pytest.raises(ConfigError, match="no room for a checkpoint"):
+                with pytest.raises(ConfigError, match=r"run\.retained_checkpoints = 0"):
                     session.save_checkpoint()
             sizes[retained] = sum(file.stat().st_size for file in folder.rglob("*.pages"))
             state = session.optimizer.run.layout.state_bytes
     assert sizes[1] - sizes[0] == state
     with Session(folder, run={"retained_checkpoints": 0, "resume": "latest"}) as session:
         session.step()
-        with pytest.raises(ConfigError, match="no room for a checkpoint"):
+        with pytest.raises(ConfigError, match=r"run\.retained_checkpoints = 0"):
             session.save_checkpoint()
     with Session(folder, run={"resume": "latest"}) as session:
         assert session.optimizer.steps == 2

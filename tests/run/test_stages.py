@@ -24,11 +24,11 @@ from support.train import MIB, Paging, Recipe, batch, build, make_optimizer, set
 
 RECIPE = Recipe(model="toy")
 STAGES = (
-    "place.make_paths",
-    "place.FolderLock.acquire",
-    "place._agree_on_shares",
+    "run_directory.make_paths",
+    "run_directory.FolderLock.acquire",
+    "run_directory._agree_on_stripe_weights",
     "run.Peers",
-    "space.reserve",
+    "space_reservation.reserve",
     "run.HostCache",
     "run.open_engine",
     "run._stats_page",
@@ -37,23 +37,23 @@ STAGES = (
     "run.Pager",
     "run.UpdateWorker",
     "run.StepPlanner",
-    "fill.ModuleInitialiser",
+    "initial_state.ModuleInitialiser",
     "offload.BaseOptimizer",
     "offload.StepRunner",
     "offload.ShardIO",
-    "checkpoints.CheckpointSpace",
-    "checkpoints.CheckpointWriter.reserve",
-    "fill.OwnValues.check",
-    "fill.OwnValues.values",
+    "checkpointing.CheckpointSpace",
+    "checkpointing.CheckpointWriter.reserve",
+    "initial_state.OwnValues.check",
+    "initial_state.OwnValues.values",
     "offload.ShardIO.initialise",
-    "fill.keep_companions",
-    "fill.OwnValues.restore",
+    "initial_state.keep_companions",
+    "initial_state.OwnValues.restore",
     "offload.Attachment",
     "offload.Attachment._attach",
     "offload.Checkpointer",
     "offload.StateReader",
     "offload.PagedOptimizer.__init__",
-    "offload.live.add",
+    "offload.open_runs.add",
 )
 
 
@@ -133,7 +133,8 @@ def test_a_stage_that_fails_leaves_nothing(stage: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "stage", ["place.FolderLock.acquire", "run.HostCache", "fill.OwnValues.values", "offload.Attachment"]
+    "stage",
+    ["run_directory.FolderLock.acquire", "run.HostCache", "initial_state.OwnValues.values", "offload.Attachment"],
 )
 def test_a_stage_that_fails_on_one_rank_leaves_nothing_on_any(stage: str, pair: RankPool, tmp_path: Path) -> None:
     """The other rank says why, and waits for nobody."""

@@ -48,7 +48,7 @@ def test_what_is_asked_for_is_done_or_refused(worker: UpdateWorker) -> None:
     assert not chosen(worker, CPU, "cpu")[0]
     assert not chosen(worker, GPU, "cpu")[0]
     assert chosen(worker, GPU, "cuda")[0]
-    with pytest.raises(ConfigError, match=r'update\.device = "cuda", but the model is on "cpu"; set "auto"'):
+    with pytest.raises(ConfigError, match=r'update\.device = "cuda".*"cpu"'):
         chosen(worker, CPU, "cuda")
 
 
@@ -61,7 +61,7 @@ def test_the_cpu_updates_what_it_computes(worker: UpdateWorker) -> None:
 @pytest.mark.parametrize("before", ["cpu", "cuda"])
 def test_a_checkpoint_is_continued_where_it_was_updated(before: str, worker: UpdateWorker) -> None:
     """Another device has other bits."""
-    assert chosen(worker, GPU, before=before) == (before == "cuda", "as in the checkpoint that is continued")
+    assert chosen(worker, GPU, before=before) == (before == "cuda", "as in the resumed checkpoint")
 
 
 @pytest.mark.parametrize(("link", "host", "there"), [(0.1e-9, 0.5e-9, True), (2e-9, 0.5e-9, False)])
@@ -84,7 +84,7 @@ def test_what_has_room_on_the_device_does_not_count(worker: UpdateWorker, monkey
     half = Config().with_values(**{"memory.device_bytes": LAYOUT.state_bytes // 2})
     found, why = choose_update_device(half, GPU, LAYOUT, worker, None)
     assert found
-    assert "about 50% of the state has room on the GPU" in why
+    assert "about 50%" in why
     assert not chosen(worker, GPU)[0], "none has: its free bytes are 0"
 
 

@@ -271,8 +271,8 @@ def test_a_fsdp_module_is_computed_with_behind_the_reads_of_the_next_one() -> No
     """And before those of the one after that; it is waited for first."""
     plan, layout = prefetched()
     assert plan.prefetched is not None
-    reads = [min(at for at in plan.prefetched.prefetched if layout.pages[plan.trace[at][0].page].fsdp_module == fsdp_module)
-             for fsdp_module in range(1, LAYERS)]  # fmt: skip
+    module_at = {at: layout.pages[plan.trace[at][0].page].fsdp_module for at in plan.prefetched.prefetched}
+    reads = [min(at for at, found in module_at.items() if found == wanted) for wanted in range(1, LAYERS)]
     forward = plan.prefetched.awaited[: LAYERS - 2]
     assert [fsdp_module for _, fsdp_module, _ in forward] == list(range(1, LAYERS - 1))
     assert [position for position, *_ in forward] == reads[1:]

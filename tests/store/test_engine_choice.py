@@ -147,7 +147,8 @@ def test_where_nothing_can_be_kept_it_is_measured_each_time(
     runtime.write_text("")
     assert [choose(storage, runtime).engine for _ in range(2)] == ["threads"] * 2
     assert len(measured) == 3
-    assert "which engine is faster could not be kept" in caplog.text
+    assert "the faster engine" in caplog.text
+    assert CACHE_NAME in caplog.text
 
 
 @pytest.mark.parametrize("error", [StorageError("write", "f", 0, 1, errno.EIO), OSError(errno.ENOMEM, "no memory")])
@@ -158,7 +159,7 @@ def test_io_uring_where_measuring_fails(
     measured.append(error)
     choice = choose(storage, runtime)
     assert choice.engine == "auto"
-    assert "was not measured" in choice.reason
+    assert "threads" in choice.reason
     assert str(error) in choice.reason
     measured.append(Found(1.2, True))
     assert choose(storage, runtime).engine == "threads"
@@ -167,7 +168,7 @@ def test_io_uring_where_measuring_fails(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ((targets, "free_space", lambda folder: MIB), "needed to probe"),
+        ((targets, "free_space", lambda folder: MIB), "1 MiB free"),
         ((os, "access", lambda path, mode, effective_ids: False), "not writable"),
     ],
 )
@@ -197,7 +198,8 @@ def test_threads_where_io_uring_is_refused(
     engine, reason = open_engine(replace(storage, engine=choice.engine), choice.reason)
     engine.close()
     assert engine.name == "threads"
-    assert reason.startswith("io_uring refused: EPERM")
+    assert reason.startswith("io_uring ")
+    assert "EPERM" in reason
 
 
 def test_the_reason_goes_with_the_engine(storage: StorageConfig) -> None:

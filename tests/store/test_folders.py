@@ -97,7 +97,7 @@ def test_a_run_is_a_name_and_a_marker(tmp_path: Path) -> None:
     assert [run.run_id for run in runs] == [run.run_id for run in [run]]
     assert passed == {
         odd: "it has no infinity.run",
-        renamed: f"its infinity.run is of run {run.run_id}",
+        renamed: f"its infinity.run belongs to run {run.run_id}",
         link: "it is a link",
         tmp_path / "20260104-000000-aaaaaa": "it is not a folder",
     }
@@ -302,7 +302,7 @@ def test_a_planted_lock_is_refused(tmp_path: Path) -> None:
     plants = {
         "it is a link": lambda: lock.symlink_to(victim),
         "it is not a regular file": lambda: os.mkfifo(lock),
-        "it has a second name": lambda: os.link(victim, lock),
+        "it has a second hard link": lambda: os.link(victim, lock),
         "Is a directory": lock.mkdir,
     }
     for reason, plant in plants.items():
@@ -470,7 +470,7 @@ def test_a_start_that_fails_removes_the_path_that_it_has_made(
 @pytest.mark.parametrize(
     ("path", "why"),
     [
-        ("none/below", "cannot be made: .*none' is not a folder"),
+        ("none/below", ".*none' is not a folder"),
         ("file", "is not a folder"),
         ("link", "is not a folder"),
     ],
@@ -531,7 +531,8 @@ loss = loss_of(model, tokens())
 optimizer.run.pager.flush()
 before = content()
 refused = {
-    "step": optimizer.step, "checkpoint": optimizer.save_checkpoint, "zero_grad": optimizer.zero_grad, "drain": optimizer.drain,
+    "step": optimizer.step, "checkpoint": optimizer.save_checkpoint, "zero_grad": optimizer.zero_grad,
+    "drain": optimizer.drain,
     "forward": lambda: loss_of(model, tokens()), "backward": loss.backward, "read": lambda: param.full_tensor().sum(),
     "write": lambda: param.data.zero_(), "state": lambda: optimizer.state[param], "save": lambda: torch.save(
         model.state_dict(), os.devnull), "read_state": lambda: optimizer.read_state(name),
@@ -541,7 +542,7 @@ for what, action in refused.items():
         try:
             action()
         except infinity.InfinityError as error:
-            os._exit(0 if "forked from the one that trains" in str(error) else 3)
+            os._exit(0 if "forked from the training process" in str(error) else 3)
         os._exit(2)
     wait(child, what)
 
@@ -586,7 +587,7 @@ optimizer.zero_grad()
 try:
     list(torch.utils.data.DataLoader(Weights(), num_workers=1, multiprocessing_context="fork"))
 except infinity.InfinityError as error:
-    assert "forked from the one that trains" in str(error)
+    assert "forked from the training process" in str(error)
 else:
     raise SystemExit("a worker has read weights")
 loader = torch.utils.data.DataLoader(
@@ -729,11 +730,11 @@ def test_nothing_starts_while_runs_are_removed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(folders, "_REMOVE_SECONDS", 0.1)
     with no_starts([tmp_path, tmp_path]):
         # Whoever may read the folder can lock it, so no more is said than is known, and how to find out.
-        reasons = rf"for 0.1 s: `infinity store gc` or `rm` .* or another process .*`fuser -v {tmp_path}`"
+        reasons = rf"{tmp_path} .*for 0.1 s.*`infinity store gc` or `rm`.*`fuser -v {tmp_path}`"
         with pytest.raises(FolderBusyError, match=reasons):
             FolderLock.acquire([tmp_path], new_run_id(), 0)
         assert list(tmp_path.iterdir()) == []
-        with pytest.raises(FolderBusyError, match="being removed there"), no_starts([tmp_path]):
+        with pytest.raises(FolderBusyError, match=f"{tmp_path} is locked"), no_starts([tmp_path]):
             pass
     lock = FolderLock.acquire([tmp_path], new_run_id(), 0)
     with no_starts([tmp_path]):
@@ -741,7 +742,7 @@ def test_nothing_starts_while_runs_are_removed(tmp_path: Path, monkeypatch: pyte
     lock.release()
     descriptor = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
-    reasons = rf"a run is starting .* or runs are being removed .* another process .*`lsof {tmp_path}`"
+    reasons = rf"{tmp_path} is locked.*`lsof {tmp_path}`"
     with pytest.raises(FolderBusyError, match=reasons), no_starts([tmp_path]):
         pass
     os.close(descriptor)
@@ -754,7 +755,7 @@ def test_who_looks_for_too_long_is_not_called_a_run(tmp_path: Path, monkeypatch:
     file.touch()
     with open(file) as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
-        with pytest.raises(FolderBusyError, match=rf"{file} has been locked .* who only looks .*`fuser -v {file}`"):
+        with pytest.raises(FolderBusyError, match=rf"{file} has been locked .*`fuser -v {file}`"):
             FolderLock.acquire([tmp_path], new_run_id(), 0)
 
 
@@ -923,7 +924,7 @@ def test_the_first_cause_is_what_is_raised(
     with pytest.raises(StorageError, match="read of 1 bytes"), session:
         raise StorageError("read", "somewhere", 0, 1, errno.EIO)
     monkeypatch.undo()
-    assert "at the end: OSError: [Errno 5] Input/output error" in caplog.text
+    assert "cleanup: OSError: [Errno 5] Input/output error" in caplog.text
     assert not holders(tmp_path / "nvme0")
     monkeypatch.setattr("infinity.run.run.PageStore.close", _fails)
     with Session(tmp_path, run={"resume": "latest"}) as session:
@@ -952,7 +953,7 @@ def test_a_marker_that_is_gone_is_said(tmp_path: Path) -> None:
         session.run(EVERY)
     (root,) = look_for_runs([tmp_path / "nvme0"])[0][0].in_order
     (root / MARKER_NAME).unlink()
-    with pytest.raises(CheckpointError, match=rf"{root} is passed over: it has no infinity\.run"):
+    with pytest.raises(CheckpointError, match=rf"{root} is ignored: it has no infinity\.run"):
         Session(tmp_path, run={"resume": "latest"})
 
 

@@ -71,7 +71,7 @@ class Rig:
         checkpointed: dict[int, Any] | None = None,
         hashers: int = 0,
     ) -> None:
-        gpu_resident_pages, slots = lay_out(PAGES, SHARES, checkpointed or {}, SPARE, RETAINED)
+        paths, slots = lay_out(PAGES, SHARES, checkpointed or {}, SPARE, RETAINED)
         self.files = [place / f"{index}.pages" for index in range(2)]
         self.sizes = [0, 0]
         self.full = False
@@ -79,8 +79,9 @@ class Rig:
         self.cut(slots)
         self.engine = FaultEngine(ThreadEngine(4, 1 << 20), 0, faults)
         self.store = PageStore(
-            PAGES, gpu_resident_pages, self.files, slots, self.engine, self, spare=SPARE,
-            name_of=lambda index: f"fsdp_module/page[{index}]", moved=lambda *_: None, timeout=60, checkpointed=checkpointed,
+            PAGES, paths, self.files, slots, self.engine, self, spare=SPARE,
+            name_of=lambda index: f"fsdp_module/page[{index}]", moved=lambda *_: None, timeout=60,
+            checkpointed=checkpointed,
             retained=RETAINED, hashers=hashers,
         )  # fmt: skip
         self._area = mmap.mmap(-1, 64 * KIB)
@@ -235,9 +236,9 @@ class StoreMachine(RuleBasedStateMachine):
             del self.checkpoints[old]
         assert self.rig.store.checkpoints == tuple(sorted(self.checkpoints))
 
-    @rule(gpu_resident_pages=st.tuples(*[st.integers(0, 1)] * len(PAGES)))
-    def spread_anew(self, gpu_resident_pages: tuple[int, ...]) -> None:
-        self.rig.store.spread_anew(gpu_resident_pages)
+    @rule(paths=st.tuples(*[st.integers(0, 1)] * len(PAGES)))
+    def spread_anew(self, paths: tuple[int, ...]) -> None:
+        self.rig.store.spread_anew(paths)
 
     @rule(stored=st.booleans())
     def expect_gradients(self, stored: bool) -> None:
@@ -334,12 +335,12 @@ TestAllocatorMachine.settings = settings(max_examples=100, deadline=None)
 @given(layouts(), st.lists(st.integers(1, 20), min_size=1, max_size=4))
 def test_pages_are_spread_in_proportion(layout: Layout, weights: list[int]) -> None:
     """Each path's bytes of a role are within a page of its share, however far one has come."""
-    gpu_resident_pages = spread(layout.pages, [float(weight) for weight in weights])
+    paths = spread(layout.pages, [float(weight) for weight in weights])
     for role in Role:
         got = [0] * len(weights)
         for item in layout.pages:
             if item.role is role:
-                got[gpu_resident_pages[item.index]] += item.nbytes
+                got[paths[item.index]] += item.nbytes
                 stripe_weights = [sum(got) * weight / sum(weights) for weight in weights]
                 assert all(
                     abs(mine - stripe_weight) <= 1.01 * layout.page_bytes
@@ -350,8 +351,8 @@ def test_pages_are_spread_in_proportion(layout: Layout, weights: list[int]) -> N
 @given(layouts(), st.integers(1, 3), st.integers(0, 20), st.integers(1, 3))
 def test_slots_do_not_overlap_and_suffice(layout: Layout, paths: int, spare: int, retained: int) -> None:
     """A version of every page and one more per checkpoint, writes in flight; files are no longer than that."""
-    state, gpu_resident_pages = state_pages(layout.pages), spread(layout.pages, [1.0] * paths)
-    on = [gpu_resident_pages[item.index] for item in state]
+    state, paths = state_pages(layout.pages), spread(layout.pages, [1.0] * paths)
+    on = [paths[item.index] for item in state]
     classes = plan_slots(state, on, spare, retained)
     sizes = file_sizes(classes, paths)
     assert sum(sizes) == sum(item.count * item.length for item in classes)
@@ -359,7 +360,7 @@ def test_slots_do_not_overlap_and_suffice(layout: Layout, paths: int, spare: int
         spans = sorted((item.offset, item.offset + item.count * item.length) for item in classes if item.path == path)
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
     for path, length in {(item.path, item.length) for item in classes}:
-        members = [p for p in state if (gpu_resident_pages[p.index], p.nbytes) == (path, length)]
+        members = [p for p in state if (paths[p.index], p.nbytes) == (path, length)]
         changing = sum(not p.fixed for p in members)
         slots = sum(item.count for item in classes if (item.path, item.length) == (path, length))
         in_flight = slots - len(members) - retained * changing
@@ -423,18 +424,18 @@ def test_pages_that_come_one_by_one_take_no_longer_the_more_there_are(tmp_path: 
 def test_as_few_pages_move_as_balance_needs(layout: Layout, before: list[int], data: st.DataObject) -> None:
     """Each path comes within two pages of its new share of every role, and none both gets and loses."""
     after = data.draw(st.lists(st.integers(1, 20), min_size=len(before), max_size=len(before)))
-    gpu_resident_pages = spread(layout.pages, [float(stripe_weight) for stripe_weight in before])
-    moved = respread(layout.pages, gpu_resident_pages, [float(stripe_weight) for stripe_weight in after])
+    paths = spread(layout.pages, [float(stripe_weight) for stripe_weight in before])
+    moved = respread(layout.pages, paths, [float(stripe_weight) for stripe_weight in after])
     for role in Role:
         mine = [item for item in layout.pages if item.role is role and not item.fixed]
         total = sum(item.nbytes for item in mine)
         for path, stripe_weight in enumerate(after):
-            loads = [sum(item.nbytes for item in mine if on[item.index] == path) for on in (gpu_resident_pages, moved)]
+            loads = [sum(item.nbytes for item in mine if on[item.index] == path) for on in (paths, moved)]
             wanted = total * stripe_weight / sum(after)
             assert abs(loads[1] - wanted) <= abs(loads[0] - wanted) + layout.page_bytes
             assert abs(loads[1] - wanted) <= 2 * len(after) * layout.page_bytes
-            gone = any(gpu_resident_pages[item.index] == path != moved[item.index] for item in mine)
-            come = any(gpu_resident_pages[item.index] != path == moved[item.index] for item in mine)
+            gone = any(paths[item.index] == path != moved[item.index] for item in mine)
+            come = any(paths[item.index] != path == moved[item.index] for item in mine)
             assert not (gone and come)
 
 
@@ -442,8 +443,8 @@ def test_files_grow_no_more_however_often_pages_move(rig: Rig) -> None:
     """Each way round needs its slots once."""
     ways = [(0,) * len(PAGES), (1,) * len(PAGES)]
     rig.store.adopt(1, rig.store.versions(KEPT))
-    for gpu_resident_pages in ways:
-        rig.store.spread_anew(gpu_resident_pages)
+    for paths in ways:
+        rig.store.spread_anew(paths)
         for item in PAGES:
             rig.write(item.index, content_of(item.index, 1))
     sizes = list(rig.sizes)

@@ -1,4 +1,4 @@
-"""Writes docs/reference/doctor.md: what the command is, and what each check means."""
+"""Text of docs/reference/doctor.md: a description of the command and of each check."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from infinity_tools.doctor.world import Folder, World
 
 _HEAD = """# infinity doctor
 
-`infinity doctor /nvme0/run /nvme1/run` looks at what this machine can do for infinity, and says why not more. Run it
-before the first training on a machine, in the same container and as the same user, with the folders that are to be in
-`storage.paths`. It changes nothing; small files that it writes into the folders are gone afterwards.
+`infinity doctor /nvme0/run /nvme1/run` checks whether a machine is ready for infinity and suggests fixes. Run it before
+the first training on a machine, in the same container and as the same user, with the folders for `storage.paths`. It
+writes small temporary files to the folders and changes nothing else.
 
-Each check is a line with a verdict and, where that is not ok, a fix:
+Each check prints a line with its status and, if the status is not ok, a fix:
 
 ```text
 {sample}
 ```
 
-| verdict | means | exit status |
+| status | meaning | exit status |
 |---|---|---|
-| ok | nothing to do | 0 |
-| note | worth to know | 0 |
-| warning | training works, but slower, or not in every case | 1 |
-| problem | training cannot work | 2 |
+| ok | no action needed | 0 |
+| note | worth knowing | 0 |
+| warning | training works, but more slowly or not in every case | 1 |
+| problem | training does not work | 2 |
 
-The worst one counts. A wrong command line is 2, too, with one line on stderr that begins with `error:`. A check that
-fails itself, or gets no answer in time, is a warning that says so, and the others go on.
+The exit status is that of the worst finding. An invalid command line also exits with 2 and prints one line to stderr that
+begins with `error:`. A check that fails or times out is reported as a warning, and the other checks continue.
 
-`--json` prints a list of objects with `check`, `status`, `value`, `fix` (empty where it is ok) and `folder` (null where
-it is about the machine). `--report` prints Markdown for a bug report: versions, verdicts, mounts of the folders, limits
-and variables that matter, without the names of host and user. Look over it before you publish it: folders are named.
+`--json` prints a list of objects with `check`, `status`, `value`, `fix` (empty if the status is ok) and `folder` (null
+for a check of the machine). `--report` prints Markdown for a bug report: versions, findings, mounts of the folders,
+limits and relevant environment variables, without the names of host and user. Review it before publishing, because it
+contains the paths of the folders.
 
-Of a folder that cannot be used only `folder` is checked. The lists below are made from the checks by `make docs`.
+If a folder is not usable, only the check `folder` is run for it. `make docs` generates the tables below from the checks.
 """
 
 _SAMPLE = (
@@ -47,7 +48,7 @@ _SAMPLE = (
     Finding(
         check="io_uring",
         status=Status.WARNING,
-        value='io_uring refused: EPERM (sysctl kernel.io_uring_disabled); engine = "auto" takes threads',
+        value='io_uring refused: EPERM (sysctl kernel.io_uring_disabled); engine = "auto" uses threads',
         fix="as root: sysctl kernel.io_uring_disabled=0",
     ),
 )
@@ -73,7 +74,7 @@ def _section(group: Group) -> str:
 
 
 def _rows(checks: Sequence[Check[World]] | Sequence[Check[Folder]]) -> str:
-    lines = ["| check | what it looks at |", "|---|---|"]
+    lines = ["| check | description |", "|---|---|"]
     lines += [f"| {one.name} | {one.meaning} |" for one in checks]
     return "\n".join(lines) + "\n"
 

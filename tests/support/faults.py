@@ -140,8 +140,8 @@ CASES = {
     ),
     "data-file-gone": Case(
         act=_move_data,
-        says=r"StorageError: sync .*\.pages failed: ENOENT .*: the data file was removed or replaced while",
-        peer=r"InfinityError: checkpoint of step 6 failed on rank {rank}: StorageError: sync .* was removed or replaced",
+        says=r"StorageError: sync .*\.pages failed: ENOENT .*: the data file was removed or replaced",
+        peer=r"InfinityError: checkpoint of step 6 failed on rank {rank}: StorageError: sync .* was removed",
     ),
     "checkpoints-folder-gone": Case(
         act=_move_checkpoints,
@@ -151,11 +151,11 @@ CASES = {
     "own-mistake": Case(act=_mistake, says="ValueError: a mistake of one's own"),
 }
 KILLED = Case(
-    act=_kill, says="", peer=r"LostRankError: rank {rank} \(process \d+\) has ended without a word: killed, out of"
+    act=_kill, says="", peer=r"LostRankError: rank {rank} \(process \d+\) exited unexpectedly \(killed, out of"
 )
 KILLED_UNSEEN = {
-    "pidfd_open is refused (Operation not permitted)": replace(KILLED, prepare=_refuse_pidfd),
-    "pidfd_open is refused (module 'os' has no attribute 'pidfd_open')": replace(KILLED, prepare=_lack_pidfd),
+    "pidfd_open failed (Operation not permitted)": replace(KILLED, prepare=_refuse_pidfd),
+    "pidfd_open failed (module 'os' has no attribute 'pidfd_open')": replace(KILLED, prepare=_lack_pidfd),
 }
 """By what is logged where no descriptor of another process can be held: it is forbidden, or Python lacks it."""
 LEFT = Case(act=_leave, says="", peer="RuntimeError: .*by peer")

@@ -25,7 +25,7 @@ STEPS = 5
 EARLY = ("in_backward",)
 LATE = ("auto", "in_forward", "after_backward")
 EVERYWHERE = ("auto", *EARLY, "in_forward", "after_backward")
-UPDATE_SCHEDULE = r"update\.update_schedule"
+UPDATE_SCHEDULE = r"update\.schedule"
 """What a refusal says where updates in backward are in the way."""
 
 

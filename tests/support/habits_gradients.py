@@ -13,7 +13,7 @@ from support import models
 from support.habit import EARLY, LATE, REFUSED, STEPS, UPDATE_SCHEDULE, Loop, habit
 from support.train import OPTIMIZERS, batch
 
-USED = r"used up by (the )?step.*zero_grad"
+USED = r"step\(\).*zero_grad\(\)"
 """What a refusal says where gradients of the step before are wanted."""
 
 

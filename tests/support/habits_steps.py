@@ -556,7 +556,7 @@ def new_optimizer(loop: Loop) -> None:
 habit(
     "a new optimizer of torch made over the model in the middle of training; updates run in backward",
     REFUSED,
-    r"step\(\) has not been|used up",
+    r"step\(\) has not been|update\.schedule",
     update_schedules=("auto", *EARLY),
 )(new_optimizer)
 

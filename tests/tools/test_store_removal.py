@@ -69,8 +69,8 @@ def test_what_is_no_run_is_never_touched(nvme: Path) -> None:
     assert run_here("store", "rm", nvme, "20260101-000000-aaaaaa", "--yes").status == 2
     assert run_here("store", "rm", nvme, "20260102-000000-aaaaaa", "--yes").status == 2
     done = run_here("store", "ls", nvme)
-    assert "20260101-000000-aaaaaa is passed over: it has no infinity.run" in done.errors
-    assert "20260102-000000-aaaaaa is passed over: it is a link" in done.errors
+    assert "20260101-000000-aaaaaa is ignored: it has no infinity.run" in done.errors
+    assert "20260102-000000-aaaaaa is ignored: it is a link" in done.errors
     assert [found.run_id for found in stored_runs([nvme])] == [run.run_id]
     assert run_here("store", "rm", nvme, "--ended", "--yes").status == 0
     assert listed(nvme) == others
@@ -90,7 +90,7 @@ def test_a_run_whose_checkpoints_lie_behind_a_link_is_passed_over(nvme: Path, tm
     for command in (("gc", nvme), ("rm", nvme, "--ended"), ("ls", nvme)):
         done = run_here("store", *command, *(["--yes"] if command[0] != "ls" else []))
         assert done.status == 0
-        assert f"{run.roots[0]} is passed over: its checkpoints is a link" in done.errors
+        assert f"{run.roots[0]} is ignored: its checkpoints is a link" in done.errors
         assert listed(elsewhere) == before
 
 
@@ -190,7 +190,7 @@ def test_an_empty_folder_of_a_run_is_collected(nvme: Path) -> None:
     lock = FolderLock.acquire([nvme], starting.name, 0)
     try:
         found = json.loads(run_here("store", "gc", nvme, "--dry-run", "--json").output)["waste"]
-        assert [(item["what"], item["paths"]) for item in found] == [("empty folder of a run", [str(left)])]
+        assert [(item["what"], item["paths"]) for item in found] == [("empty run folder", [str(left)])]
         (item,) = waste([nvme])
         (left / "late").touch()
         with pytest.raises(ConfigError, match="cannot be removed: Directory not empty"):
@@ -260,7 +260,7 @@ def test_a_removal_waits_for_nobody_for_long(nvme: Path) -> None:
     with no_starts([nvme]):
         done = run_here("store", "gc", nvme, "--yes")
     assert done.status == 2
-    assert "runs are being removed there" in done.errors
+    assert f"{nvme} is locked" in done.errors
     assert run_here("store", "gc", nvme, "--dry-run").status == 0
 
 
@@ -339,7 +339,7 @@ def test_verify_asks_for_all_folders(tmp_path: Path) -> None:
     RunFolder.of(paths, "20260101-000000-aaaaaa").create()
     done = run_here("store", "verify", paths[1])
     assert done.status == 2
-    assert "lies on 2 folders, 1 of them were named" in done.errors
+    assert "2 folders, but 1 of them" in done.errors
     assert (paths[0] / "20260101-000000-aaaaaa" / MARKER_NAME).is_file()
 
 
@@ -349,7 +349,8 @@ def test_a_held_run_is_not_removed_by_name(nvme: Path) -> None:
     try:
         done = run_here("store", "rm", nvme, run.run_id, "--yes")
         assert done.status == 2
-        assert "is running; nothing is removed" in done.errors
+        assert f"run {run.run_id} (process " in done.errors
+        assert "is running" in done.errors
     finally:
         lock.release()
     assert len(stored_runs([nvme])) == 1

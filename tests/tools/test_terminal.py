@@ -55,11 +55,11 @@ def test_a_state_that_fits_the_host_cache_needs_no_paging(tmp_path: Path) -> Non
     large = [*SMALL, "--host-memory", "32MiB", "--page-bytes", "64KiB", "--steps", "4", "--out", "o"]
     done = run_here(*large)
     assert done.status == 0, done.errors
-    assert "all of the state fits: nothing needs paging" in " ".join(done.errors.split())
-    assert "all of the state fits: nothing needs paging" in " ".join(done.output.split())
+    assert "holds the whole state: no paging" in " ".join(done.errors.split())
+    assert "holds the whole state: no paging" in " ".join(done.output.split())
     summary = json.loads((tmp_path / "o/summary.json").read_text())
     assert summary["nvme_read_bytes_per_step"] == summary["nvme_written_bytes_per_step"] == 0
-    assert "nothing needs paging" not in run_here(*SMALL, "--steps", "1", "--out", "p").errors
+    assert "no paging" not in run_here(*SMALL, "--steps", "1", "--out", "p").errors
 
 
 def commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -53,7 +53,7 @@ def test_pages_become_figures(runtime: Path, tmp_path: Path) -> None:
     ranks, reader = train(runtime, tmp_path, world_size=4), Reader(runtime)
     before = reader.read()
     assert before.infinityd is None
-    assert any("without infinityd" in note for note in before.notes)
+    assert any("infinityd" in note for note in before.notes)
     for _ in range(3):
         for rank in ranks:
             rank.step(seconds=0.25, loss=2.0, when=LATER)
@@ -115,7 +115,9 @@ def test_the_daemon_says_how_many_files_are_no_pages(runtime: Path) -> None:
     with daemon(runtime):
         until(lambda: Reader(runtime).read().infinityd)
         snapshot = Reader(runtime).read()
-    assert snapshot.notes == ("passed over a file that is no stats page of this version; infinityd's log names them",)
+    assert snapshot.notes == (
+        "ignored a file that is not a stats file of this version; the log of infinityd names them",
+    )
 
 
 def test_what_is_no_page_of_this_version_is_passed_over_and_said(runtime: Path, tmp_path: Path) -> None:
@@ -127,10 +129,10 @@ def test_what_is_no_page_of_this_version_is_passed_over_and_said(runtime: Path, 
     (runtime / "c\n.rank0.stats").write_bytes(b"")
     snapshot = Reader(runtime).read()
     assert [run.id for run in snapshot.runs] == ["run-1"]
-    (note,) = [note for note in snapshot.notes if "passed over" in note]
-    assert note == "passed over a.rank0.stats: not a stats page (and 2 more)"
+    (note,) = [note for note in snapshot.notes if "a.rank0.stats" in note]
+    assert note.endswith("(and 2 more)")
     (runtime / "a.rank0.stats").unlink()
-    assert "passed over b.rank0.stats: format version 7" in " ".join(Reader(runtime).read().notes)
+    assert "b.rank0.stats: format version 7" in " ".join(Reader(runtime).read().notes)
     (runtime / "b.rank0.stats").unlink()
     assert all(note.isprintable() for note in Reader(runtime).read().notes)
 
@@ -229,7 +231,8 @@ def test_only_one_run(runtime: Path, tmp_path: Path) -> None:
     assert [run["id"] for run in json.loads(run_here(*tell, "--json", "--run", "run").output)["runs"]] == ["run-1"]
     missing = run_here(*tell, "--run", "nothing")
     assert missing.status == 2
-    assert missing.errors == ("error: --run 'nothing' is no run on this node, nor how one begins; runs: other, run-1\n")
+    assert missing.errors.startswith("error: --run 'nothing' ")
+    assert missing.errors.endswith("; runs: other, run-1\n")
     assert not missing.output
 
 
@@ -253,5 +256,5 @@ def test_nothing_there(runtime: Path) -> None:
     """It says so, and what to start."""
     done = run_here("top", *FAST, "--once", "--runtime-dir", runtime)
     assert done.status == 0
-    assert "no run trains on this node now" in done.output
+    assert "no run on this node" in done.output
     assert "infinity train --model tiny" in done.output

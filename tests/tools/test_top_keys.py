@@ -71,7 +71,7 @@ def test_keys(top: OnTerminal) -> None:
     top.shows("by id, reversed")
     assert [line.split()[-1] for line in top.cache_slot if "slow" in line or "busy" in line]
     top.press("?")
-    top.shows("infinity top: help", "reverse the order")
+    top.shows("infinity top: help", "reverse the sort order")
     top.press("x")
     top.shows("by id, reversed")
     top.press("p")
@@ -103,7 +103,7 @@ def test_figures_move_until_it_is_paused(top: OnTerminal, runs: dict[str, Counte
 def test_another_size(top: OnTerminal, columns: int, lines: int) -> None:
     """Is drawn for at once, help too, which stays."""
     top.press("?")
-    top.shows("any key: back")
+    top.shows("press any key")
     top.resize(columns, lines)
     top.shows("help")
     top.press("x")
@@ -115,7 +115,7 @@ def test_another_size(top: OnTerminal, columns: int, lines: int) -> None:
         return len(cache_slot) == lines and max(map(cell_len, cache_slot)) <= columns
 
     until(fits)
-    assert ("host_cache" in "\n".join(top.cache_slot)) == (columns == 120)
+    assert ("host cache" in "\n".join(top.cache_slot)) == (columns == 120)
 
 
 def test_control_c_ends_it(top: OnTerminal) -> None:

@@ -31,7 +31,7 @@ KEYS = {
 def test_a_run_writes_summary_and_picture_and_learns(tmp_path):
     done = run_here(*SMALL, "--steps", "12", "--lr", "3e-3", "--out", "o", picture=True)
     assert done.status == 0, done.errors
-    assert "peak resident" in done.output
+    assert "peak memory" in done.output
     assert "step 12/12" in done.errors
     summary = json.loads((tmp_path / "o/summary.json").read_text())
     assert set(summary) >= KEYS
@@ -43,7 +43,7 @@ def test_a_run_writes_summary_and_picture_and_learns(tmp_path):
     assert summary["nvme_written_bytes_per_step"] == pytest.approx(
         summary["predicted_written_bytes_per_step"], rel=0.05
     )
-    assert "step by the plan" in done.output
+    assert "planned step" in done.output
     alone = summary["predicted_read_bytes_per_step"] + summary["predicted_written_bytes_per_step"]
     alone /= summary["nvme_bandwidth_bytes_per_second"]
     assert alone == pytest.approx(summary["predicted_transfer_seconds_per_step"])
@@ -172,11 +172,11 @@ def test_pretrained_folder_starts_where_the_model_in_memory_starts(tmp_path):
     ("options", "status", "message"),
     [
         (["--nvme", "missing/run"], 2, "'missing' is not a folder"),
-        (["--data", "missing"], 2, "'missing' is no file or folder"),
+        (["--data", "missing"], 2, "--data 'missing'"),
         (["--model", "tinny"], 2, "did you mean tiny?"),
         (["--batch-tokens", "100"], 2, "try 96"),
         (["--micro-tokens", "48"], 2, "possible: 32, 64, 128"),
-        (["--micro-tokens", "96"], 2, "cannot share the 128 tokens per rank"),
+        (["--micro-tokens", "96"], 2, "the 128 tokens per rank"),
         (["--host-memory", "64KiB"], 2, "the host cache is too small"),
         (["--resume"], 2, "no checkpoint to resume from"),
         (["--seq", "8192", "--batch-tokens", "8192"], 2, "4096 positions"),

@@ -109,7 +109,7 @@ def test_epochs_end_where_they_do_with_other_batches_and_other_data(tmp_path: Pa
     again = ["train", "--resume", "--out", "o", "--host-memory", "1MiB", "--threads", "1"]
     resumed = run_here(*again, "--epochs", "3", "--batch-tokens", "512", "--json").summary
     assert resumed["checkpointed_step"] == 2 + -(-(3 * sequences - 2 * 4) // 8)
-    assert "finished; to go on, raise --epochs above 3" in " ".join(run_here(*again, "--epochs", "3").errors.split())
+    assert "--epochs above 3" in " ".join(run_here(*again, "--epochs", "3").errors.split())
     before = {*(tmp_path / "o/data").glob("*.arrow")}
     other = run_here(*again, "--data", "e.jsonl", "--override", "--json").summary
     (file,) = {*(tmp_path / "o/data").glob("*.arrow")} - before
@@ -124,10 +124,10 @@ def test_what_the_data_were_is_not_changed_unasked(tmp_path: Path) -> None:
     assert run_here(*TRAIN, "--data", "d.jsonl", "--steps", "2", "--out", "o").status == 0
     again = ["train", "--resume", "--out", "o", "--steps", "3", "--host-memory", "1MiB"]
     for other, reason in (
-        (["--data", "e.jsonl"], "other tokens now"),
-        (["--loss-on", "all"], "other tokens now"),
-        (["--seq", "32"], "packed for --seq 64, and --seq 32 is given"),
-        (["--data", "m"], "trained on a data set, and --data names none"),
+        (["--data", "e.jsonl"], "(files, tokenizer, columns or --loss-on)"),
+        (["--loss-on", "all"], "(files, tokenizer, columns or --loss-on)"),
+        (["--seq", "32"], "packed for --seq 64, but --seq is 32"),
+        (["--data", "m"], "trained on a data set, but --data"),
     ):
         ended = run_here(*again, *other)
         assert ended.status == 2, other
@@ -206,23 +206,23 @@ def test_ranks_share_the_batches(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "options", "message"),
     [
-        ({"a": 1, "b": 2.5}, [], "no column of text; name one with --text-column; its columns: a, b"),
-        ({"a": "x", "b": "y"}, [], "several columns of text; name one with --text-column; its columns: a, b"),
-        ({"text": "x"}, ["--text-column", "txt"], "'txt' is no column of --data d.jsonl; its columns: text"),
-        ({"messages": [{"role": "user", "content": "x"}]}, [], "none of its 1 rows has anything to train on"),
-        ({"messages": "x"}, ["--split", "test"], "has the splits train, no 'test'; name one with --split"),
-        ({"prompt": "x", "completion": None}, [], "row 0: 'completion' is no text: None"),
+        ({"a": 1, "b": 2.5}, [], "no text column; select one with --text-column; columns: a, b"),
+        ({"a": "x", "b": "y"}, [], "several text columns; select one with --text-column; columns: a, b"),
+        ({"text": "x"}, ["--text-column", "txt"], "'txt' is not a column of --data d.jsonl; columns: text"),
+        ({"messages": [{"role": "user", "content": "x"}]}, [], "--data d.jsonl: none of the 1 rows"),
+        ({"messages": "x"}, ["--split", "test"], "has the splits train, no 'test'; select one with --split"),
+        ({"prompt": "x", "completion": None}, [], "row 0: 'completion' is not text: None"),
         ({"text": "x"}, ["--tokenizer", "nowhere"], "--tokenizer 'nowhere' is not a folder"),
-        ({"text": "x"}, ["--model", "tiny"], "name a folder with one with --tokenizer"),
-        ({"text": "x"}, ["--model", "tiny", "--tokenizer", "m"], "--model tiny knows 256 only (vocab_size)"),
+        ({"text": "x"}, ["--model", "tiny"], "--tokenizer"),
+        ({"text": "x"}, ["--model", "tiny", "--tokenizer", "m"], "vocab_size of --model tiny is only 256"),
         ({"text": "x"}, ["--loss-on", "answers"], "--loss-on 'answers' is not one of completions, all"),
-        ({"text": "x"}, ["--epochs", "0"], "--epochs 0 must be above 0"),
-        ({"text": "x"}, ["--epochs", "2", "--steps", "3"], "--epochs 2 and --steps 3 both say when to end"),
+        ({"text": "x"}, ["--epochs", "0"], "--epochs 0"),
+        ({"text": "x"}, ["--epochs", "2", "--steps", "3"], "--epochs 2 and --steps 3"),
         ({"text": "x"}, ["--eval-every", "3"], "--eval-every 3 needs --eval-data or --eval-split"),
-        ({"text": "x"}, ["--eval-split", "test"], "has the splits train, no 'test'; name one with --eval-split"),
-        ({"text": "x"}, ["--data", "m"], "'m' is plain text, and the others are data sets"),
+        ({"text": "x"}, ["--eval-split", "test"], "has the splits train, no 'test'; select one with --eval-split"),
+        ({"text": "x"}, ["--data", "m"], "--data 'm' is plain text"),
         ({"text": "x"}, ["--log", "mlflow"], "--log 'mlflow' is not one of tensorboard, wandb"),
-        ({"text": "x"}, ["--lora", "rank=4"], "--lora 'rank=4' is not understood; say 16, r=16"),
+        ({"text": "x"}, ["--lora", "rank=4"], "--lora 'rank=4' is not valid; write 16, r=16"),
         ({"text": "x"}, ["--lora", "r=4,targets=qq"], "try again; its linear layers: down_proj"),
         (None, [], "--data d.jsonl has no rows"),
         ("{", [], "'d.jsonl' cannot be read as a data set"),
@@ -244,9 +244,9 @@ def test_a_chat_needs_a_template(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "d.jsonl", chats(3))
     ended = run_here(*TRAIN, "--data", "d.jsonl", "--out", "o")
     assert ended.status == 2
-    assert "the tokenizer has no chat template; name a folder with one with --tokenizer" in " ".join(
-        ended.errors.split()
-    )
+    said = " ".join(ended.errors.split())
+    assert "no chat template" in said
+    assert "--tokenizer" in said
 
 
 def test_plain_text_takes_no_options_of_data_sets_and_can_be_held_out(tmp_path: Path) -> None:
@@ -254,6 +254,6 @@ def test_plain_text_takes_no_options_of_data_sets_and_can_be_held_out(tmp_path: 
     (tmp_path / "t.txt").write_text("the sea and the wind " * 100)
     plain = ["train", "--model", "tiny", "--seq", "32", "--batch-tokens", "64", "--host-memory", "1MiB", "--steps", "2"]
     ended = run_here(*[w for w in plain if w not in ("--steps", "2")], "--data", "t.txt", "--epochs", "2", "--out", "o")
-    assert "--epochs 2 is for data sets" in " ".join(ended.errors.split())
+    assert "--epochs 2 requires a data set" in " ".join(ended.errors.split())
     found = run_here(*plain, "--data", "t.txt", "--eval-data", "t.txt", "--json", "--out", "o").summary
     assert [step for step, _ in found["eval_losses"]] == [2]

@@ -26,7 +26,7 @@ def test_a_finished_run_that_is_resumed_says_so(tmp_path: Path) -> None:
     before = (tmp_path / "out/summary.json").read_bytes()
     again = run_here(*train, "--resume")
     assert again.status == 0
-    assert f"run {first['run_id']} is at step 2 already: finished" in again.errors
+    assert f"run {first['run_id']} has already finished at step 2" in again.errors
     asked = run_here(*train, "--resume", "--json")
     assert (asked.status, asked.summary["finished"], asked.summary["last_step"]) == (0, True, 2)
     assert (tmp_path / "out/summary.json").read_bytes() == before
@@ -77,8 +77,8 @@ def test_a_full_output_folder_does_not_end_training(tmp_path: Path, monkeypatch:
     ended = run_here(*SMALL, "--out", "out", "--steps", "3", "--checkpoint-every", "3")
     assert ended.status == 0
     said = " ".join(ended.errors.split())
-    assert said.count("steps.jsonl has no lines from step 1 on: No space left on device") == 1
-    assert said.count("the summary cannot be written to out: Is a directory; the run itself is complete") == 1
+    assert said.count("steps.jsonl is missing steps from 1 on: No space left on device") == 1
+    assert said.count("written to out: Is a directory; the run itself is complete") == 1
     assert "summary.png" not in ended.output, "what is not there is not named"
     assert run_here(*SMALL, "--out", "out", "--steps", "3", "--resume", "--json").summary["finished"]
 
@@ -102,9 +102,9 @@ def test_a_folder_with_the_log_of_another_run_is_refused(tmp_path: Path) -> None
     runs = [*(tmp_path / "nvme").iterdir()]
     ended = run_here(*train, "--steps", "3")
     assert ended.status == 2
-    assert ended.errors == (
-        "error: out/steps.jsonl is of an earlier run; name another folder with --out, or go on with it: --resume\n"
-    )
+    assert ended.errors.startswith("error: out/steps.jsonl belongs to an earlier run")
+    assert len(ended.errors.splitlines()) == 1
+    assert all(option in ended.errors for option in ("--out", "--resume"))
     assert {file: file.read_bytes() for file in (tmp_path / "out").iterdir() if file.is_file()} == before
     assert [*(tmp_path / "nvme").iterdir()] == runs
     assert run_here(*train, "--steps", "3", "--resume", "--json").summary["first_step"] == 3
@@ -132,7 +132,8 @@ def test_two_runs_do_not_write_to_one_folder(options: tuple[str, ...], tmp_path:
     with training(tmp_path, *SMALL, "--out", "out", "--steps", "100000") as process:
         ended = run_here(*SMALL, "--out", "out", "--nvme", "other", "--steps", "1", *options)
         assert ended.status == 2
-        assert ended.errors == "error: another run is writing to --out 'out'; name another folder\n"
+        assert ended.errors.startswith("error: another run is writing to --out 'out'")
+        assert len(ended.errors.splitlines()) == 1
         assert not (tmp_path / "other").exists()
         process.terminate()
         assert process.wait(300) == 128 + signal.SIGTERM
@@ -160,7 +161,8 @@ def test_an_output_folder_that_takes_nothing_is_refused_before_the_first_step(tm
     (tmp_path / "out/steps.jsonl").mkdir(parents=True)
     ended = run_here(*SMALL, "--out", "out", "--steps", "3")
     assert ended.status == 2
-    assert "out/steps.jsonl cannot be written: Is a directory; name another folder with --out" in ended.errors
+    assert "out/steps.jsonl cannot be written: Is a directory" in ended.errors
+    assert "--out" in ended.errors
 
 
 @pytest.mark.parametrize(
@@ -227,7 +229,7 @@ def test_a_run_of_more_steps_than_have_records_ends_in_order(tmp_path: Path, mon
     ended = run_here(*SMALL, "--out", "out", "--steps", "5", picture=True)
     assert ended.status == 0
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").glob("s*.*")} == {0o644}
-    assert "not in it" not in ended.output
+    assert "not included" not in ended.output
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert (summary["steps"], len(summary["losses"])) == (5, 5)
     assert [record["step"] for record in summary["step_records"]] == [3, 4, 5]

@@ -27,8 +27,8 @@ def test_what_the_command_line_has_otherwise_is_said_and_the_checkpoint_holds(tm
     ended = run_here(*SMALL, *other, "--steps", "6", "--out", "b", "--resume")
     assert ended.status == 0
     assert (
-        "the checkpoint holds, not the command line: --lr 0.002 (not 0.009), --warmup-steps 1 (not 3), "
-        "--weight-decay 0.3 (not 0.1); --override takes the command line's"
+        "values from the checkpoint are used: --lr 0.002 (not 0.009), --warmup-steps 1 (not 3), "
+        "--weight-decay 0.3 (not 0.1); pass --override"
     ) in said(ended)
     summary = json.loads((tmp_path / "b/summary.json").read_text())
     assert summary["losses"] == straight["losses"][3:]
@@ -46,10 +46,9 @@ def test_override_takes_the_command_line(tmp_path: Path) -> None:
     ended = run_here(
         *SMALL, "--lr", "1e-3", "--max-grad-norm", "2", "--steps", "3", "--out", "o", "--resume", "--override"
     )
-    assert "the command line holds, not the checkpoint: --lr 0.001 (was 0.002), --max-grad-norm 2 (was off)" in said(
-        ended
-    )
-    assert "from step 2 on, where its cosine ends, the rate stays at 0.0001; --override --lr-steps 3" in said(ended)
+    assert "replace the values in the checkpoint: --lr 0.001 (was 0.002), --max-grad-norm 2 (was off)" in said(ended)
+    assert "the learning rate stays at 0.0001 after step 2" in said(ended)
+    assert "--override --lr-steps 3" in said(ended)
     row = json.loads((tmp_path / "o/steps.jsonl").read_text().splitlines()[-1])
     assert row["lr"] == pytest.approx(1e-4)
     recipe = run_here(*SMALL, "--steps", "4", "--out", "o", "--resume", "--json").summary["recipe"]
@@ -78,8 +77,8 @@ def test_other_batches_and_another_model_of_the_same_shape_are_said(tmp_path: Pa
     (tmp_path / "two.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     run_here(*SMALL, "--model", "one.json", "--steps", "1", "--out", "o")
     ended = run_here(*SMALL, "--model", "two.json", "--batch-tokens", "64", "--steps", "2", "--out", "o", "--resume")
-    assert "the command line holds, not the checkpoint: batch_tokens 64 (was 128)" in said(ended)
-    assert "the model is another one than that of the checkpoint: rms_norm_eps 0.5 (was 1e-06)" in said(ended)
+    assert "replace the values in the checkpoint: batch_tokens 64 (was 128)" in said(ended)
+    assert "the model differs from the one in the checkpoint: rms_norm_eps 0.5 (was 1e-06)" in said(ended)
     same = run_here(*SMALL, "--model", "two.json", "--batch-tokens", "64", "--steps", "3", "--out", "o", "--resume")
     assert "checkpoint" not in said(same).replace("--resume", ""), "nothing differs"
 
@@ -89,10 +88,10 @@ def test_resume_auto_begins_anew_or_goes_on(tmp_path: Path) -> None:
     train = [*SMALL, "--nvme", "n", "--out", "o", "--resume", "auto"]
     first = run_here(*train, "--steps", "2")
     assert first.status == 0
-    assert "new: there was nothing to resume" in first.errors
+    assert "new (no checkpoint to resume)" in first.errors
     second = run_here(*train, "--steps", "3")
     assert "resumed at step 2" in second.errors
-    assert "is at step 3 already: finished" in run_here(*train, "--steps", "3").errors
+    assert "has already finished at step 3" in run_here(*train, "--steps", "3").errors
     assert len(list((tmp_path / "n").glob("*/checkpoints"))) == 1
 
 
@@ -105,7 +104,7 @@ def test_resume_auto_never_begins_anew_beside_a_checkpoint_that_it_cannot_take(s
         (tmp_path / name).mkdir()
     run_here(*train, *folders)
     manifest = next(tmp_path.glob("*/**/checkpoints/step*.json"))
-    root, options, expected = manifest.parent.parent, [], "neither resumed nor begun anew"
+    root, options, expected = manifest.parent.parent, [], "but no checkpoint of all its ranks"
     if state == "damaged":
         manifest.write_bytes(manifest.read_bytes()[:-100])
         expected = "malformed"
@@ -144,7 +143,7 @@ def test_what_would_go_back_at_every_start_is_refused(option: tuple[str, str], t
     (tmp_path / "n").mkdir()
     ended = run_here(*SMALL, "--nvme", "n", "--resume", "auto", *option)
     assert ended.status == 2
-    assert "would go back there at every start" in ended.errors
+    assert "run.resume_step" in ended.errors
 
 
 def test_the_end_is_checkpointed_and_the_next_commands_work(tmp_path: Path) -> None:
@@ -170,8 +169,8 @@ def test_the_end_is_checkpointed_and_the_next_commands_work(tmp_path: Path) -> N
 def test_nothing_is_left_where_that_is_asked_for(tmp_path: Path) -> None:
     """And that is said, too."""
     ended = run_here(*SMALL, "--steps", "1", "--out", "o", "--keep", "never")
-    assert "nothing is left on NVMe: --keep never" in ended.output
-    assert "thrown away" not in ended.errors
+    assert "no state was kept on NVMe (--keep never)" in ended.output
+    assert "run.keep" not in ended.errors
     assert not (tmp_path / "o/nvme").exists()
     assert json.loads((tmp_path / "o/summary.json").read_text())["next"] == {}
 
@@ -182,7 +181,8 @@ def test_clipping_that_the_checkpoint_holds_needs_updates_that_wait(tmp_path: Pa
     assert run_here(*train, "--steps", "1", "--max-grad-norm", "1").status == 0
     ended = run_here(*train, "--steps", "2", "--resume", "--update", "in_backward")
     assert ended.status == 2
-    assert "which the checkpoint's --max-grad-norm 1 needs; use --update in_forward" in said(ended)
+    assert "the checkpoint's --max-grad-norm 1 " in said(ended)
+    assert "use --update in_forward" in said(ended)
     assert "resumed at step 1" in run_here(*train, "--steps", "2", "--resume").errors
 
 

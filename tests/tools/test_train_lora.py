@@ -94,9 +94,10 @@ def test_a_run_goes_on_with_its_own_adapters_only(tmp_path: Path) -> None:
     for out, reason in (
         (
             "o",
-            "the run trains --lora r=4,alpha=16,dropout=0,targets=q_proj+v_proj, which --lora r=8,alpha=16,dropout=0 ",
+            "--lora r=8,alpha=16,dropout=0 cannot resume a run that trains "
+            "--lora r=4,alpha=16,dropout=0,targets=q_proj+v_proj",
         ),
-        ("p", "the run trains all parameters, without --lora, which --lora r=8,alpha=16,dropout=0 cannot go on from"),
+        ("p", "--lora r=8,alpha=16,dropout=0 cannot resume a run that trains all parameters, without --lora"),
     ):
         ended = run_here(*again, "--out", out)
         assert ended.status == 2

@@ -76,7 +76,7 @@ def test_what_a_small_copy_says_of_models_that_tell_samples_apart(kind: str) -> 
 def test_what_a_small_copy_says_of_models_that_do_not(kind: str) -> None:
     """Attention that makes its mask without positions, and layers that carry a state on or look at tokens before."""
     assert why_apart(full_size(kind, APART[kind])) == (
-        f"{kind} does not tell them apart: what a sample predicts depends on its neighbour"
+        f"{kind} does not separate packed samples: a prediction depends on the neighbor"
     )
 
 
@@ -84,10 +84,10 @@ def test_a_small_copy_has_every_kind_of_layer() -> None:
     """Also one that comes late: the last of 32 layers."""
     config = full_size("lfm2", {"layer_types": ["full_attention"] * 31 + ["conv"]})
     assert len(small_copy(config, "AutoModelForCausalLM").model.layers) == 32  # type: ignore[arg-type, union-attr]
-    assert "depends on its neighbour" in why_apart(config)
+    assert "depends on the neighbor" in why_apart(config)
     config.layer_types = ["full_attention"] * 2 + ["conv"] + ["full_attention"] * 29
     assert len(small_copy(config, "AutoModelForCausalLM").model.layers) == 3  # type: ignore[arg-type, union-attr]
-    assert "depends on its neighbour" in why_apart(config)
+    assert "depends on the neighbor" in why_apart(config)
 
 
 def make(folder: Path, kind: str, **values: Any) -> Any:
@@ -129,8 +129,7 @@ def test_samples_that_would_see_each_other_are_not_packed(kind: str, values: dic
         assert (tokens[: counted.max()] != 0).all()
         assert (tokens[counted.max() + 1 :] == 0).all()
     assert (
-        found.summary["not_packed"]
-        == f"{kind} does not tell them apart: what a sample predicts depends on its neighbour"
+        found.summary["not_packed"] == f"{kind} does not separate packed samples: a prediction depends on the neighbor"
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, begun({"lr": 3e-3}, 3).factor)
@@ -143,7 +142,7 @@ def test_samples_that_would_see_each_other_are_not_packed(kind: str, values: dic
         optimizer.zero_grad()
         scheduler.step()
     said = " ".join(run_here(*TRAIN[:-1], "--data", "d.jsonl", "--out", "p").errors.split())
-    assert f"one sample in each sequence, and padding: {kind} does not tell them apart" in said
+    assert f"samples are padded, not packed: {kind} " in said
 
 
 def test_what_cannot_be_tried_is_not_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +157,7 @@ def test_what_cannot_be_tried_is_not_packed(tmp_path: Path, monkeypatch: pytest.
     write_jsonl(tmp_path / "t.jsonl", texts(60))
     found = run_here(*TRAIN, "--data", "d.jsonl", "--out", "o").summary
     assert found["not_packed"] == (
-        "whether they would see each other cannot be tried: no small copy of a llama could be made: its layers are in "
+        "cannot check whether packed samples see each other: no small copy of a llama could be made: its layers are in "
         "no list"
     )
     (file,) = (tmp_path / "o/data").glob("*.arrow")
@@ -171,4 +170,4 @@ def test_a_copy_that_predicts_the_same_whatever_it_is_given_says_nothing(monkeyp
     model = small_copy(full_size("llama", {}), "AutoModelForCausalLM")
     torch.nn.init.zeros_(model.lm_head.weight)  # type: ignore[arg-type, union-attr]
     monkeypatch.setattr(neighbours, "small_copy", lambda *_: model)
-    assert "predicts the same whatever the tokens are" in why_apart(full_size("llama", {}))
+    assert "predicts the same for any tokens" in why_apart(full_size("llama", {}))

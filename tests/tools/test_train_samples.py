@@ -117,7 +117,7 @@ def test_tokens_and_labels_are_those_of_trl(kind: str, tmp_path: Path) -> None:
 def test_a_template_that_shows_answers_in_another_way_later_is_refused(tmp_path: Path) -> None:
     """What is answered cannot be told; training on everything can be."""
     tokenizer = make_tokenizer(tmp_path, STRIPPING)
-    with pytest.raises(ConfigError, match=r"row 0: the chat template shows a message in another way .*--loss-on all"):
+    with pytest.raises(ConfigError, match=r"row 0: the chat template .*--loss-on all"):
         encoded(tokenizer, CHAT)
     whole, trained = encoded(tokenizer, CHAT, loss_on="all")
     assert whole == trained
@@ -129,7 +129,7 @@ def test_the_number_of_a_bad_row_is_said(tmp_path: Path) -> None:
     rows = list(chats(3))
     encoder = Encoder(tokenizer, Columns.of(rows[0], "", "--data d"), "completions", "--data d")
     assert len(list(encoder.encode(rows))) == 3
-    with pytest.raises(ConfigError, match=r"--data d, row 4: 'messages' is no list of messages"):
+    with pytest.raises(ConfigError, match=r"--data d, row 4: 'messages' "):
         list(encoder.encode([rows[0], {"messages": []}]))
 
 
@@ -242,7 +242,7 @@ def test_preparing_again_takes_what_is_there_and_notices_what_has_changed(tmp_pa
     assert prepared(tmp_path).facts.rows == 51
     assert len([*(tmp_path / "data").iterdir()]) == 2 * 3
     file.write_bytes(file.read_bytes()[:-200])
-    with pytest.raises(ConfigError, match="is not as it was written; remove it"):
+    with pytest.raises(ConfigError, match="is corrupt; remove it"):
         Sequences(file)
 
 

@@ -73,7 +73,7 @@ def test_a_log_that_takes_no_more_does_not_end_a_training(monkeypatch: pytest.Mo
     assert ended.status == 0
     assert len(Path("o/steps.jsonl").read_text().splitlines()) == 3
     said = " ".join(ended.errors.split())
-    assert said.count("--log tensorboard has nothing from step 1 on: No space left on device") == 1, said
+    assert said.count("--log tensorboard is missing steps from 1 on: No space left on device") == 1, said
 
 
 def test_wandb_without_an_account_says_what_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,8 @@ def test_wandb_without_an_account_says_what_works(tmp_path: Path, monkeypatch: p
     ended = run_here(*TRAIN, "--log", "wandb", "--steps", "2", "--out", "o")
     assert ended.status == 2
     said = " ".join(ended.errors.split())
-    assert "--log wandb: No API key configured.; WANDB_MODE=offline in the environment needs no account" in said
+    assert "--log wandb: No API key configured.; " in said
+    assert "WANDB_MODE=offline" in said
     assert not list(tmp_path.glob("o/nvme/*/checkpoints/*"))
 
 

@@ -122,7 +122,7 @@ def test_resume_takes_the_trials_that_were_made(
     assert journal.read_text() == before
     refused = run_here(*SMALL, "--minutes", "0.1")
     assert refused.status == 2
-    assert "has the trials of another search; go on from them with --resume" in refused.errors
+    assert "pass --resume" in refused.errors
     other = run_here(*SMALL, "--minutes", "0.1", "--resume", "--batch-tokens", "128", "--host-memory", "3MiB")
     assert other.status == 2
     assert "batch-tokens 128 (was 64)" in other.errors
@@ -198,7 +198,7 @@ def test_a_trial_that_kills_its_process_is_a_failed_one(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGINT)
     process.communicate(timeout=300)
     assert [*kinds(rows[:2])] == ["measured", "failed"]
-    assert rows[1]["outcome"]["reason"] == "the process for trials was killed: out of memory?"
+    assert rows[1]["outcome"]["reason"] == "the trial process was killed (out of memory?)"
     assert left(tmp_path) == []
 
 
@@ -222,7 +222,7 @@ def test_a_start_that_cannot_be_trained_with_is_refused(tmp_path: Path) -> None:
     done = run_here(*SMALL, "--host-memory", "64KiB")
     assert done.status == 2
     (line,) = [line for line in done.errors.splitlines() if line.startswith("error")]
-    assert "the start cannot be trained with: the host cache is too small" in line
+    assert ": the host cache is too small" in line
     assert left(tmp_path) == []
     assert not (tmp_path / "nvme").exists()
 
@@ -230,7 +230,8 @@ def test_a_start_that_cannot_be_trained_with_is_refused(tmp_path: Path) -> None:
 def test_a_start_from_a_file_is_kept_but_for_what_is_tuned(tmp_path: Path) -> None:
     """Its other settings are in the result; clipping keeps updates out of backward; paths may be the file's."""
     (tmp_path / "start.toml").write_text(
-        '[storage]\npaths = ["a", "b"]\nqueue_depth = 8\nretries = 5\n[run]\nretained_checkpoints = 2\nresume = "latest"\n'
+        '[storage]\npaths = ["a", "b"]\nqueue_depth = 8\nretries = 5\n'
+        '[run]\nretained_checkpoints = 2\nresume = "latest"\n'
         '[telemetry]\ntimeline = "trace.json"\n'
     )
     words = [*SMALL[: SMALL.index("--nvme")], "--out", "tuned", "--config", "start.toml", "--minutes", "0.05"]

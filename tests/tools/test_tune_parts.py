@@ -33,7 +33,7 @@ OUTCOME = Outcome(kind="measured", seconds=0.5, samples=(0.4, 0.5, 0.6), effecti
 def test_a_folder_that_takes_no_file_is_said(tmp_path: Path) -> None:
     """With the fix."""
     (tmp_path / "infinity.toml").mkdir()
-    with pytest.raises(ConfigError, match="name another folder with --out"):
+    with pytest.raises(ConfigError, match=r"infinity\.toml.* --out"):
         write_settings(tmp_path / "infinity.toml", Config(), [])
 
 
@@ -108,15 +108,15 @@ def test_a_journal_of_another_search_is_refused(changes: dict[str, Any], says: s
 def test_what_is_no_journal_is_refused(content: str, tmp_path: Path) -> None:
     """In one line that names it."""
     (tmp_path / "trials.jsonl").write_text(content)
-    with pytest.raises(ConfigError, match=r"trials\.jsonl is no journal of `infinity tune`"):
+    with pytest.raises(ConfigError, match=r"trials\.jsonl .*`infinity tune`"):
         journal(tmp_path, resume=True)
 
 
 def test_a_journal_is_not_written_over(file: Path) -> None:
     """Nor gone on from where there is none."""
-    with pytest.raises(ConfigError, match="go on from them with --resume"):
+    with pytest.raises(ConfigError, match="pass --resume"):
         journal(file.parent, resume=False)
-    with pytest.raises(ConfigError, match="leave --resume out"):
+    with pytest.raises(ConfigError, match="remove --resume"):
         journal(file.parent / "elsewhere", resume=True)
 
 
@@ -145,7 +145,7 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     places = [str(tmp_path / "a"), str(tmp_path / "file" / "b")]
     with (
-        pytest.raises(ConfigError, match="name another one with --nvme"),
+        pytest.raises(ConfigError, match=r"storage\.paths.* --nvme"),
         trial_folders.trial_folders(places, Config().telemetry),
     ):
         pytest.fail("it was made")
@@ -218,5 +218,5 @@ def test_without_a_terminal_there_are_lines_and_with_json_there_is_nothing() -> 
 def test_settings_are_described_in_words() -> None:
     """Sizes as sizes; automatic values by name."""
     changes = {"memory.page_bytes": 0, "update.cores": -1, "storage.request_bytes": 1 << 20, "state.format": "split"}
-    assert describe(changes) == "page_bytes derived, cores auto, request_bytes 1 MiB, format split"
+    assert describe(changes) == "page_bytes automatic, cores auto, request_bytes 1 MiB, format split"
     assert describe({}, "the start") == "the start"

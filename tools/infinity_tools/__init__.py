@@ -1,6 +1,6 @@
-"""The command line of `infinity`: train, probe, store."""
+"""Command line of `infinity`."""
 
 import logging
 
-# At import it warns where its cache lies if there is no HOME, which is nothing to those who wait for a picture.
+# At import, matplotlib warns about the location of its cache if HOME is not set, which does not concern our users.
 logging.getLogger("matplotlib").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""The console script `infinity`."""
+"""Command group of the console script `infinity`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ COMMANDS: Final = {
     "migrate": "infinity_tools.migrate.migrate_command:migrate",
     "version": "infinity_tools.version:version",
 }
-"""Where each command is, in the order in which help shows them: a function, or a `Typer` where it is more than that."""
+"""Location of each command, in the order of the help: a function, or a `Typer` app for commands with special parsing.
+"""
 
 
 @cache
 def _command(name: str) -> Any:
-    """Import a command."""
     module, _, attribute = COMMANDS[name].partition(":")
     found = getattr(import_module(module), attribute)
     if not isinstance(found, typer.Typer):
@@ -43,7 +43,7 @@ def _command(name: str) -> Any:
 
 
 class _Imported(Mapping[str, Any]):
-    """The commands by name. A module is imported when its command is asked for: none waits for the others' imports."""
+    """Commands by name. Modules are imported on first use, so that no command waits for imports of the others."""
 
     def __getitem__(self, name: str) -> Any:
         return _command(name)
@@ -56,8 +56,6 @@ class _Imported(Mapping[str, Any]):
 
 
 class _Infinity(Commands):
-    """The group of all commands."""
-
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands: Any = _Imported()
@@ -75,11 +73,11 @@ app = typer.Typer(
 
 @app.callback()
 def _infinity(version: Version = False) -> None:
-    """Train models larger than memory: the storage tier for PyTorch FSDP2."""
+    """Train models whose state exceeds GPU and host memory, with PyTorch FSDP2 and NVMe."""
 
 
 def main() -> None:
-    """Run the command line; standard streams that are closed, full or read by nobody end no command."""
+    """Run the command line. Closed or full standard streams do not interrupt a command."""
     open_missing_streams()
     status: int | str | None = 0
     with lasting_streams() as output:
@@ -88,7 +86,7 @@ def main() -> None:
         except SystemExit as ending:
             status = ending.code
         output.flush()
-        if output.error is not None and output.error.errno != errno.EPIPE:  # a reader that goes has what it wanted
+        if output.error is not None and output.error.errno != errno.EPIPE:  # a reader may stop early, as `head` does
             complain(f"standard output cannot be written: {output.error.strerror}")
             status = status or 1
     sys.exit(status)

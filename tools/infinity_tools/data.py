@@ -1,7 +1,7 @@
-"""Text to train on: files read piece by piece, never as a whole.
+"""Plain-text training data, read in pieces and never as a whole.
 
-A batch is a pure function of seed and step, so a resumed run sees what an uninterrupted one would have seen,
-and so do runs on other numbers of ranks.
+A batch is a pure function of seed and step. A resumed run therefore sees the same batches as an uninterrupted one, and
+so does a run with another number of ranks.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 from infinity.errors import ConfigError
 from infinity.units import MIB, format_size
 
-_BYTES_PER_TOKEN = 8  # read for every token wanted; more is read where this gives too few
-_MOST_WITHOUT = 16 * MIB  # text that may have no token at all: a tokenizer drops what it does not know
+_BYTES_PER_TOKEN = 8  # initial read per token; doubled until it yields enough tokens
+_MOST_WITHOUT = 16 * MIB  # limit on text without tokens, because a tokenizer may drop unknown text
 _Tokens = Sequence[int] | np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Corpus:
-    """The files of a text as one long row of bytes."""
+    """Files of a text as one continuous sequence of bytes."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = list(files)
@@ -34,10 +34,14 @@ class Corpus:
 
     @classmethod
     def of(cls, names: Iterable[Path], option: str = "--data") -> Corpus:
-        """Return the corpus of files, and of all files in folders, in the order of their names; `option` names them.
+        """Return the corpus of files, and of all files in folders, sorted by name.
+
+        Args:
+            names: Files and folders.
+            option: Name of the option, for messages.
 
         Raises:
-            ConfigError: one is missing or cannot be read, or there is nothing in them.
+            ConfigError: If a path is missing or unreadable, or the files contain no text.
         """
         files: list[Path] = []
         try:
@@ -47,33 +51,33 @@ class Corpus:
                 elif name.is_file():
                     files.append(name)
                 else:
-                    raise ConfigError(f"{option} {str(name)!r} is no file or folder")
+                    raise ConfigError(f"{option} {str(name)!r} is not a file or folder")
             corpus = cls(files)
         except OSError as error:
             raise ConfigError(f"{option}: {error.filename} cannot be read: {error.strerror}") from error
         if closed := [file for file in files if not os.access(file, os.R_OK, effective_ids=True)]:
-            raise ConfigError(f"{option}: {closed[0]} cannot be read: you may not; leave it out or change its mode")
+            raise ConfigError(f"{option}: {closed[0]} cannot be read: permission denied; omit it or change its mode")
         if not corpus.size:
-            raise ConfigError(f"{option}: there is no text in {', '.join(map(str, names)) or 'nothing'}")
+            raise ConfigError(f"{option}: no text in {', '.join(map(str, names)) or 'nothing'}")
         return corpus
 
     @classmethod
     def of_standard_library(cls) -> Corpus:
-        """Return the sources of the running Python's standard library."""
+        """Return the Python sources of the standard library."""
         folder = sysconfig.get_path("stdlib")
         found: list[Path] = []
         for root, folders, names in os.walk(folder):
             if "site-packages" in folders:
-                folders.remove("site-packages")  # what is installed there may be a hundred times as much
+                folders.remove("site-packages")  # installed packages may be a hundred times as large
             found += [Path(root, name) for name in names if name.endswith(".py")]
         found.sort()
         if not found:
-            raise ConfigError(f"there are no Python sources to read in {folder}; name a text with --data")
+            raise ConfigError(f"no Python sources in {folder}; pass a text with --data")
         return cls(found)
 
     @property
     def size(self) -> int:
-        """Length in bytes."""
+        """Size in bytes."""
         return self._ends[-1] if self._ends else 0
 
     @property
@@ -82,10 +86,10 @@ class Corpus:
         return len(self._files)
 
     def read(self, start: int, length: int) -> bytes:
-        """Return `length` bytes from `start` on; past the end it goes on at the beginning.
+        """Return `length` bytes from `start` on, wrapping around at the end.
 
         Raises:
-            ConfigError: a file cannot be read, or is shorter than it was.
+            ConfigError: If a file cannot be read, or has become shorter.
         """
         pieces: list[bytes] = []
         while length > 0:
@@ -107,7 +111,7 @@ class Corpus:
 
 
 class Batches:
-    """The batches of one rank: a pure function of seed and step."""
+    """Batches of one rank, as a pure function of seed and step."""
 
     def __init__(
         self,
@@ -123,32 +127,32 @@ class Batches:
         self._corpus, self._length, self._seed, self._encode = corpus, length, seed, encode
         self._sequences = sequences
         local = sequences // world_size
-        self._mine = slice(rank * local, (rank + 1) * local)  # sequences of a batch that are this rank's
+        self._mine = slice(rank * local, (rank + 1) * local)  # this rank's sequences of a batch
         if corpus.size < length * (_BYTES_PER_TOKEN if encode else 1):
             raise ConfigError(
-                f"--data has {format_size(corpus.size)} of text, too little for sequences of {length} tokens"
+                f"--data has only {format_size(corpus.size)} of text, too little for sequences of {length} tokens"
             )
 
     @property
     def span(self) -> int:
-        """Bytes of the text that give a sequence."""
+        """Bytes of text per sequence."""
         return self._length * (_BYTES_PER_TOKEN if self._encode else 1)
 
     def start(self, step: int, drawn: int) -> None:
-        """Steps draw at random: nothing depends on what was drawn before."""
+        """Do nothing, because batches do not depend on earlier draws."""
 
     def drawn(self, step: int) -> int:
-        """Return how many sequences the first `step` steps take."""
+        """Return the number of sequences in the first `step` steps."""
         return step * self._sequences
 
     @property
     def uneven(self) -> bool:
-        """Every token counts."""
+        """Return ``False``, because every token contributes to the loss."""
         return False
 
     def at(self, step: int) -> dict[str, torch.Tensor]:
-        """Return the batch of a step, counted from 0: arguments of the model, int64 of shape (sequences of this rank,
-        sequence length).
+        """Return the model's arguments for a step, counted from 0: int64 of shape (sequences per rank, sequence
+        length).
         """
         generator = np.random.Generator(np.random.Philox(key=[self._seed, step]))
         starts = generator.integers(0, self._corpus.size, size=self._sequences)[self._mine]
@@ -156,7 +160,7 @@ class Batches:
         return {"input_ids": tokens, "labels": tokens}
 
     def from_places(self, starts: Sequence[int]) -> torch.Tensor:
-        """Return the sequences that begin at some bytes of the text: int64 of shape (sequences, sequence length)."""
+        """Return the sequences that start at these byte offsets: int64 of shape (sequences, sequence length)."""
         return torch.stack([torch.tensor(np.asarray(self._tokens(start)), dtype=torch.int64) for start in starts])
 
     def _tokens(self, start: int) -> _Tokens:
@@ -168,19 +172,21 @@ class Batches:
             if len(tokens) >= self._length:
                 return tokens[: self._length]
             if not tokens and amount >= min(self._corpus.size, _MOST_WITHOUT):
-                raise ConfigError("--data: the model's tokenizer.json makes no tokens of this text; name another text")
+                raise ConfigError(
+                    "--data: the model's tokenizer.json yields no tokens for this text; pass another text"
+                )
             amount *= 2
 
 
 def tokenizer_of(weights: Path | None) -> Callable[[str], list[int]] | None:
-    """Return the tokenizer of a pretrained folder; None where there is none and tokens are bytes."""
+    """Return the tokenizer of a pretrained folder, or None if the folder has none and tokens are bytes."""
     if weights is None or not (weights / "tokenizer.json").is_file():
         return None
     from tokenizers import Tokenizer
 
     try:
         tokenizer = Tokenizer.from_file(str(weights / "tokenizer.json"))
-    except Exception as error:  # of no narrower type
+    except Exception as error:  # tokenizers raises plain Exception
         raise ConfigError(f"{weights / 'tokenizer.json'} cannot be read: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

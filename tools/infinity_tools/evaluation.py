@@ -1,4 +1,4 @@
-"""The loss on data that is held out."""
+"""Evaluation of the loss on held-out data."""
 
 from __future__ import annotations
 
@@ -14,46 +14,47 @@ from infinity_tools.samples.pack import IGNORED
 
 
 class Evaluation:
-    """Held-out sequences, which the ranks share."""
+    """Evaluation sequences, divided among the ranks."""
 
     def __init__(self, source: Readable, *, every: int, at_once: int, ranks: Ranks, device: torch.device) -> None:
-        """Evaluate nothing yet.
+        """Prepare the evaluation.
 
         Args:
-            source: the sequences.
-            every: steps between evaluations; 0: only after the last step.
-            at_once: sequences that a rank computes at a time.
-            ranks: that share them.
-            device: of the model's inputs.
+            source: Evaluation sequences.
+            every: Steps between evaluations. 0: only after the last step.
+            at_once: Sequences per forward pass of a rank.
+            ranks: Ranks that share the sequences.
+            device: Device of the model's inputs.
         """
         self._source, self._every, self._at_once = source, every, at_once
         self._ranks, self._device = ranks, device
 
     def is_due(self, step: int, last: int) -> bool:
-        """Return whether the loss is wanted after a step, of which `last` is the run's last one."""
+        """Return whether to evaluate after `step`. `last` is the last step of the run."""
         return step == last or (self._every > 0 and step % self._every == 0)
 
     def loss(self, model: nn.Module) -> float:
-        """Return the mean loss over all tokens that count, the same on every rank; nothing of a training changes."""
+        """Return the mean loss over all counted tokens, equal on every rank. The training state does not change."""
         model.eval()
         try:
             with torch.no_grad():
                 total = self._total(model)
         finally:
             model.train()
-        # The root stays gathered after a forward pass: the next step would not begin as the first one did.
+        # The root stays gathered after a forward pass, so the next step would start in a different state than the
+        # first.
         model.reshard()  # type: ignore[operator]
         if self._ranks.world_size > 1:
             dist.all_reduce(total)
         return float(total[0] / total[1])
 
     def _total(self, model: Any) -> torch.Tensor:
-        """Return the sum of this rank's losses, and of how many tokens it is: float64, on the CPU."""
+        """Return the sum of this rank's losses and its number of tokens, as float64 on the CPU."""
         total = torch.zeros(2, dtype=torch.float64)
         per_pass = self._at_once * self._ranks.world_size
         for first in range(0, len(self._source), per_pass):
             mine = range(first + self._ranks.rank * self._at_once, len(self._source))[: self._at_once]
-            # Every rank takes part in every pass; what it has too few of, it computes again, and does not count.
+            # Every rank takes part in every pass. A rank with too few sequences repeats sequence 0 without counting it.
             rows = [*mine, *[0] * (self._at_once - len(mine))]
             inputs = {name: value.to(self._device) for name, value in self._source.rows(rows).items()}
             inputs["labels"][len(mine) :] = IGNORED

@@ -1,4 +1,4 @@
-"""`infinity export`: a checkpoint as a folder that `from_pretrained` or `torch.distributed.checkpoint` loads."""
+"""`infinity export`: write a checkpoint for `from_pretrained` or `torch.distributed.checkpoint`."""
 
 from __future__ import annotations
 
@@ -23,41 +23,43 @@ _CONFIG_LIMIT = 16 * MIB
 
 
 def export(
-    paths: Annotated[list[Path], typer.Argument(help="The folders of storage.paths, in their order.")],
+    paths: Annotated[list[Path], typer.Argument(help="Folders of storage.paths, in the same order.")],
     out: Annotated[Path, typer.Option(help="New folder to write.")],
-    to: Annotated[str, typer.Option(help="safetensors: the weights. dcp: the optimizer's state too.")] = "safetensors",
-    run: Annotated[str, typer.Option(help="Run. [default: the newest that has a checkpoint]")] = "",
+    to: Annotated[
+        str, typer.Option(help="safetensors (weights) or dcp (weights and optimizer state).")
+    ] = "safetensors",
+    run: Annotated[str, typer.Option(help="Id of the run. [default: the newest run with a checkpoint]")] = "",
     step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint. [default: the newest]")] = None,
-    dtype: Annotated[str, typer.Option(help="Of safetensors: trained, fp32, bf16 or fp16.")] = "trained",
-    file_size: Annotated[str, typer.Option(help="Most bytes per file; memory is that of one file.")] = "1GiB",
+    dtype: Annotated[str, typer.Option(help="Dtype of safetensors: trained, fp32, bf16 or fp16.")] = "trained",
+    file_size: Annotated[str, typer.Option(help="Maximum bytes per file, which is also the memory used.")] = "1GiB",
     model_config: Annotated[
         Path | None,
-        typer.Option(help="config.json to put beside safetensors. [default: that of the model that was trained]"),
+        typer.Option(help="config.json for the safetensors folder. [default: the one of the trained model]"),
     ] = None,
     companions: Annotated[
         Path | None,
         typer.Option(
-            help="Folder whose tokenizer, generation_config.json and the like go beside safetensors. [default: that of "
-            "the weights that the run began with, of which it has copies]"
+            help="Folder with a tokenizer, generation_config.json etc. to copy into the safetensors folder. "
+            "[default: copies from the initial weights of the run]"
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     version: Version = False,
 ) -> None:
-    """Write a checkpoint as a folder: of weights, for transformers' `from_pretrained`, or of everything, for plain
-    FSDP2.
+    """Export a checkpoint as weights for `from_pretrained`, or with optimizer state for plain FSDP2.
 
-    The former is what `save_pretrained` would write: its names, shapes and values; with the tokenizer, if any.
-    The latter goes on from a folder of torch.distributed.checkpoint bit for bit: `dcp.load`, then `set_state_dict`.
+    --to safetensors writes the same names, shapes and values as `save_pretrained`, and the tokenizer, if any. --to dcp
+    writes a folder of torch.distributed.checkpoint, from which plain FSDP2 resumes bit for bit with `dcp.load` and
+    `set_state_dict`.
     """
     with failures():
         if to not in ("safetensors", "dcp"):
-            raise ConfigError(f"--to {to!r} is not known; there are safetensors and dcp")
+            raise ConfigError(f"--to {to!r} is not one of safetensors, dcp")
         if dtype not in _DTYPES:
             raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
         if to == "dcp" and (dtype != "trained" or model_config is not None or companions is not None):
             raise ConfigError(
-                "--dtype, --model-config and --companions are for --to safetensors; dcp has the state as it is trained"
+                "--dtype, --model-config and --companions require --to safetensors; dcp exports the state as trained"
             )
         if companions is not None and not os.path.isdir(companions):
             raise ConfigError(f"--companions {str(companions)!r} is not a folder")
@@ -80,7 +82,7 @@ def export(
                               f"{'; ' + passed_over(passed) if passed else ''}")  # fmt: skip
         chosen = runs[run or checkpointed[-1]]
         if chosen.owner is not None:
-            raise ConfigError(f"{chosen.owner} is running and replaces its pages; export it when it has ended")
+            raise ConfigError(f"{chosen.owner} is running and replaces its pages; export it after it has ended")
         reader = CheckpointReader(chosen.folder, -1 if step is None else step)
         config = _config(model_config, reader.extra)
         name = _DTYPES[dtype]
@@ -100,10 +102,14 @@ def export(
             facts = {"run_id": chosen.run_id, "step": reader.step, "bytes": total}
             typer.echo(json_format.dumps({**facts, "files": [str(file) for file in written]}))
             return
-        report = f"{out}: step {reader.step} of {chosen.run_id}, {format_size(total)} in {len(written)} files"
+        files = f"{len(written)} file{'s' * (len(written) != 1)}"
+        report = f"{out}: step {reader.step} of {chosen.run_id}, {format_size(total)} in {files}"
         console.print(report, soft_wrap=True, markup=False)
         if to == "safetensors" and not {out / "config.json", out / ADAPTER_CONFIG} & {*written}:
-            console.print("no config.json: the checkpoint has none; name one with --model-config", style="yellow")
+            console.print(
+                "no config.json was written because the checkpoint has none; pass one with --model-config",
+                style="yellow",
+            )
 
 
 def _config(file: Path | None, extra: dict[str, Any]) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""`--nproc`: a command that is several ranks on this machine, each a process of its own."""
+"""Start of several ranks on this machine, each in a process of its own (`--nproc`)."""
 
 from __future__ import annotations
 
@@ -18,31 +18,35 @@ from infinity_tools.signals import give_back, heard_by
 
 _LOOK_SECONDS = 0.05
 _GRACE, _PATIENCE = 5.0, 60.0
-"""Seconds after which the other ranks, when one has failed, are told to end; and after which they are ended at once."""
+"""Seconds after a rank has failed until the others receive SIGTERM, and until they receive SIGKILL."""
 _PR_SET_PDEATHSIG = 1
 _PROGRAM = ("-m", "infinity_tools")
 
 
 def launch(count: int, words: Sequence[str]) -> int:
-    """Run `infinity` with these words as so many ranks, and return the exit status: that of the rank that failed first.
+    """Run `infinity` with these arguments on `count` ranks, and return the exit status of the first rank that failed.
 
-    Standard input and output are passed on, and so are signals. When one rank fails, the others, which would wait for
-    it, are ended. When this process is killed, so are they.
+    Standard streams and signals are passed on to the ranks. When a rank fails, the others are terminated because they
+    would wait for it. They are also terminated if this process is killed.
+
+    Args:
+        count: Number of ranks.
+        words: Arguments of `infinity`.
 
     Raises:
-        ConfigError: this process is a rank itself.
+        ConfigError: If this process is already a rank.
     """
     if "RANK" in os.environ or int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
         raise ConfigError(
-            f"--nproc {count} starts the ranks itself, but this process is one of several already (RANK and WORLD_SIZE "
-            "are set, as torchrun does); leave one of them out"
+            f"--nproc {count} starts its own ranks, but this process is already one of several (RANK and WORLD_SIZE "
+            "are set, as by torchrun); use either --nproc or torchrun"
         )
     import torch.distributed as dist
 
-    # The ranks meet here: a port that this process holds cannot be taken by somebody else in between.
+    # The ranks use this store for rendezvous. This process keeps the port open, so no other process can take it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     common = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "0"}
-    if "OMP_NUM_THREADS" not in os.environ:  # torchrun takes 1
+    if "OMP_NUM_THREADS" not in os.environ:  # torchrun would set 1
         common["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // count))
     command = [sys.executable, *_PROGRAM, *words]
     ranks = _Processes()
@@ -53,7 +57,7 @@ def launch(count: int, words: Sequence[str]) -> int:
 
 
 class _Processes:
-    """The processes of all ranks, and the signals that they are to get."""
+    """Processes of all ranks, and the signals that are forwarded to them."""
 
     def __init__(self) -> None:
         self._running: list[subprocess.Popen[bytes]] = []
@@ -71,11 +75,12 @@ class _Processes:
         give_back(self._before)
 
     def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        # In a group of its own: what a terminal sends to all of a group, a rank would get twice.
+        # In a process group of its own. Otherwise a rank would get terminal signals twice: from the terminal and from
+        # us.
         parent = os.getpid()
         libc = ctypes.CDLL(None)
 
-        def tie() -> None:  # in the new process, before it becomes the command
+        def tie() -> None:  # runs in the new process before exec
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != parent:
                 os._exit(1)
@@ -83,7 +88,7 @@ class _Processes:
         self._running.append(subprocess.Popen(command, env=environment, preexec_fn=tie, process_group=0))
 
     def wait(self) -> int:
-        """Wait for all to end; return the status of the first that failed, or 0."""
+        """Wait for all processes, and return the status of the first that failed, or 0."""
         status, failed, told = 0, 0.0, False
         while running := [process for process in self._running if process.poll() is None]:
             if not status:
@@ -97,16 +102,18 @@ class _Processes:
         return status or self._first_status()
 
     def _first_status(self) -> int:
-        """Return the status of a rank that has failed; of several that of one that was killed: the others follow."""
+        """Return the status of a failed rank. A rank that was killed takes precedence, because the others fail as a
+        consequence.
+        """
         failed = sorted(process.returncode for process in self._running if process.poll())
         return _shown(failed[0]) if failed else 0
 
-    def _pass_on(self, number: int, cache_slot: FrameType | None) -> None:
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
         for process in self._running:
             if process.poll() is None:
                 process.send_signal(number)
 
 
 def _shown(status: int) -> int:
-    """Return an exit status as a shell has it: 128 and the number for a process that a signal ended."""
+    """Return an exit status as a shell reports it, with 128 plus the number of a fatal signal."""
     return status if status >= 0 else 128 - status

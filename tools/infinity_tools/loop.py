@@ -81,14 +81,14 @@ def run_training(options: TrainOptions, settings: Config) -> int:
     check_batch(options, source, ranks.world_size)
     out = options.out or Path(ranks.agree(time.strftime("runs/%Y%m%d-%H%M%S")))
     made = [folder for folder in (out / "nvme", out / _DATA, out, *out.parents) if not os.path.lexists(folder)]
-    settings = ranks.together("making the output folder", lambda: _with_folders(out, settings))
+    settings = ranks.together("creating the output folder", lambda: _with_folders(out, settings))
     console = Console(stderr=True)
     _route_logs(console, ranks, quiet=options.json)
     torch.manual_seed(settings.run.seed + ranks.rank)
     written: list[Path] = []
     with ExitStack() as stack:
         stack.enter_context(_without_leftovers(made))
-        stack.enter_context(ranks.together("taking the output folder", lambda: _claimed(out, settings, ranks)))
+        stack.enter_context(ranks.together("claiming the output folder", lambda: _claimed(out, settings, ranks)))
         stop = stack.enter_context(StopRequest() if ranks.rank == 0 else StopRequest(""))
         view = stack.enter_context(open_view(console, silent=options.json or ranks.rank != 0))
         data = open_data(options, source, ranks, settings.run.seed, out / _DATA, view.doing)
@@ -120,7 +120,7 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         recipe = begun(options.given, options.steps)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True)
-        view.doing(f"placing {short(parameters)} parameters on NVMe")
+        view.doing(f"writing {short(parameters)} parameters to NVMe")
         paged = stack.enter_context(_offload(model, optimizer, settings, source, strict=options.strict))
         source.config.architectures = [architecture]
         facts = {
@@ -148,7 +148,7 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         view.say(_heading(f"{source.name}, {dtype}", _counted(model), training, settings, data.said))
         names, told = options.log if ranks.rank == 0 else (), {**facts, "recipe": kept(recipe)}
         run_id, first = paged.run.folder.run_id, training.first_step
-        trackers = ranks.together("opening what is logged to", lambda: Trackers(names, out, run_id, first, told))
+        trackers = ranks.together("opening the trackers", lambda: Trackers(names, out, run_id, first, told))
         training.trackers = stack.enter_context(trackers)
         training.train()
         summary = _summarise(training, source.name, dtype, parameters)
@@ -178,7 +178,7 @@ def _write_results(out: Path, summary: dict[str, Any]) -> list[Path]:
         write_picture(out, summary)
         written.append(out / "summary.png")
     except OSError as error:
-        _log.warning("the summary cannot be written to %s: %s; the run itself is complete", out, error.strerror)
+        _log.warning("the summary could not be written to %s: %s; the run itself is complete", out, error.strerror)
     return written
 
 
@@ -196,7 +196,7 @@ def _offload(
         ConfigError: `--no-strict` without such a folder.
     """
     if source.weights is None and not strict:
-        raise ConfigError(f"--no-strict is for a folder with weights; --model {source.name} has none")
+        raise ConfigError(f"--no-strict requires a folder with weights; --model {source.name} has none")
     return infinity.offload(model, optimizer, settings, weights=source.weights, strict=strict)
 
 
@@ -318,8 +318,8 @@ class Training:
                 raise
             reason = str(error).partition("\n")[0]
             raise ConfigError(
-                f"--model {self.options.model} cannot compute its first step: {type(error).__name__}: {reason}; look "
-                "at its config.json"
+                f"--model {self.options.model} failed in its first step: {type(error).__name__}: {reason}; check its "
+                "config.json"
             ) from error
 
     def _agree(self, loss: float) -> None:
@@ -328,9 +328,7 @@ class Training:
         mean, *wishes = self._sum([loss / self.ranks.world_size, *signals])
         if not math.isfinite(mean):
             kept = (
-                f"the last checkpoint is of step {self.checkpointed}"
-                if self.checkpointed
-                else "nothing was checkpointed"
+                f"the last checkpoint is step {self.checkpointed}" if self.checkpointed else "no checkpoint was written"
             )
             raise InfinityError(
                 f"the loss of step {self.optimizer.steps + 1} is {mean}; try a lower --lr or --max-grad-norm 1; {kept}"
@@ -396,7 +394,7 @@ def _with_folders(out: Path, settings: Config) -> Config:
         (out / "nvme").mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"--out {str(out)!r} cannot be made: {error.strerror}; name a folder of yours with --out"
+            f"--out {str(out)!r} cannot be created: {error.strerror}; choose a writable folder"
         ) from error
     return settings.with_values(**{"storage.paths": (str(out / "nvme"),)})
 
@@ -426,7 +424,7 @@ def _counted(model: nn.Module) -> str:
     """Return how many parameters a model has, and how many of them are trained."""
     total = count_parameters(model)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return f"{short(total)} parameters" + (f", {short(trained)} of them trained" if trained < total else "")
+    return f"{short(total)} parameters" + (f", {short(trained)} of them trainable" if trained < total else "")
 
 
 def _heading(name: str, parameters: str, training: Training, settings: Config, data: Sequence[str]) -> str:
@@ -434,12 +432,12 @@ def _heading(name: str, parameters: str, training: Training, settings: Config, d
     host_cache = int(run.stats.snapshot().value("tier_capacity_bytes", tier="host"))
     share = f" ({host_cache / layout.state_bytes:.0%} of the state)" if layout.state_bytes else ""
     if host_cache >= len(layout.pages) * layout.page_bytes:
-        share = ", all of the state fits: nothing needs paging"
+        share = " (holds the whole state: no paging)"
     ranks = training.ranks.world_size
     each = " per rank" if ranks > 1 else ""
     went_on = f", resumed at step {training.first_step - 1}" if training.first_step > 1 else ""
     if settings.run.resume == "auto" and not went_on:
-        went_on = ", new: there was nothing to resume"
+        went_on = ", new (no checkpoint to resume)"
     return (
         f"run {run.folder.run_id}{went_on}\n"
         f"{name}: {parameters}, {format_size(layout.state_bytes)} of state{each} on "
@@ -482,8 +480,8 @@ def _show_finished(run_id: str, step: int, view: View, options: TrainOptions) ->
     if options.json:
         Console().file.write(json.dumps({"run_id": run_id, "finished": True, "steps": 0, "last_step": step}) + "\n")
         return
-    how = "--steps above it" if options.epochs is None else f"--epochs above {options.epochs:g}"
-    view.say(f"run {run_id} is at step {step} already: finished; to go on, raise {how}")
+    how = "a larger --steps" if options.epochs is None else f"--epochs above {options.epochs:g}"
+    view.say(f"run {run_id} has already finished at step {step}; to continue, pass {how}")
 
 
 def _show(summary: dict[str, Any], written: Sequence[Path], options: TrainOptions) -> None:

@@ -1,4 +1,4 @@
-"""`--lora`: what its text says, and the adapters that it puts beside a model's matrices."""
+"""Parsing of `--lora`, and creation of the adapters."""
 
 from __future__ import annotations
 
@@ -19,61 +19,61 @@ _FORM = "16, r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
 
 @dataclass(frozen=True)
 class Lora:
-    """What `--lora` asks for."""
+    """Options of `--lora`."""
 
     r: int
-    """Rank of an adapter."""
+    """Rank of the adapters."""
     alpha: float
-    """An adapter counts alpha / r times."""
+    """Scale of the adapters, which are multiplied by alpha / r."""
     dropout: float
-    """Share of an adapter's inputs that is dropped."""
+    """Dropout probability of the adapters' inputs."""
     targets: tuple[str, ...]
-    """Ends of names of modules that get an adapter; none: every linear layer but the head."""
+    """Suffixes of the names of adapted modules. Empty: all linear layers except the head."""
 
     @classmethod
     def of(cls, text: str) -> Lora:
-        """Return what a text says: pairs, or the rank alone. Raises `ConfigError`."""
+        """Parse `--lora`: key=value pairs, or only the rank. Raises `ConfigError`."""
         pairs = [part.partition("=") for part in (f"r={text}" if text.strip().isdecimal() else text).split(",")]
         values = {name.strip(): value.strip() for name, _, value in pairs}
         if len(values) < len(pairs) or not all(values.values()) or not values.keys() <= {*cls.__dataclass_fields__}:
-            raise ConfigError(f"--lora {text!r} is not understood; say {_FORM}")
+            raise ConfigError(f"--lora {text!r} is not valid; write {_FORM}")
         try:
             rank = int(values.get("r", ""))
             alpha, dropout = float(values.get("alpha", 2 * rank)), float(values.get("dropout", 0))
         except ValueError as error:
-            raise ConfigError(f"--lora {text!r} is not understood; say {_FORM}") from error
+            raise ConfigError(f"--lora {text!r} is not valid; write {_FORM}") from error
         if rank < 1 or not 0 < alpha < math.inf or not 0 <= dropout < 1:
-            raise ConfigError(f"--lora {text!r}: r must be 1 or more, alpha above 0, dropout from 0 to below 1")
+            raise ConfigError(f"--lora {text!r}: r must be at least 1, alpha greater than 0, and dropout in [0, 1)")
         return cls(rank, alpha, dropout, tuple(filter(None, values.get("targets", "").split("+"))))
 
     def __str__(self) -> str:
-        """Return the text that says this."""
+        """Return the text form, which `of` parses."""
         targets = f",targets={'+'.join(self.targets)}" if self.targets else ""
         return f"r={self.r},alpha={self.alpha:g},dropout={self.dropout:g}{targets}"
 
 
 def check_lora(text: str) -> str:
-    """Return `--lora` as it is kept. Raises `ConfigError`, and `MissingPackageError` where peft is not installed."""
+    """Return `--lora` in canonical form. Raises `ConfigError`, and `MissingPackageError` if peft is not installed."""
     with needs("peft", f"--lora {text}"):
         import peft  # noqa: F401
     return str(Lora.of(text))
 
 
 def named(model: str) -> str:
-    """Return how an adapter names the model that it belongs to, as `--model` has it: a folder by its whole path."""
+    """Return the name of the base model in an adapter: the value of `--model`, with folders as absolute paths."""
     return os.path.abspath(model) if os.path.exists(model) else model
 
 
 def add_lora(model: nn.Module, text: str, name: str) -> nn.Module:
-    """Return a model whose own parameters are frozen, with the adapters that `--lora` asks for.
+    """Return the model with its own parameters frozen and adapters added.
 
     Args:
-        model: of transformers, on the meta device, not sharded yet.
-        text: see `Lora`.
-        name: of the model, for messages and for what `infinity export` writes.
+        model: Transformers model on the meta device, before sharding.
+        text: Value of `--lora`, see `Lora`.
+        name: Name of the model, for messages and for `infinity export`.
 
     Raises:
-        ConfigError: the model has no such modules.
+        ConfigError: If the model has no matching modules.
     """
     import peft
 

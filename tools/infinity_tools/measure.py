@@ -1,4 +1,4 @@
-"""What one rank measures of its run, step by step and in all."""
+"""Measurements of one rank, per step and in total."""
 
 from __future__ import annotations
 
@@ -13,70 +13,72 @@ from infinity.telemetry.ledger import StepRecord
 from infinity.telemetry.metrics import OPS, ROLES
 
 WARM_STEPS = 2
-"""Steps left out of every figure per step: the first records the trace, the second fills the host cache."""
+"""Steps left out of all figures per step, because the first one records the trace and the second one fills the host
+cache.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What one rank counted."""
+    """Measurements of one rank."""
 
     node: int
-    """Tells which ranks share a machine."""
+    """Index of the node, which tells which ranks share a machine."""
     records: tuple[StepRecord, ...]
-    """One per step."""
+    """Record of each step."""
     kernel: tuple[tuple[int, int] | None, ...]
-    """Bytes read and written in each step, as the kernel counts them; None where it does not."""
+    """Bytes read and written in each step as counted by the kernel, or None if the kernel does not count them."""
     state_bytes: int
-    """Of weights and optimizer state of this rank."""
+    """Bytes of weights and optimizer state of this rank."""
     host_cache_bytes: int
-    """Of pinned memory."""
+    """Size of the host cache."""
     stored_bytes: int
-    """Space that its files take on NVMe."""
+    """Space of the rank's files on NVMe."""
     peak_rss_bytes: int
-    """Of the process, since its start."""
+    """Peak resident memory of the process."""
     read_bytes_total: int
-    """From NVMe, since the start."""
+    """Bytes read from NVMe since the start."""
     written_bytes_total: int
-    """To NVMe, since the start."""
+    """Bytes written to NVMe since the start."""
     retries_total: int
-    """Requests to NVMe that were repeated."""
+    """Number of repeated NVMe requests."""
     predicted_read_bytes: int
-    """Of a step, by the plan; 0 without one."""
+    """Planned bytes read per step. 0 without a plan."""
     predicted_written_bytes: int
-    """Likewise."""
+    """Planned bytes written per step. 0 without a plan."""
     bandwidth: float
-    """Bytes per second in the step that moved pages fastest, while it did; 0 where none moved any."""
+    """Highest throughput of a step while it moved pages, in bytes per second. 0 if no step moved pages."""
     predicted_seconds: float
-    """Of a step at this bandwidth; 0 without a plan, or where nothing moved."""
+    """Planned seconds per step at this bandwidth. 0 without a plan or without traffic."""
 
     @property
     def predicted_bytes(self) -> int:
-        """Bytes that the plan predicts for a step."""
+        """Planned bytes per step."""
         return self.predicted_read_bytes + self.predicted_written_bytes
 
 
 @dataclass
 class KernelCounts:
-    """Bytes that the kernel says this process read from and wrote to storage, step by step."""
+    """Bytes that this process read from and wrote to storage per step, as counted by the kernel."""
 
     steps: list[tuple[int, int] | None] = field(default_factory=list)
-    """Bytes read and written, by step; None where the kernel does not count."""
+    """Bytes read and written by step, or None if the kernel does not count them."""
     _before: tuple[int, int] | None = None
-    """The same since the start of the process, as the step began."""
+    """Bytes read and written since the start of the process, at the beginning of the step."""
 
     def begin(self) -> None:
-        """Bytes from now on belong to the next step."""
+        """Begin the first step."""
         self._before = kernel_bytes()
 
     def end(self) -> None:
-        """Close a step."""
+        """End a step and begin the next one."""
         now, before = kernel_bytes(), self._before
         self.steps.append((now[0] - before[0], now[1] - before[1]) if now and before else None)
         self._before = now
 
 
 def kernel_bytes() -> tuple[int, int] | None:
-    """Return bytes read and written so far, from ``/proc/self/io``; None where the kernel does not count."""
+    """Return the bytes read and written so far from ``/proc/self/io``, or None if the kernel does not count them."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
         counts = dict(line.split(": ") for line in lines)
@@ -86,8 +88,8 @@ def kernel_bytes() -> tuple[int, int] | None:
 
 
 def peak_rss() -> int:
-    """Return the most memory that was resident at any time, in bytes."""
-    # Not getrusage: its figure begins with what the parent process had when it forked.
+    """Return the peak resident memory in bytes."""
+    # getrusage is not used because its peak includes memory of the parent process at the time of the fork.
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -95,7 +97,7 @@ def peak_rss() -> int:
 
 
 def nvme_totals(optimizer: PagedOptimizer) -> tuple[int, int]:
-    """Return bytes read from and written to NVMe since the start of this process, as its metrics show them."""
+    """Return the bytes read from and written to NVMe since the start of this process, from its metrics."""
     page = optimizer.run.stats.snapshot()
     read, written = (
         int(
@@ -111,7 +113,7 @@ def nvme_totals(optimizer: PagedOptimizer) -> tuple[int, int]:
 
 
 def report(optimizer: PagedOptimizer, kernel: Sequence[tuple[int, int] | None], ranks: Ranks) -> RankReport:
-    """Return what this rank counted. Nothing is in flight any more."""
+    """Return the report of this rank. Call it while no transfers are in flight."""
     read, written = nvme_totals(optimizer)
     traffic = optimizer.run.plan.traffic if optimizer.run.plan is not None else None
     activations = optimizer.run.activation_traffic
@@ -136,12 +138,12 @@ def report(optimizer: PagedOptimizer, kernel: Sequence[tuple[int, int] | None], 
 
 
 def steady(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
-    """Return the records of the steps that figures per step are made of."""
+    """Return the records that count towards figures per step."""
     return records[WARM_STEPS if len(records) > WARM_STEPS else 0 :]
 
 
 def _rates(optimizer: PagedOptimizer) -> tuple[float, float]:
-    """Return bandwidth and predicted seconds of a step, as a `RankReport` has them."""
+    """Return the bandwidth and the planned seconds per step of a `RankReport`."""
     records = steady(optimizer.records)
     rates = [(r.read_bytes + r.written_bytes) / r.transfer_seconds for r in records if r.transfer_seconds]
     bandwidth = max(rates, default=0.0)

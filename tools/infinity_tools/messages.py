@@ -1,4 +1,4 @@
-"""Standard output and error of a program that is to go on when nobody reads them any more."""
+"""Standard output and error that keep a program running when their reader exits."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, TextIO
 
 
 class LastingStream:
-    """A text stream for which a reader that is gone, or a full disk, is no error: from then on nothing is written."""
+    """Text stream that ignores a closed reader or a full disk. After the first error all output is discarded."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.error: OSError | None = None
-        """Why nothing is written any more."""
+        """First error, after which output is discarded."""
 
     def write(self, text: str) -> int:
-        """Write, as far as anybody reads it."""
+        """Write text, unless an earlier write failed."""
         if self.error is None:
             try:
                 return self._stream.write(text)
@@ -27,7 +27,7 @@ class LastingStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush, as far as anybody reads it."""
+        """Flush, unless an earlier write failed."""
         if self.error is None:
             try:
                 self._stream.flush()
@@ -37,7 +37,7 @@ class LastingStream:
     def _lose(self, error: OSError) -> None:
         self.error = error
         nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, self._stream.fileno())  # for what writes past this object, and what is in its buffer yet
+        os.dup2(nothing, self._stream.fileno())  # for code that bypasses this object, and for buffered data
         os.close(nothing)
 
     def __getattr__(self, name: str) -> Any:
@@ -45,15 +45,16 @@ class LastingStream:
 
 
 def open_missing_streams() -> None:
-    """Give a program that was started with standard streams closed ones that lead nowhere.
+    """Open ``/dev/null`` for standard streams that were closed when the program started.
 
-    Else the next file that it opens gets the number of a missing stream, and messages would be written into it.
+    Otherwise the next file that the program opens gets the descriptor of a missing stream, and messages are written to
+    it.
     """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor, which is `number`
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
@@ -61,14 +62,14 @@ def open_missing_streams() -> None:
 
 @contextmanager
 def lasting_streams() -> Iterator[LastingStream]:
-    """Let nothing that is written to standard output or error in the body end it; give that of standard output."""
+    """Keep the body running if writes to standard output or error fail. Yields the wrapper of standard output."""
     before = sys.stdout, sys.stderr
     output, errors = LastingStream(sys.stdout), LastingStream(sys.stderr)
     sys.stdout, sys.stderr = output, errors  # type: ignore[assignment]
     try:
         yield output
     finally:
-        with suppress(ValueError):  # somebody has closed it
+        with suppress(ValueError):  # the stream has been closed
             output.flush()
             errors.flush()
         sys.stdout, sys.stderr = before

@@ -25,7 +25,7 @@ class TrainOptions:
     model: str
     """Preset, or folder of a configuration or of a pretrained model; see `find_model`."""
     strict: bool
-    """Whether to reject a pretrained folder with missing or unexpected weights."""
+    """``True`` to reject a pretrained folder with missing or unexpected weights."""
     data: tuple[Path, ...]
     """Data sets or text files to train on. Empty: the sources of Python's standard library."""
     split: str
@@ -63,7 +63,7 @@ class TrainOptions:
     given: Mapping[str, Any]
     """Recipe options from the command line."""
     override: bool
-    """Whether `given` replaces the stored recipe of a resumed run."""
+    """``True`` if `given` replaces the stored recipe of a resumed run."""
     said: frozenset[str]
     """Names of the options on the command line. A resumed run takes the other options from its checkpoint."""
     again: tuple[str, ...]
@@ -73,7 +73,7 @@ class TrainOptions:
     dtype: str
     """Compute dtype: `bf16`, `fp32`, or `auto` (bf16 if the processor supports it)."""
     activation_checkpointing: bool
-    """Whether blocks are recomputed in backward."""
+    """``True`` if blocks are recomputed in backward."""
     threads: int
     """CPU threads of torch. 0: torch's default."""
     metrics_port: int | None
@@ -83,7 +83,7 @@ class TrainOptions:
     metrics_linger: float
     """Seconds for which metrics stay available after the last step."""
     json: bool
-    """Whether to print the summary as JSON, and nothing else, to standard output."""
+    """``True`` to print the summary as JSON, and nothing else, to standard output."""
 
 
 def check_settings(options: TrainOptions, settings: Config) -> None:
@@ -97,7 +97,7 @@ def check_settings(options: TrainOptions, settings: Config) -> None:
 
 
 def check_options(options: TrainOptions) -> None:
-    """Check the options against each other, after those of a checkpoint have been applied.
+    """Check the options against each other, once the options stored in a checkpoint have been applied.
 
     Raises `ConfigError`, `MissingPackageError`.
     """

@@ -1,4 +1,4 @@
-"""The folder of `--out`: looked at before work starts, written at its end."""
+"""Folder of `--out`, which is checked before work starts and written at the end."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 
 def check_out(out: Path) -> None:
-    """Refuse a folder that cannot be made or written. Raises `ConfigError`."""
+    """Check that the folder can be created and written. Raises `ConfigError`."""
     place = out
     while not os.path.lexists(place):
         place = place.parent
     if not place.is_dir():
-        raise ConfigError(f"--out {str(out)!r}: {str(place)!r} is not a folder; name another one")
+        raise ConfigError(f"--out {str(out)!r}: {str(place)!r} is not a folder; choose another one")
     if not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
-        raise ConfigError(f"--out {str(out)!r}: {str(place)!r} is not writable for this user; name another one")
+        raise ConfigError(f"--out {str(out)!r}: {str(place)!r} is not writable by this user; choose another one")
 
 
 def write_out(out: Path, texts: Mapping[str, str], pictures: Mapping[str, Figure]) -> None:
-    """Write files by name; each is there completely or as before.
+    """Write files by name, each atomically.
 
     Raises:
-        ConfigError: one cannot be written.
+        ConfigError: If a file cannot be written.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -40,4 +40,4 @@ def write_out(out: Path, texts: Mapping[str, str], pictures: Mapping[str, Figure
             with replacing(out / name, 0o666) as file:
                 picture.savefig(file, format="png", dpi=120)
     except OSError as error:
-        raise ConfigError(f"--out {str(out)!r}: {error.strerror}; name another folder") from error
+        raise ConfigError(f"--out {str(out)!r}: {error.strerror}; choose another folder") from error

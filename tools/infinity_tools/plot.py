@@ -1,4 +1,4 @@
-"""`summary.png`: the loss, and where the time of the steps went."""
+"""`summary.png`: loss, and time per step by part."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _PARTS = (
 )
 
 _BARS = 100
-"""Most steps that are drawn as bars: each is an object of its own, and of thousands the picture would take a minute."""
+"""Maximum number of steps drawn as bars. Each bar is a separate object, so plotting thousands would take a minute."""
 
 
 def write_picture(out: Path, summary: dict[str, Any]) -> None:
-    """Write `summary.png` from the content of `summary.json`; it is there completely or as before. Raises `OSError`."""
+    """Write `summary.png` from the content of `summary.json`, atomically. Raises `OSError`."""
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     first, records = summary["first_step"], summary["step_records"]
     _loss(left, list(range(first, first + summary["steps"])), summary["losses"], summary["eval_losses"])
-    _time(right, [record["step"] for record in records], records)  # of a long run, the last steps only
+    _time(right, [record["step"] for record in records], records)  # a long run only has records of its last steps
     figure.suptitle(f"{summary['model']} · {summary['parameters'] / 1e6:.4g} M parameters · run {summary['run_id']}")
     with replacing(out / "summary.png", 0o666) as file:
         figure.savefig(file, format="png", dpi=120)
@@ -45,7 +45,7 @@ def _loss(axes: Axes, steps: list[int], losses: list[float], held_out: Sequence[
     mark = "o" if len(steps) <= 50 else ""
     axes.plot(steps, losses, color="#4477aa", marker=mark, markersize=4, label="training")
     if held_out:
-        axes.plot(*zip(*held_out, strict=True), color="#ee6677", marker="s", markersize=4, label="held out")
+        axes.plot(*zip(*held_out, strict=True), color="#ee6677", marker="s", markersize=4, label="evaluation")
         axes.legend(frameon=False)
     axes.set_title("loss")
     axes.grid(alpha=0.3)

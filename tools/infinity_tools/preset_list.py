@@ -1,4 +1,4 @@
-"""`--model list`: the presets, with what each of them is."""
+"""List of presets, for `--model list`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import typer
 
 
 def list_presets(*, json: bool) -> None:
-    """Print the presets. What builds them is imported now: help needs none of it."""
+    """Print the presets. The imports are local because --help does not need them."""
     from rich.console import Console
     from rich.table import Table
 
     from infinity_tools.presets import PRESETS, count_parameters, find_model, on_meta
 
-    table = Table("preset", "parameters", "vocabulary", "what it is", box=None, header_style="bold")
+    table = Table("preset", "parameters", "vocabulary", "description", box=None, header_style="bold")
     table.columns[1].justify = table.columns[2].justify = "right"
     listed = []
     for name, preset in PRESETS.items():

@@ -1,4 +1,4 @@
-"""What `--model` may name: a preset, a config file of transformers, or a folder with pretrained weights."""
+"""Models that `--model` can name: a preset, a transformers config file, or a folder with pretrained weights."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _CAUSAL = "AutoModelForCausalLM"
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A model by name: the class of its configuration in transformers, and the values that differ."""
+    """A named model: its configuration class in transformers, and the values that differ from the class defaults."""
 
     config: str
-    """Name of the class in transformers."""
+    """Name of the configuration class in transformers."""
     values: Mapping[str, Any]
-    """Arguments of that class."""
+    """Arguments of the configuration class."""
     doc: str
-    """One line, for `--model list`."""
+    """Description for `--model list`, in one line."""
 
 
 def _llama(doc: str, hidden: int, inner: int, layers: int, heads: int, **values: Any) -> Preset:
@@ -53,10 +53,10 @@ def _llama(doc: str, hidden: int, inner: int, layers: int, heads: int, **values:
 
 
 PRESETS: Mapping[str, Preset] = {
-    "tiny": _llama("Llama of 4 layers, for a look and for tests", 64, 128, 4, 4),
-    "llama-100m": _llama("Llama of 16 layers, the demo", 768, 2048, 16, 12),
-    "llama-354m": _llama("Llama of 28 layers", 1024, 2752, 28, 16),
-    "llama-1b": _llama("Llama of 20 layers", 2048, 5632, 20, 16),
+    "tiny": _llama("Llama with 4 layers, for a first try and for tests", 64, 128, 4, 4),
+    "llama-100m": _llama("Llama with 16 layers, the default of infinity train", 768, 2048, 16, 12),
+    "llama-354m": _llama("Llama with 28 layers", 1024, 2752, 28, 16),
+    "llama-1b": _llama("Llama with 20 layers", 2048, 5632, 20, 16),
     "gpt2-354m": Preset(
         config="GPT2Config",
         values={
@@ -75,21 +75,21 @@ PRESETS: Mapping[str, Preset] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A model that can be built: its configuration, and the folder of its weights if it is pretrained."""
+    """Model that can be built: its configuration, and the folder of its weights if it is pretrained."""
 
     name: str
-    """As it was asked for."""
+    """Name of the model."""
     config: Any
-    """Configuration of transformers."""
+    """Transformers configuration."""
     weights: Path | None = None
-    """Folder; None: first values are random."""
+    """Folder of the weights. None: random initialization."""
 
 
 def find_model(name: str) -> ModelSource:
-    """Return what `name` means.
+    """Return the model with this name.
 
     Raises:
-        ConfigError: no preset, file or folder of that name, or one that transformers cannot read.
+        ConfigError: If no preset, file, folder or cached model has this name, or transformers cannot read it.
     """
     import transformers
 
@@ -102,36 +102,36 @@ def find_model(name: str) -> ModelSource:
             near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.4)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(
-                f"--model {name!r} is neither a preset ({', '.join(PRESETS)}) nor a file or folder, nor in the "
-                f"cache of the Hub{hint}"
+                f"--model {name!r} is not a preset ({', '.join(PRESETS)}), a file, a folder or a model in the Hub "
+                f"cache{hint}"
             )
         path = cached
     if path.is_file() and path.stat().st_size > _CONFIG_LIMIT:
-        raise ConfigError(f"--model {name!r} is no config.json: it is longer than {format_size(_CONFIG_LIMIT)}")
+        raise ConfigError(f"--model {name!r} is not a config.json: it is larger than {format_size(_CONFIG_LIMIT)}")
     try:
         config = transformers.AutoConfig.from_pretrained(path)
-    except Exception as error:  # whatever a file of any content makes of transformers
+    except Exception as error:  # transformers raises many types for malformed files
         raise ConfigError(f"--model {name!r} cannot be read as a config.json: {one_line(error)}") from error
     known = name if path != Path(name) else path.resolve().name
     return ModelSource(name=known, config=config, weights=path if path.is_dir() else None)
 
 
 def _in_cache(name: str) -> Path | None:
-    """Return the folder of a model in the local cache of the Hub, by its id, or None. Nothing is fetched."""
+    """Return the folder of a model in the local Hub cache by its id, or None. Nothing is downloaded."""
     from transformers.utils.hub import cached_file
 
     try:
         found = cached_file(name, "config.json", local_files_only=True)
-    except (OSError, ValueError):  # not there, or no name that a model there could have
+    except (OSError, ValueError):  # not cached, or not a valid model id
         return None
     return Path(found).parent if found else None
 
 
 def on_meta(source: ModelSource) -> nn.Module:
-    """Return the model with all its tensors on the meta device, in fp32, which is what is trained.
+    """Return the model with all tensors on the meta device, in fp32, the dtype of the trained parameters.
 
     Raises:
-        ConfigError: transformers has no causal language model for this configuration, or cannot build it.
+        ConfigError: If transformers has no causal language model for this configuration, or cannot build it.
     """
     try:
         model = build(source.config, _CAUSAL, attn_implementation=attention_of(source.config, _CAUSAL))
@@ -139,37 +139,39 @@ def on_meta(source: ModelSource) -> nn.Module:
         raise ConfigError(f"--model {source.name}: {error}") from error
     if _sees_what_follows(model.config):
         raise ConfigError(
-            f"--model {source.name}: {source.config.model_type} sees the tokens that it is to predict; for a causal "
-            "model set is_decoder to true in its config.json"
+            f"--model {source.name}: {source.config.model_type} is not causal, so it sees the tokens to predict; set "
+            "is_decoder to true in its config.json"
         )
     model.config.use_cache = False
     return model  # type: ignore[no-any-return]
 
 
 def _sees_what_follows(config: Any) -> bool:
-    """Whether a model that transformers also has for masked tokens was not told to be a causal one."""
+    """Return ``True`` if the model type supports masked language modeling and is not configured as a causal decoder."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is False
 
 
 def best_dtype() -> str:
-    """Return ``bf16`` where the device multiplies it natively, else ``fp32``: emulation is several times slower."""
+    """Return ``bf16`` if the device multiplies it natively, otherwise ``fp32``, because emulation is several times
+    slower.
+    """
     return "bf16" if torch.cuda.is_available() or multiplies_bf16() else "fp32"
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of parameters; a tied one counts once, a sharded one whole."""
+    """Return the number of parameters. Tied parameters count once, and sharded parameters count in full."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, *, bf16: bool, checkpointing: bool) -> None:
-    """Call `fully_shard` on every layer and on the model, with activation checkpointing if asked for.
+    """Call `fully_shard` on every layer and on the model, with activation checkpointing if requested.
 
     Raises:
-        ConfigError: the model has no activation checkpointing.
+        ConfigError: If the model does not support activation checkpointing.
     """
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     if checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
-        raise ConfigError("this model has no activation checkpointing; leave --activation-checkpointing out")
+        raise ConfigError("this model does not support activation checkpointing; omit --activation-checkpointing")
     sharding.shard(model, mesh=mesh, mp_policy=policy, activation_checkpointing=checkpointing)

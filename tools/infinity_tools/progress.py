@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a bar on a terminal, now and then a line elsewhere."""
+"""Progress of a training run: a progress bar on a terminal, or occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -27,48 +27,48 @@ _BAR, _LEAST_BAR = 30, 6  # columns
 
 @dataclass(frozen=True, kw_only=True)
 class StepView:
-    """What is shown of a step; bytes are those of all ranks."""
+    """Displayed figures of a step. Bytes are summed over all ranks."""
 
     step: int
     loss: float
-    """Mean over the step's tokens."""
+    """Mean loss over the tokens of the step."""
     seconds: float
-    """From the end of the step before."""
+    """Seconds since the end of the previous step."""
     tokens: int
-    """Of the step, over all ranks."""
+    """Tokens of the step, summed over all ranks."""
     read_bytes: float
-    """From NVMe."""
+    """Bytes read from NVMe."""
     written_bytes: float
-    """To NVMe."""
+    """Bytes written to NVMe."""
     stall_share: float
-    """Part of its seconds in which a rank waited for pages, 0 to 1; the mean of the ranks."""
+    """Fraction of the step during which a rank waited for pages, from 0 to 1, averaged over the ranks."""
 
     def figures(self, left: str, room: int) -> str:
-        """Return loss, time left and as many rates as there is room for, in columns; the first two in any case."""
+        """Return the loss and the time left, followed by the most detailed rates that fit in `room` columns."""
         first = f"loss {self.loss:.3f}  {left} left"
         fitting = (text for text in (self.rates, self.short_rates, self.speed) if len(first) + 2 + len(text) <= room)
         return "  ".join([first, *list(fitting)[:1]])
 
     @property
     def rates(self) -> str:
-        """Tokens/s, NVMe rates and stall share."""
+        """Tokens per second, NVMe throughput and stall fraction."""
         read, written = rate(self.read_bytes / self.seconds), rate(self.written_bytes / self.seconds)
         return f"{self.speed}  read {read}  write {written}  stall {self.stall_share:.0%}"
 
     @property
     def short_rates(self) -> str:
-        """The same for a narrow terminal."""
+        """Shorter form of `rates`, for narrow terminals."""
         read, written = self.read_bytes / self.seconds / 1e9, self.written_bytes / self.seconds / 1e9
         return f"{self.speed}  r/w {read:.2f}/{written:.2f} GB/s  stall {self.stall_share:.0%}"
 
     @property
     def speed(self) -> str:
-        """Tokens/s."""
+        """Tokens per second."""
         return f"{short(self.tokens / self.seconds)} tok/s"
 
 
 class View(Protocol):
-    """Shows a run. A context manager: what it drew is left in order at the end."""
+    """Display of a run. A context manager that leaves the terminal in order on exit."""
 
     def __enter__(self) -> View: ...
 
@@ -77,23 +77,23 @@ class View(Protocol):
     ) -> None: ...
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
 
     def doing(self, text: str) -> None:
-        """Show what goes on before the first step."""
+        """Show the activity before the first step."""
 
     def begin(self, done: int, total: int) -> None:
-        """Steps begin."""
+        """Start showing steps."""
 
     def stepped(self, view: StepView) -> None:
-        """A step is complete."""
+        """Show a finished step."""
 
     def evaluated(self, step: int, loss: float) -> None:
-        """The loss on held-out data is known after a step."""
+        """Show the evaluation loss after a step."""
 
 
 def open_view(console: Console, *, silent: bool) -> View:
-    """Return the view that suits: nothing, a bar on a terminal, or lines."""
+    """Return a view: silent, a bar on a terminal, or lines elsewhere."""
     if silent:
         return _Silence()
     return _Bar(console) if console.is_terminal else _Lines(console)
@@ -125,9 +125,9 @@ class _Silence:
 class _Lines(_Silence):
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._total = 0  # steps of the whole run
+        self._total = 0  # last step of the run
         self._first = True  # whether no step has been shown yet
-        self._last = 0.0  # when the last line was printed, of `time.monotonic`
+        self._last = 0.0  # time.monotonic() when the last line was printed
 
     def __enter__(self) -> _Lines:
         return self
@@ -148,7 +148,7 @@ class _Lines(_Silence):
             self.say(f"step {view.step}/{self._total}  loss {view.loss:.4f}  {view.rates}")
 
     def evaluated(self, step: int, loss: float) -> None:
-        self.say(f"step {step}/{self._total}  held-out loss {loss:.4f}")
+        self.say(f"step {step}/{self._total}  evaluation loss {loss:.4f}")
 
 
 class _Figures(RegexHighlighter):
@@ -156,7 +156,7 @@ class _Figures(RegexHighlighter):
 
 
 class _Bar:
-    """One line that always fits: in a narrow terminal the bar is shorter, then rates go; step, loss, time stay."""
+    """Progress on one line that always fits. On narrow terminals the bar shrinks first, then the rates are dropped."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -167,13 +167,13 @@ class _Bar:
         self._steps = Progress(
             SpinnerColumn(),
             TextColumn("step [bold]{task.completed:.0f}[/]/{task.total:.0f}"),
-            BarColumn(bar_width=_BAR),  # the only column that gives way
+            BarColumn(bar_width=_BAR),  # the only column that shrinks
             TextColumn("{task.fields[figures]}", markup=False, highlighter=_Figures()),
             console=console,
         )
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)  # seconds of the last steps, for the time left
-        self._total = 0  # steps of the whole run
-        self._active: Progress | None = None  # which of the two is on the screen
+        self._total = 0  # last step of the run
+        self._active: Progress | None = None  # the one on the screen
         self._task = TaskID(0)  # of the one on the screen
 
     def __enter__(self) -> _Bar:
@@ -208,7 +208,7 @@ class _Bar:
         self._steps.update(self._task, completed=view.step, figures=figures)
 
     def evaluated(self, step: int, loss: float) -> None:
-        self.say(f"step {step}  held-out loss {loss:.4f}")
+        self.say(f"step {step}  evaluation loss {loss:.4f}")
 
 
 def short(number: float) -> str:
@@ -221,7 +221,7 @@ def short(number: float) -> str:
 
 
 def rate(bytes_per_second: float) -> str:
-    """Return a data rate in the FSDP modules that drives are sold in."""
+    """Return a data rate in GB/s or MB/s, the units in which drives are specified."""
     if bytes_per_second >= 1e9:
         return f"{bytes_per_second / 1e9:.2f} GB/s"
     return f"{bytes_per_second / 1e6:.0f} MB/s"
@@ -233,7 +233,7 @@ def _clock(seconds: float) -> str:
 
 
 def byte_progress(label: str, *, silent: bool) -> Progress:
-    """Return a bar on stderr for work that is counted in bytes; it goes when it ends."""
+    """Return a progress bar on stderr, measured in bytes, that disappears when it ends."""
     return Progress(
         TextColumn(label, markup=False),
         BarColumn(bar_width=24),

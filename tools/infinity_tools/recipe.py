@@ -1,4 +1,4 @@
-"""What the optimizer of `infinity train` is told, and what of it holds when a run goes on."""
+"""Optimizer options of `infinity train`, and their precedence when a run is resumed."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ _FINAL_LR = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Options of AdamW and of its rate. Checkpoints have them, and a run that is resumed goes on with them."""
+    """Options of AdamW and its learning-rate schedule. Checkpoints store them, and a resumed run reuses them."""
 
     lr: float = 3e-4
-    """The highest rate."""
+    """Peak learning rate."""
     weight_decay: float = 0.1
-    """AdamW's."""
+    """Weight decay of AdamW."""
     warmup_steps: int = 4
-    """Steps in which the rate rises."""
+    """Steps of linear warmup."""
     lr_steps: int = 0
-    """Step at which the rate's cosine reaches its end."""
+    """Step at which cosine decay ends."""
     max_grad_norm: float | None = None
-    """Gradients are clipped to this norm; None: they are not."""
+    """Maximum gradient norm. None: no clipping."""
 
     def factor(self, step: int) -> float:
-        """Return the factor on the rate by step: a linear warm-up, then half a cosine down to a tenth."""
+        """Return the factor on the learning rate at a step: linear warmup, then cosine decay to a tenth."""
         warmup = min(self.warmup_steps, self.lr_steps)
         if step < warmup:
             return (step + 1) / (warmup + 1)
@@ -35,7 +35,7 @@ class Recipe:
 
 
 def begun(given: Mapping[str, Any], steps: int) -> Recipe:
-    """Return the recipe of a new run of so many steps: what was `given`, else the defaults."""
+    """Return the recipe of a new run: the `given` options, and defaults for the others."""
     recipe = replace(Recipe(), **given)
     return recipe if recipe.lr_steps else replace(recipe, lr_steps=steps)
 
@@ -43,17 +43,19 @@ def begun(given: Mapping[str, Any], steps: int) -> Recipe:
 def resumed(
     given: Mapping[str, Any], held: Mapping[str, Any] | None, steps: int, *, override: bool
 ) -> tuple[Recipe, list[str]]:
-    """Return the recipe of a run that goes on up to step `steps`, and what is to be said of it.
+    """Return the recipe of a resumed run up to step `steps`, and messages about it.
 
     Args:
-        given: by the command line, by name.
-        held: by the checkpoint; None for one that `infinity train` did not make.
-        override: what was given holds, not the checkpoint's.
+        given: Options from the command line, by name.
+        held: Options stored in the checkpoint. None if `infinity train` did not write it.
+        steps: Last step of the run.
+        override: Whether `given` takes precedence over the checkpoint.
     """
     asked = begun(given, steps)
     if held is None:
         return asked, [
-            "the checkpoint was not made by infinity train: rate, weight decay and clipping are the options'"
+            "the checkpoint was not written by infinity train; learning rate, weight decay and clipping come from the "
+            "command line"
         ]
     names = {field.name for field in fields(Recipe)}
     own = replace(asked, **{name: value for name, value in held.items() if name in names})
@@ -63,24 +65,24 @@ def resumed(
         listed = ", ".join(
             f"{_option(name, value)} (was {_value(getattr(own, name))})" for name, value in other.items()
         )
-        says.append(f"the command line holds, not the checkpoint: {listed}")
+        says.append(f"these options replace the values in the checkpoint: {listed}")
     elif other:
         listed = ", ".join(
             f"{_option(name, getattr(own, name))} (not {_value(value)})" for name, value in other.items()
         )
-        says.append(f"the checkpoint holds, not the command line: {listed}; --override takes the command line's")
+        says.append(f"values from the checkpoint are used: {listed}; pass --override to use the command line")
     if override:
         own = replace(own, **other)
     if own.lr_steps < steps and "lr_steps" not in given:
         says.append(
-            f"from step {own.lr_steps} on, where its cosine ends, the rate stays at {_FINAL_LR * own.lr:.3g}; "
-            f"--override --lr-steps {steps} stretches the cosine"
+            f"the learning rate stays at {_FINAL_LR * own.lr:.3g} after step {own.lr_steps}, where cosine decay ends; "
+            f"--override --lr-steps {steps} extends the decay"
         )
     return own, says
 
 
 def kept(recipe: Recipe) -> dict[str, Any]:
-    """Return what a checkpoint keeps of a recipe."""
+    """Return the recipe as stored in a checkpoint."""
     return asdict(recipe)
 
 

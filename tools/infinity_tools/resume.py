@@ -59,7 +59,7 @@ def kept_options(options: TrainOptions) -> dict[str, Any]:
 
 
 def taken_up(options: TrainOptions, settings: Config, ranks: Ranks) -> TrainOptions:
-    """Return the options, completed with those stored in the checkpoint to resume from."""
+    """Return the options, with missing ones taken from the checkpoint to resume from."""
 
     def made(name: str, value: Any) -> Any:
         if isinstance(value, list):

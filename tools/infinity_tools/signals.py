@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a terminal that is closed: the step that runs is finished, then the run ends in order."""
+"""Graceful stop on Ctrl-C, SIGTERM and hangup: the current step is finished before the run ends."""
 
 from __future__ import annotations
 
@@ -17,29 +17,34 @@ _LOOK_SECONDS = 0.2
 
 
 def heard_by(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
-    """Let a handler have the signals, but for a terminal's end under nohup; return what had them before."""
+    """Install a handler for the signals, except SIGHUP under nohup, and return the previous handlers."""
     heard = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in heard}
 
 
 def give_back(before: Mapping[signal.Signals, Any]) -> None:
-    """Let those have the signals that had them before."""
+    """Restore the previous signal handlers."""
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
 class StopRequest:
-    """Holds a signal back from the first step on; before it, and when it comes twice, it ends the run at once.
+    """Defers a stop signal until the current step has finished.
 
-    A terminal that is closed tells so more than once and never ends the run at once; under nohup it is not heard.
+    Before the first step a signal ends the run immediately, and so does a second signal. SIGHUP, which a closed
+    terminal may send more than once, never ends the run immediately, and is ignored under nohup.
     """
 
-    def __init__(self, notice: str = "ending after this step; once more ends it now") -> None:
-        """Hold nothing back yet; `notice` is what the first signal that is held back is answered with, if anything."""
+    def __init__(self, notice: str = "stopping after this step; press Ctrl-C again to stop now") -> None:
+        """Initialize the request.
+
+        Args:
+            notice: Message for the first deferred signal. Empty: no message.
+        """
         self._notice = notice
-        self.received = 0  # number of the signal; 0 if none has come
-        self.patient = False  # whether the first signal is held back: the first step has begun
-        self._since = 0.0  # when the first signal came, of `time.monotonic`
+        self.received = 0  # number of the first deferred signal, or 0
+        self.patient = False  # set when the first step begins, so that the first signal is deferred
+        self._since = 0.0  # time.monotonic() of the first signal
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -52,7 +57,7 @@ class StopRequest:
         give_back(self._before)
 
     def sleep(self, seconds: float) -> None:
-        """Wait, until a signal asks for the end: one that is held back interrupts no `time.sleep`."""
+        """Sleep until the time is over or a signal arrives. A deferred signal does not interrupt `time.sleep`."""
         end = time.monotonic() + seconds
         while not self.received and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _LOOK_SECONDS))
@@ -66,6 +71,6 @@ class StopRequest:
                 return
             raise SystemExit(128 + number)
         self.received, self._since = number, now
-        with contextlib.suppress(OSError):  # nobody reads it any more
-            # Not through the console: it may be in the middle of a line.
+        with contextlib.suppress(OSError):  # stderr has been closed
+            # Written directly because the console may be in the middle of a line.
             os.write(2, f"\n{self._notice}\n".encode() if self._notice else b"")

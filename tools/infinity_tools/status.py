@@ -1,4 +1,4 @@
-"""`infinity status`: what the node's daemon knows of ranks, drives, reserved space and runs that nobody holds."""
+"""`infinity status`: ranks, drives, reserved space and stale runs of this node, as known to infinityd."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from infinity_tools.tables import age, show_whole, table
 
 def status(
     runtime: Annotated[
-        str, typer.Option("--runtime-dir", help="The daemon's runtime folder. [default: as telemetry.runtime_dir]")
+        str, typer.Option("--runtime-dir", help="Runtime folder of the daemon. [default: telemetry.runtime_dir]")
     ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     version: Version = False,
 ) -> None:
-    """Show what infinityd knows of this node: ranks, drives with their profiles, reserved space, stale runs."""
+    """Show the ranks, drives, reserved space and stale runs of this node, as known to infinityd."""
     folder = runtime_dir(replace(TelemetryConfig(), runtime_dir=runtime))
     found = NodeDaemon(folder).ask("status")
     if found is None:
         raise ConfigError(
-            f"no infinityd of yours or root's answers in {str(folder)!r}; start it, or name --runtime-dir"
+            f"no infinityd of this user or root is running for {str(folder)!r}; start it, or pass --runtime-dir"
         )
     if json:
         typer.echo(json_format.dumps(found))
@@ -41,7 +41,7 @@ def status(
     console.print(
         f"[bold]infinityd {found['version']}[/], process {found['pid']}, up for {age(found['started'])}, "
         f"metrics on port {found['metrics_port']}"
-        + (f", [red]cannot collect {', '.join(failing)}[/]" if failing else ""),
+        + (f", [red]failed to collect {', '.join(failing)}[/]" if failing else ""),
         soft_wrap=True,
     )
     for one in _tables(found):
@@ -95,7 +95,7 @@ def _stale(found: Mapping[str, Any]) -> Table:
 def _stale_run(one: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     state = "may have checkpoints" if one["checkpointed"] else "no checkpoint"
     if not one["complete"]:
-        state += ", other folders elsewhere"
+        state += ", has folders elsewhere"
     first, *others = one["folders"]
     yield one["run_id"], format_size(one["bytes"]), state, f"{age(one['changed'])} ago", first
     yield from (("", "", "", "", folder) for folder in others)

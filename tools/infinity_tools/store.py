@@ -41,7 +41,7 @@ def _store(version: Version = False) -> None:
 def ls(paths: _PATHS, json: _JSON = False, version: Version = False) -> None:
     """List runs and their checkpoints, with sizes and owners.
 
-    The column *pages* is the size of all pages of a checkpoint. The column *exclusive* is the size of the pages that no
+    The column *size* covers all pages and state files of a checkpoint. The column *exclusive* covers only those that no
     other checkpoint of the run shares.
     """
     with failures():
@@ -104,7 +104,7 @@ def scrub(
     json: _JSON = False,
     version: Version = False,
 ) -> None:
-    """Verify all checkpoints, including those of live runs, at a limited rate, for example from cron.
+    """Verify all checkpoints, also of live runs, at a limited rate, for example from cron.
 
     Reports a remedy for every bad page. Pages that a live run replaces in the meantime are skipped. Exits with status 1
     if a page is bad.
@@ -189,7 +189,7 @@ def _advice(run: StoredRun, bad: list[BadPage], good: int | None, paths: list[Pa
 def gc(
     paths: _PATHS,
     yes: _YES = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be removed, and remove nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the data without removing it.")] = False,
     json: _JSON = False,
     version: Version = False,
 ) -> None:
@@ -369,7 +369,7 @@ def _described(run: StoredRun) -> dict[str, Any]:
 
 
 def _table(run: StoredRun) -> Table:
-    table = Table("  step", "created", "ranks", "pages", "exclusive", "", box=None, header_style="dim", pad_edge=False)
+    table = Table("  step", "created", "ranks", "size", "exclusive", "", box=None, header_style="dim", pad_edge=False)
     for column in (0, 2, 3, 4):
         table.columns[column].justify = "right"
         table.columns[column].no_wrap = True

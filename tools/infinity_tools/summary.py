@@ -1,4 +1,4 @@
-"""The end of a run: `summary.json` for programs, a table for people."""
+"""Results of a run: `summary.json` and the final table."""
 
 from __future__ import annotations
 
@@ -30,54 +30,58 @@ _log = logging.getLogger("infinity")
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What does not come from counting."""
+    """Facts about a run that are not counted per step."""
 
     run_id: str
-    """Of the run; names its folders."""
+    """Id of the run, which is also the name of its folders."""
     model: str
-    """As it was asked for."""
+    """Value of `--model`."""
     dtype: str
-    """What it computes in."""
+    """Compute dtype."""
     parameters: int
-    """Elements of the whole model."""
+    """Number of parameters of the whole model."""
     world_size: int
-    """Ranks."""
+    """Number of ranks."""
     first_step: int
-    """The first step of this process, counted from the very first of the run."""
+    """First step of this process, counted from the first step of the run."""
     tokens_per_step: int
-    """Over all ranks."""
+    """Tokens per step, summed over all ranks."""
     micro_batches: int
-    """Forward passes of a rank in a step."""
+    """Forward passes per rank and step."""
     sequence_length: int
-    """Tokens."""
+    """Tokens per sequence."""
     losses: tuple[float, ...]
-    """One per step."""
+    """Loss of each step."""
     io_engine: str
-    """Name of the engine that moved the bytes."""
+    """I/O engine."""
     update_schedule: str
-    """When in a step the updates of FSDP modules ran."""
+    """Update schedule."""
     update_device: str
-    """The type of the device that they ran on."""
+    """Type of the device that runs the updates."""
     nvme_paths: tuple[str, ...]
-    """As they were given."""
+    """Folders on NVMe, as given."""
     interrupted: bool
-    """Whether a signal ended the run early."""
+    """``True`` if a signal ended the run early."""
     checkpointed_step: int | None
-    """Step of the newest checkpoint; None: there is none."""
+    """Step of the newest checkpoint, or None without a checkpoint."""
     recipe: Mapping[str, Any]
-    """See `Recipe`."""
+    """Optimizer options, see `Recipe`."""
     eval_losses: tuple[tuple[int, float], ...]
-    """Steps, and the loss on held-out data after each."""
+    """Steps, and the evaluation loss after each."""
     not_packed: str
-    """Why samples of data sets are not packed, one to a sequence; empty where they are, or the data are one text."""
+    """Reason why samples of data sets are not packed. Empty if they are packed, or if the data are plain text."""
 
 
 def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
     """Return the content of `summary.json`.
 
-    Bytes are sums over the ranks of this node, seconds means over them; both per step are means over the steady
-    steps (the first two left out; all of them where there are no more), of those that have records: of a long run, the
-    last ones. `reports` are those of this node.
+    Bytes are sums over the ranks of this node, and seconds are means over them. Figures per step are means over the
+    steady steps that have records. A long run only has records of its last steps. The first two steps are left out,
+    unless there are no others.
+
+    Args:
+        facts: Facts about the run.
+        reports: Reports of the ranks of this node.
     """
     records = reports[0].records
 
@@ -129,25 +133,27 @@ def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
 
 
 def write_summary(out: Path, summary: dict[str, Any]) -> None:
-    """Write `summary.json`; it is there completely or not at all. Raises `OSError`."""
+    """Write `summary.json` atomically. Raises `OSError`."""
     write_durably(out / "summary.json", (json.dumps(summary, indent=2) + "\n").encode(), mode=0o666)
 
 
 class StepLog:
-    """`steps.jsonl`: a line for every step, as soon as it has been taken.
+    """`steps.jsonl`, with one line per step, written as soon as the step has finished.
 
-    A file that cannot be opened is refused before the first step. One that takes no more, because the drive is full,
-    does not end the training: that is said once, and the lines from then on are missing.
+    A file that cannot be opened is an error before the first step. If a later write fails, for example because the
+    drive is full, training continues without the log after one warning.
     """
 
     def __init__(self, file: Path, first_step: int) -> None:
-        """Open the file, and cut off what is not of the steps before `first_step`: a run that was killed has taken
-        steps behind its last checkpoint, which are taken again, and may have left half a line.
+        """Open the file and remove all lines from `first_step` on.
+
+        A run that was killed may have logged steps after its last checkpoint, which will run again, and may have left
+        an incomplete line.
 
         Raises:
-            ConfigError: it cannot be written to.
+            ConfigError: If the file cannot be written.
         """
-        self._lost = False  # whether a line could not be written
+        self._lost = False  # set once a write has failed
         try:
             self._descriptor = _open_log(file)
             os.ftruncate(self._descriptor, _bytes_before(file, first_step))
@@ -155,37 +161,37 @@ class StepLog:
             raise _unwritable(file, error) from error
 
     def write(self, row: dict[str, Any]) -> None:
-        """Write one line."""
         line = (json.dumps(row) + "\n").encode()
         try:
             if not self._lost and os.write(self._descriptor, line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._lost = True
-            _log.warning("steps.jsonl has no lines from step %s on: %s", row.get("step"), error.strerror)
+            _log.warning("steps.jsonl is missing steps from %s on: %s", row.get("step"), error.strerror)
 
     def __enter__(self) -> StepLog:
-        """Close at the end of a `with` block."""
+        """Return self."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
+        """Close the file."""
         os.close(self._descriptor)
 
 
 class Claim:
-    """The folder of `--out` in the hands of one run, until the end of a `with` block."""
+    """Exclusive use of the `--out` folder by one run. A context manager that releases the folder on exit."""
 
     def __init__(self, out: Path, log: str, *, resumes: bool) -> None:
-        """Take the folder.
+        """Claim the folder.
 
         Args:
-            out: the folder, which is there.
-            log: name of the `StepLog` in it.
-            resumes: whether the run may go on with the log that is there.
+            out: Existing folder.
+            log: File name of the `StepLog` in the folder.
+            resumes: Whether the run may continue an existing log.
 
         Raises:
-            ConfigError: another run writes there, or has left its log, or the log cannot be written.
+            ConfigError: If another run writes to the folder, the folder has the log of an earlier run, or the log
+                cannot be written.
         """
         self._descriptor = _locked(out)
         try:
@@ -195,16 +201,16 @@ class Claim:
             raise
 
     def __enter__(self) -> Claim:
-        """Let go of it at the end of a `with` block."""
+        """Return self."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let go of it."""
+        """Release the folder."""
         os.close(self._descriptor)
 
 
 def _locked(out: Path) -> int:
-    """Return a descriptor of a folder that nobody else has locked. Raises `ConfigError`."""
+    """Return a descriptor of the folder, locked exclusively. Raises `ConfigError`."""
     try:
         descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -213,14 +219,14 @@ def _locked(out: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise ConfigError(f"another run is writing to --out {str(out)!r}; name another folder") from error
-    except OSError:  # some file systems have no locks
+        raise ConfigError(f"another run is writing to --out {str(out)!r}; choose another folder") from error
+    except OSError:  # some file systems do not support locks
         pass
     return descriptor
 
 
 def _check_log(file: Path, *, resumes: bool) -> None:
-    """Check that `steps.jsonl`, if it is there, can be written, and is no run's that would lose it."""
+    """Check that `steps.jsonl` can be written, and that an existing one belongs to the run that is resumed."""
     if not os.path.lexists(file):
         return
     try:
@@ -230,22 +236,22 @@ def _check_log(file: Path, *, resumes: bool) -> None:
     except OSError as error:
         raise _unwritable(file, error) from error
     if length and not resumes:
-        raise ConfigError(f"{file} is of an earlier run; name another folder with --out, or go on with it: --resume")
+        raise ConfigError(f"{file} belongs to an earlier run; choose another --out, or continue that run with --resume")
 
 
 def _unwritable(file: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{file} cannot be written: {error.strerror}; name another folder with --out")
+    return ConfigError(f"{file} cannot be written: {error.strerror}; choose another --out")
 
 
 def _bytes_before(file: Path, step: int) -> int:
-    """Return how long a log is up to the line of this step or of a later one, or up to one that was cut off."""
+    """Return the length of a log up to its first line from `step` on, or up to an incomplete line."""
     length = 0
     with open(file, "rb") as lines:
         for line in lines if step > 1 else ():
             try:
                 found = json.loads(line)["step"]
             except (ValueError, KeyError, TypeError):
-                found = 0  # none of ours: it stays
+                found = 0  # not written by this class; keep the line
             if not line.endswith(b"\n") or (isinstance(found, int) and found >= step):
                 break
             length += len(line)
@@ -253,7 +259,7 @@ def _bytes_before(file: Path, step: int) -> int:
 
 
 def _open_log(file: Path) -> int:
-    """Return a descriptor of a regular file to append to; links are not followed, nor pipes waited for."""
+    """Return a descriptor of a regular file to append to, without following links or blocking on pipes."""
     try:
         return os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     except FileExistsError:
@@ -261,7 +267,7 @@ def _open_log(file: Path) -> int:
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
-    """Return the short table at the end of a run."""
+    """Return the table that is printed at the end of a run."""
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column(style="bold")
     table.add_column()
@@ -271,19 +277,19 @@ def summary_table(summary: dict[str, Any]) -> Table:
 
 
 def result_lines(summary: dict[str, Any]) -> list[str]:
-    """Return what is left of a run, and the commands that go on from there; whole lines, to be copied."""
+    """Return the remaining state of a run and the commands that use it, as unwrapped lines that can be copied."""
     last, checkpointed, commands = (
         summary["first_step"] + summary["steps"] - 1,
         summary["checkpointed_step"],
         summary["next"],
     )
     if not commands:
-        return ["nothing is left on NVMe: --keep never"]
-    lost = f"; steps up to {last} are not in it" if checkpointed != last else ""
+        return ["no state was kept on NVMe (--keep never)"]
+    lost = f"; later steps up to {last} are not included" if checkpointed != last else ""
     return [
         f"step {checkpointed} of run {summary['run_id']} is checkpointed in {', '.join(summary['nvme_paths'])}{lost}",
-        f"its weights:     {commands['export']}",
-        f"to go on:        {commands['resume']}",
+        f"to export:       {commands['export']}",
+        f"to resume:       {commands['resume']}",
         f"to free {format_size(summary['stored_bytes'])}: {commands['free']}",
     ]
 
@@ -297,10 +303,10 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
     shares = {part.replace("_", " "): spent / sum(parts.values()) for part, spent in parts.items()}
     ended = [("ended", "early, by a signal")] if s["interrupted"] else []
     retries = s["nvme_retries_total"]
-    retried = [("retried", f"{retries} transfers; look after the drives")] if retries else []
+    retried = [("retries", f"{retries} transfers were retried; check the drives")] if retries else []
     found = s["eval_losses"]
     shown = [f"{loss:.4f} at step {step}" for step, loss in (found if len(found) < 2 else (found[0], found[-1]))]
-    held_out = [("held-out loss", ", ".join(shown))] if shown else []
+    held_out = [("evaluation loss", ", ".join(shown))] if shown else []
     micro = s["micro_batches"]
     batch = [("batch", f"{s['tokens_per_step']} tokens, {micro} micro-batches per rank")] if micro > 1 else []
     return [
@@ -310,13 +316,13 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
         *batch,
         ("step", f"{seconds:.3g} s, {short(s['tokens_per_second'])} tokens/s"),
         (
-            "of it",
+            "time per step",
             ", ".join(f"{part} {share:.0%}" for part, share in shares.items() if share >= 0.005),
         ),
         ("updates", f"{s['update_schedule']}, on the {s['update_device']}"),
-        ("state on NVMe", f"{format_size(state)} of {short(s['parameters'])} parameters"),
+        ("state on NVMe", f"{format_size(state)} for {short(s['parameters'])} parameters"),
         ("host cache", format_size(host_cache) + _share(host_cache, state)),
-        ("peak resident", f"{format_size(s['peak_rss_bytes'])}, {format_size(outside)} outside the host cache"),
+        ("peak memory", f"{format_size(s['peak_rss_bytes'])}, {format_size(outside)} outside the host cache"),
         ("read per step", _moved(s, "read", seconds)),
         ("written per step", _moved(s, "written", seconds)),
         *_plan(s),
@@ -328,20 +334,16 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
 def _share(host_cache: float, state: float) -> str:
     if not state:
         return ""
-    return (
-        f", {host_cache / state:.0%} of the state"
-        if host_cache < state
-        else ", all of the state fits: nothing needs paging"
-    )
+    return f" ({host_cache / state:.0%} of the state)" if host_cache < state else " (holds the whole state: no paging)"
 
 
 def _plan(s: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what the plan says of the step's time, where there were steps to which it applies."""
+    """Return the planned time per step, or no row if the run has no steady steps."""
     bandwidth, seconds = s["nvme_bandwidth_bytes_per_second"], s["predicted_step_seconds"]
     if not seconds or len(s["losses"]) <= WARM_STEPS:
         return []
     alone = s["predicted_transfer_seconds_per_step"]
-    return [("step by the plan", f"{seconds:.3g} s; its transfers alone {alone:.3g} s at {rate(bandwidth)}")]
+    return [("planned step", f"{seconds:.3g} s; transfers alone {alone:.3g} s at {rate(bandwidth)}")]
 
 
 def _moved(s: dict[str, Any], direction: str, seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Tables and words that several commands print."""
+"""Tables and text shared by several commands."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from rich.text import Text
 
 
 def table(title: str, headings: Iterable[str], rows: Iterable[tuple[str, ...]]) -> Table:
-    """Return a table; headings that begin with ``>`` are of columns that stand to the right."""
+    """Return a table. Columns whose headings start with ``>`` are right-aligned."""
     made = Table(title=title, title_justify="left", title_style="bold", box=None, header_style="dim", pad_edge=False)
     made.show_header = any(headings)
     for heading in headings:
         number = heading.startswith(">")
         made.add_column(heading.lstrip(">"), justify="right" if number else "left", no_wrap=number, overflow="fold")
     for row in rows:
-        made.add_row(*map(Text, row))  # texts of others have no markup
+        made.add_row(*map(Text, row))  # cells are plain text, not markup
     return made
 
 
 def show_whole(console: Console, shown: Table) -> None:
-    """Print a table as wide as it has to be: ids and paths remain whole, a terminal wraps what is too long for it."""
+    """Print a table at its full width, so that ids and paths stay whole. A narrow terminal wraps its lines."""
     console.print(Text(str(shown.title), "bold"))
     columns = []
     for column in shown.columns:
@@ -35,13 +35,13 @@ def show_whole(console: Console, shown: Table) -> None:
 
 
 def span(seconds: float) -> str:
-    """Return a length of time in one word."""
-    for fsdp_module, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+    """Return a duration in one time unit."""
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= length:
-            return f"{seconds / length:.0f} {fsdp_module}"
+            return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
 
 
 def age(moment: float) -> str:
-    """Return in one word how long ago a Unix time was."""
+    """Return the time since a Unix time, in one time unit."""
     return span(max(0.0, time.time() - moment))

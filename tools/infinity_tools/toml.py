@@ -1,4 +1,4 @@
-"""Settings as TOML, as `--config` and `infinity.offload` take them."""
+"""Settings as TOML, for `--config` and `infinity.offload`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Tree = Mapping[str, Mapping[str, Any]]
 
 
 def settings_toml(settings: Config, comments: Sequence[str] = ()) -> str:
-    """Return the settings that differ from the defaults, below lines of comment.
+    """Return the settings that differ from the defaults, preceded by comment lines.
 
     Raises:
-        ConfigError: a value cannot be written in TOML.
+        ConfigError: If a value cannot be written in TOML.
     """
     defaults = Config()
     tree: dict[str, dict[str, Any]] = {}
@@ -34,24 +34,24 @@ def settings_toml(settings: Config, comments: Sequence[str] = ()) -> str:
 
 
 def tree_toml(tree: Tree, comments: Sequence[str] = ()) -> str:
-    """Return sections of settings; what is read back is what was given.
+    """Return sections of settings as TOML, after checking that they can be read back unchanged.
 
     Raises:
-        ConfigError: it is not: these are no settings, or a name is no text.
+        ConfigError: If the settings are invalid, or a value is not valid text.
     """
     text = "\n".join([*(f"# {line}" for line in comments), *_lines(tree)]).lstrip("\n") + "\n"
     try:
         text.encode()
         read = load_config(tomllib.loads(text))
     except (tomllib.TOMLDecodeError, UnicodeError) as error:
-        raise ConfigError(f"a value of these settings cannot be named in TOML: {error}") from error
+        raise ConfigError(f"a value of these settings cannot be written in TOML: {error}") from error
     if read != load_config({section: dict(values) for section, values in tree.items()}):
-        raise ConfigError("settings are read back otherwise: a mistake in infinity, please report it")
+        raise ConfigError("settings changed when read back from TOML; this is a bug in infinity, please report it")
     return text
 
 
 def quoted(text: str) -> str:
-    """Return a basic string of TOML: that of JSON, but for a character that TOML wants escaped."""
+    """Return a TOML basic string: a JSON string with DEL escaped, as TOML requires."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -74,8 +74,8 @@ def _literal(name: str, value: Any) -> str:
 
 
 def _size(size: int) -> str:
-    """Return a size with an FSDP module, exact; else in bytes."""
-    for factor, fsdp_module in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+    """Return a size with the largest exact unit, or in bytes."""
+    for factor, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size and size % factor == 0:
-            return f'"{size // factor}{fsdp_module}"'
+            return f'"{size // factor}{unit}"'
     return str(size)

@@ -1,4 +1,4 @@
-"""Logging to TensorBoard and Weights & Biases, of rank 0."""
+"""Logging to TensorBoard and Weights & Biases on rank 0."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from infinity.optional_dependencies import needs
 
 _log = logging.getLogger("infinity")
 TRACKERS = ("tensorboard", "wandb")
-"""What `--log` may name."""
+"""Values of `--log`."""
 
 _PROJECT = "infinity"
 
 
 class Tracker(Protocol):
-    """Takes the figures of steps."""
+    """Destination for the figures of steps."""
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Take those of a step."""
+        """Log the figures of a step."""
 
     def close(self) -> None:
-        """Write what is not written yet."""
+        """Flush pending data and close."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Check that `--log` names what there is and what is installed. Raises `ConfigError`, `MissingPackageError`."""
+    """Check that `--log` names known, installed trackers. Raises `ConfigError`, `MissingPackageError`."""
     for name in names:
         if name not in TRACKERS:
             raise ConfigError(f"--log {name!r} is not one of {', '.join(TRACKERS)}")
@@ -42,24 +42,26 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """All that a run logs to. A context manager: it closes them."""
+    """All trackers of a run. A context manager that closes them on exit."""
 
     def __init__(self, names: Sequence[str], out: Path, run_id: str, first_step: int, facts: Mapping[str, Any]) -> None:
-        """Open them.
+        """Open the trackers.
 
         Args:
-            names: of `TRACKERS`.
-            out: the run's folder of results; what is logged goes there.
-            run_id: of the run, which the log of a run that goes on belongs to.
-            first_step: the first step that will be logged; what is there of it or of later ones is replaced.
-            facts: of the run: what it trains and how.
+            names: Names from `TRACKERS`.
+            out: Output folder of the run, which also receives the logs.
+            run_id: Id of the run. A resumed run continues the log with the same id.
+            first_step: First step to be logged. Existing entries from this step on are replaced.
+            facts: Description of the run: model, data and options.
 
         Raises:
-            ConfigError: one cannot be opened.
+            ConfigError: If a tracker cannot be opened.
         """
         self._stack = ExitStack()
         self._open: dict[str, Tracker] = {}
-        """By name. One that takes no more, because the drive is full, does not end the training: it is left out."""
+        """Trackers by name. A tracker that fails, for example because the drive is full, is dropped and training
+        continues.
+        """
         for name in names:
             make = _TensorBoard if name == "tensorboard" else _WeightsAndBiases
             tracker: Tracker = make(out, run_id, first_step, facts)
@@ -67,14 +69,14 @@ class Trackers:
             self._open[name] = tracker
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Log a line of steps.jsonl: all of its numbers."""
+        """Log all numbers of a line of steps.jsonl."""
         figures = {_name(key): float(value) for key, value in row.items() if key != "step"}
         for name, tracker in [*self._open.items()]:
             try:
                 tracker.log(int(row["step"]), figures)
-            except Exception as error:  # OSError, and what wandb makes of one
+            except Exception as error:  # OSError, or a wandb exception that wraps it
                 del self._open[name]
-                _log.warning("--log %s has nothing from step %s on: %s", name, row["step"], _reason(error))
+                _log.warning("--log %s is missing steps from %s on: %s", name, row["step"], _reason(error))
 
     def __enter__(self) -> Trackers:
         return self
@@ -87,7 +89,7 @@ def _close(name: str, tracker: Tracker) -> None:
     try:
         tracker.close()
     except Exception as error:
-        _log.warning("--log %s may lack its last steps: %s", name, _reason(error))
+        _log.warning("--log %s may be missing the last steps: %s", name, _reason(error))
 
 
 def _reason(error: Exception) -> str:
@@ -131,7 +133,7 @@ class _WeightsAndBiases:
         except (wandb.Error, OSError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(
-                f"--log wandb: {reason}; WANDB_MODE=offline in the environment needs no account"
+                f"--log wandb: {reason}; to log without an account, set WANDB_MODE=offline in the environment"
             ) from error
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:

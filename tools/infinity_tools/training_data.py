@@ -117,7 +117,7 @@ def open_data(
     kinds = {path: is_data_set(path) for path in (*options.data, *options.eval_data)}
     if len({kinds[path] for path in options.data}) > 1:
         text = next(path for path in options.data if not kinds[path])
-        raise ConfigError(f"--data {str(text)!r} is plain text, and the others are data sets; name one kind")
+        raise ConfigError(f"--data {str(text)!r} is plain text, but other --data are data sets; use one kind")
     paths = options.eval_data or (options.data if options.eval_split else ())
     if paths and kinds[paths[0]]:
         Rows.of(paths, options.eval_split, "--eval-data", _HELD_OUT)  # said before hours are spent on the others
@@ -134,21 +134,21 @@ def open_data(
         check_bytes(source, encode)
         batches = Batches(corpus, length=options.seq, encode=encode, **share)
         epoch, facts = 0, {"text_bytes": corpus.size}
-        said = f"text: {short(corpus.size)} bytes in {corpus.files} files"
+        said = f"data: plain text, {short(corpus.size)} bytes in {corpus.files} files"
     lines = [said]
     held_out: Readable | None = None
     if paths and kinds[paths[0]]:
         held_out, _, said = opening.data_set(paths, options.eval_split, "--eval-data", _HELD_OUT)
-        lines.append(f"held out {said}")
+        lines.append(f"evaluation {said}")
     elif paths:
         if options.eval_split:
-            raise ConfigError(f"--eval-split {options.eval_split} is for data sets; {paths[0]} is plain text")
+            raise ConfigError(f"--eval-split {options.eval_split} requires a data set, but {paths[0]} is plain text")
         windows = Windows(Corpus.of(paths, "--eval-data"), options.seq, _encode(options, source))
         held_out = windows
-        lines.append(f"held out text: {len(windows)} sequences")
+        lines.append(f"evaluation data: plain text, {len(windows)} sequences")
     facts |= {"seed": seed, "batch_tokens": options.batch_tokens, "seq": options.seq}
     if opening.not_packed:
-        lines.append(f"one sample in each sequence, and padding: {opening.not_packed}")
+        lines.append(f"samples are padded, not packed: {opening.not_packed}")
     return TrainingData(
         batches=batches,
         held_out=held_out,
@@ -163,7 +163,9 @@ def _encode(options: DataOptions, source: ModelSource) -> Callable[[str], list[i
     """Return what makes tokens of plain text; None: they are its bytes."""
     encode = tokenizer_of(options.tokenizer or source.weights)
     if options.tokenizer is not None and encode is None:
-        raise ConfigError(f"--tokenizer {str(options.tokenizer)!r} has no tokenizer.json; name a folder with one")
+        raise ConfigError(
+            f"--tokenizer {str(options.tokenizer)!r} has no tokenizer.json; pass a folder that contains one"
+        )
     return encode
 
 
@@ -171,7 +173,7 @@ def check_bytes(source: ModelSource, encode: Callable[[str], list[int]] | None) 
     """Check that a model knows every byte, where tokens are bytes. Raises `ConfigError`."""
     vocabulary = source.config.vocab_size
     if encode is None and vocabulary < _BYTE_VALUES:
-        raise ConfigError(f"the model knows {vocabulary} tokens, but the text has {_BYTE_VALUES} different bytes")
+        raise ConfigError(f"the model's vocab_size is {vocabulary}, but byte tokens need {_BYTE_VALUES}")
 
 
 class Windows:
@@ -213,12 +215,14 @@ class _Opening:
         """Return the sequences of a data set, what tells it from others, and a line about it."""
         options, named = self._options, f"{option} {paths[0]}"
         if any(not is_data_set(path) for path in paths):
-            raise ConfigError(f"{option}: plain text and data sets; name one kind")
+            raise ConfigError(f"{option}: plain text and data sets cannot be mixed; use one kind")
         rows = Rows.of(paths, split, option, preferred)
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(options.tokenizer, self._source.weights, named)
             check_vocabulary(self._tokenizer, self._source.config.vocab_size, self._source.name)
-        reason = self._ranks.on_first("trying whether samples see each other", lambda: self._why_apart(rows, named))
+        reason = self._ranks.on_first(
+            "checking whether packed samples see each other", lambda: self._why_apart(rows, named)
+        )
         self.not_packed = self.not_packed or reason
         recipe = Recipe(
             text_column=options.text_column,
@@ -241,7 +245,7 @@ class _Opening:
         if first is None or Columns.of(first, self._options.text_column, named).kind == "text":
             return ""
         if self._apart is None:
-            self._report(f"trying whether samples see each other in {self._source.name}")
+            self._report(f"checking whether packed samples see each other in {self._source.name}")
             self._apart = why_apart(self._source.config)
         return self._apart
 
@@ -257,7 +261,7 @@ def _refuse_for_text(options: DataOptions) -> None:
         if value:
             shown = f"{value:g}" if isinstance(value, float) else value
             raise ConfigError(
-                f"{name} {shown} is for data sets (parquet, jsonl, json, csv, arrow, or what save_to_disk wrote), and "
+                f"{name} {shown} requires a data set (parquet, jsonl, json, csv, arrow, or from save_to_disk), but "
                 f"{options.data[0] if options.data else 'the standard library'} is plain text"
             )
 
@@ -266,10 +270,10 @@ def _line(facts: Facts, length: int) -> str:
     what = {"text": "texts", "completion": "prompts and completions", "chat": "chats"}[facts.kind]
     line = (
         f"data: {short(facts.rows)} {what} in {short(facts.sequences)} sequences of {length} tokens, "
-        f"{facts.trained / (facts.sequences * length):.0%} of them trained"
+        f"{facts.trained / (facts.sequences * length):.0%} of the tokens trained"
     )
     if facts.cut:
-        line += f"; {facts.cut} longer than --seq {length} were cut off"
+        line += f"; {facts.cut} longer than --seq {length} were truncated"
     if facts.empty:
-        line += f"; {facts.empty} had nothing to train on"
+        line += f"; {facts.empty} had no tokens to train on"
     return line

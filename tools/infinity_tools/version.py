@@ -1,4 +1,4 @@
-"""`infinity version`."""
+"""`infinity version`: versions of infinity and of the software that it runs on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def version(
     json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     version: Version = False,
 ) -> None:
-    """Print the version, and those of what it runs on."""
+    """Print the versions of infinity, Python, PyTorch, transformers and the kernel."""
     found = {
         "infinity": infinity.__version__,
         "python": platform.python_version(),

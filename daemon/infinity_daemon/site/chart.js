@@ -1,4 +1,4 @@
-// One curve over steps, as SVG in the pixels of the page; drawn anew when its points or its width change.
+// A curve over steps as SVG, in pixels of the page. It is redrawn when its points or its width change.
 
 const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 150;
@@ -11,7 +11,7 @@ function node(name, attributes, text) {
   return made;
 }
 
-/** Return three to five round numbers that span what lies between two numbers. */
+/** Return three to five round numbers that span a range. */
 export function ticks(least, most) {
   const span = most - least || Math.abs(most) || 1;
   const power = 10 ** Math.floor(Math.log10(span / 3));
@@ -24,8 +24,8 @@ export function ticks(least, most) {
 export class Chart {
   /**
    * @param {string} title
-   * @param {(value: number) => string} format of values
-   * @param {{zero?: boolean}} options zero: the axis begins at 0
+   * @param {(value: number) => string} format formatter of values
+   * @param {{zero?: boolean}} options zero: the axis starts at 0
    */
   constructor(title, format, { zero = false } = {}) {
     this.title = title;
@@ -35,7 +35,7 @@ export class Chart {
     this.svg = node("svg", { class: "chart", role: "img" });
     this.empty = document.createElement("p");
     this.empty.className = "empty";
-    this.empty.textContent = "not known yet";
+    this.empty.textContent = "no data yet";
     const caption = document.createElement("figcaption");
     caption.textContent = title;
     this.figure = document.createElement("figure");
@@ -50,7 +50,7 @@ export class Chart {
     }).observe(this.figure);
   }
 
-  /** Show these points, [step, value] each; those that are no numbers are gaps. */
+  /** Show points given as [step, value]. Points that are not finite become gaps. */
   show(points) {
     this.points = points;
     this.draw();

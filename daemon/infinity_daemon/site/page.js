@@ -1,10 +1,10 @@
-// Shows the states that the daemon streams. Every text from a state is set as text, never as markup.
+// Renders the states that the daemon streams. Texts from a state are always set as text, never as markup.
 
 import { Chart } from "./chart.js";
 import { bytes, count, duration, endurance, perSecond, plain, rate, share, whole } from "./units.js";
 
 const KEY = "infinity.token";
-const SILENT_MS = 15000; // the daemon sends something every 5 s, else the connection is gone
+const SILENT_MS = 15000; // the daemon sends a message every 5 s; after 15 s of silence, the connection is dead
 const RETRY_MS = [1000, 2000, 4000, 8000];
 
 const PARTS = {
@@ -12,10 +12,10 @@ const PARTS = {
   update: ["optimizer", "c2"],
   copy: ["copies", "c3"],
   collective: ["collectives", "c4"],
-  read_stall: ["waits for reads", "s1"],
-  write_stall: ["waits for writes", "s2"],
-  host_cache_stall: ["waits for frames", "s3"],
-  python: ["the loop’s own code", "c5"],
+  read_stall: ["read stalls", "s1"],
+  write_stall: ["write stalls", "s2"],
+  host_cache_stall: ["cache slot stalls", "s3"],
+  python: ["training loop", "c5"],
 };
 const ROLES = {
   param: ["weights", "c1"],
@@ -29,7 +29,7 @@ const STATUSES = { live: ["running", "good"], ended: ["ended", ""], dead: ["died
 
 const byId = (id) => document.getElementById(id);
 
-/** Make an element: "dl.figures" is one with a class. */
+/** Create an element. "dl.figures" is a dl element with a class. */
 function make(kind, attributes = {}, ...children) {
   const [name, ...classes] = kind.split(".");
   const made = document.createElement(name);
@@ -39,7 +39,7 @@ function make(kind, attributes = {}, ...children) {
   return made;
 }
 
-/** Set a text, if it is another one: what does not change keeps a selection. */
+/** Set the text of an element only if it differs, so that a selection is kept. */
 function put(element, text) {
   const shown = String(text);
   if (element.textContent !== shown) element.textContent = shown;
@@ -51,8 +51,8 @@ function badge(element, text, kind) {
 }
 
 /**
- * Keep one child of a parent for each item, in order, and tell each about its item. Children of items that stay are
- * kept, and so are focus and scrolling in them.
+ * Keep one child of a parent for each item, in order, and update each child with its item. Children of remaining items are
+ * reused, which preserves focus and scroll position.
  */
 function keep(parent, items, keyOf, build) {
   parent.views ??= new Map();
@@ -75,7 +75,7 @@ function keep(parent, items, keyOf, build) {
   }
 }
 
-/** A list of figures, each shown only while it is known: [name, how to show it, how to show what is told beside it]. */
+/** A list of figures that are shown only if known. A field is [name, value formatter, detail formatter]. */
 class Figures {
   constructor(fields) {
     this.fields = fields.map(([name, show, beside]) => {
@@ -96,7 +96,7 @@ class Figures {
   }
 }
 
-/** A bar of parts with a legend that says the same in words. */
+/** A stacked bar with a legend that lists the same values. */
 class Shares {
   constructor(title, names) {
     this.names = names;
@@ -115,7 +115,7 @@ class Shares {
     }
   }
 
-  /** Show values of which `whole` is the full width, as `format` says them. */
+  /** Show values relative to `whole`, the full width of the bar, formatted with `format`. */
   show(values, whole, format) {
     this.element.hidden = !values;
     if (!values) return;
@@ -131,7 +131,7 @@ function width(value, whole) {
   return `${Number.isFinite(percent) ? Math.min(100, Math.max(0, percent)).toFixed(2) : 0}%`;
 }
 
-/** A table with a row for each item; a column is [name, how to show it, class], the first one names the row. */
+/** A table with one row per item. A column is [name, formatter, class]; the first column names the row. */
 class Table {
   constructor(title, columns, keyOf) {
     this.columns = columns;
@@ -139,7 +139,7 @@ class Table {
     this.body = make("tbody");
     const names = columns.map(([name, , kind]) => make(kind ? `th.${kind}` : "th", { scope: "col" }, name));
     const table = make("table", {}, make("caption", {}, title), make("thead", {}, make("tr", {}, ...names)), this.body);
-    // Whoever has no mouse scrolls what has the focus.
+    // Focusable, so that it can be scrolled with the keyboard.
     this.element = make("div.scroll", { tabindex: "0", role: "region", "aria-label": title }, table);
   }
 
@@ -159,9 +159,11 @@ class Table {
 
 const ifKnown = (value, format) => (value === undefined ? undefined : format(value));
 
-let named = 0; // ids given
+const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 
-/** Give an element an id that no name from a state can meet. */
+let named = 0; // number of assigned ids
+
+/** Assign an element an id that cannot collide with a name from a state. */
 function identified(element) {
   named += 1;
   element.id = `title-${named}`;
@@ -176,7 +178,7 @@ class RunView {
     this.badge = make("span.badge");
     this.about = make("span.muted");
     this.notices = make("ul.notices");
-    this.now = 0; // Unix time of the state
+    this.now = 0; // Unix time of the current state
     const since = (time) => ifKnown(time, (then) => `${whole(this.now - then)} ago`);
     this.figures = new Figures([
       ["Tokens per second", (r) => ifKnown(r.tokens_per_second, perSecond),
@@ -184,8 +186,8 @@ class RunView {
       ["Loss", (r) => ifKnown(r.loss, plain),
         (r) => ifKnown(r.gradient_norm, (norm) => `gradient norm ${plain(norm, 3)}`)],
       ["Steps", (r) => count(r.steps), (r) => ifKnown(since(r.last_step), (ago) => `last one ${ago}`)],
-      ["Time of a step", (r) => ifKnown(r.step_seconds, duration),
-        (r) => ifKnown(r.stalled, (stalled) => `${share(stalled)} waiting for pages`)],
+      ["Step time", (r) => ifKnown(r.step_seconds, duration),
+        (r) => ifKnown(r.stalled, (stalled) => `${share(stalled)} stalled on storage`)],
       ["Read", (r) => ifKnown(r.io.read, rate),
         (r) => ifKnown(r.io.read_per_step, (size) => `${bytes(size)} per step`)],
       ["Written", (r) => ifKnown(r.io.write, rate),
@@ -193,25 +195,25 @@ class RunView {
       ["Last checkpoint", (r) => since(r.checkpoint.last) ?? "none yet",
         (r) => (r.checkpoint.count ? `${count(r.checkpoint.count)} so far, ${duration(r.checkpoint.seconds)} each` : undefined)],
       ["Learning rate", (r) => ifKnown(r.learning_rate, (value) => plain(value, 3)),
-        (r) => (r.steps_skipped ? `${count(r.steps_skipped)} steps skipped` : undefined)],
+        (r) => (r.steps_skipped ? `${plural(r.steps_skipped, "step")} skipped` : undefined)],
     ]);
     this.loss = new Chart("Loss by step", (value) => String(Number(value.toPrecision(4))));
     this.speed = new Chart("Tokens per second by step", (value) => short(value), { zero: true });
-    this.parts = new Shares("Where a step’s time goes", PARTS);
-    this.host cache = new Shares("Host host cache", ROLES);
+    this.parts = new Shares("Step time by activity", PARTS);
+    this.hostCache = new Shares("Host cache", ROLES);
     this.ready = make("p.aside");
     this.parts.element.append(this.ready);
     this.stored = make("p.aside");
-    this.host cache.element.append(this.stored);
+    this.hostCache.element.append(this.stored);
     this.ranks = new Table(
       `Ranks of ${run.id}`,
       [
         ["Rank", (rank) => rank.rank, "words"],
-        ["State", (rank) => STATUSES[rank.status][0], "words"],
+        ["Status", (rank) => STATUSES[rank.status][0], "words"],
         ["Steps", (rank) => count(rank.steps)],
         ["Step", (rank) => ifKnown(rank.step_seconds, duration)],
         ["Tokens/s", (rank) => ifKnown(rank.tokens_per_second, perSecond)],
-        ["Waiting", (rank) => ifKnown(rank.stalled, share)],
+        ["Stalled", (rank) => ifKnown(rank.stalled, share)],
         ["Read", (rank) => ifKnown(rank.read, rate)],
         ["Written", (rank) => ifKnown(rank.write, rate)],
         ["Host cache", (rank) => ifKnown(rank.host_cache_used, (used) => `${bytes(used)} of ${bytes(rank.host_cache_capacity)}`)],
@@ -227,7 +229,7 @@ class RunView {
       this.notices,
       this.figures.element,
       make("div.halves", {}, this.loss.figure, this.speed.figure),
-      make("div.halves", {}, this.parts.element, this.host cache.element),
+      make("div.halves", {}, this.parts.element, this.hostCache.element),
       this.ranks.element,
     );
     this.drawn = "";
@@ -235,9 +237,9 @@ class RunView {
 
   show({ run, now }) {
     this.now = now;
-    const [word, kind] = run.idle ? ["stands still", "warning"] : STATUSES[run.status];
+    const [word, kind] = run.idle ? ["idle", "warning"] : STATUSES[run.status];
     badge(this.badge, word, kind);
-    const begun = run.status === "live" ? `began ${whole(now - run.started)} ago` : undefined;
+    const begun = run.status === "live" ? `started ${whole(now - run.started)} ago` : undefined;
     put(this.about, [ranksOf(run), begun, run.io_engine, run.version].filter(Boolean).join(" · "));
     keep(this.notices, noticesOf(run, now), (notice) => notice, (notice) => {
       return { element: make("li", {}, notice), show: () => {} };
@@ -245,14 +247,14 @@ class RunView {
     this.notices.hidden = !this.notices.childElementCount;
     this.figures.show(run);
     this.parts.show(run.parts, 1, share);
-    put(this.ready, run.fetches ? `${share(run.fetches.hit)} of the pages were ready when they were needed.` : "");
-    this.host cache.show(run.host cache?.roles, run.host cache?.capacity, bytes);
-    if (run.host cache) {
-      const used = Object.values(run.host cache.roles).reduce((sum, size) => sum + size, 0);
-      put(this.host cache.title, `Host host_cache: ${bytes(used)} of ${bytes(run.host_cache.capacity)} in use`);
+    put(this.ready, run.fetches ? `${share(run.fetches.hit)} of the requested pages were ready in time.` : "");
+    this.hostCache.show(run.host_cache?.roles, run.host_cache?.capacity, bytes);
+    if (run.host_cache) {
+      const used = Object.values(run.host_cache.roles).reduce((sum, size) => sum + size, 0);
+      put(this.hostCache.title, `Host cache: ${bytes(used)} of ${bytes(run.host_cache.capacity)} in use`);
       const { param, update, grad } = run.nvme?.roles ?? {};
-      const stored = run.nvme && `${bytes(param + update + grad)} of state on NVMe, in ${bytes(run.nvme.capacity)}.`;
-      const cost = run.tokens && `${bytes(run.io.written_total / run.tokens)} are written per token.`;
+      const stored = run.nvme && `${bytes(param + update + grad)} of state on NVMe (capacity ${bytes(run.nvme.capacity)}).`;
+      const cost = run.tokens && `${bytes(run.io.written_total / run.tokens)} written per token.`;
       put(this.stored, [stored, cost].filter(Boolean).join(" "));
     }
     this.ranks.show(run.ranks);
@@ -279,19 +281,19 @@ function ranksOf(run) {
   return here === run.world_size ? `${here} ${noun}` : `${here} of ${run.world_size} ${noun} on this node`;
 }
 
-/** What somebody should look at, in words. */
+/** Return notices that need the user's attention. */
 function noticesOf(run, now) {
   const dead = run.ranks.filter((rank) => rank.status === "dead").map((rank) => rank.rank);
   const slowed = Object.entries(run.limits ?? {}).map(([drive, limit]) => `${drive} to ${rate(limit)} per rank`);
   return [
-    dead.length && `Rank ${dead.join(", ")} died without closing its page; the run’s log says why.`,
-    run.idle && "No step has ended for much longer than a step takes.",
-    typeof run.loss === "string" && "The loss is not a finite number.",
-    run.io.errors && `${count(run.io.errors)} transfers failed for good.`,
-    run.io.retries && `${count(run.io.retries)} requests were submitted again.`,
-    run.steps_skipped && `${count(run.steps_skipped)} steps were skipped: their gradients were not finite.`,
-    run.plan.divergences && `${count(run.plan.divergences)} page uses were not those of the plan.`,
-    slowed.length && `Held back for the sake of other runs, on ${slowed.join(", ")}.`,
+    dead.length && `${dead.length === 1 ? "Rank" : "Ranks"} ${dead.join(", ")} ended without closing the run. See the log of the run.`,
+    run.idle && "No step has completed for much longer than the usual step time.",
+    typeof run.loss === "string" && "The loss is not finite.",
+    run.io.errors && `${plural(run.io.errors, "transfer")} failed after all retries.`,
+    run.io.retries && `${plural(run.io.retries, "request")} had to be retried.`,
+    run.steps_skipped && `${plural(run.steps_skipped, "step")} skipped because of gradients that were not finite.`,
+    run.plan.divergences && `${plural(run.plan.divergences, "page use")} differed from the plan.`,
+    slowed.length && `Limited in favor of other runs on ${slowed.join(", ")}.`,
   ].filter(Boolean);
 }
 
@@ -305,7 +307,7 @@ class DriveView {
     this.facts = make("dl.facts");
     this.lines = {};
     for (const [key, name, color] of [
-      ["read", "Reads", "c1"], ["write", "Writes", "c4"], ["runs", "Of it, runs"], ["busy", "Busy"], ["space", "Space", "c5"],
+      ["read", "Reads", "c1"], ["write", "Writes", "c4"], ["runs", "By runs"], ["busy", "Busy"], ["space", "Space", "c5"],
       ["wear", "Wear"], ["pace", "Writes, last hour"],
     ]) {
       const value = make("dd");
@@ -332,7 +334,7 @@ class DriveView {
     for (const [op, past] of [["read", "read"], ["write", "write"]]) {
       const best = drive.profile?.[past];
       this.line(op, drive[op], (value) =>
-        best === undefined ? `${rate(value)}, profile not known` : `${rate(value)} of ${rate(best)} (${share(value / best)})`);
+        best === undefined ? `${rate(value)}, not profiled` : `${rate(value)} of ${rate(best)} (${share(value / best)})`);
       const { piece, bar } = this.lines[op];
       bar.hidden = best === undefined;
       piece.style.width = width(drive[op], best);
@@ -356,8 +358,8 @@ class DriveView {
       ifKnown(wear.days, (days) => `${days < 10 ? whole(86400 * days) : `${count(days)} days`} left at this rate`),
       ifKnown(wear.rated, (rated) => `rated for ${endurance(rated)}`),
     ].filter(Boolean);
-    this.line("wear", worn.length ? worn : "not known", (texts) => [texts].flat().join(", "));
-    this.line("pace", wear.bytes_per_second, (value) => `${rate(value)}, ${endurance(86400 * value)} a day`);
+    this.line("wear", worn.length ? worn : "unknown", (texts) => [texts].flat().join(", "));
+    this.line("pace", wear.bytes_per_second, (value) => `${rate(value)}, ${endurance(86400 * value)} per day`);
   }
 
   line(key, value, format) {
@@ -369,7 +371,7 @@ class DriveView {
 // The node #
 
 const space = new Table(
-  "Space that runs have reserved and not yet taken",
+  "Space that runs have reserved and not yet allocated",
   [
     ["Run", (entry) => entry.run, "words"],
     ["Drive", (entry) => entry.drive, "words"],
@@ -393,7 +395,7 @@ function show(state) {
   byId("no-drives").hidden = state.drives.length > 0;
   const late = now - state.drives_time;
   byId("late-drives").hidden = !(state.drives_time && late > 5);
-  put(byId("late-drives"), "The drives have not answered lately; these are their last figures.");
+  put(byId("late-drives"), "The drives have not responded recently. These are their last figures.");
   keep(
     byId("drives"),
     state.drives.map((drive) => ({ drive, now })),
@@ -405,8 +407,8 @@ function show(state) {
   space.show(state.reservations);
   const failed = Object.entries(node.collectors).filter(([, well]) => !well).map(([name]) => name);
   const about = [`infinityd ${node.version}`, `up ${whole(now - node.started)}`];
-  if (node.broken_pages) about.push(`${count(node.broken_pages)} files in the runtime folder are no stats pages`);
-  if (failed.length) about.push(`collectors that failed: ${failed.join(", ")}`);
+  if (node.broken_pages) about.push(`${plural(node.broken_pages, "unreadable stats file")} in the runtime folder`);
+  if (failed.length) about.push(`failed collectors: ${failed.join(", ")}`);
   put(byId("daemon"), `${about.join(" · ")} · `);
 }
 
@@ -414,7 +416,7 @@ function show(state) {
 
 const status = byId("status");
 let token = sessionStorage.getItem(KEY) ?? "";
-let connection = null; // what ends the stream that is read now
+let connection = null; // abort controller of the current stream
 let failures = 0;
 let paused = false;
 
@@ -428,7 +430,7 @@ function ask(wrong) {
   byId("token").focus();
 }
 
-/** Read events until the stream ends or nothing comes; show each state. */
+/** Read events until the stream ends or falls silent, and show each state. */
 async function read(body, abort) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -446,7 +448,7 @@ async function read(body, abort) {
         try {
           show(JSON.parse(states[states.length - 1].slice(6)));
         } catch (error) {
-          throw new NotShown("a state cannot be shown", { cause: error });
+          throw new NotShown("cannot show a state", { cause: error });
         }
         badge(status, "live", "good");
         failures = 0;
@@ -475,12 +477,12 @@ async function connect() {
     else if (answer.status === 503) reason = "too many viewers";
   } catch (error) {
     if (error instanceof NotShown) {
-      badge(status, "cannot be shown; reload the page", "bad"); // a daemon of another version, or a defect of this page
+      badge(status, "display error; reload the page", "bad"); // a daemon of another version, or a bug on this page
       throw error.cause;
     }
   }
   if (paused || connection !== abort) return;
-  badge(status, `${reason}, trying again`, "bad");
+  badge(status, `${reason}, retrying`, "bad");
   setTimeout(() => connection === abort && connect(), RETRY_MS[Math.min(failures, RETRY_MS.length - 1)]);
   failures += 1;
 }

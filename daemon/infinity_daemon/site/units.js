@@ -1,8 +1,8 @@
-// Numbers as people read them. What is not a number (a loss may be "nan") is shown as it is.
+// Formatters of numbers. A value that is not a number (for example a loss of "nan") is shown unchanged.
 
 const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
-/** Three significant digits, or all of those before the point. */
+/** Format with three significant digits, or with all digits before the decimal point. */
 function digits(value) {
   return Math.abs(value) >= 100 ? grouped.format(value) : String(Number(value.toPrecision(3)).toPrecision(3));
 }
@@ -10,7 +10,7 @@ function digits(value) {
 function scaled(value, base, units) {
   if (typeof value !== "number") return String(value);
   let at = 0;
-  // From 999.5 on three digits would be rounded to four.
+  // From 999.5 on, three digits would round up to four.
   while (Math.abs(value) >= Math.min(base, 999.5) && at < units.length - 1) {
     value /= base;
     at += 1;
@@ -18,13 +18,13 @@ function scaled(value, base, units) {
   return `${at ? digits(value) : grouped.format(value)} ${units[at]}`;
 }
 
-/** Sizes, in binary units as the settings have them. */
+/** Format a size in binary units, as used by the settings. */
 export const bytes = (value) => scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]);
 
-/** Rates, in decimal units as drives are sold. */
+/** Format a rate in decimal units, as used for drives. */
 export const rate = (value) => scaled(value, 1000, ["B/s", "kB/s", "MB/s", "GB/s", "TB/s"]);
 
-/** What is written in the life of a drive, in decimal units as data sheets have it. */
+/** Format an endurance in decimal units, as used by data sheets. */
 export const endurance = (value) => scaled(value, 1000, ["B", "kB", "MB", "GB", "TB", "PB"]);
 
 export function count(value) {
@@ -32,7 +32,7 @@ export function count(value) {
   return Math.abs(value) < 1e12 ? grouped.format(value) : value.toExponential(3);
 }
 
-/** A rate of things: with a fraction where there are few. */
+/** Format a rate of items, with a fraction for small values. */
 export function perSecond(value) {
   return typeof value === "number" && Math.abs(value) < 100 ? digits(value) : count(value);
 }
@@ -43,14 +43,14 @@ export function share(value) {
   return `${percent > 0 && percent < 0.1 ? "< 0.1" : percent.toFixed(Math.abs(percent) >= 99.95 ? 0 : 1)} %`;
 }
 
-/** Any number of a training: 4 digits, with an exponent where it is tiny or huge. */
+/** Format any number of a training with 4 digits, and with an exponent if it is tiny or huge. */
 export function plain(value, precision = 4) {
   if (typeof value !== "number") return String(value);
   if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6)) return value.toExponential(precision - 1);
   return value.toPrecision(precision);
 }
 
-/** A time, in the two largest units. */
+/** Format a duration in its two largest units. */
 export function duration(seconds) {
   if (typeof seconds !== "number") return String(seconds);
   if (seconds < 0) seconds = 0;
@@ -59,7 +59,7 @@ export function duration(seconds) {
   return whole(seconds);
 }
 
-/** The same in whole seconds: how long ago something was. */
+/** Format a duration in whole seconds, for times in the past. */
 export function whole(seconds) {
   if (typeof seconds !== "number") return String(seconds);
   const all = Math.max(0, Math.round(seconds));

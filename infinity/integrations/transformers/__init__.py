@@ -1,3 +1,3 @@
-"""transformers' Trainer, and those that are made of it such as TRL's, with the state of the training on NVMe."""
+"""transformers' Trainer and its subclasses, such as TRL's, with the training state on NVMe."""
 
 from infinity.integrations.transformers.trainer import attach as attach

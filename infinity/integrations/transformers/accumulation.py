@@ -1,4 +1,4 @@
-"""The micro-batches of a Trainer's step, run layer-major as one batch where that gives what its loop would."""
+"""Layer-major execution of the micro-batches of a Trainer step, if the loss equals that of the Trainer's loop."""
 
 from __future__ import annotations
 
@@ -20,25 +20,28 @@ _log = logging.getLogger("infinity")
 
 
 class Accumulation:
-    """Joins the micro-batches of a step: those that come first are held back, the last one runs all of them."""
+    """Joins the micro-batches of a step: the first ones are held back, and the last one runs all of them as one
+    batch.
+    """
 
     def __init__(self, layers: LayerMajor) -> None:
         self._layers = layers
-        self._joined = 0  # micro-batches of this step that run as one batch; 0: each by itself
+        self._joined = 0  # micro-batches of this step that run as one batch; 0 if each runs by itself
         self._held: list[Mapping[str, torch.Tensor]] = []
 
     def begin(self, batches: Sequence[Any], labels: Any) -> None:
-        """Begin a step, all ranks together.
+        """Start a step. All ranks call it together.
 
-        Micro-batches of several lengths run one by one: padding would change bits, and what is computed. If those of
-        one rank are such, all ranks run theirs one by one: weights are gathered as often on each of them.
+        Micro-batches of different lengths run one by one, because padding would change bits and add computation. If
+        that is the case on one rank, all ranks run theirs one by one, because every rank must gather weights equally
+        often.
 
         Args:
-            batches: the micro-batches of this rank.
-            labels: how many the step's loss is divided by; None where each micro-batch has a mean of its own.
+            batches: micro-batches of this rank.
+            labels: number that the loss of the step is divided by; None if each micro-batch has a mean of its own.
 
         Raises:
-            LostRankError: another rank is gone.
+            LostRankError: if another rank exited.
         """
         self._held = []
         joined = len(batches) if labels is not None and len(batches) > 1 and _alike(batches) else 0
@@ -46,7 +49,7 @@ class Accumulation:
         self._joined = joined if len(found) == 1 else 0
 
     def run(self, inputs: Mapping[str, torch.Tensor], step: Callable[[Any], torch.Tensor]) -> torch.Tensor | None:
-        """Run the step on what is due with a micro-batch; None where that is held back."""
+        """Run the batch that is due with a micro-batch; return None if the micro-batch is held back."""
         if not self._joined:
             return step(inputs)
         self._held.append(inputs)
@@ -59,7 +62,7 @@ class Accumulation:
 
 
 def _alike(batches: Sequence[Any]) -> bool:
-    """Whether batches have the same names, of tensors of the same shapes, whose first dimension is the same too."""
+    """Return whether all batches have the same names, tensors of the same shapes, and one batch size."""
     shapes = []
     for batch in batches:
         if not isinstance(batch, Mapping) or not all(isinstance(value, torch.Tensor) for value in batch.values()):
@@ -72,14 +75,14 @@ def _alike(batches: Sequence[Any]) -> bool:
 
 
 def accumulation_of(trainer: Any, wanted: bool | None) -> Accumulation | None:
-    """Return what runs the micro-batches of a step as one batch; None where the Trainer's loop runs them.
+    """Return an object that runs the micro-batches of a step as one batch; None if the Trainer's loop runs them.
 
     Args:
-        trainer: whose model is sharded.
-        wanted: whether that is to be; None: where it serves.
+        trainer: trainer with a sharded model.
+        wanted: True to require it, False to disable it, None to use it if the loss allows it.
 
     Raises:
-        UnsupportedError: it is wanted, and cannot be.
+        UnsupportedError: if it is required and not possible.
     """
     if wanted is False or (trainer.args.gradient_accumulation_steps < 2 and not wanted):
         return None
@@ -95,38 +98,40 @@ def accumulation_of(trainer: Any, wanted: bool | None) -> Accumulation | None:
                 trainer.args.activation_checkpointing = trainer.args.gradient_checkpointing = False
             return accumulation
     if wanted:
-        raise UnsupportedError(f"layer_major=True cannot be: {reason}")
+        raise UnsupportedError(f"layer_major=True is not supported: {reason}")
     _log.warning(
-        "gradient_accumulation_steps = %d runs as a loop, which reads all weights twice per micro-batch and keeps "
+        "gradient_accumulation_steps = %d runs as a loop, which reads all weights twice per micro-batch and stores "
         "gradients on NVMe in between: %s", trainer.args.gradient_accumulation_steps, reason,
     )  # fmt: skip
     return None
 
 
 def _why_not(trainer: Any) -> str | None:
-    """Return why the loss of a whole step is not what the micro-batches' losses add up to, or would take its logits."""
+    """Return the reason why the loss of a step is not the sum of its micro-batches' losses, or needs all logits; else
+    None.
+    """
     if trainer.args.torch_compile:
-        return "torch_compile is set, and each slice would be compiled by itself"
+        return "torch_compile is set, which would compile each slice separately"
     if trainer.compute_loss_func is not None:
-        return "compute_loss_func is given, which takes the logits of a whole batch"
+        return "compute_loss_func is set, which needs the logits of the whole batch"
     if trainer.label_smoother is not None:
-        return "label_smoothing_factor is set, which takes the logits of a whole batch"
+        return "label_smoothing_factor is set, which needs the logits of the whole batch"
     if _is_sft(trainer):
         if trainer.args.loss_type not in ("nll", "dft") or trainer.aux_loss_enabled:
-            return f"the loss of SFTTrainer ({trainer.args.loss_type}) is no sum over labels"
+            return f"the loss of SFTTrainer ({trainer.args.loss_type}) is not a sum over labels"
         return None
     own = type(trainer).compute_loss
     if own is not Trainer.compute_loss:
         return f"{own.__qualname__} computes the loss"
     if not trainer.model_accepts_loss_kwargs or causal_lm_in(trainer.model) is None:
-        return f"{type(trainer.model).__name__} is no causal language model whose loss is a sum over labels"
+        return f"{type(trainer.model).__name__} is not a causal language model whose loss is a sum over labels"
     adapted = peft_model(trainer.model)
     if adapted is not None and adapted.active_peft_config.peft_type == "PREFIX_TUNING":
-        return "its prefixes are keys and values that layers are given, which cannot be sliced"
+        return "prefix tuning passes keys and values to the layers, which cannot be sliced"
     return None
 
 
 def _is_sft(trainer: Any) -> bool:
-    """Whether it is TRL's SFTTrainer itself, which computes head and loss in chunks of tokens."""
+    """Return whether `trainer` is exactly TRL's SFTTrainer, which computes head and loss in chunks of tokens."""
     trl = sys.modules.get("trl.trainer.sft_trainer")
     return trl is not None and type(trainer).compute_loss is trl.SFTTrainer.compute_loss

@@ -1,4 +1,4 @@
-"""Exports into a folder that has files already: what is loaded from it is one export, never parts of two."""
+"""Export into a folder with existing files, so that the folder always contains one complete export or none."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _PART = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 
 
 def move_export(export: Path, folder: Path) -> None:
-    """Move the files of an export into a folder, in place of the weights that lie there; the export is gone then.
+    """Move the files of an export into a folder, replacing its weights; the export folder is removed.
 
-    The index of the old weights goes first, and what makes the new ones loadable comes last: cut off, the folder either
-    gives whole weights, or cannot be loaded from.
+    The index of the old weights is removed first, and the file that makes the new ones loadable is moved last. If the
+    move is interrupted, the folder contains complete weights, or cannot be loaded.
 
     Args:
-        export: a folder on the same file system.
-        folder: may have other files, which stay.
+        export: folder on the same file system.
+        folder: target folder, whose other files stay.
 
     Raises:
-        OSError: a file cannot be moved or removed.
+        OSError: if a file cannot be moved or removed.
     """
     new = {file.name for file in export.iterdir()}
     (folder / INDEX).unlink(missing_ok=True)

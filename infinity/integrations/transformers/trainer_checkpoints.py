@@ -1,10 +1,8 @@
-"""Checkpoint folders of a Trainer whose state is in checkpoints: each names the checkpoint that belongs to it.
+"""Checkpoint folders of a Trainer, each of which names the infinity checkpoint with its state.
 
-[Note: order of writing] A folder is complete before its checkpoint is published, and a folder is removed when its
-checkpoint is
-gone. So a process that is killed at any moment, or a host without power, leaves a folder whose checkpoint is there: the
-one
-of the checkpoint before, or the new one. Folders without a checkpoint are passed over, and removed with the next
+[Note: order of writing] A folder is complete before its checkpoint is published, and a folder is removed after its
+checkpoint is removed. A process that is killed, or a host that loses power, therefore always leaves a folder whose
+checkpoint exists: the previous one or the new one. Folders without a checkpoint are ignored, and removed at the next
 checkpoint.
 """
 
@@ -30,31 +28,31 @@ from infinity.untrusted_files import read_regular
 
 _log = logging.getLogger("infinity")
 NAME = "infinity.json"
-"""The file in a checkpoint folder that names its checkpoint."""
+"""File in a checkpoint folder that names its infinity checkpoint."""
 _LIMIT = 1 << 16
-_FOLDER = re.compile(r"checkpoint-(\d+)")  # as the Trainer names them
+_FOLDER = re.compile(r"checkpoint-(\d+)")  # naming used by the Trainer
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder and the checkpoint that it names."""
+    """A checkpoint folder and the infinity checkpoint that it names."""
 
     folder: Path
     run_id: str
     step: int
-    """Of the optimizer, which is that of the checkpoint; the Trainer's own may count from another train()."""
+    """Step of the optimizer at the checkpoint; the Trainer's own count may start at another train() call."""
 
     def write(self) -> None:
-        """Make the folder, and name the checkpoint in it: as a whole, or not at all. Raises `OSError`."""
+        """Create the folder and atomically write the reference to the checkpoint. Raises `OSError`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_durably(self.folder / NAME, (json.dumps({"run_id": self.run_id, "step": self.step}) + "\n").encode())
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> Checkpoint:
-        """Return what a folder names.
+        """Return the reference in a folder.
 
         Raises:
-            CheckpointError: it names no checkpoint.
+            CheckpointError: if the folder names no infinity checkpoint.
         """
         file = Path(folder) / NAME
         try:
@@ -62,8 +60,8 @@ class Checkpoint:
             run_id, step = tree["run_id"], tree["step"]
         except FileNotFoundError:
             raise CheckpointError(
-                f"{os.fspath(folder)!r} has no {NAME}, which names the checkpoint that has its weights and moments: it was "
-                "not written by a Trainer with infinity attached. To begin with its weights: attach(…, weights=folder)"
+                f"{os.fspath(folder)!r} has no {NAME}, because it was not written by a Trainer with infinity attached; "
+                "to start from its weights, call attach(…, weights=folder)"
             ) from None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{str(file)!r} cannot be read: {error}") from error
@@ -73,9 +71,9 @@ class Checkpoint:
 
 
 def checkpoints_in(folder: str | os.PathLike[str]) -> list[Checkpoint]:
-    """Return the checkpoints in a Trainer's output folder that name a checkpoint, in the order of their numbers.
+    """Return the checkpoint folders in a Trainer's output folder that name a checkpoint, ordered by number.
 
-    Those whose file cannot be read are passed over with a warning: others may be resumed from. Raises `OSError`.
+    Unreadable references are skipped with a warning, because others may be usable. Raises `OSError`.
     """
     found = []
     for child in Path(folder).iterdir() if Path(folder).is_dir() else ():
@@ -84,18 +82,17 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> list[Checkpoint]:
             try:
                 found.append((int(number[1]), Checkpoint.read(child)))
             except CheckpointError as error:
-                _log.warning("%s is passed over, and stays: %s", child, error)
+                _log.warning("%s is ignored and not removed: %s", child, error)
     return [checkpoint for _, checkpoint in sorted(found, key=lambda pair: pair[0])]
 
 
 def newest(folder: str | os.PathLike[str], paths: Sequence[str], ranks: Ranks) -> tuple[Checkpoint | None, list[Path]]:
-    """Return the last checkpoint whose checkpoint is on the NVMe paths of all ranks, and the folders that come after
-    it.
+    """Return the last checkpoint folder whose checkpoint is on the NVMe paths of all ranks, and the later folders.
 
-    All ranks together, and the same on all of them: the folders are those that rank 0 sees.
+    All ranks call it together and get the same result; the folders are those that rank 0 sees.
 
     Raises:
-        OSError: a path cannot be read.
+        OSError: if a path cannot be read.
     """
     there = ranks.agree(ranks.together("looking for checkpoints", partial(checkpoints_in, folder)))
     checkpointed = _checkpointed(paths, ranks)
@@ -105,7 +102,7 @@ def newest(folder: str | os.PathLike[str], paths: Sequence[str], ranks: Ranks) -
 
 
 def _checkpointed(paths: Sequence[str], ranks: Ranks) -> set[tuple[str, int]]:
-    """Return run and step of all checkpoints on the paths, of which all ranks have their part."""
+    """Return run and step of all checkpoints on the paths for which all ranks have their part."""
 
     def seen() -> list[tuple[str, Published]]:
         return [
@@ -124,7 +121,7 @@ def _checkpointed(paths: Sequence[str], ranks: Ranks) -> set[tuple[str, int]]:
 
 
 def remove_others(folder: str | os.PathLike[str], run_id: str, kept: Collection[int]) -> None:
-    """Remove the checkpoints of a run whose checkpoints are not among those that are kept, by step."""
+    """Remove the checkpoint folders of a run whose steps are not in `kept`."""
     for checkpoint in checkpoints_in(folder):
         if checkpoint.run_id == run_id and checkpoint.step not in kept:
             shutil.rmtree(checkpoint.folder, ignore_errors=True)

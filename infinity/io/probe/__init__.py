@@ -1,5 +1,5 @@
-"""Bandwidth and latency of folders, measured through an engine on real files with O_DIRECT.
+"""Bandwidth and latency of folders, measured through an I/O engine on real files with O_DIRECT.
 
-`points` has what is measured and found, `bench` measures, `quick` answers in two seconds, `sustained` writes until a
-drive's cache is full.
+`points` defines measurements and their results, `bench` measures, `quick` returns a result in two seconds, and
+`sustained` writes until the cache of a drive is full.
 """

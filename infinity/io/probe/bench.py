@@ -1,4 +1,4 @@
-"""Measuring folders at points, all at once or some of them, on files that are made once."""
+"""Measurements of folders, all at once or some of them, on files that are created once."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ class Bench:
 
     def __init__(self, targets: Sequence[Target], stop: threading.Event, written: dict[str, int]) -> None:
         self.targets = {target.path: target for target in targets}
-        """By path."""
+        """Targets by path."""
         self.written = written
-        """Bytes that were written to each path, its file's first ones included."""
+        """Bytes written to each path, including the initial contents of its file."""
         self._stop = stop
 
     def measure(
         self, point: Point, *, seconds: float, most_written: int | None = None, paths: Sequence[str] = ()
     ) -> dict[str, Measurement]:
-        """Return what `paths` (default: all) do at one point while all of them are busy.
+        """Measure `paths` (by default all) at one point, while all of them are busy, and return the results by path.
 
         Args:
-            point: not above the points that the bench was opened for.
-            seconds: length of the measurement.
-            most_written: bytes to each path, at least those in flight; it ends early where they are reached.
-            paths: of the bench's.
+            point: Point to measure, within the limits of the points that the bench was opened for.
+            seconds: Duration of the measurement.
+            most_written: Maximum number of bytes to write to each path, at least the bytes in flight. The measurement
+                ends when it is reached.
+            paths: Paths of this bench.
 
         Raises:
-            ProbeStoppedError: it was stopped.
-            StorageError: a transfer failed.
-            StallError: a drive did not answer.
+            ProbeStoppedError: if the measurement was stopped.
+            StorageError: if a transfer failed.
+            StallError: if a drive did not respond.
         """
         go_on(self._stop)
         targets = [self.targets[path] for path in paths or self.targets]
@@ -48,14 +49,16 @@ class Bench:
         found = {stream.target.path: stream.finish() for stream in streams}
         for stream in streams:
             self.written[stream.target.path] += stream.written
-        go_on(self._stop)  # what was cut short is no measurement
+        go_on(self._stop)  # an incomplete measurement is not a result
         return found
 
     @contextmanager
     def through(self, engine: str, point: Point) -> Iterator[Bench]:
-        """Have the same files in another engine, one for all of them, as a run has it.
+        """Open the same files with another engine, one for all files as in a run.
 
-        Raises `ConfigError` if the kernel refuses it, `StorageError`.
+        Raises:
+            ConfigError: if the engine is not available.
+            StorageError: if a file cannot be opened.
         """
         with through(list(self.targets.values()), engine, point) as targets:
             yield Bench(targets, self._stop, self.written)
@@ -71,22 +74,22 @@ def open_bench(
     stop: threading.Event | None = None,
     on_filled: Callable[[Target], None] = lambda target: None,
 ) -> Iterator[Bench]:
-    """Have a file in each folder, of `file_bytes`, reserved and written in full; gone when it ends, however it ends.
+    """Create a file of `file_bytes` in each folder, reserved and filled. The files are removed in all cases.
 
     Args:
-        paths: folders.
-        points: from `points_of`, all that will be measured.
-        file_bytes: size of each file in bytes, at least twice the bytes in flight.
+        paths: Folders to measure.
+        points: Return value of `points_of`: all points that will be measured.
+        file_bytes: Size of each file in bytes, at least twice the bytes in flight.
         engine: ``auto``, ``io_uring`` or ``threads``.
-        stop: ends what is under way when it is set, as soon as what is in flight has ended.
-        on_filled: called after each folder's file is written.
+        stop: Event that stops the measurement as soon as requests in flight have ended.
+        on_filled: Called after the file of each folder is written.
 
     Raises:
-        ProbeStoppedError: `stop` was set.
-        ConfigError: a folder that does not exist or cannot be written, or a size too small.
-        BudgetError: not enough free space.
-        StorageError: a transfer failed.
-        StallError: a drive did not answer.
+        ProbeStoppedError: if `stop` was set.
+        ConfigError: if a folder does not exist or is not writable, or if a size is too small.
+        BudgetError: if there is too little free space.
+        StorageError: if a transfer failed.
+        StallError: if a drive did not respond.
     """
     names, stop = [os.fspath(path) for path in paths], stop or threading.Event()
     check_targets(names, points, file_bytes, engine)
@@ -109,29 +112,29 @@ def measure_paths(
     stop: threading.Event | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> dict[str, tuple[Measurement, ...]]:
-    """Measure all `paths` at once, so that what they share shows, and return one `Measurement` per point.
+    """Measure all `paths` at once, so that shared limits become visible. Return one `Measurement` per path and point.
 
     Args:
-        paths: folders.
-        points: from `points_of`.
-        file_bytes: size of each file in bytes, at least twice the bytes in flight.
-        seconds: length of one measurement.
+        paths: Folders to measure.
+        points: Return value of `points_of`.
+        file_bytes: Size of each file in bytes, at least twice the bytes in flight.
+        seconds: Duration of one measurement.
         engine: ``auto``, ``io_uring`` or ``threads``.
-        most_written: bytes that one measurement may write to each path, at least those in flight; it ends early where
-            they are reached. None: no limit. Filling the file is not counted.
-        stop: ends the measurement when it is set, as soon as what is in flight has ended.
-        on_progress: called after each path is filled and after each point.
+        most_written: Maximum number of bytes that one measurement writes to each path, at least the bytes in flight.
+            The measurement ends when it is reached. ``None`` means no limit. Filling the file does not count.
+        stop: Event that stops the measurement as soon as requests in flight have ended.
+        on_progress: Called after each path is filled and after each point.
 
     Raises:
-        ProbeStoppedError: `stop` was set.
-        ConfigError: a folder that does not exist or cannot be written, or a size or time too small.
-        BudgetError: not enough free space.
-        StorageError: a transfer failed.
-        StallError: a drive did not answer.
+        ProbeStoppedError: if `stop` was set.
+        ConfigError: if a folder does not exist or is not writable, or if a size or duration is too small.
+        BudgetError: if there is too little free space.
+        StorageError: if a transfer failed.
+        StallError: if a drive did not respond.
     """
     least = max(point.flight for point in points)
     if most_written is not None and most_written < least:
-        raise ConfigError(f"most_written = {most_written} bytes must be those in flight at least, {least}")
+        raise ConfigError(f"most_written = {most_written} bytes must be at least the bytes in flight, {least}")
     if seconds <= 0:
         raise ConfigError(f"seconds = {seconds} must be positive")
     total, done = len(paths) + len(points), 0
@@ -155,5 +158,5 @@ def measure_paths(
 
 
 def label_of(point: Point) -> str:
-    """Return a point in words."""
+    """Return a label for a point."""
     return f"{point.load.value} {format_size(point.block_bytes)} x {point.depth}"

@@ -1,7 +1,7 @@
-"""How long requests take: percentiles from a histogram of a fixed size, however many requests there were.
+"""Request latency: percentiles from a histogram whose size does not depend on the number of requests.
 
-[Note: resolution] A bucket is a thirty-second of an octave, 2.2 % wide, and stands for its upper end: a percentile is
-never too low, and too high by 2.2 % at most. The maximum is exact.
+[Note: resolution] A bucket covers 1/32 of an octave (2.2 %) and is represented by its upper end. Therefore a percentile
+is never too low, and at most 2.2 % too high. The maximum is exact.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import Final
 
 RESOLUTION: Final = 2 ** (1 / 32)
-"""Upper end of a bucket, relative to its lower one."""
+"""Upper end of a bucket relative to its lower end."""
 _PER_OCTAVE: Final = 32
-_LEAST: Final = 1e-6  # seconds; what is faster counts as this
-_BUCKETS: Final = 32 * _PER_OCTAVE  # up to more than an hour
+_LEAST: Final = 1e-6  # seconds; shorter times are counted as this
+_BUCKETS: Final = 32 * _PER_OCTAVE  # covers more than an hour
 
 
 @dataclass(frozen=True, kw_only=True)
 class Latency:
-    """How long requests took from when they were submitted until they completed, in seconds."""
+    """Latency of requests from submission to completion, in seconds."""
 
     p50: float
     p95: float
@@ -29,7 +29,7 @@ class Latency:
 
 
 class Latencies:
-    """Counts requests by how long they took. Whoever adds from several threads holds a lock of its own."""
+    """Histogram of request latencies. Not thread-safe."""
 
     def __init__(self, seconds: Iterable[float] = ()) -> None:
         self._counts = [0] * _BUCKETS
@@ -44,7 +44,7 @@ class Latencies:
         self._longest = max(self._longest, seconds)
 
     def summary(self) -> Latency:
-        """Return the percentiles of all that was counted; zeros if nothing was."""
+        """Return the percentiles of all requests, or zeros if there were no requests."""
         return Latency(
             p50=self._percentile(0.50), p95=self._percentile(0.95), p99=self._percentile(0.99), longest=self._longest
         )

@@ -1,4 +1,4 @@
-"""What is measured, and what is found."""
+"""Definitions of measurements and of their results."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from infinity.units import KIB
 BLOCK_MULTIPLE = 4 * KIB
 """Request sizes are multiples of this many bytes."""
 MARGIN: Final = 0.03
-"""What differs by less is the same: two measurements of one thing do, too."""
+"""Relative difference below which two results count as equal. Repeated measurements differ by as much."""
 
 
 class ProbeStoppedError(InfinityError):
-    """A measurement was told to stop."""
+    """Raised when a measurement was stopped."""
 
 
 class Load(Enum):
-    """What the requests of a measurement do."""
+    """Direction of the requests of a measurement."""
 
     READ = "read"
     WRITE = "write"
     BOTH = "mixed"
-    """Every second request writes."""
+    """Every second request is a write."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One combination to measure: bytes per request, requests in flight."""
+    """Combination to measure: direction, bytes per request, and requests in flight."""
 
     load: Load
     block_bytes: int
@@ -41,31 +41,31 @@ class Point:
 
     @property
     def flight(self) -> int:
-        """Bytes in flight."""
+        """Number of bytes in flight."""
         return self.block_bytes * self.depth
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one path did at one point while the other paths of the measurement were busy, too; bytes per second."""
+    """Result of one path at one point while the other paths of the measurement were busy as well."""
 
     point: Point
     read_bytes_per_second: float
     write_bytes_per_second: float
     seconds: float
-    """Length of the measurement."""
+    """Duration of the measurement."""
     latency: Latency
-    """Of all its requests, reads and writes together."""
+    """Latency of all requests, reads and writes together."""
 
     @property
     def bytes_per_second(self) -> float:
-        """Both directions together."""
+        """Throughput of both directions together."""
         return self.read_bytes_per_second + self.write_bytes_per_second
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a probe has come; `latest` is empty while the files are being written."""
+    """Progress of a probe. `latest` is empty while the files are being written."""
 
     done: int
     total: int
@@ -74,10 +74,10 @@ class Progress:
 
 
 def points_of(loads: Iterable[Load], blocks: Collection[int], depths: Collection[int]) -> tuple[Point, ...]:
-    """Return every combination, loads outermost.
+    """Return all combinations, with loads as the outermost loop.
 
     Raises:
-        ConfigError: nothing to measure, or a size or depth that cannot be.
+        ConfigError: if there is no combination, or if a size or depth is invalid.
     """
     for block in blocks:
         if block < BLOCK_MULTIPLE or block % BLOCK_MULTIPLE:
@@ -89,11 +89,11 @@ def points_of(loads: Iterable[Load], blocks: Collection[int], depths: Collection
         Point(load=load, block_bytes=block, depth=depth) for load in loads for block in blocks for depth in depths
     )
     if not points:
-        raise ConfigError("nothing to measure: give at least one load, block and depth")
+        raise ConfigError("no points to measure: give at least one load, one block and one depth")
     return points
 
 
 def default_points(loads: Sequence[Load] = tuple(Load)) -> tuple[Point, ...]:
-    """Return what infinity does unless it is told otherwise, for each load."""
+    """Return one point per load, with the default request size and queue depth."""
     usual = StorageConfig()
     return points_of(loads, [usual.request_bytes], [usual.queue_depth])

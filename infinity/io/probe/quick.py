@@ -1,4 +1,4 @@
-"""What folders can do, in about two seconds: for whoever needs a number and no table."""
+"""Quick measurement of folders in about two seconds, for callers that need a number and not a table."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from infinity.io.probe.points import Load, Measurement, default_points
 from infinity.units import MIB
 
 QUICK_BYTES: Final = 256 * MIB
-"""Size of the file in each folder. Filling it and each load that writes write so much, at most."""
+"""Size of the file in each folder. Filling it writes this many bytes, and each load with writes at most as many."""
 QUICK_SECONDS: Final = 0.5
-"""Length of each of the loads."""
+"""Duration of each load in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuickRates:
-    """Bytes per second of one folder while all were busy; `mixed` is of both directions together."""
+    """Throughput of one folder in bytes per second while all are busy. `mixed` is the sum of both directions."""
 
     read: float
     write: float
@@ -30,24 +30,24 @@ class QuickRates:
 def quick_rates(
     paths: Sequence[str | os.PathLike[str]], engine: str = "auto", *, stop: threading.Event | None = None
 ) -> dict[str, QuickRates]:
-    """Return what folders do, all at once, with requests of the default size, as many in flight as by default.
+    """Measure folders at once, with the default request size and queue depth, and return the results by path.
 
-    Takes three times `QUICK_SECONDS` and the time that writing `QUICK_BYTES` takes; writes three times `QUICK_BYTES` to
-    each folder at most, and leaves nothing.
+    This takes three times `QUICK_SECONDS` plus the time to write `QUICK_BYTES`. It writes at most three times
+    `QUICK_BYTES` to each folder, and leaves no files.
 
     Raises:
-        ProbeStoppedError: `stop` was set.
-        ConfigError: a folder that does not exist or cannot be written.
-        BudgetError: not enough free space.
-        StorageError: a transfer failed.
-        StallError: a drive did not answer.
+        ProbeStoppedError: if `stop` was set.
+        ConfigError: if a folder does not exist or is not writable.
+        BudgetError: if there is too little free space.
+        StorageError: if a transfer failed.
+        StallError: if a drive did not respond.
     """
     found = _measured(paths, tuple(Load), engine, stop)
     return {name: QuickRates(**{load.value: speed for load, speed in one.items()}) for name, one in found.items()}
 
 
 def quick_mixed(paths: Sequence[str | os.PathLike[str]], engine: str = "auto") -> dict[str, float]:
-    """Return only the bytes per second of half reads and half writes, in a third of the time. Raises alike."""
+    """Return only the throughput of half reads and half writes, in a third of the time. Raises like `quick_rates`."""
     return {name: one[Load.BOTH] for name, one in _measured(paths, (Load.BOTH,), engine, None).items()}
 
 
@@ -67,4 +67,4 @@ def _measured(
 
 
 def _speed(one: Measurement) -> float:
-    return max(1.0, one.bytes_per_second)  # nobody divides by zero
+    return max(1.0, one.bytes_per_second)  # callers divide by the result

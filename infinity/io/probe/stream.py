@@ -1,4 +1,4 @@
-"""One measurement of one folder: requests in flight until its time is over."""
+"""Measurement of one folder: a fixed number of requests in flight until its time is over."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from infinity.units import align_down
 class Stream:
     """Keeps `depth` requests in flight on one target until the time is over.
 
-    Life cycle: `start` submits the first requests; each completion submits the next one, in the engine's own thread,
-    until `seconds` have passed, `most_written` is reached, `stop` is set or one has failed; `finish` waits for the
-    last. Reads and writes walk through the file in order; with both, each has a half of the file to itself.
+    Life cycle: `start` submits the first requests. Each completion submits the next one, in the engine's own thread,
+    until `seconds` have passed, `most_written` is reached, `stop` is set, or a request has failed. `finish` waits for
+    the last request. Reads and writes proceed through the file in order. If both are measured, each uses one half of
+    the file.
     """
 
     def __init__(
@@ -33,28 +34,28 @@ class Stream:
         self.target = target
         self._slice_seconds = slice_seconds
         self._point, self._seconds = point, seconds
-        self._most_written, self._stop = most_written, stop  # bytes, None: no limit; ends it early
+        self._most_written, self._stop = most_written, stop  # bytes (None: no limit); ends the measurement early
         self._lock = threading.Lock()
-        """Guards what follows; the engine's threads change it."""
+        """Guards the following attributes, which the engine's threads change."""
         self._moved = {Op.READ: 0, Op.WRITE: 0}
-        """Bytes that were moved."""
+        """Bytes transferred."""
         self._next = {Op.READ: 0, Op.WRITE: 0}
-        """Number of the next request, which says where in the file it is."""
+        """Number of the next request, which determines its place in the file."""
         self._slices: list[int] = []
-        """Bytes that were moved in each stretch of `slice_seconds`."""
+        """Bytes transferred in each interval of `slice_seconds`."""
         self._latencies = Latencies()
-        """Of all requests."""
+        """Latencies of all requests."""
         self._inflight = 0
-        """Slots whose last request has not ended."""
+        """Number of slots whose last request has not ended."""
         self._error: InfinityError | None = None
-        """The first error. `_on_done` looks at it without the lock, and so may submit one request too many."""
+        """The first error. `_on_done` reads it without the lock, and may therefore submit one request too many."""
         self._last = 0.0
-        """When the last request completed, in seconds of `time.perf_counter`."""
+        """Completion time of the last request, in seconds of `time.perf_counter`."""
         self._idle = threading.Event()
-        """Set when nothing is in flight any more; from then on nothing changes, so `finish` needs no lock."""
+        """Set when no request is in flight. Nothing changes afterwards, so `finish` needs no lock."""
         self._began = self._deadline = 0.0
-        """When it began, and when no request is submitted any more, in seconds of `time.perf_counter`; set by `start`,
-        before there is a request whose completion looks at them."""
+        """Start time, and the time after which no request is submitted, in seconds of `time.perf_counter`. Set by
+        `start` before the first request, whose completion reads them."""
 
     def start(self) -> None:
         """Submit the first requests and return."""
@@ -82,25 +83,25 @@ class Stream:
 
     @property
     def written(self) -> int:
-        """Bytes that were written so far."""
+        """Bytes written so far."""
         return self._moved[Op.WRITE]
 
     def slices(self) -> tuple[int, ...]:
-        """Return the bytes that were moved in each whole stretch of `slice_seconds` so far; empty before `start`."""
+        """Return the bytes of each complete interval of `slice_seconds` so far. Empty before `start`."""
         with self._lock:
             end = self._last if self._idle.is_set() else time.perf_counter()
             whole = int((end - self._began) / self._slice_seconds) if self._began else 0
             return tuple(self._slices[:whole]) + (0,) * max(0, whole - len(self._slices))
 
     def ended(self, timeout: float) -> bool:
-        """Wait for the end for so many seconds at most, and return whether it has come."""
+        """Wait for the end for at most `timeout` seconds. Return whether the measurement has ended."""
         return self._idle.wait(timeout)
 
     def _writes(self, slot: int) -> bool:
         return self._point.load is Load.WRITE or (self._point.load is Load.BOTH and slot % 2 == 1)
 
     def _submit(self, slot: int, op: Op) -> None:
-        """Submit the next request of a slot; a write beyond `most_written` ends the slot instead."""
+        """Submit the next request of a slot. A write that would exceed `most_written` ends the slot instead."""
         block = self._point.block_bytes
         with self._lock:
             most = self._most_written if op is Op.WRITE else None
@@ -134,7 +135,7 @@ class Stream:
         if ticket.error is not None or ticket.completed >= self._deadline or self._error is not None:
             self._end(ticket.error)
             return
-        # With one request in flight, both directions take turns.
+        # With one request in flight, reads and writes alternate.
         turn = self._point.load is Load.BOTH
         other = Op.READ if ticket.op is Op.WRITE else Op.WRITE
         following = other if turn else ticket.op
@@ -144,7 +145,7 @@ class Stream:
             self._submit(slot, following)
 
     def _count(self, ticket: Ticket) -> None:
-        """Add to the stretch of time in which it ended."""
+        """Add the bytes of a request to the interval in which it ended."""
         number = int((ticket.completed - self._began) / self._slice_seconds)
         self._slices.extend([0] * (number + 1 - len(self._slices)))
         self._slices[number] += ticket.length

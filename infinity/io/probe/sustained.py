@@ -1,10 +1,11 @@
-"""Writing on and on, until a drive's write cache is full, and how that is told.
+"""Sustained writes until the write cache of a drive is full, and detection of that point.
 
-[Note: cliff] Many drives take writes into a fast part (SLC) first, and become slower when it is full. The rule: of the
-bandwidth in each second, the median of the last `WINDOW` seconds is compared with that of the first `WINDOW`; below
-`FALLEN` of it, the drive has fallen off. Where: at the first second that is itself below, and with it the median of the
-`WINDOW` seconds from there. With less than four times `WINDOW` seconds the windows are a quarter of what there is;
-less than four seconds tell nothing. Writing ends `FLUSHED` seconds after the cliff: what is left is seen by then.
+[Note: cliff] Many drives first write to a fast area (SLC) and become slower when it is full. To detect the cliff, the
+median bandwidth of the last `WINDOW` seconds is compared with the median of the first `WINDOW` seconds. If it is below
+`FALLEN` times that value, there is a cliff. Its position is the first second that is below this limit and starts a
+window whose median is below it, too. For measurements shorter than four times `WINDOW` seconds, the windows are a
+quarter of the measurement. Less than four seconds are not sufficient. Writing ends `FLUSHED` seconds after the cliff,
+because the remaining bandwidth is known by then.
 """
 
 from __future__ import annotations
@@ -29,56 +30,56 @@ FALLEN: Final = 0.7
 FLUSHED: Final = 10
 _QUARTERS: Final = 4
 MOST_BYTES: Final = 64 * GIB
-"""Written to each folder unless something else is asked for, if that is not more than half of the free space."""
-_LOOK_SECONDS: Final = 0.2  # how often it is looked, and progress is told
+"""Default for the maximum number of bytes written to each folder, unless it exceeds half of the free space."""
+_LOOK_SECONDS: Final = 0.2  # interval of checks and progress reports
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fall:
-    """A cliff. [Note: cliff]"""
+    """Drop of the bandwidth. [Note: cliff]"""
 
     before: float
     """Bytes per second at the beginning."""
     after: float
     """Bytes per second at the end."""
     written: int
-    """Bytes that were written until it fell."""
+    """Bytes written before the drop."""
     second: int
-    """Which second it was, counted from 0."""
+    """Second of the drop, counted from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sustained:
-    """What one folder took."""
+    """Result of one folder."""
 
     written: int
-    """Bytes in all."""
+    """Total number of bytes written."""
     measurement: Measurement
-    """Over the whole time."""
+    """Result over the whole time."""
     slice_seconds: float
     slices: tuple[int, ...]
-    """Bytes in each whole stretch of `slice_seconds`, the first one first."""
+    """Bytes of each complete interval of `slice_seconds`, in order."""
 
     @property
     def long_enough(self) -> bool:
-        """Whether there was time enough to tell a cliff."""
+        """``True`` if the measurement was long enough to detect a cliff."""
         return len(self.slices) >= _QUARTERS
 
     @property
     def fall(self) -> Fall | None:
-        """The cliff, None if there is none."""
+        """The cliff, or ``None`` if there is no cliff."""
         return fall_of(self.slices, self.slice_seconds)
 
 
 def fall_of(slices: Sequence[int], slice_seconds: float = 1.0) -> Fall | None:
-    """Return the cliff in the bytes of each second, None if there is none. [Note: cliff]"""
+    """Return the cliff in the bytes of each second, or ``None`` if there is no cliff. [Note: cliff]"""
     window = min(WINDOW, len(slices) // _QUARTERS)
     if window == 0:
         return None
     before, after = median(slices[:window]), median(slices[-window:])
     if after >= FALLEN * before:
         return None
-    last = len(slices) - window  # where the last window begins, whose median is below: so one of its seconds is
+    last = len(slices) - window  # start of the last window; its median is too low, so at least one of its seconds is
 
     def is_low(second: int) -> bool:
         begin = min(second, last)
@@ -89,19 +90,21 @@ def fall_of(slices: Sequence[int], slice_seconds: float = 1.0) -> Fall | None:
 
 
 def bytes_to_sustain(paths: Sequence[str | os.PathLike[str]], asked: int | None) -> int:
-    """Return how much is written to each folder at most: what was asked for, else what half of the free space bears.
+    """Return the maximum number of bytes to write to each folder: the requested number, or a default.
+
+    The default depends on half of the free space.
 
     Raises:
-        ConfigError: a folder that does not exist.
+        ConfigError: if a folder does not exist.
     """
     if asked is not None:
         return asked
     beside: dict[int, list[int]] = {}
     for path in paths:
         if not os.path.isdir(path):
-            raise ConfigError(f"{os.fspath(path)!r} is not a folder; create it or name another one")
+            raise ConfigError(f"{os.fspath(path)!r} is not a folder. Create it or use another one.")
         beside.setdefault(os.stat(path).st_dev, []).append(free_space(os.fspath(path)))
-    return min(MOST_BYTES, *(min(free) // 2 // len(free) for free in beside.values()))  # they may share a file system
+    return min(MOST_BYTES, *(min(free) // 2 // len(free) for free in beside.values()))  # paths may share a file system
 
 
 def sustain(
@@ -116,22 +119,22 @@ def sustain(
     slice_seconds: float = 1.0,
     on_progress: Callable[[dict[str, int], float], None] = lambda written, seconds: None,
 ) -> dict[str, Sustained]:
-    """Write to all `paths` at once until each has fallen off its cliff, `most_bytes` are written or the time is over.
+    """Write to all `paths` at once until each has passed its cliff, `most_bytes` are written, or the time is over.
 
-    Each folder gets one file of `most_bytes`, written once in order, without a name: nothing is left.
+    Each folder gets one unlinked file of `most_bytes` that is written once in order, so no files are left.
 
     Args:
-        paths: folders.
-        block_bytes: per request.
-        depth: requests in flight.
-        most_bytes: to each folder, at least twice the bytes in flight.
-        most_seconds: length at most.
+        paths: Folders to measure.
+        block_bytes: Bytes per request.
+        depth: Number of requests in flight.
+        most_bytes: Maximum number of bytes to write to each folder, at least twice the bytes in flight.
+        most_seconds: Maximum duration.
         engine: ``auto``, ``io_uring`` or ``threads``.
-        stop: ends it when it is set.
-        slice_seconds: stretch of time of which the bandwidth is noted.
-        on_progress: called several times a second with the bytes written to each path, and the seconds since the start.
+        stop: Event that stops the measurement.
+        slice_seconds: Length of the intervals in which the bandwidth is recorded.
+        on_progress: Called several times per second with the bytes written to each path and the elapsed seconds.
 
-    Raises: as `measure_paths`.
+    Raises like `measure_paths`.
     """
     names, stop = [os.fspath(path) for path in paths], stop or threading.Event()
     point = Point(load=Load.WRITE, block_bytes=block_bytes, depth=depth)
@@ -139,7 +142,7 @@ def sustain(
     size = align_down(most_bytes, block_bytes)
     with ExitStack() as stack:
         targets = [stack.enter_context(open_target(name, [point], size, engine, stop, fill=False)) for name in names]
-        enough = threading.Event()  # for all at once: while one writes, the others are busy
+        enough = threading.Event()  # shared, because all paths must be busy until the last one has finished
         streams = [Stream(target, point, most_seconds, size, enough, slice_seconds) for target in targets]
         began = time.perf_counter()
         for stream in streams:

@@ -1,6 +1,6 @@
-"""The folders that are measured: what is refused before, and the file, memory and engine of each.
+"""Targets of measurements: validation of folders, and the file, memory and engine of each.
 
-A file is unlinked as soon as it is open, so nothing is left whatever happens.
+A file is unlinked as soon as it is open, so no file is left even after a crash.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from infinity.io.select import open_engine
 from infinity.units import MIB, align_down, format_size
 
 PATIENCE_SECONDS = 120.0
-"""How long a drive may take for one request."""
+"""Maximum time in seconds that a drive may take for one request."""
 _NOISE_BYTES = 8 * MIB
 _FILL_BYTES = MIB
-_SPARE_BYTES = 16 * MIB  # left free for the file system's own records
+_SPARE_BYTES = 16 * MIB  # left free for file system metadata
 _FILL_AHEAD = 8  # writes in flight while a file is filled
 _PREFIX = ".infinity-probe-"
 _OLD_SECONDS = 60.0
-"""A file that has its name for so long was left behind: whoever measures takes it away at once."""
+"""Age in seconds from which a file with a name counts as abandoned. A live measurement unlinks its file at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A folder that is measured: its engine, its file of `file_bytes`, and memory for all requests in flight."""
+    """Folder to measure: its engine, its file of `file_bytes`, and memory for all requests in flight."""
 
     path: str
     engine: Engine
@@ -46,43 +46,43 @@ class Target:
 
 
 def check_targets(names: Sequence[str], points: Sequence[Point], file_bytes: int, engine: str) -> None:
-    """Refuse what cannot be measured, before anything is made.
+    """Check that the folders can be measured, before any file is created.
 
     Raises:
-        ConfigError: a folder that does not exist or cannot be written, or a size too small.
-        BudgetError: not enough free space.
+        ConfigError: if a folder does not exist or is not writable, or if a size is too small.
+        BudgetError: if there is too little free space.
     """
     if not names:
-        raise ConfigError("name at least one folder to probe")
+        raise ConfigError("no folder to probe: name at least one")
     if len({os.path.realpath(name) for name in names}) != len(names):
-        raise ConfigError(f"the same folder is named twice: {', '.join(names)}")
+        raise ConfigError(f"the same folder is listed twice: {', '.join(names)}")
     if engine not in ("auto", "io_uring", "threads"):
         raise ConfigError(f"engine = {engine!r} is not one of 'auto', 'io_uring', 'threads'")
     least = 2 * max(point.flight for point in points)
     if file_bytes < least:
         raise ConfigError(
             f"size = {format_size(file_bytes)} is too small: twice the bytes in flight are "
-            f"{format_size(least)}; give a larger size, or smaller blocks or depths"
+            f"{format_size(least)}. Use a larger size, or smaller blocks or depths."
         )
     needed: dict[int, int] = {}
     for name in names:
         if not os.path.isdir(name):
-            raise ConfigError(f"{name!r} is not a folder; create it or name another one")
+            raise ConfigError(f"{name!r} is not a folder. Create it or use another one.")
         if not os.access(name, os.W_OK | os.X_OK, effective_ids=True):
             raise ConfigError(f"folder {name!r} is not writable for this user")
-        # Several folders may lie on one file system.
+        # Several folders may share a file system.
         device = os.stat(name).st_dev
         needed[device] = needed.get(device, _SPARE_BYTES) + file_bytes
         free = free_space(name)
         if free < needed[device]:
             raise BudgetError(
-                f"{name}: {format_size(free)} free, {format_size(needed[device])} needed to probe; "
-                "give a smaller size or free some space"
+                f"{name}: {format_size(free)} free, {format_size(needed[device])} needed for the probe. Use a smaller "
+                "size or free some space."
             )
 
 
 def free_space(folder: str) -> int:
-    """Return the bytes of a folder's file system that are free to its user."""
+    """Return the space of a folder's file system that is available to its user, in bytes."""
     space = os.statvfs(folder)
     return space.f_bavail * space.f_frsize
 
@@ -91,13 +91,13 @@ def free_space(folder: str) -> int:
 def open_target(
     path: str, points: Sequence[Point], file_bytes: int, engine: str, stop: threading.Event, *, fill: bool = True
 ) -> Iterator[Target]:
-    """Have a file of `file_bytes` in a folder, reserved; with `fill` written in full, so that reads reach the drive.
+    """Create a reserved file in a folder. With `fill`, write all of it, so that reads reach the drive.
 
     Raises:
-        ProbeStoppedError: `stop` was set meanwhile.
-        ConfigError: the folder takes no file.
-        StorageError: a transfer failed.
-        StallError: a drive did not answer.
+        ProbeStoppedError: if `stop` was set.
+        ConfigError: if a file cannot be created in the folder.
+        StorageError: if a transfer failed.
+        StallError: if a drive did not respond.
     """
     block = max(point.block_bytes for point in points)
     file_bytes = align_down(file_bytes, BLOCK_MULTIPLE)
@@ -108,7 +108,7 @@ def open_target(
         queue_depth=max(point.depth for point in points),
     )
     memory = transfer_memory(max(flight, _NOISE_BYTES))
-    noise = os.urandom(_NOISE_BYTES)  # drives may compress anything simpler
+    noise = os.urandom(_NOISE_BYTES)  # because drives may compress regular data
     for start in range(0, len(memory), _NOISE_BYTES):
         end = min(start + _NOISE_BYTES, len(memory))
         memory[start:end] = noise[: end - start]
@@ -126,7 +126,7 @@ def open_target(
 
 @contextmanager
 def through(targets: Sequence[Target], engine: str, point: Point) -> Iterator[list[Target]]:
-    """Have the same files and memory in another engine, too, one for all. Raises as `open_target`."""
+    """Open the same files with another engine, which is shared by all targets. Raises like `open_target`."""
     settings = StorageConfig(
         paths=tuple(target.path for target in targets),
         engine=engine,  # type: ignore[arg-type]
@@ -143,14 +143,14 @@ def through(targets: Sequence[Target], engine: str, point: Point) -> Iterator[li
 
 
 def remove_left_over(folder: str | os.PathLike[str]) -> list[Path]:
-    """Remove and return files of measurements that were killed in the moment between making and unlinking them.
+    """Remove the files of measurements that were killed between creating and unlinking them. Return their paths.
 
     Raises:
-        OSError: the folder cannot be read.
+        OSError: if the folder cannot be read.
     """
     removed = []
     for path in Path(folder).iterdir():
-        with suppress(OSError):  # of another user, or gone
+        with suppress(OSError):  # owned by another user, or already removed
             if path.name.startswith(_PREFIX) and time.time() - path.lstat().st_mtime >= _OLD_SECONDS:
                 path.unlink()
                 removed.append(path)
@@ -167,7 +167,7 @@ def _probe_file(engine: Engine, folder: str, size: int) -> DataFile:
     try:
         handle, name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
     except OSError as error:
-        raise ConfigError(f"folder {folder!r} takes no file: {error.strerror}; name another one") from error
+        raise ConfigError(f"cannot create a file in {folder!r}: {error.strerror}. Use another folder.") from error
     os.close(handle)
     try:
         file = engine.open(name)

@@ -12,7 +12,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from infinity.schedule.homes import GpuResidentPages
 
 from infinity.content.format import Role
 from infinity.content.views import section
@@ -26,6 +25,7 @@ from infinity.optim.gradients import Gradients
 from infinity.optim.update import Update
 from infinity.schedule import cache, copies
 from infinity.schedule.activation_pages import ActivationPages
+from infinity.schedule.homes import GpuResidentPages
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Mode, Use
 from infinity.schedule.transfers import Transfers

@@ -1,1 +1,1 @@
-"""`infinity doctor`: what this machine can do for infinity, and why not more."""
+"""`infinity doctor`: check whether a machine is ready for infinity, and suggest fixes."""

@@ -1,4 +1,4 @@
-"""What computes, found by torch, which takes a second or two to load."""
+"""Checks of the compute device. They import torch, which takes a second or two."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from infinity_tools.doctor.software import installed
 from infinity_tools.doctor.world import World
 
 _SECONDS: Final = 120.0
-"""torch from a cold drive, and a CUDA context."""
-_AGAIN: Final = "install it again: pip install --force-reinstall torch"
-_NONE: Final = "not looked at: torch is not installed"
+"""Time limit that allows for importing torch from a cold drive and creating a CUDA context."""
+_AGAIN: Final = "reinstall it: pip install --force-reinstall torch"
+_NONE: Final = "skipped: torch is not installed"
 _INSTALL: Final = "see the check `torch`"
 
 
 @check("fsdp2", _SECONDS)
 def fsdp2(world: World) -> Verdict:
-    """Whether torch can be imported, and its FSDP2 has what infinity attaches to."""
+    """Import of torch, and presence of the FSDP2 internals that infinity uses."""
     if installed("torch") is None:
         return note(_NONE, _INSTALL)
     try:
         import torch.distributed
-    except (ImportError, OSError) as error:  # a library that it needs is missing, or is another one
+    except (ImportError, OSError) as error:  # a shared library is missing or has another version
         return problem(f"torch cannot be imported: {' '.join(str(error).split())}", _AGAIN)
     if not torch.distributed.is_available():
         return problem("this build of torch has no distributed package", _AGAIN)
@@ -35,13 +35,13 @@ def fsdp2(world: World) -> Verdict:
         import_module("infinity.torch_private")
     except (UnsupportedError, ImportError, AttributeError) as error:
         return problem(" ".join(str(error).split()), f"pip install 'torch>={OLDEST['torch']},<={NEWEST_TORCH}.99'")
-    return ok("has what infinity needs")
+    return ok("compatible with infinity")
 
 
 @check("accelerator", _SECONDS)
 def accelerator(world: World) -> Verdict:
-    """The GPUs that torch sees. Without one, computation is on the CPU, which works, and suits small models. A GPU
-    that the machine has and torch does not see is one for another build of torch, or not given to the container."""
+    """GPUs visible to torch. Without a GPU, the model runs on the CPU, which suits small models. An existing GPU that
+    torch does not see needs another build of torch or access from the container."""
     torch = _torch()
     if torch is None:
         return note(_NONE, _INSTALL)
@@ -53,25 +53,24 @@ def accelerator(world: World) -> Verdict:
     if (nvidia and torch.version.cuda is None) or (amd and torch.version.hip is None and not nvidia):
         kind = "CUDA" if nvidia else "ROCm"
         return warning(
-            f"a GPU is there, but this torch ({torch.__version__}) is built without {kind}: computes on the CPU",
+            f"a GPU is present, but torch {torch.__version__} is built without {kind}; the model runs on the CPU",
             f"install a build of torch for {kind}: https://pytorch.org/get-started/locally",
         )
     if nvidia or amd:
         return warning(
-            "a GPU is there, but torch does not see it: computes on the CPU",
-            "nvidia-smi says why; CUDA_VISIBLE_DEVICES must not be empty; docker run --gpus all",
+            "a GPU is present, but torch does not see it; the model runs on the CPU",
+            "check nvidia-smi and CUDA_VISIBLE_DEVICES (must not be empty), or use docker run --gpus all",
         )
     other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if other is not None:
-        return note(f"{other.type}, which infinity does not use: computes on the CPU", "a CUDA GPU, for speed")
-    return ok("none: computes on the CPU")
+        return note(f"{other.type} is not supported; the model runs on the CPU", "use a CUDA GPU for speed")
+    return ok("none; the model runs on the CPU")
 
 
 @check("host registration", _SECONDS)
 def host_registration(world: World) -> Verdict:
-    """Whether CUDA registers host memory, tried with a host cache of 2 MiB on the first GPU. Where it does not, copies
-    to
-    the GPU are slower and wait for one another."""
+    """Registration of host memory with CUDA, tested with a host cache of 2 MiB on the first GPU. Without it, copies to
+    the GPU are slower and not asynchronous."""
     torch = _torch()
     if torch is None or not torch.cuda.is_available():
         return ok("not needed: no GPU")
@@ -81,20 +80,18 @@ def host_registration(world: World) -> Verdict:
     host_cache = HostCache(1, 2 * MIB, device=open_device(torch.device("cuda")))
     try:
         if not host_cache.registered:
-            return warning(
-                "CUDA refuses to register host memory", "ulimit -l unlimited; docker run --ulimit memlock=-1"
-            )
-        return ok("CUDA registers host memory")
+            return warning("CUDA cannot register host memory", "ulimit -l unlimited; docker run --ulimit memlock=-1")
+        return ok("CUDA can register host memory")
     finally:
         host_cache.close()
 
 
 @check("collectives", _SECONDS)
 def collectives(world: World) -> Verdict:
-    """Whether torch has what ranks speak with: gloo on the CPU, and NCCL besides where there are GPUs."""
+    """Communication backends of torch: gloo on the CPU, and also NCCL if there are GPUs."""
     torch = _torch()
     if torch is None or not torch.distributed.is_available():
-        return note("not looked at: no torch.distributed", _INSTALL)
+        return note("skipped: no torch.distributed", _INSTALL)
     has = {"gloo": torch.distributed.is_gloo_available(), "NCCL": torch.distributed.is_nccl_available()}
     wanted = ["gloo", "NCCL"] if torch.cuda.is_available() else ["gloo"]
     if missing := [name for name in wanted if not has[name]]:
@@ -103,7 +100,7 @@ def collectives(world: World) -> Verdict:
 
 
 def _torch() -> Any:
-    """Return torch; None where it is not installed, or cannot be imported, which is a finding of another check."""
+    """Return torch, or None if it is not installed or cannot be imported, which another check reports."""
     try:
         import torch
         import torch.distributed

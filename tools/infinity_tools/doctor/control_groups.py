@@ -1,4 +1,4 @@
-"""All checks, in the order in which they are shown: those that take a while last."""
+"""All checks in display order, with the slow ones last."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from infinity_tools.doctor.world import World
 GROUPS: Final[tuple[Group, ...]] = (SOFTWARE, PROCESSOR, MEMORY, ENGINE, STORAGE, NODE, ACCELERATOR)
 
 Part = tuple[str, list[Finding]]
-"""What is found, with a title."""
+"""Title and findings of a part."""
 
 
 def look(world: World) -> Iterator[Part]:
-    """Yield what is found, as it is found."""
+    """Yield the findings as soon as they are available."""
     for group in GROUPS:
         yield from group.look(world)

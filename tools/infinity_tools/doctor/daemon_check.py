@@ -1,4 +1,4 @@
-"""The node: its daemon, and how ranks find each other."""
+"""Checks of the node: its daemon, and the connections between ranks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from infinity_tools.doctor.world import World
 
 @check("daemon")
 def daemon(world: World) -> Verdict:
-    """Whether infinityd runs, and is of this version. Training goes on without it, but then space is not reserved,
-    runs do not share drives fairly, and what drives give is not kept."""
+    """State and version of infinityd. Training works without it, but space is not reserved, drives are not shared
+    fairly between runs, and drive bandwidth is not recorded."""
     runtime, found = world.daemon.runtime, world.daemon.status
     if found is not None:
         if found.get("version") != infinity.__version__:
             return warning(
-                f"infinityd {found.get('version')} runs, infinity is {infinity.__version__}",
-                f"start it again: systemctl restart infinityd; or kill {found.get('pid')}, and infinityd &",
+                f"infinityd has version {found.get('version')}, infinity {infinity.__version__}",
+                f"restart it: systemctl restart infinityd; or kill {found.get('pid')}, and infinityd &",
             )
-        return ok(f"infinityd {found['version']} runs")
+        return ok(f"infinityd {found['version']} is running")
     try:
         reason = whose_folder(runtime)
     except FileNotFoundError:
@@ -35,11 +35,11 @@ def daemon(world: World) -> Verdict:
     except OSError as error:
         reason = error.strerror or str(error)
     if reason:
-        return warning(f"{runtime} cannot be used: {reason}", "name another telemetry.runtime_dir")
+        return warning(f"{runtime} is not usable: {reason}", "set another telemetry.runtime_dir")
     start = "infinityd &" if runtime == _default() else f"infinityd --runtime-dir {shlex.quote(str(runtime))} &"
     if (runtime / SOCKET_NAME).exists():
-        return note(f"no infinityd of yours or root's answers in {runtime}", start)
-    return note("infinityd does not run; training goes on without", start)
+        return note(f"no infinityd of this user or of root answers in {runtime}", start)
+    return note("infinityd is not running (optional)", start)
 
 
 def _default() -> object:
@@ -50,9 +50,9 @@ def _default() -> object:
 
 @check("host name")
 def host_name(world: World) -> Verdict:
-    """Whether the name of this host leads to an address of this host. Where it does not, gloo takes the loopback, so
-    that ranks on other nodes do not find this one, and torchrun may wait in vain even on one node."""
-    fix = 'as root: echo "127.0.0.1 $(hostname)" >> /etc/hosts; for several nodes its address in their network'
+    """Resolution of the host name to an address of this host. Otherwise, gloo uses the loopback device, so ranks on
+    other nodes cannot connect, and torchrun may hang even on a single node."""
+    fix = 'as root: echo "127.0.0.1 $(hostname)" >> /etc/hosts; for several nodes, use the address in their network'
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -69,18 +69,18 @@ def host_name(world: World) -> Verdict:
 
 @check("loopback")
 def loopback(world: World) -> Verdict:
-    """Whether a process of this node can connect to another by 127.0.0.1, as ranks do when they start."""
+    """Connections between processes of this node via 127.0.0.1, which ranks use when they start."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 3):
             return ok("ports can be opened and reached")
     except OSError as error:
-        return problem(f"127.0.0.1 cannot be used: {error.strerror or error}", "as root: ip link set lo up")
+        return problem(f"127.0.0.1 is not usable: {error.strerror or error}", "as root: ip link set lo up")
 
 
 @check("ranks")
 def ranks(world: World) -> Verdict:
-    """The variables of torchrun. Those that an earlier program has left in the environment make a single process wait
-    for ranks that never come, or are refused."""
+    """Environment variables of torchrun. If an earlier program has left them in the environment, a single process waits
+    for other ranks or is rejected."""
     try:
         launched = torchrun.launched()
     except ConfigError as error:
@@ -90,7 +90,7 @@ def ranks(world: World) -> Verdict:
             f"this process is rank {os.environ['RANK']} of {torchrun.number('WORLD_SIZE', 1)}",
             "if it is not meant to be: unset RANK WORLD_SIZE",
         )
-    return ok("the environment names none, as it should outside of torchrun")
+    return ok("no variables of torchrun are set")
 
 
 NODE: Final = Group("Node", (daemon, host_name, loopback, ranks))

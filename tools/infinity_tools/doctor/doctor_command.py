@@ -1,4 +1,4 @@
-"""The command `infinity doctor`."""
+"""Command `infinity doctor`."""
 
 from __future__ import annotations
 
@@ -26,37 +26,38 @@ _EXIT = {Status.OK: 0, Status.NOTE: 0, Status.WARNING: 1, Status.PROBLEM: 2}
 def doctor(
     folders: Annotated[
         list[str] | None,
-        typer.Argument(help="Folders that the state is to lie in, as in storage.paths. [default: the current folder]"),
+        typer.Argument(help="Folders for the state, as in storage.paths. [default: the current folder]"),
     ] = None,
     runtime: Annotated[
-        str, typer.Option("--runtime-dir", help="The daemon's runtime folder. [default: as telemetry.runtime_dir]")
+        str,
+        typer.Option("--runtime-dir", help="Runtime folder of the daemon. [default: that of telemetry.runtime_dir]"),
     ] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
     report: Annotated[
-        bool, typer.Option("--report", help="Print Markdown for a bug report, without names of host and user.")
+        bool, typer.Option("--report", help="Print Markdown for a bug report, without host and user names.")
     ] = False,
     version: Version = False,
 ) -> None:
-    """Say what this machine can do for infinity, and why not more.
+    """Check whether this machine is ready for infinity, and suggest fixes.
 
-    Looks at software, processor, memory, limits, folders, node and accelerator. Each check says *ok*, *note* (worth to
-    know), *warning* (training works, but slower or not in every case) or *problem* (training cannot work), and what to
-    do about it. It writes small files into the folders, which are gone afterwards, and changes nothing.
+    Checks software, processor, memory, limits, folders, node and accelerator. Each check reports *ok*, *note* (worth
+    knowing), *warning* (training works, but more slowly or not in every case) or *problem* (training does not work),
+    with a suggested fix. The checks write small temporary files to the folders and change nothing else.
 
     `infinity doctor /nvme0/run /nvme1/run`
 
-    Exit status: 0 if nothing is worse than a note, 1 with a warning, 2 with a problem or a wrong command line.
+    Exit status: 0 without warnings, 1 with a warning, 2 with a problem or an invalid command line.
     """
     if json and report:
-        raise ConfigError("--json and --report are two forms of one answer; give one of them")
+        raise ConfigError("--json and --report are mutually exclusive; pass one of them")
     paths = folders or ["."]
-    _refuse_twice(paths)
+    _check_paths(paths)
     world = World.of(paths, runtime_dir(replace(TelemetryConfig(), runtime_dir=runtime)))
     found: list[Finding] = []
     console = Console(highlight=False)
     talk = not (json or report)
     if talk and not folders:
-        console.print("Folders: the current one, as none is named.")
+        console.print("Checking the current folder, because no folder was given.")
     parts = look(world)
     while part := _next(parts, talk):
         found += part[1]
@@ -73,16 +74,16 @@ def doctor(
     raise typer.Exit(_EXIT[worst(found)])
 
 
-def _refuse_twice(paths: Sequence[str]) -> None:
-    """Refuse what no run takes, and no check can be about."""
+def _check_paths(paths: Sequence[str]) -> None:
+    """Reject paths that no run accepts and no check can be about."""
     for path in paths:
         if "\0" in path:
-            raise ConfigError(f"{path!r} has a zero byte, which no name has")
+            raise ConfigError(f"{path!r} contains a zero byte, which is not allowed in a path")
     seen: dict[Path, str] = {}
     for path in paths:
         try:
             where = Path(path).resolve()
-        except (OSError, RuntimeError):  # a link to itself: a check says so
+        except (OSError, RuntimeError):  # a link to itself, which the folder check reports
             continue
         if where in seen:
             raise ConfigError(f"{seen[where]!r} and {path!r} are the same folder; name it once")
@@ -90,9 +91,9 @@ def _refuse_twice(paths: Sequence[str]) -> None:
 
 
 def _next(parts: Iterator[Part], talk: bool) -> Part | None:
-    """Return the next part, or None; a terminal shows meanwhile that there is more to come."""
+    """Return the next part, or None. A terminal shows a status line in the meantime."""
     console = Console(stderr=True)
     if not (talk and console.is_terminal):
         return next(parts, None)
-    with console.status("looking"):  # ends before the part is printed, which goes to the other stream
+    with console.status("checking"):  # ends before the part is printed, which goes to the other stream
         return next(parts, None)

@@ -1,4 +1,4 @@
-"""Findings as Markdown for a bug report, with what is behind them, and without the names of host and user."""
+"""Findings as Markdown for a bug report, with supporting details and without the names of host and user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from infinity_tools.doctor.world import World
 PACKAGES: Final = (
     "torch", "transformers", "numpy", "safetensors", "xxhash", "psutil", "typer", "rich", "prometheus-client",
 )  # fmt: skip
-"""Whose versions are told."""
+"""Packages whose versions are reported."""
 
 VARIABLES: Final = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "THP_MEM_ALLOC_ENABLE", "RANK",
@@ -28,19 +28,19 @@ VARIABLES: Final = (
     "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME",
     "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "MALLOC_ARENA_MAX", "LD_PRELOAD", "TMPDIR", "XDG_RUNTIME_DIR",
 )  # fmt: skip
-"""Variables of the environment that are told where they are set; no others, which may hold secrets."""
+"""Environment variables that are reported if set. Others are left out because they may hold secrets."""
 
 PRESENCE: Final = ("MASTER_ADDR",)
-"""Variables of which only that they are set is told: they name a host."""
+"""Environment variables that are reported only as set, because they name a host."""
 
 _LIMITS: Final = ("MEMLOCK", "NOFILE", "AS", "FSIZE", "DATA", "STACK", "NPROC")
 
 
 def report_of(findings: Sequence[Finding], world: World) -> str:
-    """Return the whole text."""
+    """Return the text of the report."""
     parts = [
         "### infinity doctor",
-        _table(("what", "version"), _versions(world)),
+        _table(("component", "version"), _versions(world)),
         _table(("check", "", "found"), _found(findings)),
         _table(("folder", "file system", "options"), _mounts(world)),
         _table(("limit", "soft", "hard"), _limits()),
@@ -52,7 +52,7 @@ def report_of(findings: Sequence[Finding], world: World) -> str:
 def without_names(text: str) -> str:
     """Return a text with `~` for the home folder, and without the names of host and user."""
     host, home = socket.gethostname(), os.path.expanduser("~").rstrip("/")
-    if home not in ("", "~"):  # of root of a container; of a user without one
+    if home not in ("", "~"):  # root in a container; a user without a home folder
         text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
     for name, instead in ((host, "<host>"), (host.partition(".")[0], "<host>"), (_user(), "<user>")):
         if name and name not in ("root", "localhost"):

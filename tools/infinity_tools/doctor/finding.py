@@ -1,4 +1,4 @@
-"""What a check is, and what it finds."""
+"""Checks and their findings."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from typing import Final, Generic, NamedTuple, TypeVar
 from infinity_tools.doctor.world import Folder, World
 
 SECONDS: Final = 10.0
-"""After which a check is given up: a drive or a name server that does not answer."""
+"""Default time limit of a check. A check may hang on a drive or a name server that does not answer."""
 
 
 class Status(StrEnum):
-    """How bad it is, the worst last."""
+    """Severity of a finding, in ascending order."""
 
     OK = "ok"
-    """Nothing to do."""
+    """No action needed."""
     NOTE = "note"
-    """Worth to know."""
+    """Worth knowing."""
     WARNING = "warning"
-    """Training works, but slower, or not in every case."""
+    """Training works, but more slowly or not in every case."""
     PROBLEM = "problem"
-    """Training cannot work."""
+    """Training does not work."""
 
 
 class Verdict(NamedTuple):
-    """What a check returns."""
+    """Result of a check."""
 
     status: Status
     value: str
-    """What there is, in words."""
+    """Observed state, in words."""
     fix: str = ""
-    """What to do about it, where it is not ok."""
+    """Suggested fix if the status is not ok."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The verdict of a check, with its name."""
+    """Result of a named check."""
 
     check: str
     """Name of the check."""
     status: Status
-    """How bad it is."""
+    """Severity."""
     value: str
-    """What there is, in words."""
+    """Observed state, in words."""
     fix: str = ""
-    """What to do about it; empty where it is ok."""
+    """Suggested fix; empty if the status is ok."""
     folder: str = ""
-    """Which folder this is about; empty where it is about the machine."""
+    """Checked folder; empty for a check of the machine."""
 
 
 Of = TypeVar("Of", World, Folder)
@@ -59,29 +59,29 @@ Of = TypeVar("Of", World, Folder)
 
 @dataclass(frozen=True, kw_only=True)
 class Check(Generic[Of]):
-    """One question to a machine, or to a folder."""
+    """A check of a machine or of a folder."""
 
     name: str
-    """Of one to three words, which stays from release to release."""
+    """Name of one to three words; stable across releases."""
     meaning: str
-    """One paragraph for docs/reference/doctor.md."""
+    """Description for docs/reference/doctor.md, in one paragraph."""
     ask: Callable[[Of], Verdict] = field(repr=False)
-    """Answers it; may raise anything."""
+    """Function that runs the check; may raise any exception."""
     seconds: float = SECONDS
-    """How long it may take."""
+    """Time limit in seconds."""
 
     def look(self, at: Of) -> Finding:
-        """Return what it finds. If it fails, or takes too long, that is the finding, and others go on."""
+        """Run the check and return its finding. A failure or a timeout is reported as the finding."""
         answers: list[Verdict] = []
 
         def body() -> None:
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # what they say is in the findings
+                    warnings.simplefilter("ignore")  # the findings report the same facts
                     answers.append(self.ask(at))
             except Exception as error:
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
-                answers.append(warning(f"could not be checked: {reason}", _REPORT))
+                answers.append(warning(f"the check failed: {reason}", _REPORT))
 
         thread = threading.Thread(target=body, name=f"infinity-doctor-{self.name}", daemon=True)
         thread.start()
@@ -92,16 +92,16 @@ class Check(Generic[Of]):
 
     def _late(self) -> Verdict:
         return warning(
-            f"could not be checked: no answer within {self.seconds:.0f} s",
-            "a file system, name server or driver hangs; see `dmesg`",
+            f"the check timed out after {self.seconds:.0f} s",
+            "a file system, name server or driver may hang; see `dmesg`",
         )
 
 
-_REPORT = "report it, with what `infinity doctor --report` prints"
+_REPORT = "report this with the output of `infinity doctor --report`"
 
 
 def check(name: str, seconds: float = SECONDS) -> Callable[[Callable[[Of], Verdict]], Check[Of]]:
-    """Make a check of a function, whose docstring says what it means."""
+    """Turn a function into a check that is described by the function's docstring."""
 
     def make(ask: Callable[[Of], Verdict]) -> Check[Of]:
         return Check(name=name, meaning=" ".join((ask.__doc__ or "").split()), ask=ask, seconds=seconds)
@@ -110,22 +110,22 @@ def check(name: str, seconds: float = SECONDS) -> Callable[[Callable[[Of], Verdi
 
 
 def ok(value: str) -> Verdict:
-    """Nothing to do."""
+    """Return a verdict that needs no action."""
     return Verdict(Status.OK, value)
 
 
 def note(value: str, fix: str) -> Verdict:
-    """Worth to know."""
+    """Return a verdict that is worth knowing."""
     return Verdict(Status.NOTE, value, fix)
 
 
 def warning(value: str, fix: str) -> Verdict:
-    """Training works, but slower, or not in every case."""
+    """Return a verdict for a state in which training works, but more slowly or not in every case."""
     return Verdict(Status.WARNING, value, fix)
 
 
 def problem(value: str, fix: str) -> Verdict:
-    """Training cannot work."""
+    """Return a verdict for a state in which training does not work."""
     return Verdict(Status.PROBLEM, value, fix)
 
 
@@ -135,10 +135,10 @@ class Group(NamedTuple):
     title: str
     checks: Sequence[Check[World]]
     of_folders: Sequence[Check[Folder]] = ()
-    """Asked of every folder, before the others; where the first is not ok, the rest mean nothing and are left out."""
+    """Checks of every folder, run before the others. If the first is not ok, the rest is skipped."""
 
     def look(self, world: World) -> Iterator[tuple[str, list[Finding]]]:
-        """Yield what is found, in parts with a title each."""
+        """Yield the findings in titled parts."""
         for folder in world.folders if self.of_folders else ():
             first, *others = self.of_folders
             found = [first.look(folder)]
@@ -149,6 +149,6 @@ class Group(NamedTuple):
 
 
 def worst(findings: Sequence[Finding]) -> Status:
-    """Return how bad the worst is."""
+    """Return the highest severity."""
     order = list(Status)
     return max((found.status for found in findings), key=order.index, default=Status.OK)

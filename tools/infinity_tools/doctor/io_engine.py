@@ -1,4 +1,4 @@
-"""How pages can be moved: io_uring or threads."""
+"""Check of the I/O engine: io_uring or threads."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _ALLOW: Final = (
 
 @check("io_uring")
 def io_uring(world: World) -> Verdict:
-    """Whether the kernel lets this process move bytes with io_uring, tried as a run does; `storage.engine = "auto"`
-    takes threads where it does not, which cost more of the processor. Docker's default profile forbids it."""
+    """Permission to use io_uring, tested as in a run. Without it, `storage.engine = "auto"` uses threads, which need
+    more CPU time. Docker's default profile forbids io_uring."""
     try:
         Ring(StorageConfig().queue_depth + 1).close()
     except RingRefusedError as error:
-        return warning(f'{error}; engine = "auto" takes threads', _remedy(error.errno, world))
-    return ok('allowed; storage.engine = "auto" takes it, unless threads are faster')
+        return warning(f'{error}; engine = "auto" uses threads', _remedy(error.errno, world))
+    return ok('allowed; storage.engine = "auto" uses it unless threads are faster')
 
 
 def _remedy(code: int, world: World) -> str:
-    """Return what lets io_uring be used where the kernel refused it."""
+    """Return a fix for the error with which the kernel rejects io_uring."""
     if code == errno.EPERM and (world.read("proc/sys/kernel/io_uring_disabled") or "0") != "0":
         return "as root: sysctl kernel.io_uring_disabled=0"
     if code in (errno.ENOSYS, errno.EINVAL):

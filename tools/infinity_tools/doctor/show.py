@@ -1,4 +1,4 @@
-"""What a person sees of findings."""
+"""Display of findings on a terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMES: Final = 17  # columns: the longest name of a check
 
 
 def shown(title: str, findings: Sequence[Finding]) -> Group:
-    """Return findings as lines: verdict, check, what there is; below it the fix."""
+    """Return findings as lines with status, check and state, each followed by its fix."""
     lines = Table.grid(padding=(0, 2, 0, 0))
     lines.add_column(width=max(map(len, Status)), no_wrap=True)
     lines.add_column(width=_NAMES, no_wrap=True)
@@ -36,16 +36,16 @@ def shown(title: str, findings: Sequence[Finding]) -> Group:
 
 
 def summary(counts: Mapping[Status, int]) -> Group:
-    """Return the last line: how many of each there are, and what that means."""
+    """Return the last line: the number of findings by status, and their consequence."""
     words = [
         f"{counts[status]} {status}{'s' if counts[status] > 1 else ''}"
         for status in (Status.PROBLEM, Status.WARNING, Status.NOTE)
         if counts.get(status)
     ]
     if counts.get(Status.PROBLEM):
-        means, style = "training cannot work like this", STYLES[Status.PROBLEM]
+        means, style = "training does not work in this state", STYLES[Status.PROBLEM]
     elif counts.get(Status.WARNING):
-        means, style = "training works, but slower than it could, or not in every case", STYLES[Status.WARNING]
+        means, style = "training works, but more slowly or not in every case", STYLES[Status.WARNING]
     else:
         means, style = "training works", STYLES[Status.OK]
     return Group("", Text(": ".join([*([", ".join(words)] if words else []), means]), style))

@@ -1,4 +1,4 @@
-"""Whether what is installed is what infinity was tested with."""
+"""Checks of the installed software against the tested versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TRANSFORMERS = "pip install 'infinity-offload[hf]'"
 
 
 def installed(package: str) -> str | None:
-    """Return the version of a package without importing it; None where it is not installed."""
+    """Return the version of a package without importing it, or None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -25,17 +25,17 @@ def installed(package: str) -> str | None:
 
 
 def release(version: str) -> tuple[int, int]:
-    """Return the first two numbers of a version. Raises ValueError."""
+    """Return major and minor number of a version. Raises ValueError."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None:
-        raise ValueError(f"{version!r} is no version")
+        raise ValueError(f"{version!r} is not a version")
     return int(found[1]), int(found[2])
 
 
 @check("python")
 def python(world: World) -> Verdict:
-    """The version of Python that runs this command, and so the training. Below the oldest supported one nothing
-    works: make an environment with a newer one."""
+    """Version of Python that runs this command and the training. Versions below the oldest supported one do not work;
+    create an environment with a newer one."""
     version = platform.python_version()
     if release(version) < release(OLDEST["python"]):
         return problem(f"{version}, older than {OLDEST['python']}", f"install Python {OLDEST['python']} or newer")
@@ -44,8 +44,8 @@ def python(world: World) -> Verdict:
 
 @check("torch")
 def torch(world: World) -> Verdict:
-    """The installed version of torch, against those that the tests pass with. infinity uses private names of FSDP2,
-    which a newer torch may have changed: it then refuses to start, in one line, and trains no wrong bit."""
+    """Version of torch, compared with the tested versions. infinity uses private names of FSDP2. If a newer torch has
+    changed them, infinity fails at import with a clear error."""
     version = installed("torch")
     if version is None:
         return problem("not installed", _TORCH)
@@ -61,11 +61,10 @@ def torch(world: World) -> Verdict:
 
 @check("transformers")
 def transformers(world: World) -> Verdict:
-    """The installed version of transformers, which `infinity train`, `weights=` and exports need; models of your own
-    do not."""
+    """Version of transformers, required by `infinity train`, `weights=` and exports, but not by custom models."""
     version = installed("transformers")
     if version is None:
-        return note("not installed; models of your own need none", _TRANSFORMERS)
+        return note("not installed; custom models do not need it", _TRANSFORMERS)
     if release(version) < release(OLDEST["transformers"]):
         return warning(f"{version}, older than {OLDEST['transformers']}", _TRANSFORMERS)
     return ok(version)
@@ -73,11 +72,11 @@ def transformers(world: World) -> Verdict:
 
 @check("numba")
 def numba(world: World) -> Verdict:
-    """The installed version of numba, which compiles what a `state.format` other than `fp32` costs on the CPU. Without
-    it, or where it does not compile, torch does the same in several times the time, and a run says so at its start."""
+    """Version of numba, which compiles the CPU code of every `state.format` except `fp32`. Without it, torch does the
+    same work in several times the time; a run reports this at start."""
     version = installed("numba")
     if version is None:
-        return note("not installed; a state.format other than fp32 is slower without", _NUMBA)
+        return note("not installed; every state.format except fp32 is slower without it", _NUMBA)
     return ok(version)
 
 

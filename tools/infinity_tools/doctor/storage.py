@@ -1,4 +1,4 @@
-"""Folders that the state may lie in: each by itself, and all together."""
+"""Checks of the folders for the state, individually and together."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ _NETWORK = frozenset(
     ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "virtiofs", "lustre", "ceph", "glusterfs", "gpfs", "beegfs", "afs")
 )
 _IN_MEMORY = frozenset(("tmpfs", "ramfs", "hugetlbfs", "devtmpfs"))
-_LOCAL: Final = "name a folder on an ext4 or XFS file system of a local NVMe drive"
-_OTHER: Final = "name another folder"
-_FREE: Final = "remove earlier runs with `infinity store rm`, or name another folder"
+_LOCAL: Final = "use a folder on an ext4 or XFS file system of a local NVMe drive"
+_OTHER: Final = "use another folder"
+_FREE: Final = "remove earlier runs with `infinity store rm`, or use another folder"
 _REMOTE_MODELS = ("amazon elastic block store", "nvme_card-pd", "msft nvme accelerator")
 _TRIAL_BYTES: Final = MIB
 _LITTLE_SPACE: Final = 10 * GIB
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-_BYTES_PER_PARAMETER: Final = 2 * 14  # AdamW, bf16 weights: the state as it is trained, and that of the checkpoint
+_BYTES_PER_PARAMETER: Final = 2 * 14  # AdamW, bf16 weights: current state plus checkpoint
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @check("folder")
 def folder(at: Folder) -> Verdict:
-    """Whether the folder is there and this user may write to it, or it can be made: a run makes a folder, but not
-    those that it lies in."""
+    """Existence of the folder and permission to write to it. A run creates a missing folder, but not the parents of the
+    folder."""
     path, place = at.path, at.place
     if not at.exists and os.path.lexists(path):
         return problem("is not a folder", _OTHER)
     if not os.path.isdir(place):
-        return problem(f"cannot be made: {place} is not a folder", f"mkdir -p {shlex.quote(place)}, or mount the drive")
+        return problem(
+            f"cannot be created: {place} is not a folder", f"mkdir -p {shlex.quote(place)}, or mount the drive"
+        )
     if os.statvfs(place).f_flag & os.ST_RDONLY:
         return problem(
             "is on a file system that is mounted read-only",
@@ -55,52 +57,52 @@ def folder(at: Folder) -> Verdict:
         fix = _OTHER
         if error.errno == errno.EACCES and os.geteuid():
             owner = f"-o {os.geteuid()} -g {os.getegid()}"
-            fix = f"as root: install -d {owner} {shlex.quote(path)}"  # makes it, or gives it to this user
+            fix = f"as root: install -d {owner} {shlex.quote(path)}"  # creates the folder or changes its owner
         elif error.errno in _FULL:
             fix = _FREE
-        return problem(f"takes no file: {error.strerror}", fix)
-    return ok("is there, and writable" if at.exists else "will be made by the run")
+        return problem(f"cannot create a file: {error.strerror}", fix)
+    return ok("exists and is writable" if at.exists else "will be created by the run")
 
 
 @check("in use")
 def in_use(at: Folder) -> Verdict:
-    """Whether a run that is alive has the folder: a second one is refused until it ends."""
+    """Use of the folder by a live run. A second run in the same folder is rejected until the first one ends."""
     try:
         held = holders(at.path) if at.exists else []
     except InfinityError as error:
-        return warning(f"nobody can tell: {error}", _LOCAL)
+        return warning(f"unknown: {error}", _LOCAL)
     if held:
-        return note(f"by {'; '.join(dict.fromkeys(map(str, held)))}", "wait for it to end, or name another folder")
+        return note(f"by {'; '.join(dict.fromkeys(map(str, held)))}", "wait for it to end, or use another folder")
     return ok("by no run")
 
 
 @check("file system")
 def file_system(at: Folder) -> Verdict:
-    """The type of the file system. Best are ext4 and XFS on a local drive. One in memory takes the memory that the
-    host cache should have, and ends with the machine; those over a network, and overlays of containers, are slow."""
+    """Type of the file system; ext4 or XFS on a local drive is best. A file system in memory competes with the host
+    cache and is lost at shutdown. Network and overlay file systems are slow."""
     kind = mount_of(at.place, at.root / "proc/self/mountinfo").kind
     if not os.statvfs(at.place).f_blocks:
-        return problem(f"{kind} is memory, and has no size", _LOCAL)
+        return problem(f"{kind} is a memory file system without a size", _LOCAL)
     if kind in _IN_MEMORY:
-        return warning(f"{kind} is in memory: the state takes memory, and ends with it", _LOCAL)
+        return warning(f"{kind} is in memory: the state takes memory and is lost at shutdown", _LOCAL)
     if kind in _NETWORK or kind.startswith("fuse."):
-        return warning(f"{kind} is not local: pages take the way over another machine or process", _LOCAL)
+        return warning(f"{kind} is not local: every transfer goes through another machine or process", _LOCAL)
     if kind == "overlay":
-        return warning("overlay: the layers of a container", "docker run -v /nvme0:/nvme0, and name a folder there")
+        return warning("overlay: the file system of a container", "docker run -v /nvme0:/nvme0, and use a folder there")
     if kind in ("btrfs", "zfs", "bcachefs"):
-        return note(f"{kind} copies what is written over, which costs speed", _LOCAL)
+        return note(f"{kind} copies data on overwrite, which reduces throughput", _LOCAL)
     return ok(kind)
 
 
 @check("direct")
 def direct(at: Folder) -> Verdict:
-    """Whether transfers go to the drive directly (O_DIRECT), tried with a block that is written and read, and to what
-    they must be aligned. Without it they go through the page cache, which costs memory and speed."""
+    """Direct transfers to the drive (O_DIRECT), tested with one block, and their alignment. Without O_DIRECT, transfers
+    go through the page cache, which costs memory and speed."""
     with at.trial() as file:
         if not file.direct:
             return warning("no O_DIRECT: transfers go through the page cache", _LOCAL)
         if file.alignment > DEFAULT_ALIGNMENT:
-            return problem(f"transfers must be aligned to {file.alignment} bytes, pages are to 4096", _LOCAL)
+            return problem(f"transfers must be aligned to {file.alignment} bytes; pages are aligned to 4096", _LOCAL)
         written, found = transfer_memory(DEFAULT_ALIGNMENT), transfer_memory(DEFAULT_ALIGNMENT)
         written[:] = os.urandom(len(written))
         try:
@@ -108,38 +110,38 @@ def direct(at: Folder) -> Verdict:
             os.preadv(file.fd, [found], 0)
         except OSError as error:
             if error.errno in _FULL:
-                return note("not tried: there is no space", _FREE)
-            return problem(f"a direct transfer of 4 KiB fails: {error.strerror}", f"see `dmesg`, or {_LOCAL}")
+                return note("not tested: no space is left", _FREE)
+            return problem(f"a direct transfer of 4 KiB failed: {error.strerror}", f"see `dmesg`, or {_LOCAL}")
         if written != found:
-            return problem("what is read is not what was written", f"see `dmesg`, and {_LOCAL}")
+            return problem("the data read differs from the data written", f"see `dmesg`, and {_LOCAL}")
         return ok(f"O_DIRECT, aligned to {file.alignment} bytes")
 
 
 @check("allocation")
 def allocation(at: Folder) -> Verdict:
-    """Whether the file system reserves blocks without writing them (fallocate). Where it does not, the start of a run
-    writes every block of its data files once."""
+    """Reservation of blocks without writing them (fallocate). If the file system does not support it, a run writes all
+    blocks of its data files at start."""
     with at.trial() as file:
         if _libc.fallocate(file.fd, 0, ctypes.c_long(0), ctypes.c_long(_TRIAL_BYTES)) == 0:
-            return ok("blocks are reserved at once")
+            return ok("blocks are reserved without writing")
         code = ctypes.get_errno()
     if code in (errno.EOPNOTSUPP, errno.ENOSYS):
-        return warning("no fallocate: a start writes all blocks of its files", _LOCAL)
+        return warning("no fallocate: a run writes all blocks of its files at start", _LOCAL)
     fix = "ulimit -f unlimited" if code == errno.EFBIG else _FREE
-    return problem(f"no blocks can be reserved: {os.strerror(code)}", fix)
+    return problem(f"cannot reserve blocks: {os.strerror(code)}", fix)
 
 
 @check("space")
 def free_space(at: Folder) -> Verdict:
-    """What is free for users, less what infinityd has reserved for runs that begin. A run needs its state twice: as it
-    is trained, and as it is in the checkpoint that is kept."""
+    """Free space, minus the space that infinityd has reserved for starting runs. A run needs space for its state twice:
+    once for the current state and once for the checkpoint."""
     found = space(at.place)
     name = locate(at.place, at.root / "sys").drive.name
     reserved = sum(one["bytes"] for one in (at.daemon.status or {}).get("reservations", ()) if one["device"] == name)
     left = max(0, found.free - reserved)
     value = f"{format_size(left)} free of {format_size(found.capacity)}"
     if reserved:
-        value += f", besides {format_size(reserved)} reserved by runs that begin"
+        value += f", besides {format_size(reserved)} reserved by starting runs"
     if left < _LITTLE_SPACE:
         return (warning if left > MIB else problem)(value, _FREE)
     return ok(value)
@@ -147,29 +149,29 @@ def free_space(at: Folder) -> Verdict:
 
 @check("drive")
 def drive(at: Folder) -> Verdict:
-    """The drive that the folder is on. Local NVMe drives are what infinity is made for; disks that rotate are far too
-    slow for pages, and what virtual disks and drives over a network give is not known before it is measured."""
+    """Drive of the folder; infinity is designed for local NVMe drives. Rotating disks are too slow for paging. Virtual
+    and network drives should be measured first."""
     place = locate(at.place, at.root / "sys")
     name, block = place.drive.name, at.root / "sys/class/block" / place.drive.name
     probe = f"measure it: infinity probe {shlex.quote(at.place)}"
     if place.in_memory:
-        return note("memory, no drive", _LOCAL)
+        return note("in memory, without a drive", _LOCAL)
     if not block.exists():
-        return note(f"not told by the kernel ({name})", probe)
+        return note(f"not reported by the kernel ({name})", probe)
     model = " ".join(_text(block / "device/model").split())
     value = f"{name} ({model})" if model else name
     if name.startswith("zram"):
-        return warning(f"{value} is memory, compressed", _LOCAL)
+        return warning(f"{value} is compressed memory", _LOCAL)
     if name.startswith("loop"):
-        return note(f"{value} is a file that is mounted", _LOCAL)
+        return note(f"{value} is a mounted file", _LOCAL)
     if name.startswith(("nbd", "rbd", "drbd")) or model.lower().startswith(_REMOTE_MODELS):
-        return note(f"{value} is reached over a network", probe)
-    if name.startswith(("vd", "xvd")):  # which often say that they rotate
+        return note(f"{value} is a network drive", probe)
+    if name.startswith(("vd", "xvd")):  # checked before rotation, which virtual disks often report
         return note(f"{value} is a virtual disk", probe)
     if _text(block / "queue/rotational") == "1":
-        return warning(f"{value} rotates", "name a folder on an NVMe drive")
-    if not name.startswith(("nvme", "dm-", "md")):  # the last two are made of others
-        return note(f"{value} is no NVMe drive", probe)
+        return warning(f"{value} is a rotating disk", "use a folder on an NVMe drive")
+    if not name.startswith(("nvme", "dm-", "md")):  # dm and md devices consist of other drives
+        return note(f"{value} is not an NVMe drive", probe)
     return ok(value)
 
 
@@ -182,12 +184,12 @@ def _text(file: Path) -> str:
 
 @check("bandwidth")
 def bandwidth(at: Folder) -> Verdict:
-    """What the drive gives, as infinityd keeps it from `infinity probe`, from runs or from its own measurements."""
+    """Bandwidth of the drive as recorded by infinityd from its own measurements, `infinity probe` and runs."""
     profile = at.daemon.bandwidth(at.place)
     if profile is None:
         probe = f"infinity probe {shlex.quote(at.place)}"
         if at.daemon.status is None:
-            return note("not kept, as no infinityd runs", f"infinityd &, then {probe}")
+            return note("not recorded, because infinityd is not running", f"infinityd &, then {probe}")
         return note("not measured", probe)
     rates = [(load, profile.get(load)) for load in ("read", "write", "mixed")]
     known = ", ".join(f"{load} {rate / 1e9:.2f} GB/s" for load, rate in rates if isinstance(rate, int | float))
@@ -198,33 +200,33 @@ _FIRST: Final = "see the check `folder`"
 
 
 def _there(world: World) -> list[Folder]:
-    """Return the folders that can be used."""
+    """Return the usable folders."""
     return [at for at in world.folders if folder.look(at).status is Status.OK]
 
 
 @check("drives")
 def drives(world: World) -> Verdict:
-    """Whether each folder is on a drive of its own. Two folders on one drive are no faster than one."""
+    """Assignment of folders to drives. Two folders on one drive are no faster than one."""
     by_drive: dict[str, list[str]] = {}
     if not (there := _there(world)):
-        return note("not looked at: no folder can be used", _FIRST)
+        return note("skipped: no folder is usable", _FIRST)
     for at in there:
         by_drive.setdefault(locate(at.place, world.root / "sys").drive.name, []).append(at.path)
     shared = [f"{' and '.join(paths)} ({name})" for name, paths in by_drive.items() if len(paths) > 1]
     if shared:
-        return warning(f"on one drive: {', '.join(shared)}", "name one folder for each drive")
-    return ok("one" if len(by_drive) == 1 else f"{len(by_drive)}: one for each folder")
+        return warning(f"on the same drive: {', '.join(shared)}", "use one folder per drive")
+    return ok("one" if len(by_drive) == 1 else f"{len(by_drive)}, one per folder")
 
 
 @check("largest model")
 def largest_model(world: World) -> Verdict:
-    """The largest model that the free space has room for, with AdamW and bf16 weights: 14 bytes per parameter, twice.
-    Space is one limit; the memory for the largest layer, and time, are others."""
+    """Largest model that fits into the free space with AdamW and bf16 weights (14 bytes per parameter, twice). Memory
+    for the largest layer and time are further limits."""
     if not (there := _there(world)):
-        return note("not looked at: no folder can be used", _FIRST)
+        return note("skipped: no folder is usable", _FIRST)
     free = {locate(at.place, world.root / "sys").file_system: space(at.place).free for at in there}
     billions = sum(free.values()) / _BYTES_PER_PARAMETER / 1e9
-    return ok(f"at most about {billions:.2g} billion parameters (AdamW, bf16), by space")
+    return ok(f"about {billions:.2g} billion parameters (AdamW, bf16), limited by space")
 
 
 STORAGE: Final = Group(

@@ -1,4 +1,4 @@
-"""What checks look at: a machine, and folders on it."""
+"""Inputs of the checks: a machine, and folders on it."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from infinity.io.alignment import AlignedFile, open_aligned
 
 @dataclass(frozen=True, kw_only=True)
 class Folder:
-    """A folder that may be in `storage.paths`."""
+    """A folder for `storage.paths`."""
 
     path: str
-    """As it was given."""
+    """Path as given by the user."""
     root: Path = Path("/")
-    """Where `proc` and `sys` lie."""
+    """Folder that contains `proc` and `sys`."""
     daemon: Daemon
-    """The node's."""
+    """Daemon of the node."""
 
     @property
     def exists(self) -> bool:
-        """Whether there is such a folder."""
+        """Whether the folder exists."""
         return os.path.isdir(self.path)
 
     @property
     def place(self) -> str:
-        """The folder; where it is still to be made, the one that it lies in."""
+        """The folder itself, or its parent if the folder does not exist yet."""
         return self.path if self.exists else os.path.dirname(os.path.abspath(self.path))
 
     @contextmanager
     def trial(self) -> Iterator[AlignedFile]:
-        """Yield a new file in it, opened as engines do, which has no name any more. Raises OSError."""
+        """Yield a new unlinked file in the folder, opened as the I/O engines do. Raises OSError."""
         descriptor, name = tempfile.mkstemp(prefix=".infinity-doctor-", dir=self.place)
         os.close(descriptor)
         try:
@@ -54,21 +54,21 @@ class Folder:
 
 
 class Daemon:
-    """What the node's daemon answers; each question is asked once."""
+    """Answers of the node's daemon. The status is requested only once."""
 
     def __init__(self, runtime: Path) -> None:
         self.runtime = runtime
-        """Its folder."""
+        """Runtime folder of the daemon."""
         self._node = NodeDaemon(runtime)
 
     @cached_property
     def status(self) -> dict[str, Any] | None:
-        """What it knows of the node; None: none of this user or root answers."""
-        with _unheard("infinity"):  # that it is another user's is a finding
+        """Status of the node, or None if no daemon of this user or of root answers."""
+        with _unheard("infinity"):  # a daemon of another user is reported as a finding, not logged
             return self._node.ask("status")
 
     def bandwidth(self, path: str) -> dict[str, Any] | None:
-        """Return the profile of the drive of a folder; None: it was not measured, or nobody knows."""
+        """Return the bandwidth profile of a folder's drive, or None if it is not known."""
         if self.status is None:
             return None
         name = str(Path(path).resolve())
@@ -79,32 +79,32 @@ class Daemon:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """A machine, as this process sees it."""
+    """A machine, as seen by this process."""
 
     folders: tuple[Folder, ...]
-    """Those that the state may lie in."""
+    """Folders for the state."""
     daemon: Daemon
-    """The node's."""
+    """Daemon of the node."""
     root: Path = Path("/")
-    """Where `proc`, `sys` and `dev` lie."""
+    """Folder that contains `proc`, `sys` and `dev`."""
 
     @classmethod
     def of(cls, paths: list[str], runtime: Path, root: Path = Path("/")) -> World:
-        """Return what there is to look at, for folders and the daemon of a runtime folder."""
+        """Return the machine with these folders and the daemon of a runtime folder."""
         daemon = Daemon(runtime)
         return cls(
             folders=tuple(Folder(path=path, root=root, daemon=daemon) for path in paths), daemon=daemon, root=root
         )
 
     def read(self, name: str) -> str | None:
-        """Return the text of a file of the kernel, stripped; None where there is none."""
+        """Return the stripped text of a kernel file, or None if it cannot be read."""
         try:
             return (self.root / name).read_text().strip()
         except (OSError, UnicodeDecodeError):
             return None
 
     def own(self, name: str) -> str:
-        """Return what /proc/self/status says under a name; nothing where it does not."""
+        """Return a value from /proc/self/status, or an empty string."""
         found = re.search(rf"^{name}:\s*(.*)$", self.read("proc/self/status") or "", re.MULTILINE)
         return found[1] if found else ""
 

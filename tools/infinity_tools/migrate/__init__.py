@@ -1,1 +1,1 @@
-"""`infinity migrate`: what becomes of a DeepSpeed configuration."""
+"""`infinity migrate`: translate a DeepSpeed configuration."""

@@ -1,4 +1,4 @@
-"""Answers that hang on the value of a key, or on other keys: paths, sizes, optimizers, schedulers."""
+"""Translations that depend on the value of a key or on other keys: paths, sizes, optimizers, schedulers."""
 
 from __future__ import annotations
 
@@ -30,29 +30,27 @@ def _same(name: str, becomes: str) -> Answer:
 def _stage(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     if value == 3:
         return _same(name, _key(name).becomes)
-    why = (
-        f"stage {value} keeps {'weights' if value else 'all state'} on every rank; FSDP2 shards them too, as stage 3: "
-    )
+    why = f"stage {value} keeps {'weights' if value else 'all state'} on every rank; FSDP2 shards them, like stage 3: "
     return Status.TRANSLATED, _key(name).becomes, why + "the same values, less memory, more communication"
 
 
 def _device(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     other = found.device("optimizer" if "offload_param" in name else "param")
     if value == "nvme":
-        return Status.TRANSLATED, "storage.paths", "pages lie there, of parameters and of optimizer state alike"
+        return Status.TRANSLATED, "storage.paths", "pages of parameters and of optimizer state are stored there"
     if other == "nvme":
-        why = "pages have one home for both, and the other one is on NVMe; what is used most stays in the host cache"
+        why = "parameters and optimizer state share the NVMe paths; the most used pages stay in the host cache"
         return Status.TRANSLATED, "storage.paths, memory.host_bytes", why
     if value == "cpu":
-        why = "a host cache as large as the state keeps all of it in memory; a path is needed for checkpoints"
+        why = "a host cache as large as the state keeps it all in memory; checkpoints need a path"
         return Status.TRANSLATED, "memory.host_bytes", why
-    return Status.NOT_NEEDED, "", "if nothing is offloaded, FSDP2 alone is simpler; with infinity, pages lie on NVMe"
+    return Status.NOT_NEEDED, "", "without offloading, FSDP2 alone is simpler; with infinity, pages are stored on NVMe"
 
 
 def _path(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     role = "param" if "offload_param" in name else "optimizer"
     if nvme:
-        return Status.TRANSLATED, f"storage.paths = {_listed(nvme)}", "--nvme is given"
+        return Status.TRANSLATED, f"storage.paths = {_listed(nvme)}", "set by --nvme"
     if found.device(role) != "nvme":
         return Status.NOT_NEEDED, "", f"device is {found.device(role)}, so DeepSpeed does not use it"
     return _same(name, f"storage.paths = {_listed(toml_output.nvme_paths(found))}")
@@ -66,34 +64,38 @@ def _memory(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     if (estimate := toml_output.host_bytes(found)) is not None:
         return _same(name, f'memory.host_bytes = "{format_setting(estimate)}"')
     device = found.device("param")
-    why = "device is not nvme, so DeepSpeed does not use it" if device != "nvme" else "no size of memory comes of it"
+    why = (
+        "device is not nvme, so DeepSpeed does not use it"
+        if device != "nvme"
+        else "it does not determine a memory size"
+    )
     return Status.NOT_NEEDED, "memory.host_bytes", why
 
 
 def _block(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     if (size := toml_output.request_bytes(found)) is not None:
         return _same(name, f"storage.request_bytes = {size}")
-    why = "a request here has a multiple of 4096 bytes, from 4 KiB to 1 GiB; the default of 2 MiB holds"
+    why = "a request size must be a multiple of 4096 from 4 KiB to 1 GiB; the default of 2 MiB applies"
     return Status.NOT_NEEDED, "storage.request_bytes", why
 
 
 def _depth(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     if (depth := toml_output.queue_depth(found)) is not None:
         return _same(name, f"storage.queue_depth = {depth}")
-    return Status.NOT_NEEDED, "storage.queue_depth", "it is from 1 to 4096 here; the default of 32 holds"
+    return Status.NOT_NEEDED, "storage.queue_depth", "it must be from 1 to 4096 here; the default of 32 applies"
 
 
 def _clipping(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     if value <= 0:
-        return Status.NOT_NEEDED, "", "0: off in DeepSpeed too"
+        return Status.NOT_NEEDED, "", "0: also off in DeepSpeed"
     if name != "gradient_clipping" and found["gradient_clipping"]:
-        return Status.NOT_NEEDED, "", "gradient_clipping is given too"
+        return Status.NOT_NEEDED, "", "gradient_clipping is set, too"
     return _same(name, f"optimizer.clip_grad_norm_({value})")
 
 
 def _accumulation(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     if value <= 1:
-        return Status.NOT_NEEDED, "", "a batch is one micro-batch"
+        return Status.NOT_NEEDED, "", "a batch is a single micro-batch"
     return _same(name, f"infinity.micro_batches(model, {value})")
 
 
@@ -103,10 +105,10 @@ def _optimizer(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answ
         becomes, why = BY_HAND[lower]
         return Status.NO_COUNTERPART, becomes, why, True
     if lower in REFUSED:
-        return Status.NO_COUNTERPART, "torch.optim.AdamW", f"{value} is refused: {REFUSED[lower]}", True
+        return Status.NO_COUNTERPART, "torch.optim.AdamW", f"{value} is not supported: {REFUSED[lower]}", True
     if lower not in TAKEN:
-        why = f"{brief(value)} is not an optimizer of DeepSpeed's or torch's that is known here ({', '.join(TAKEN)})"
-        return Status.NO_COUNTERPART, "make your own: infinity.offload says whether it can page it", why, True
+        why = f"{brief(value)} is not a known optimizer of DeepSpeed or torch ({', '.join(TAKEN)})"
+        return Status.NO_COUNTERPART, "create your own; infinity.offload reports whether it is supported", why, True
     taken = taken_of(found) or TAKEN[lower]
     return Status.TRANSLATED, f"{taken.call}(model.parameters(), ...)", _key(name).why
 
@@ -116,24 +118,24 @@ def _parameter(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answ
     kind = found["optimizer.type"]
     lower = kind.lower() if isinstance(kind, str) else ""
     if lower not in TAKEN:
-        return Status.NOT_NEEDED, "", "it goes with optimizer.type"
+        return Status.NOT_NEEDED, "", "depends on optimizer.type"
     if key.status is not Status.TRANSLATED or word == "adam_w_mode":
         return key.status, key.becomes, key.why, key.changes
     if word in TAKEN[lower].takes:
         return _same(name, f"{word}={tuple(value) if isinstance(value, list) else value!r}")
-    return Status.NOT_NEEDED, "", f"{TAKEN[lower].call} has no such argument, so DeepSpeed does not take it either"
+    return Status.NOT_NEEDED, "", f"{TAKEN[lower].call} has no such argument, so DeepSpeed does not accept it either"
 
 
 def _scheduler(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
-    if name == "scheduler.params":  # of a scheduler of torch, as a whole
-        return Status.TRANSLATED, "arguments of the scheduler", "passed on as they are"
+    if name == "scheduler.params":  # of a torch scheduler, as a whole
+        return Status.TRANSLATED, "arguments of the scheduler", "passed on unchanged"
     if value in SCHEDULERS:
         return _same(name, "LambdaLR(optimizer, rate_at)")
     if value in OF_TORCH:
         return _same(name, f"torch.optim.lr_scheduler.{value}(optimizer, ...)")
-    why = f"{brief(value)} is not a scheduler of DeepSpeed's or torch's that is known here"
+    why = f"{brief(value)} is not a known scheduler of DeepSpeed or torch"
     known = ", ".join((*SCHEDULERS, *OF_TORCH))
-    return Status.NO_COUNTERPART, "make your own; infinity takes any scheduler of torch", f"{why} ({known})", True
+    return Status.NO_COUNTERPART, "create your own; infinity supports all torch schedulers", f"{why} ({known})", True
 
 
 def _rate(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
@@ -144,14 +146,14 @@ def _rate(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     if kind not in SCHEDULERS or word not in SCHEDULERS[kind].defaults:
         return Status.NOT_NEEDED, "", f"{kind or 'no scheduler'} has no such parameter"
     if shown := SCHEDULERS[kind].names.get(word):
-        return _same(name, f"{shown} = {value!r} of rate_at")
+        return _same(name, f"{shown} = {value!r} in rate_at")
     return _same(name, key.becomes)
 
 
 def _tensor_parallel(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     key = _key(name)
     if isinstance(value, dict) and value.get("autotp_size") in (0, 1):
-        return Status.NOT_NEEDED, "", "off in DeepSpeed too"
+        return Status.NOT_NEEDED, "", "also off in DeepSpeed"
     return key.status, key.becomes, key.why, key.changes
 
 
@@ -159,8 +161,8 @@ def _reduced(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer
     if value.lower() in ("fp32", "bf16", "bfp16"):
         kind = "torch.float32" if value.lower() == "fp32" else "torch.bfloat16"
         return _same(name, f"MixedPrecisionPolicy(reduce_dtype={kind})")
-    why = f"{brief(value)} has no range for gradients that are not scaled; they are reduced in fp32"
-    return Status.NO_COUNTERPART, "leave it out", why
+    why = f"{brief(value)} has too small a range for unscaled gradients; they are reduced in fp32"
+    return Status.NO_COUNTERPART, "remove it", why
 
 
 ANSWERS: dict[str, Callable[[Found, str, Any, Sequence[str]], Answer]] = {
@@ -181,4 +183,4 @@ ANSWERS: dict[str, Callable[[Found, str, Any, Sequence[str]], Answer]] = {
     "communication_data_type": _reduced,
     "tensor_parallel": _tensor_parallel,
 }
-"""Keys whose answer hangs on their value, or on others."""
+"""Translations of keys that depend on their value or on other keys."""

@@ -1,4 +1,4 @@
-"""The lines of training code that change, for one configuration: what goes, what comes, and nothing else."""
+"""Training code for a configuration, limited to the lines that change."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from infinity_tools.migrate.read import AUTO, Found
 from infinity_tools.migrate.schedulers import OF_TORCH, SCHEDULERS, body_of
 
 _GONE = """\
-# Goes:   deepspeed.initialize(...)     deepspeed.zero.Init()    engine.backward(loss)
+# Remove: deepspeed.initialize(...)     deepspeed.zero.Init()    engine.backward(loss)
 #         engine.step()                 engine.save_checkpoint(...)
-# Yours:  build_model, batches, the name of your layers{yours}
+# Define: build_model, batches, the name of your layers{yours}
 """
 
 
 def code_of(found: Found, settings_file: str) -> str:
-    """Return a program of a training loop: valid Python, whose names that it does not define are yours."""
+    """Return a training loop as valid Python. Names that it does not define must be defined by the user."""
     body = [*_model(found), "", *_optimizer(found), *_scheduler(found)]
     body += [
         f"optimizer = infinity.offload(model, optimizer, {settings_file!r})  # weights=FOLDER: pretrained weights",
@@ -45,7 +45,7 @@ def _imports(found: Found, text: str) -> Iterator[str]:
 
 
 def value_of(found: Found, name: str) -> str | None:
-    """Return the value of a key as code, None where nothing is said."""
+    """Return the value of a key as code, or None if it is not set."""
     value = found[name]
     if value is None:
         return None
@@ -63,8 +63,8 @@ def _model(found: Found) -> Iterator[str]:
     if bf16 == AUTO:
         yield f"policy = {policy} if args.bf16 else {fp32}"
     else:
-        yield f"policy = {policy}" if bf16 else f"policy = {fp32}  # computes in fp32"
-    yield 'with torch.device("meta"):  # in place of zero.Init: no memory yet'
+        yield f"policy = {policy}" if bf16 else f"policy = {fp32}  # trains in fp32"
+    yield 'with torch.device("meta"):  # in place of zero.Init; allocates no memory'
     yield "    model = build_model()"
     yield "for layer in model.model.layers:"
     yield "    fully_shard(layer, mesh=mesh, mp_policy=policy)"
@@ -74,7 +74,7 @@ def _model(found: Found) -> Iterator[str]:
 
 
 def micro_batches(found: Found) -> str | None:
-    """Return how many micro-batches a batch has, as code; None if it is one."""
+    """Return the number of micro-batches per batch as code, or None for a single one."""
     told = found["gradient_accumulation_steps"]
     if told is not None:
         return None if isinstance(told, int) and told <= 1 else value_of(found, "gradient_accumulation_steps")
@@ -85,7 +85,7 @@ def micro_batches(found: Found) -> str | None:
 
 
 def _batch(found: Found) -> str:
-    """Return what a batch of a rank is, in words."""
+    """Return a description of a rank's batch."""
     micro, count = found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"]
     if isinstance(micro, int) and isinstance(count, int | None):
         if count is None and micro_batches(found) is not None:
@@ -99,7 +99,7 @@ def _batch(found: Found) -> str:
 
 
 def taken_of(found: Found) -> Optimizer | None:
-    """Return the optimizer that a configuration names, if it is one that is taken."""
+    """Return the optimizer of a configuration, or None if it is not supported."""
     kind = found["optimizer.type"]
     if not isinstance(kind, str):
         return None
@@ -110,7 +110,7 @@ def taken_of(found: Found) -> Optimizer | None:
 def _optimizer(found: Found) -> Iterator[str]:
     taken = taken_of(found)
     if taken is None:
-        why = f"in place of {found['optimizer.type']!r}" if found["optimizer.type"] else "the configuration has none"
+        why = f"in place of {found['optimizer.type']!r}" if found["optimizer.type"] else "not in the configuration"
         yield f"optimizer = build_optimizer(model)  # {why}"
         return
     fills = {} if found["optimizer.params.torch_adam"] is True else taken.fills
@@ -139,7 +139,7 @@ def _scheduler(found: Found) -> Iterator[str]:
     on["cycle_momentum"] = cycles_betas(found)
     lines = body_of(scheduler, on)
     used = "\n".join(lines)
-    yield from ("", f"# {kind}: the rates of DeepSpeed's")
+    yield from ("", f"# {kind}: the learning rates of DeepSpeed")
     if "RATE" in values.values() or re.search(r"\bRATE\b", used):
         yield f"RATE = {_rate(found)}"
     for name, shown in scheduler.names.items():
@@ -147,7 +147,7 @@ def _scheduler(found: Found) -> Iterator[str]:
             yield f"{shown} = {values[name]}"
     yield from ("", "", *lines, "", "")
     yield "for group in optimizer.param_groups:"
-    yield '    group["lr"] = 1.0  # which rate_at multiplies'
+    yield '    group["lr"] = 1.0  # multiplied by rate_at'
     if cycles_betas(found):
         yield '    group["betas"] = (beta_at(0), 0.99)'
     yield "scheduler = LambdaLR(optimizer, rate_at)"
@@ -161,7 +161,7 @@ def _rate(found: Found) -> str:
 
 
 def cycles_betas(found: Found) -> bool:
-    """Whether the scheduler of DeepSpeed sets the betas of the optimizer too."""
+    """Return whether DeepSpeed's scheduler also sets the betas of the optimizer."""
     taken = taken_of(found)
     wanted = found["scheduler.params.cycle_momentum"] is not False
     return found["scheduler.type"] == "OneCycle" and wanted and taken is not None and "betas" in taken.takes
@@ -185,13 +185,13 @@ def _loop(found: Found) -> Iterator[str]:
         if cycles_betas(found):
             yield "    for group in optimizer.param_groups:"
             yield '        group["betas"] = (beta_at(scheduler.last_epoch), 0.99)'
-        yield 'optimizer.save_checkpoint(extra={"scheduler": scheduler.state_dict()})  # durable; at any step'
+        yield 'optimizer.save_checkpoint(extra={"scheduler": scheduler.state_dict()})  # at any step'
     else:
-        yield "optimizer.save_checkpoint()  # durable; at any step"
+        yield "optimizer.save_checkpoint()  # at any step"
 
 
 def clipping(found: Found) -> str | None:
-    """Return the norm to which gradients are clipped, as code; None if they are not."""
+    """Return the norm for gradient clipping as code, or None without clipping."""
     for name in ("gradient_clipping", "optimizer.params.max_grad_norm"):
         value: Any = found[name]
         if value == AUTO or (value is not None and value > 0):

@@ -1,4 +1,4 @@
-"""The keys of a DeepSpeed configuration: what becomes of each here, and why. docs/how-to/migrate.md is made from this."""
+"""Keys of a DeepSpeed configuration, with counterparts and reasons; the source of docs/how-to/migrate.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Status(StrEnum):
-    """What becomes of a key."""
+    """Kind of translation."""
 
     TRANSLATED = "translated"
     NOT_NEEDED = "not needed"
@@ -20,36 +20,36 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One key of DeepSpeed's."""
+    """A key of a DeepSpeed configuration."""
 
     name: str
-    """With the sections that it lies in, joined by dots."""
+    """Name with its sections, joined by dots."""
     status: Status
-    """What becomes of it where it is in use."""
+    """Kind of translation if the key is in use."""
     becomes: str = ""
-    """The setting or line of code here; for what has no counterpart, what to do instead."""
+    """Setting or line of code; for a key without a counterpart, a replacement."""
     why: str
-    """The reason, a sentence without its end."""
+    """Reason, as a sentence without a final period."""
     takes: str = "any"
-    """What its value must be, one of `translate.CHECKS`."""
+    """Required kind of value, a key of `read.CHECKS`."""
     off: tuple[Any, ...] = ()
-    """Values with which DeepSpeed does nothing of the kind."""
+    """Values that switch the feature off in DeepSpeed."""
     switch: str = ""
-    """Of a section that is looked at as a whole, when it is in use: `enabled` is true, it has `any` key, or a `nested`
-    `enabled` is true."""
+    """For a section that is examined as a whole, the condition under which it is in use: ``enabled`` is true, it has
+    ``any`` key, or a ``nested`` ``enabled`` is true."""
     changes: bool = False
-    """Whether training would be another one without it, so that migration is refused."""
+    """Whether training differs without the key, so that the migration is incomplete."""
     auto: str = ""
-    """What `"auto"` stands for, an expression of transformers' TrainingArguments."""
+    """Expression of transformers' TrainingArguments that replaces ``"auto"``."""
 
 
 def translated(name: str, becomes: str, why: str, takes: str = "any", *, auto: str = "") -> Key:
-    """Return a key that has a counterpart."""
+    """Return a key with a counterpart."""
     return Key(name=name, status=Status.TRANSLATED, becomes=becomes, why=why, takes=takes, auto=auto)
 
 
 def unneeded(section: str, names: str, why: str, becomes: str = "", switch: str = "") -> list[Key]:
-    """Return keys that nothing here needs, all for the same reason."""
+    """Return keys that are not needed, all for the same reason."""
     prefix = f"{section}." if section else ""
     return [
         Key(name=prefix + name, status=Status.NOT_NEEDED, becomes=becomes, why=why, switch=switch)
@@ -68,7 +68,7 @@ def lacking(
     takes: str = "any",
     changes: bool = False,
 ) -> list[Key]:
-    """Return keys that have no counterpart, all for the same reason."""
+    """Return keys without a counterpart, all for the same reason."""
     prefix = f"{section}." if section else ""
     return [
         Key(
@@ -86,7 +86,7 @@ def lacking(
 
 
 class Table:
-    """All keys, by name."""
+    """All keys by name."""
 
     def __init__(self, keys: list[Key]) -> None:
         self.keys: Mapping[str, Key] = {key.name: key for key in keys}
@@ -94,7 +94,7 @@ class Table:
         self.sections |= {section.rpartition(".")[0] for section in self.sections} - {""}
 
     def nearest(self, name: str) -> str:
-        """Return the known key or section that was meant, if any is near: the same word elsewhere, or a similar one."""
+        """Return the nearest known key or section, if any: the same word in another section, or a similar word."""
         section, _, leaf = name[:200].rpartition(".")
         names = [*self.keys, *sorted(self.sections)]
         for known in names:

@@ -1,15 +1,15 @@
-"""Keys about the training itself: batches, optimizer, scheduler, precision."""
+"""Keys for the training itself: batches, optimizer, scheduler, precision."""
 
 from __future__ import annotations
 
 from infinity_tools.migrate.keys import Key, lacking, translated, unneeded
 
-_BATCH = "a batch of a rank has the sequences of all its micro-batches, and is sliced in the model"
-_FP16 = "float16 needs its loss scaled, as DeepSpeed does by itself; infinity scales none, and is not tested in it"
-_BF16_ONLY = "train in bf16, whose range is that of fp32 (bf16.enabled), or scale the loss with torch.amp.GradScaler"
-_RATE = "the rate is that of DeepSpeed's at every step"
+_BATCH = "a batch of a rank contains the sequences of all its micro-batches and is sliced in the model"
+_FP16 = "float16 needs loss scaling, which DeepSpeed does automatically; infinity does not, and is not tested with it"
+_BF16_ONLY = "train in bf16, which has the range of fp32 (bf16.enabled), or scale the loss with torch.amp.GradScaler"
+_RATE = "the learning rate equals DeepSpeed's at every step"
 _CALL = "passed to the optimizer"
-_CLASS = "passed to the optimizer, if its class takes it"
+_CLASS = "passed to the optimizer if its class accepts it"
 
 BATCHES: list[Key] = [
     translated("train_batch_size", "your DataLoader's batch_size, and infinity.micro_batches(model, n)", _BATCH,
@@ -18,24 +18,25 @@ BATCHES: list[Key] = [
     translated("train_micro_batch_size_per_gpu", "your DataLoader's batch_size", _BATCH, "count",
                auto="args.per_device_train_batch_size"),
     translated("gradient_accumulation_steps", "infinity.micro_batches(model, n)",
-               "each layer runs all micro-batches before the next one starts, so more of them read no more weights",
+               "a layer runs all micro-batches before the next one, so weight traffic does not grow with their number",
                "count", auto="args.gradient_accumulation_steps"),
-    *unneeded("", "managed_gradient_accumulation", "your loop says where a step ends"),
+    *unneeded("", "managed_gradient_accumulation", "your loop determines the end of a step"),
     translated("gradient_clipping", "optimizer.clip_grad_norm_(x)",
-               "the same norm, exact over all ranks; updates then wait for the next forward (update.schedule)",
+               "the same norm, exact over all ranks; updates then run in the next forward (update.schedule)",
                "number", auto="args.max_grad_norm"),
-    *lacking("", "dataloader_drop_last", "your loop makes its DataLoader itself", "DataLoader(drop_last=True)"),
+    *lacking("", "dataloader_drop_last", "your code creates the DataLoader", "DataLoader(drop_last=True)"),
 ]  # fmt: skip
 
 OPTIMIZER: list[Key] = [
     translated("optimizer.type", "torch.optim.X(model.parameters(), ...)",
-               "Adam is AdamW unless adam_w_mode is false, as in DeepSpeed; what torch lacks is refused", "text"),
-    *unneeded("optimizer", "legacy_fusion", "of DeepSpeed's own optimizers in fp16"),
+               "Adam is AdamW unless adam_w_mode is false, as in DeepSpeed; the table below lists all names",
+               "text"),
+    *unneeded("optimizer", "legacy_fusion", "specific to DeepSpeed's fp16 optimizers"),
     translated("optimizer.params.lr", "lr=", _CALL, "number", auto="args.learning_rate"),
     translated("optimizer.params.betas", "betas=", _CALL, "pair", auto="(args.adam_beta1, args.adam_beta2)"),
     translated("optimizer.params.eps", "eps=", _CALL, "number", auto="args.adam_epsilon"),
     translated("optimizer.params.weight_decay", "weight_decay=",
-               "passed to the optimizer; where it is missing, DeepSpeed's default of 0, which AdamW of torch has not",
+               "passed to the optimizer; if missing, DeepSpeed's default of 0, which differs from torch's AdamW",
                "number", auto="args.weight_decay"),
     translated("optimizer.params.momentum", "momentum=", _CLASS, "number"),
     translated("optimizer.params.dampening", "dampening=", _CLASS, "number"),
@@ -45,32 +46,33 @@ OPTIMIZER: list[Key] = [
     translated("optimizer.params.centered", "centered=", _CLASS, "flag"),
     translated("optimizer.params.lr_decay", "lr_decay=", _CLASS, "number"),
     translated("optimizer.params.adam_w_mode", "torch.optim.AdamW, or Adam",
-               "whether weight decay is apart from the gradient", "flag"),
-    *unneeded("optimizer.params", "torch_adam", "the optimizer is torch's in any case"),
+               "whether weight decay is decoupled from the gradient", "flag"),
+    *unneeded("optimizer.params", "torch_adam", "the optimizer is always torch's"),
     *unneeded("optimizer.params", "set_grad_none", "optimizer.zero_grad() drops gradients"),
-    translated("optimizer.params.max_grad_norm", "optimizer.clip_grad_norm_(x)", "as gradient_clipping", "number"),
+    translated("optimizer.params.max_grad_norm", "optimizer.clip_grad_norm_(x)", "same as gradient_clipping", "number"),
     *lacking("optimizer.params", "bias_correction", "torch's optimizers always correct the bias of moments",
-             "leave it out", off=(True,), takes="flag", changes=True),
+             "remove it", off=(True,), takes="flag", changes=True),
     *lacking("optimizer.params", "fp32_optimizer_states", "states are fp32",
-             'state.format = "bf16-moments" stores them in 16 bits, rounded at random without bias', off=(True,)),
-    *lacking("optimizer.params", "muon_lr adam_lr", "of Muon, whose two optimizers you make",
-             "lr= of torch.optim.Muon, of torch.optim.AdamW", off=(), changes=True),
-    *lacking("optimizer.params", "ns_method", "of Muon: torch's has one way to make a matrix orthogonal",
-             "leave it out", off=("standard",), changes=True),
-    *lacking("optimizer.params", "max_coeff min_coeff", "of LAMB, for which you take one of another package",
-             "leave them out", off=(), changes=True),
+             'state.format = "bf16-moments" stores them in 16 bits with stochastic rounding', off=(True,)),
+    *lacking("optimizer.params", "muon_lr adam_lr", "specific to Muon, whose two optimizers your code creates",
+             "lr= of torch.optim.Muon and of torch.optim.AdamW", off=(), changes=True),
+    *lacking("optimizer.params", "ns_method", "specific to Muon; torch has one method to orthogonalize a matrix",
+             "remove it", off=("standard",), changes=True),
+    *lacking("optimizer.params", "max_coeff min_coeff", "specific to LAMB, which comes from another package",
+             "remove them", off=(), changes=True),
     *lacking("optimizer.params", "freeze_step cuda_aware comm_backend_name coeff_beta factor_max factor_min "
              "factor_threshold var_freeze_step var_update_scaler local_step_scaler local_step_clipper",
-             "of optimizers with compressed communication, which are refused", "AdamW", off=(), changes=True),
+             "specific to optimizers with compressed communication, which are not supported", "AdamW", off=(),
+             changes=True),
     *unneeded("", "zero_allow_untested_optimizer",
-              "infinity.offload tries an optimizer when it gets it, and refuses one that cannot be cut into pages"),
+              "infinity.offload tests each optimizer and rejects one that is not element-wise"),
     *unneeded("", "zero_force_ds_cpu_optimizer",
-              "fused=True in the code: torch's own fused kernels, on the CPU or on a GPU (update.device)"),
+              "fused=True in the code selects torch's fused kernels, on the CPU or on a GPU (update.device)"),
 ]  # fmt: skip
 
 SCHEDULER: list[Key] = [
     translated("scheduler.type", "LambdaLR with DeepSpeed's formula, or torch.optim.lr_scheduler.X",
-               f"{_RATE}; infinity takes any scheduler of torch", "text"),
+               f"{_RATE}; infinity supports all torch schedulers", "text"),
     translated("scheduler.params.warmup_min_lr", "LOW", _RATE, "number", auto="0.0"),
     translated("scheduler.params.warmup_max_lr", "HIGH", _RATE, "number", auto="args.learning_rate"),
     translated("scheduler.params.warmup_num_steps", "WARMUP", _RATE, "count",
@@ -86,42 +88,42 @@ SCHEDULER: list[Key] = [
         "lr_range_test_step_rate": "number", "lr_range_test_staircase": "flag",
     }.items()),
     *(translated(f"scheduler.params.{name}", 'group["betas"]',
-                 "the scheduler of DeepSpeed sets the betas of Adam too; your loop does", takes) for name, takes in {
+                 "DeepSpeed's scheduler also sets the betas of Adam; here your loop does", takes) for name, takes in {
         "cycle_momentum": "flag", "cycle_min_mom": "number", "cycle_max_mom": "number", "decay_mom_rate": "number",
     }.items()),
     *unneeded("scheduler.params", "last_batch_iteration",
-              'checkpoint(extra={"scheduler": scheduler.state_dict()}) keeps how far it is'),
+              'optimizer.save_checkpoint(extra={"scheduler": scheduler.state_dict()}) saves the progress'),
 ]  # fmt: skip
 
 PRECISION: list[Key] = [
     *(key for section in ("bf16", "bfloat16") for key in (
         translated(f"{section}.enabled", "MixedPrecisionPolicy(torch.bfloat16, torch.float32)",
-                   "weights in bf16, master and moments in fp32, as in DeepSpeed", "flag", auto="args.bf16"),
-        *unneeded(section, "immediate_grad_update", "gradients are used where they arrive"),
+                   "weights in bf16, master weights and moments in fp32, as in DeepSpeed", "flag", auto="args.bf16"),
+        *unneeded(section, "immediate_grad_update", "gradients are used as soon as they are reduced"),
         *unneeded(section, "check_grad_overflow check_overflow",
                   "optimizer.clip_grad_norm_ skips a step whose norm is not finite"),
-        *lacking(section, "bf16_master_weights_and_grads", "the master is fp32", 'state.format = "split": weight and '
-                 "master share their bits, so that nothing is stored twice", changes=True),
+        *lacking(section, "bf16_master_weights_and_grads", "the master weights are fp32", 'state.format = "split": '
+                 "weight and master weight share their bits, so that no bit is stored twice", changes=True),
         *lacking(section, "bf16_optimizer_states", "moments are fp32", 'state.format = "bf16-moments" stores them in '
-                 "16 bits, rounded at random without bias", changes=True),
+                 "16 bits with stochastic rounding", changes=True),
     )),
     *lacking("fp16", "enabled", _FP16, _BF16_ONLY, takes="flag", changes=True),
     *lacking("fp16", "loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
-             "min_loss_scale auto_cast fp16_master_weights_and_grads", "it goes with fp16.enabled", _BF16_ONLY, off=()),
-    *lacking("", "amp", "it is NVIDIA Apex, which changes model and optimizer", "bf16.enabled", switch="enabled",
+             "min_loss_scale auto_cast fp16_master_weights_and_grads", "depends on fp16.enabled", _BF16_ONLY, off=()),
+    *lacking("", "amp", "NVIDIA Apex, which modifies model and optimizer", "bf16.enabled", switch="enabled",
              changes=True),
     translated("torch_autocast.enabled", "with torch.autocast(...)", "around your forward, as in memory", "flag"),
     translated("torch_autocast.dtype", "with torch.autocast(...)", "its dtype", "text"),
-    *unneeded("torch_autocast", "lower_precision_safe_modules", "autocast of torch chooses by operation"),
+    *unneeded("torch_autocast", "lower_precision_safe_modules", "torch's autocast selects by operation"),
     translated("communication_data_type", "MixedPrecisionPolicy(reduce_dtype=...)",
-               "what gradients are reduced in; without it they are reduced in fp32", "text"),
+               "dtype of the gradient reduction; the default is fp32", "text"),
     *unneeded("", "allreduce_always_fp32 fp32_allreduce", "gradients are reduced in fp32"),
     *unneeded("", "prescale_gradients gradient_predivide_factor",
-              "it keeps sums of fp16 in range; gradients are reduced in fp32"),
+              "it keeps fp16 sums in range; here gradients are reduced in fp32"),
     *lacking("", "gradient_allreduce_op", "FSDP2 averages over ranks",
              "multiply the loss by the number of ranks", off=("mean",), takes="text", changes=True),
     *lacking("data_types", "grad_accum_dtype", "gradients are kept in fp32",
-             "leave it out: fp32 is the more exact of both", off=("fp32",)),
-    *lacking("data_types", "param_dtype buffer_dtype", "the model's own dtypes hold",
+             "remove it; fp32 is more exact", off=("fp32",)),
+    *lacking("data_types", "param_dtype buffer_dtype", "the model's own dtypes apply",
              "model.to(dtype) before fully_shard; MixedPrecisionPolicy", off=("fp32",)),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""`infinity migrate`: a DeepSpeed configuration as settings, lines of code, and what becomes of every key."""
+"""Command `infinity migrate`, which turns a DeepSpeed configuration into settings, code, and a table of keys."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ _CHECKPOINTS = """\
 
 def migrate(
     config: Annotated[Path, typer.Argument(help="DeepSpeed's JSON, such as ds_config.json.", metavar="DS_CONFIG")],
-    out: Annotated[Path | None, typer.Option(help="File to write the settings to. [default: print them]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output file for the settings. [default: print them]")] = None,
     nvme: Annotated[
         list[Path] | None,
         typer.Option(help="Folder for the state, in place of nvme_path; repeat it for several drives."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file of --out.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file of --out.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
     version: Version = False,
 ) -> None:
-    """Turn a DeepSpeed configuration into settings, code, and a list of what becomes of every key.
+    """Translate a DeepSpeed configuration into settings and code, with an explanation of every key.
 
-    `infinity migrate ds_config.json --out infinity.toml`. The settings are what `infinity train --config` and
-    `infinity.offload` take. Status 0: the same training; 1: something that changes it has no counterpart, and is named;
-    2: the file is no configuration of DeepSpeed.
+    `infinity migrate ds_config.json --out infinity.toml`. The settings are accepted by `infinity train --config` and
+    `infinity.offload`. The exit status is 0 if training stays the same; 1 if a key that changes training has no
+    counterpart; and 2 if the file is not a DeepSpeed configuration.
     """
     with failures():
         if force and out is None:
-            raise ConfigError("--force needs --out; without it nothing is written")
+            raise ConfigError("--force requires --out; without --out, no file is written")
         if out is not None and os.path.lexists(out) and not force:
-            raise ConfigError(f"--out {str(out)!r} is there already; name another file, or replace it with --force")
+            raise ConfigError(f"--out {str(out)!r} already exists; choose another file, or overwrite it with --force")
         found = read_config(config)
         settings_file = str(out or _SETTINGS)
         done = translate(found, str(config), settings_file, [str(path) for path in nvme or ()])
@@ -68,7 +68,7 @@ def _write(out: Path, text: str) -> None:
         with replacing(out, 0o666) as file:
             file.write(text.encode())
     except OSError as error:
-        raise ConfigError(f"--out {str(out)!r} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"cannot write --out {str(out)!r}: {error.strerror}") from error
 
 
 def _document(done: Migration) -> dict[str, Any]:
@@ -86,32 +86,32 @@ def _show(done: Migration, out: Path | None) -> None:
         console.print(Text(text, style))
 
     def lines(text: str) -> None:
-        console.print(Text(text), soft_wrap=True)  # to be copied: no line is broken
+        console.print(Text(text), soft_wrap=True)  # not wrapped, so that it can be copied
 
     say("Settings, for `infinity train --config` and `infinity.offload`", "bold")
     lines(f"wrote {out}\n" if out is not None else f"\n{done.toml}")
     say("Training code", "bold")
     lines(f"\n{done.code}")
-    say("Weights of a DeepSpeed checkpoint come over, moments and step counts do not. In its folder lies a script:")
+    say("A DeepSpeed checkpoint provides weights, but no moments and step counts. Convert it with its own script:")
     lines(_CHECKPOINTS.format(settings=str(out or _SETTINGS)) + "\n")
     for status in Status:
         if rows := [row for row in done.rows if row.status is status]:
-            headings = ("key", "what becomes of it, and why")
+            headings = ("key", "counterpart and reason")
             console.print(table(f"{status} ({len(rows)})", headings, _cells(rows)))
             console.print()
     if done.refusals:
         names = ", ".join(row.key for row in done.refusals)
-        say(f"Not the same training, for want of a counterpart: {names}. The table says what to do instead.", "red")
+        say(f"Training changes: no counterpart for {names}. See the table for replacements.", "red")
     else:
         unknown = any(row.status is Status.UNKNOWN for row in done.rows)
-        but = "; what unknown keys do is not known" if unknown else ""
-        say(f"The same training: nothing that changes it is lost{but}.", "yellow" if unknown else "green")
+        but = " (the effect of unknown keys is not known)" if unknown else ""
+        say(f"Training stays the same{but}.", "yellow" if unknown else "green")
     if not done.settings.get("storage", {}).get("paths"):
-        say("storage.paths is still to be set: name a folder on each NVMe drive, or give --nvme.", "yellow")
+        say("storage.paths is not set. Name a folder on each NVMe drive, or pass --nvme.", "yellow")
 
 
 def _cells(rows: list[Row]) -> Iterator[tuple[str, str]]:
-    """Yield the keys, below the names of their sections, that have the same answer, with that."""
+    """Yield groups of keys with the same translation, with that translation."""
     answers: dict[tuple[str, str, bool], list[Row]] = {}
     for row in rows:
         answers.setdefault((row.becomes, row.why, row.changes), []).append(row)
@@ -125,5 +125,5 @@ def _cells(rows: list[Row]) -> Iterator[tuple[str, str]]:
             shown = value if len(value) <= _LONGEST else f"{value[:_LONGEST]}…"
             lines.append(f"{'  ' if section else ''}{name[:100]} = {shown}")
             last = section
-        before = ("refused; " if changes else "") + (_BEFORE.get(same[0].status, "") if becomes else "")
+        before = ("not supported; " if changes else "") + (_BEFORE.get(same[0].status, "") if becomes else "")
         yield "\n".join(lines), "\n".join(filter(None, (f"{before}{becomes}", why)))

@@ -1,4 +1,4 @@
-"""Reading a DeepSpeed configuration: its JSON, and the values of the keys that are known."""
+"""Reader of DeepSpeed configurations: parsing and validation of the known keys."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from infinity_tools.migrate.keys_around import TABLE
 _LIMIT = 1 << 20
 _DEPTH = 32
 AUTO = "auto"
-"""What the Trainer of transformers replaces by a value of its TrainingArguments."""
+"""Value that the Trainer of transformers replaces by one of its TrainingArguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One value of a configuration: of a known key, or the topmost that is unknown."""
+    """A value of a configuration: of a known key, or of the topmost unknown one."""
 
     name: str
     key: Key | None
@@ -33,7 +33,7 @@ class Entry:
 
 
 class Found:
-    """What a configuration says, by the names of known keys; null is nothing said."""
+    """Values of a configuration, by the names of known keys. null counts as not set."""
 
     def __init__(self, entries: list[Entry]) -> None:
         self.entries = entries
@@ -43,49 +43,50 @@ class Found:
         return self._values.get(name)
 
     def first(self, *names: str) -> Any:
-        """Return the value of the first of several names that is given."""
+        """Return the value of the first of several names that is set."""
         return next((self[name] for name in names if self[name] is not None), None)
 
     def below(self, section: str) -> dict[str, Any]:
-        """Return what a section says, by names without the section's."""
+        """Return the values of a section, by names without the section."""
         prefix = f"{section}."
         return {name.removeprefix(prefix): value for name, value in self._values.items()
                 if name.startswith(prefix) and value is not None}  # fmt: skip
 
     def device(self, role: str) -> str:
-        """Return where DeepSpeed offloads `param` or `optimizer` to: nvme, cpu, or none."""
+        """Return the device to which DeepSpeed offloads `param` or `optimizer`: nvme, cpu, or none."""
         told = self[f"zero_optimization.offload_{role}.device"]
         old = self["zero_optimization.cpu_offload" + ("_param" if role == "param" else "")]
         return str(told or ("cpu" if old is True else "none"))
 
     def precision(self) -> Any:
-        """Return whether it computes in bf16: true, false, or `auto`."""
-        if self["fp16.enabled"] is True:  # which is refused, for bf16
+        """Return whether the model is trained in bf16: true, false, or `auto`."""
+        if self["fp16.enabled"] is True:  # fp16 is not supported; bf16 takes its place
             return True
         return self.first("bf16.enabled", "bfloat16.enabled") or False
 
     def is_off(self, name: str) -> bool:
-        """Whether a key lies in a section that is not enabled."""
+        """Return whether a key belongs to a section that is not enabled."""
         section = name.partition(".")[0]
         if section not in ("fp16", "bf16", "bfloat16", "torch_autocast") or name == f"{section}.enabled":
             return False
         enabled = self[f"{section}.enabled"]
-        return not enabled or (section == "fp16" and enabled == AUTO)  # which has to be off then
+        return not enabled or (section == "fp16" and enabled == AUTO)  # fp16 must be off, so auto counts as off
 
 
 def read_config(file: Path) -> Found:
-    """Return what a file says.
+    """Return the configuration in a file.
 
     Raises:
-        ConfigError: it cannot be read, is no JSON, no configuration of DeepSpeed, or a value has the wrong type.
+        ConfigError: if the file cannot be read, is not JSON or not a DeepSpeed configuration, or a value has the wrong
+            type.
     """
     name = repr(str(file))
     try:
         text = read_regular(os.path.realpath(file), _LIMIT).decode("utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"{name} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"cannot read {name}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{name} is not text in UTF-8, as JSON is") from error
+        raise ConfigError(f"{name} is not UTF-8 text, as JSON must be") from error
     try:
         data = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite)
     except json.JSONDecodeError as error:
@@ -96,16 +97,18 @@ def read_config(file: Path) -> Found:
         raise ConfigError(f"{name} is not JSON of DeepSpeed: {error!s:.200}") from error
     if not isinstance(data, dict):
         raise ConfigError(
-            f"{name} is not a configuration of DeepSpeed: it is not an object with keys, but {brief(data)}"
+            f"{name} is not a configuration of DeepSpeed: it must be an object with keys, got {brief(data)}"
         )
     if _depth(data) > _DEPTH:
-        raise ConfigError(f"{name} is not a configuration of DeepSpeed: it is nested more than {_DEPTH} times")
+        raise ConfigError(f"{name} is not a configuration of DeepSpeed: it is nested more than {_DEPTH} levels deep")
     try:
         json.dumps(data, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{name} has half a character in a text, such as \\ud800; write it whole") from error
+        raise ConfigError(
+            f"{name} contains an incomplete surrogate pair such as \\ud800; write the character"
+        ) from error
     if not set(data) & ({key.partition(".")[0] for key in TABLE.keys}):
-        raise ConfigError(f"{name} is not a configuration of DeepSpeed: it has none of its keys; name ds_config.json")
+        raise ConfigError(f"{name} is not a configuration of DeepSpeed: it has no known key; pass ds_config.json")
     try:
         return Found(list(_entries(data, "")))
     except Mismatch as error:
@@ -117,25 +120,25 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {brief(twice)} is there twice; leave one of them out")
+        raise ValueError(f"the key {brief(twice)} occurs twice; remove one of them")
     return found
 
 
 def _no_number(word: str) -> Any:
-    raise ValueError(f"{word} is not a number of JSON")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def _finite(word: str) -> float:
     if not math.isfinite(value := float(word)):
-        raise ValueError(f"{word[:80]} is larger than any number")
+        raise ValueError(f"{word[:80]} is out of range")
     return value
 
 
 def _problem(text: str, error: json.JSONDecodeError) -> str:
-    """Return what is wrong with a text; comments and trailing commas are what people have most."""
+    """Return a description of a syntax error. Comments and trailing commas are the most common ones."""
     here = text[error.pos : error.pos + 2]
     if here[:1] == "#" or here in ("//", "/*"):
-        return "it has comments, which DeepSpeed's Hjson allows and JSON does not; remove them"
+        return "it contains comments, which DeepSpeed's Hjson allows and JSON does not; remove them"
     if here[:1] in ("}", "]") and text[: error.pos].rstrip().endswith(","):
         return "there is a comma before a closing bracket; remove it"
     if "trailing comma" in error.msg:
@@ -144,7 +147,7 @@ def _problem(text: str, error: json.JSONDecodeError) -> str:
 
 
 def _depth(value: Any) -> int:
-    """Return how deep a value is nested, at most as deep as json reads."""
+    """Return the nesting depth of a value, which is limited by the JSON parser."""
     depth, level = 0, [value]
     while level:
         depth += 1
@@ -188,9 +191,9 @@ def _count(value: Any) -> int:
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:  # 5e8
         value = int(value)
     if type(value) is not int or value < 0:
-        raise Mismatch(value, "must be a whole number of 0 or more")
+        raise Mismatch(value, "must be an integer of at least 0")
     if value >= 2**63:
-        raise Mismatch(value, "is larger than any count")
+        raise Mismatch(value, "is too large for a count")
     return int(value)
 
 
@@ -202,7 +205,7 @@ def _number(value: Any) -> Any:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise Mismatch(value, "must be a text")
+        raise Mismatch(value, "must be a string")
     return value
 
 
@@ -210,7 +213,7 @@ def _path(value: Any) -> str:
     if not _text(value).strip():
         raise Mismatch(value, "must be a path")
     if "\0" in value:
-        raise Mismatch(value, "has a zero byte in it, which no path can have")
+        raise Mismatch(value, "contains a zero byte, which is not allowed in a path")
     return str(value)
 
 
@@ -233,13 +236,13 @@ def _device(value: Any) -> str:
 
 
 def _arguments(value: Any) -> Any:
-    """Arguments of a scheduler of torch: they become code, so they are numbers and words of Python."""
+    """Check the arguments of a torch scheduler. They become code, so they must be Python names and literals."""
     for name, given in _section(value).items():
         items = given if isinstance(given, list) else [given]
         if not name.isidentifier() or not name.isascii() or iskeyword(name):
-            raise Mismatch(name, "is not a name of an argument")
+            raise Mismatch(name, "is not a valid argument name")
         if not all(item is None or isinstance(item, bool | str) or _number(item) is item for item in items):
-            raise Mismatch(given, "must be a number, a text, true or false, or a list of them")
+            raise Mismatch(given, "must be a number, a string, true or false, or a list of them")
     return value
 
 
@@ -259,4 +262,4 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
     "device": _device,
     "section": _anything,
 }
-"""What the value of a key must be, by `Key.takes`."""
+"""Checks of values, by `Key.takes`."""

@@ -1,7 +1,7 @@
-"""DeepSpeed's schedulers as code: a function from the number of steps taken to the rate, for torch's LambdaLR.
+"""DeepSpeed's schedulers as code: a function from the number of steps to the learning rate, for torch's LambdaLR.
 
-The rates are DeepSpeed's own at every step, with what is peculiar to them: the warm-up schedules have the same rate in
-the first two steps, and `warmup_type` is `log` by default.
+The rates equal DeepSpeed's at every step, including its peculiarities: the warm-up schedules have the same rate in the
+first two steps, and `warmup_type` is `log` by default.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduler:
-    """One of DeepSpeed's."""
+    """A scheduler of DeepSpeed."""
 
     defaults: Mapping[str, str]
-    """Its parameters and their defaults in DeepSpeed, as code; `""` is one that has to be given."""
+    """Parameters and their defaults in DeepSpeed, as code. ``""`` marks a required parameter."""
     names: Mapping[str, str]
-    """Of parameters that are numbers in the code: the name of each there."""
+    """Names in the code of numeric parameters."""
     body: str
-    """Definition of `rate_at`. Lines that begin with ``?name`` are there if that parameter is on, `?!name` if not."""
+    """Definition of `rate_at`. Lines that begin with ``?name`` are used if the parameter is on, ``?!name`` if off."""
 
 
 _WARM = """\
@@ -56,7 +56,7 @@ SCHEDULERS = {
 def rate_at(step: int) -> float:
     step -= 1
     if step < 0:
-        return 0.0  # DeepSpeed's first step is without a rate
+        return 0.0  # the rate of DeepSpeed's first step is 0
     if step < WARMUP:
 ?log        return RATE * (LOW + (1 - LOW) * math.log(step + 1) / math.log(WARMUP))
 ?!log        return RATE * (LOW + (1 - LOW) * step / WARMUP)
@@ -103,17 +103,17 @@ def rate_at(step: int) -> float:
 """,
     ),
 }  # fmt: skip
-"""By DeepSpeed's names."""
+"""Schedulers by DeepSpeed's name."""
 
 OF_TORCH = (
     "LinearLR", "ConstantLR", "StepLR", "MultiStepLR", "ExponentialLR", "PolynomialLR", "CosineAnnealingLR",
     "CosineAnnealingWarmRestarts", "CyclicLR", "OneCycleLR",
 )  # fmt: skip
-"""Names that DeepSpeed hands on to torch.optim.lr_scheduler, whose parameters are those of the class."""
+"""Classes of torch.optim.lr_scheduler that DeepSpeed accepts by name, with the parameters of the class."""
 
 
 def body_of(scheduler: Scheduler, on: Mapping[str, bool]) -> list[str]:
-    """Return the lines of a scheduler's functions for the parameters that are `on`."""
+    """Return the code of a scheduler for the parameters that are `on`."""
     lines = []
     for line in scheduler.body.splitlines():
         if line.startswith("?"):

@@ -1,4 +1,4 @@
-"""The settings here that a DeepSpeed configuration asks for, as TOML with the keys that they come from."""
+"""Settings derived from a DeepSpeed configuration, as TOML with the source keys in comments."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from infinity_tools.toml import quoted
 
 _PARAM, _OPTIMIZER = "zero_optimization.offload_param", "zero_optimization.offload_optimizer"
 _BUFFERS = {"max_in_cpu": 10**9, "buffer_count": 5, "buffer_size": 10**8}
-"""DeepSpeed's defaults of what parameters take in memory."""
+"""DeepSpeed's defaults for parameters in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One setting, or where `value` is None a remark in its place."""
+    """A setting, or a comment in its place if `value` is None."""
 
     name: str
     value: Any
@@ -28,12 +28,12 @@ class Line:
 
 
 def lines_of(found: Found, nvme: Sequence[str] = ()) -> list[Line]:
-    """Return the settings that a configuration asks for, in the order of the file; `nvme` replaces its paths."""
+    """Return the settings for a configuration, in the order of the file. `nvme` replaces its paths."""
     return [*_paths(found, nvme), *_requests(found), *_memory(found), *_activations(found)]
 
 
 def nvme_paths(found: Found) -> list[str]:
-    """Return the paths of parameters and optimizer, each once, where DeepSpeed uses them."""
+    """Return the paths of parameters and optimizer that DeepSpeed uses, without duplicates."""
     paths: dict[str, str] = {}
     for section, role in ((_PARAM, "param"), (_OPTIMIZER, "optimizer")):
         path = found[f"{section}.nvme_path"]
@@ -52,13 +52,13 @@ def _paths(found: Found, nvme: Sequence[str]) -> list[Line]:
 
 
 def request_bytes(found: Found) -> int | None:
-    """Return the size of requests that `aio.block_size` asks for, if it is one here."""
+    """Return the request size from `aio.block_size`, or None if it is not valid here."""
     size = found["aio.block_size"]
     return size if isinstance(size, int) and 4 * KIB <= size <= GIB and size % 4096 == 0 else None
 
 
 def queue_depth(found: Found) -> int | None:
-    """Return the depth that `aio.queue_depth` asks for, if it is one here."""
+    """Return the queue depth from `aio.queue_depth`, or None if it is not valid here."""
     depth = found["aio.queue_depth"]
     return depth if isinstance(depth, int) and 1 <= depth <= 4096 else None
 
@@ -73,9 +73,9 @@ def _requests(found: Found) -> list[Line]:
 
 
 def host_bytes(found: Found) -> int | None:
-    """Return what DeepSpeed's parameters take in memory, by what the file says of it; None if it says nothing.
+    """Return an estimate of the memory for DeepSpeed's parameters in bytes, or None if the configuration has no sizes.
 
-    An estimate: max_in_cpu is how many elements stay in memory, and a buffer has buffer_size elements.
+    max_in_cpu is the number of elements kept in memory; each buffer has buffer_size elements.
     """
     told = {name: found[f"{_PARAM}.{name}"] for name in _BUFFERS}
     if found.device("param") != "nvme" or not any(isinstance(value, int) for value in told.values()):
@@ -93,9 +93,7 @@ def _memory(found: Found) -> list[Line]:
         return [Line(name="memory.host_bytes", value=format_setting(estimate), remark=remark)]
     if "cpu" in (found.device("param"), found.device("optimizer")) and not nvme_paths(found):
         each = 14 if found.precision() else 16
-        remark = (
-            f'host_bytes = "64GiB"  # device = cpu: at least {each} bytes per parameter of a rank keep all in memory'
-        )
+        remark = f'host_bytes = "64GiB"  # device = cpu: at least {each} bytes per parameter of a rank keep all state in memory'
         return [Line(name="memory.host_bytes", value=None, remark=remark)]
     return []
 
@@ -111,10 +109,10 @@ def _size(size: int) -> str | int:
 
 
 def to_toml(lines: Sequence[Line], source: str) -> tuple[str, dict[str, Any]]:
-    """Return the text of a settings file, and what is in it.
+    """Return the text of a settings file and its settings.
 
     Raises:
-        ConfigError: `infinity.load_config` does not take it.
+        ConfigError: if `infinity.load_config` rejects the settings.
     """
 
     text = [f"# Settings of infinity, from {quoted(source)}."]

@@ -1,4 +1,4 @@
-"""What becomes of each key of a configuration: the table of keys, with this configuration's values."""
+"""Translation of each key of a configuration, from the table of keys and the configuration's values."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ from infinity_tools.migrate.schedulers import SCHEDULERS
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What becomes of one key."""
+    """Translation of one key."""
 
     key: str
-    """Its name."""
+    """Name of the key."""
     value: Any
-    """What the configuration says."""
+    """Value in the configuration."""
     status: Status
-    """What becomes of it."""
+    """Kind of translation."""
     becomes: str
-    """Its counterpart, or what to do instead."""
+    """Counterpart, or a replacement to use instead."""
     why: str
-    """The reason."""
+    """Reason."""
     changes: bool = False
-    """Whether training would be another one without it."""
+    """Whether training differs because the key has no counterpart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Migration:
-    """What a configuration becomes."""
+    """Translation of a configuration."""
 
     toml: str
-    """The text of a settings file."""
+    """Text of a settings file."""
     settings: dict[str, Any]
-    """What is in it."""
+    """Settings in that file."""
     code: str
-    """The lines of training code that change."""
+    """Lines of training code that change."""
     rows: tuple[Row, ...]
-    """All keys."""
+    """Translations of all keys."""
 
     @property
     def refusals(self) -> tuple[Row, ...]:
-        """Keys without which training would be another one."""
+        """Unsupported keys that change the training."""
         return tuple(row for row in self.rows if row.changes)
 
 
 def migrate(found: Found, source: str, settings_file: str, nvme: Sequence[str] = ()) -> Migration:
-    """Return what a configuration becomes.
+    """Return the translation of a configuration.
 
     Args:
-        found: the configuration.
-        source: its file, as the settings name it.
-        settings_file: where the code finds the settings.
-        nvme: paths in place of those of the configuration.
+        found: Configuration of DeepSpeed.
+        source: Name of its file, for the settings file.
+        settings_file: Path of the settings file, for the code.
+        nvme: Paths that replace those of the configuration.
 
     Raises:
-        ConfigError: the settings are none that `infinity.load_config` takes.
+        ConfigError: if `infinity.load_config` rejects the settings.
     """
     _check_scheduler(found)
     text, settings = toml_output.to_toml(toml_output.lines_of(found, nvme), source)
@@ -73,11 +73,11 @@ def migrate(found: Found, source: str, settings_file: str, nvme: Sequence[str] =
 
 
 def _check_scheduler(found: Found) -> None:
-    """Raise `ConfigError` where DeepSpeed could not make the scheduler either."""
+    """Raise `ConfigError` if DeepSpeed could not create the scheduler either."""
     kind = found["scheduler.type"]
     for name, default in SCHEDULERS[kind].defaults.items() if kind in SCHEDULERS else ():
         if not default and name != "total_num_steps" and found[f"scheduler.params.{name}"] in (None, AUTO):
-            raise ConfigError(f"scheduler.params.{name} is missing, which {kind} needs; DeepSpeed refuses it too")
+            raise ConfigError(f"scheduler.params.{name} is missing, which {kind} requires (also in DeepSpeed); add it")
 
 
 def _row(entry: Entry, found: Found, nvme: Sequence[str]) -> Row:
@@ -88,15 +88,15 @@ def _row(entry: Entry, found: Found, nvme: Sequence[str]) -> Row:
 
     if key is None:
         near = TABLE.nearest(entry.name)
-        why = "DeepSpeed's documentation has no such key" + (f"; did you mean {near}?" if near else "")
+        why = "unknown in DeepSpeed's documentation" + (f"; did you mean {near}?" if near else "")
         return row(Status.UNKNOWN, "", why)
     if value is None:
-        return row(Status.NOT_NEEDED, "", "null: it is not set")
+        return row(Status.NOT_NEEDED, "", "null: not set")
     if found.is_off(entry.name):
         switch = f"{entry.name.partition('.')[0]}.enabled"
-        return row(Status.NOT_NEEDED, "", f"it goes with {switch}, which is {_shown(found[switch])}")
+        return row(Status.NOT_NEEDED, "", f"depends on {switch}, which is {_shown(found[switch])}")
     if _unused(key, value):
-        return row(Status.NOT_NEEDED, "", "off in DeepSpeed too")
+        return row(Status.NOT_NEEDED, "", "also off in DeepSpeed")
     below = ANSWERS.get(entry.name.rpartition(".")[0] + ".*")
     if value == AUTO:
         unused = below(found, entry.name, value, nvme) if below is not None else None
@@ -107,7 +107,7 @@ def _row(entry: Entry, found: Found, nvme: Sequence[str]) -> Row:
 
 
 def _unused(key: Key, value: Any) -> bool:
-    """Whether DeepSpeed does nothing of the kind with this value."""
+    """Return whether the value switches the feature off in DeepSpeed."""
     if any(type(value) is type(off) and value == off for off in key.off):
         return True
     if not key.switch or not isinstance(value, dict):
@@ -122,7 +122,7 @@ def _shown(value: Any) -> str:
 
 
 def _enabled_below(value: Any) -> bool:
-    """Whether a section, or one below it, says that it is enabled; without any such word it is."""
+    """Return whether a section or one of its subsections is enabled. Without any `enabled` key, it is."""
     switches, level = [], [value]
     while level:
         one = level.pop()
@@ -133,12 +133,12 @@ def _enabled_below(value: Any) -> bool:
 
 
 def _from_trainer(key: Key, row: Callable[..., Row]) -> Row:
-    """A value that the Trainer of transformers would fill in."""
-    where = "the Trainer of transformers fills it in"
+    """Return the row of a value that the Trainer of transformers fills in."""
+    where = "filled in by the Trainer of transformers"
     if key.auto:
-        return row(Status.TRANSLATED, key.auto, f"{where}: write what your TrainingArguments say")
+        return row(Status.TRANSLATED, key.auto, f"{where}: use the value of your TrainingArguments")
     if key.name == "fp16.enabled":
         return row(Status.NOT_NEEDED, "bf16.enabled", f"{where}: TrainingArguments.fp16 must be off; {key.why}")
     if key.status is Status.TRANSLATED:
-        return row(Status.NOT_NEEDED, "", f"{where}; the default here holds")
+        return row(Status.NOT_NEEDED, "", f"{where}; the default applies here")
     return row(Status.NOT_NEEDED, key.becomes if key.status is Status.NOT_NEEDED else "", f"{where}; {key.why}")

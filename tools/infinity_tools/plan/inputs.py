@@ -369,7 +369,7 @@ def assumptions_of(found: Estimate, asked: Asked, sources: Mapping[str, str]) ->
     if device.link:
         lines.append(
             f"{device.link / 1e9:.3g} GB/s to and from the device; "
-            f"{machine.hash_rate / 1e9:.3g} GB/s of checksums; {1e6 * machine.access_seconds:.2g} µs of Python per "
+            f"{machine.hash_rate / 1e9:.3g} GB/s of checksums; {1e6 * machine.access_seconds:.0f} µs of Python per "
             "page access"
         )
     if work.micro_batches > 1:

@@ -46,7 +46,7 @@ def headline(found: Estimate) -> str:
     trained = model.trainable_parameters
     share = "" if trained == model.parameters else f" ({trained / model.parameters:.2%} trained)"
     ranks = f"{work.world_size} ranks" if work.world_size > 1 else "1 rank"
-    return f"{model.name}: {count(model.parameters)} parameters{share}, {ranks}, {work.batch_tokens} tokens per step"
+    return f"{model.name}: {count(model.parameters)} parameters{share}, {ranks}, {work.batch_tokens:,} tokens per step"
 
 
 def count(number: float) -> str:
@@ -58,11 +58,16 @@ def count(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration with three digits, in the largest time unit in which it is at least 2."""
+    """Return a duration with about three digits, in years, days, hours, seconds or microseconds."""
     for unit, length in _TIME_UNITS:
         if seconds >= 2 * length:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{seconds:.3g} s"
+            return f"{plain(seconds / length)} {unit}"
+    return f"{plain(1e6 * seconds)} µs" if 0 < seconds < 1e-3 else f"{plain(seconds)} s"
+
+
+def plain(value: float) -> str:
+    """Return a number with three digits, or all integer digits of a larger one, and never with an exponent of 10."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def show(found: Estimate, changes: Sequence[Change], assumptions: Sequence[str], console: Console) -> None:
@@ -106,7 +111,7 @@ def _places(found: Estimate) -> Table:
     }
     sizes["all"] = tuple(map(sum, zip(*sizes.values(), strict=True)))
     return table(
-        f"state per rank: size, kept in host memory{', kept on the device' * gpu_resident}, NVMe traffic per step",
+        "state per rank, and NVMe traffic per step",
         ("", ">size", ">in host memory", *([">on device"] if gpu_resident else []), ">read", ">written"),
         [(name, *map(format_size, row)) for name, row in sizes.items()],
     )
@@ -123,7 +128,7 @@ def _host_cache(found: Estimate) -> Table:
     }
     rows = [(names[use], str(number), format_size(number * size)) for use, number in found.cache_slots_by_use.items()]
     total, slots = format_size(found.budget.host_bytes), found.budget.cache_slots
-    title = f"host cache: {total} in {slots} cache slots of {format_size(size)}"
+    title = f"host cache: {total} in {slots} slots of {format_size(size)}"
     return table(title, ("", ">cache slots", ">bytes"), rows)
 
 
@@ -146,7 +151,7 @@ def _step(found: Estimate) -> Table:
         if load.busy and name == "drives":
             rows += [(f"  {part} alone", format_size(size), duration(time), "") for part, (size, time) in parts.items()]
     rows.append(("step, with overlap", "", duration(seconds.step), ""))
-    title = "time per step by resource: total, and exposed (not overlapped)"
+    title = "time per step: total and exposed (not overlapped)"
     return table(title, ("resource", ">bytes", ">total", ">exposed"), rows)
 
 
@@ -175,15 +180,15 @@ def _facts(found: Estimate) -> Table:
         storage = "any batch size", "no state is moved"
     else:
         storage = (
-            "no batch size" if hidden is None else f"{hidden} tokens per step",
+            "no batch size" if hidden is None else f"{hidden:,} tokens per step",
             f"storage then adds at most {HIDDEN - 1:.0%} to a step",
         )
     rows = [
-        ("tokens per second", f"{work.batch_tokens / found.seconds.step:.4g}", ""),
+        ("tokens per second", plain(work.batch_tokens / found.seconds.step), ""),
         ("I/O fully overlapped from", *storage),
         ("drive space per node", format_size(space) + free, _checkpoints(found)),
         *([("until the end of step 2", format_size(first), "step 1 may store gradients")] * (first > space)),
-        ("writes per node", f"{daily / 1e12:.3g} TB per day", life),
+        ("writes per node", f"{plain(daily / 1e12)} TB per day", life),
         ("memory for computation", f"about {format_size(found.working_bytes)}", where),
     ]
     if found.device_bytes:

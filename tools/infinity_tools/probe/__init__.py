@@ -1,1 +1,1 @@
-"""`infinity probe`: `command` reads the options, `work` measures, `choice` recommends, `shown` and `plot` show it."""
+"""`infinity probe`: measurement of drives, and settings recommended for them."""

@@ -1,7 +1,7 @@
-"""The same measurement by fio, on the same file, for those who trust nothing else.
+"""The same measurement by fio, on the same file, as an independent check.
 
-fio opens the file through our descriptor of it, which has no name any more: there is nothing that it could leave. When
-this process is killed, fio ends by itself as soon as its time is over.
+fio opens the file through a file descriptor of this process. The file no longer has a name, so fio leaves no
+file on the drive. If this process is killed, fio exits as soon as its time is over.
 """
 
 from __future__ import annotations
@@ -20,33 +20,35 @@ from infinity.units import align_down
 
 _PATIENCE_SECONDS: Final = 60.0
 _RAMP_MILLISECONDS: Final = 300
-"""In which fio reads without counting: it gets its memory page by page as it is first read into."""
+"""Time during which fio reads without counting, because the memory of its buffers is allocated page by page on the
+first read.
+"""
 _LONGEST: Final = 200
-"""Of what fio says, in characters."""
+"""Maximum length of quoted fio output, in characters."""
 
 
 _FLAGS: Final = ("--thread", "--group_reporting", "--exitall")
 
 
 class FioError(InfinityError):
-    """fio did not measure; it says why."""
+    """A measurement by fio failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FioRun:
-    """What fio did."""
+    """Result of one fio run."""
 
     bytes_per_second: float
-    """Both directions together."""
+    """Combined throughput of reads and writes."""
     written: int
-    """Bytes."""
+    """Bytes written."""
 
 
 def run_fio(program: str, target: Target, point: Point, seconds: float, most_written: int) -> FioRun:
-    """Let fio move bytes on the file of a target, and return what it did.
+    """Run fio on the file of a target and return its result.
 
     Raises:
-        FioError: it cannot be started, fails, or says something else than was asked.
+        FioError: If fio cannot be started, fails, or prints an unexpected result.
     """
     words = [program, *_words(target, point, seconds, most_written)]
     try:
@@ -54,15 +56,15 @@ def run_fio(program: str, target: Target, point: Point, seconds: float, most_wri
     except OSError as error:
         raise FioError(f"{program}: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
-        raise FioError(f"{program} has not ended after {error.timeout:.0f} s") from error
+        raise FioError(f"{program} did not exit within {error.timeout:.0f} s") from error
     if done.returncode:
         said = " ".join((done.stderr.strip() or done.stdout.strip()).split())
-        raise FioError(f"{program} ended with status {done.returncode}: {said[:_LONGEST]}")
+        raise FioError(f"{program} exited with status {done.returncode}: {said[:_LONGEST]}")
     return found_in(done.stdout)
 
 
 def found_in(output: str) -> FioRun:
-    """Return what fio's JSON says, which warnings may come before. Raises `FioError`."""
+    """Return the result in fio's JSON, which warnings may precede. Raises `FioError`."""
     try:
         (job,) = json.loads(output[output.index("{") :])["jobs"]
         if job["error"]:
@@ -70,14 +72,14 @@ def found_in(output: str) -> FioRun:
         speed = float(job["read"]["bw_bytes"]) + float(job["write"]["bw_bytes"])
         written = int(job["write"]["io_bytes"])
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-        raise FioError(f"fio printed no measurement: {type(error).__name__} {error}"[:_LONGEST]) from error
+        raise FioError(f"fio printed no usable result: {type(error).__name__} {error}"[:_LONGEST]) from error
     if not 0 < speed < float("inf"):
-        raise FioError("fio moved nothing")
+        raise FioError("fio transferred no data")
     return FioRun(bytes_per_second=speed, written=written)
 
 
 def _words(target: Target, point: Point, seconds: float, most: int) -> Sequence[str]:
-    """Return fio's command line: all jobs share what comes first, as our requests share the file."""
+    """Return fio's command line. All jobs share the first options, as our requests share the file."""
     common = {
         "output-format": "json",
         "filename": f"/proc/{os.getpid()}/fd/{target.file.fd}",
@@ -92,14 +94,14 @@ def _words(target: Target, point: Point, seconds: float, most: int) -> Sequence[
     whole = align_down(target.file_bytes, point.block_bytes)
     half = align_down(target.file_bytes // 2, point.block_bytes)
     half_depth = max(1, point.depth // 2)
-    if point.load is Load.BOTH and point.depth == 1:  # both take turns
+    if point.load is Load.BOTH and point.depth == 1:  # reads and writes alternate
         both = {"name": "both", "rw": "rw", "size": whole, "iodepth": 1, "io_size": most}
         return [*_FLAGS, *_options(common, both)]
-    ramp = {"ramp_time": f"{_RAMP_MILLISECONDS}ms"}  # not where it writes: what it writes by then is not bounded
+    ramp = {"ramp_time": f"{_RAMP_MILLISECONDS}ms"}  # only for reads, because writes during the ramp are unbounded
     jobs: list[dict[str, Any]] = {
         Load.READ: [{"name": "read", "rw": "read", "size": whole, "iodepth": point.depth, "time_based": 1, **ramp}],
         Load.WRITE: [{"name": "write", "rw": "write", "size": whole, "iodepth": point.depth}],
-        Load.BOTH: [  # half of the requests read the first half of the file, the others write the second one
+        Load.BOTH: [  # half of the requests read the first half of the file, the others write the second half
             {"name": "read", "rw": "read", "size": half, "iodepth": half_depth, "time_based": 1},
             {"name": "write", "rw": "write", "size": half, "iodepth": half_depth, "offset": half, "io_size": most},
         ],

@@ -1,4 +1,4 @@
-"""`infinity probe`: what can the drives under these folders do, and which settings suit them?"""
+"""`infinity probe`: measure the drives of folders, and recommend settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from infinity_tools.probe.recommendation import usual_size
 from infinity_tools.probe.shown import announce, open_view, show
 from infinity_tools.probe.work import check, probe_all
 
-_PAGE_BYTES = 8 * MIB  # how large pages usually become: a block that is moved in one request
+_PAGE_BYTES = 8 * MIB  # usual page size, moved in one request
 _BLOCKS = sorted({256 * KIB, MIB, usual_size()[0], _PAGE_BYTES})
 _DEPTHS = sorted({1, 8, usual_size()[1]})
 _BLOCK_NAMES = ", ".join(format_size(block).replace(" ", "") for block in _BLOCKS)
@@ -32,18 +32,18 @@ _ALONE = ("point", "all", "no")
 
 
 def probe(
-    paths: Annotated[list[Path], typer.Argument(help="Folders to measure, one on each drive.")],
+    paths: Annotated[list[Path], typer.Argument(help="Folders to measure, one per drive.")],
     size: Annotated[
         str,
-        typer.Option(help="Size of the file in each folder."),
+        typer.Option(help="Size of the test file in each folder."),
     ] = "2GiB",
     block: Annotated[
         list[str] | None,
-        typer.Option(help=f"Bytes per request; repeat or separate by commas. [default: {_BLOCK_NAMES}]"),
+        typer.Option(help=f"Bytes per request; repeat or separate with commas. [default: {_BLOCK_NAMES}]"),
     ] = None,
     depth: Annotated[
         list[str] | None,
-        typer.Option(help=f"Requests in flight; repeat or separate by commas. [default: {_DEPTH_NAMES}]"),
+        typer.Option(help=f"Requests in flight; repeat or separate with commas. [default: {_DEPTH_NAMES}]"),
     ] = None,
     seconds: Annotated[
         float,
@@ -51,57 +51,57 @@ def probe(
             min=0.001,
             max=3600,
             callback=finite,
-            help="Length of each measurement; one that writes ends as soon as --size is written.",
+            help="Duration of each measurement. Writes also stop when --size has been written.",
         ),
     ] = 1.0,
     engine: Annotated[
-        str, typer.Option(callback=setting("storage.engine"), help="auto, io_uring or threads.")
+        str, typer.Option(callback=setting("storage.engine"), help="I/O engine: auto, io_uring or threads.")
     ] = "auto",
     alone: Annotated[
         str,
         typer.Option(
-            help="Where each of several folders is measured alone, too: at the recommended `point`, `all`, `no`."
+            help="With several folders, also measure each one alone: at the recommended `point`, `all` points, or `no`."
         ),
     ] = "point",
     sustained: Annotated[
         bool,
-        typer.Option("--sustained", help="Then write on until the drives become slower: their write cache is full."),
+        typer.Option("--sustained", help="Also write until the throughput drops because the write cache is full."),
     ] = False,
     sustained_bytes: Annotated[
         str | None,
         typer.Option(
-            help="Bytes of sustained writes to each folder, at most. "
+            help="Maximum bytes of sustained writes per folder. "
             f"[default: {format_size(MOST_BYTES)}, or half of the free space if that is less]"
         ),
     ] = None,
     sustained_seconds: Annotated[
-        float, typer.Option(min=0.001, max=86400, callback=finite, help="Length of sustained writes, at most.")
+        float, typer.Option(min=0.001, max=86400, callback=finite, help="Maximum duration of sustained writes.")
     ] = 600.0,
     fio: Annotated[
         bool | None,
         typer.Option("--fio/--no-fio", help="Compare with fio on the same file. [default: if fio is installed]"),
     ] = None,
     runtime: Annotated[
-        str, typer.Option("--runtime-dir", help="The daemon's runtime folder. [default: as telemetry.runtime_dir]")
+        str, typer.Option("--runtime-dir", help="Runtime folder of the daemon. [default: telemetry.runtime_dir]")
     ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for probe.json, probe.toml and probe.png.")] = None,
     version: Version = False,
 ) -> None:
-    """Measure what drives can do through infinity's own I/O engine, and recommend settings.
+    """Measure drives through infinity's own I/O engine, and recommend settings.
 
-    Reads, writes and both mixed, past the page cache, with all folders busy at once and each alone. Prints bandwidth,
-    latency and the block of settings to paste; infinityd keeps the result. The files have no names: nothing is left,
-    whatever happens. Measuring writes to the drives, how much is said before.
+    Measures direct reads, writes and a mix of both, with all folders busy at once and with each one alone. Prints
+    bandwidth, latency and settings in TOML; infinityd stores the result. Test files have no names, so they disappear
+    even if the process is killed. Writes to the drives; the amount is printed before the start.
 
-    Exit status: 0 measured, 1 a drive failed, 2 something cannot be measured as asked, 130 interrupted.
+    Exit status: 0 on success, 1 if a drive fails, 2 if an option is invalid, 130 if interrupted.
 
     Example: `infinity probe /nvme0 /nvme1 --sustained --out probed`
     """
     if alone not in _ALONE:
-        raise ConfigError(f"--alone {alone!r} is none of {', '.join(_ALONE)}")
+        raise ConfigError(f"--alone {alone!r} is not one of {', '.join(_ALONE)}")
     if sustained_bytes is not None and not sustained:
-        raise ConfigError(f"--sustained-bytes {sustained_bytes} needs --sustained")
+        raise ConfigError(f"--sustained-bytes {sustained_bytes} requires --sustained")
     names = tuple(map(str, paths))
     asked = None if sustained_bytes is None else parse_size(sustained_bytes, name="--sustained-bytes")
     ask = Ask(
@@ -144,7 +144,7 @@ def probe(
 def _items(values: list[str], name: str) -> list[str]:
     items = [item.strip() for value in values for item in value.split(",")]
     if not all(items):
-        raise ConfigError(f"{name} {','.join(values)!r} has an empty place; write numbers between the commas")
+        raise ConfigError(f"{name} {','.join(values)!r} has an empty item; write a number between commas")
     return items
 
 
@@ -155,8 +155,8 @@ def _whole(text: str, name: str) -> int:
 
 
 def _program(wanted: bool | None) -> str | None:
-    """Return fio, if it is to be used."""
+    """Return the path of fio if it is used."""
     found = shutil.which("fio")
     if wanted and found is None:
-        raise ConfigError("--fio: fio is not installed; install it (`apt-get install fio`) or leave --fio out")
+        raise ConfigError("--fio: fio is not installed; install it (`apt-get install fio`) or omit --fio")
     return None if wanted is False else found

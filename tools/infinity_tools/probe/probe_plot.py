@@ -1,4 +1,4 @@
-"""`probe.png`: bandwidth and latency of folders, and sustained writes where they were measured."""
+"""`probe.png`: bandwidth and latency per folder, and sustained writes if measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infinity_tools.probe.probe_report import Report
 
 
 def figure(report: Report) -> Figure:
-    """Draw a row for each folder: columns for the loads, latency, and sustained writes if there are any."""
+    """Draw a row for each folder, with a column for each load, for latency, and for sustained writes if measured."""
     columns = len(Load) + 1 + bool(report.sustained)
     drawn = Figure(figsize=(4 * columns, 3.6 * len(report.together)), layout="constrained")
     FigureCanvasAgg(drawn)
@@ -24,7 +24,7 @@ def figure(report: Report) -> Figure:
             axes.set_title(_plain(f"{path}: {load.value}"), fontsize="medium")
         highest = max(one.bytes_per_second for one in measurements) / 1e9
         for axes in row[: len(Load)]:
-            axes.set_ylim(0, highest * 1.05 or 1)  # one scale for all loads
+            axes.set_ylim(0, highest * 1.05 or 1)  # same scale for all loads
         row[0].set_ylabel("GB/s")
         row[0].legend(title="bytes per request", fontsize="small")
         _latency(row[len(Load)], [one for one in measurements if one.point.load is Load.BOTH])
@@ -34,7 +34,7 @@ def figure(report: Report) -> Figure:
 
 
 def _plain(text: str) -> str:
-    return text.replace("$", r"\$")  # which begins a formula
+    return text.replace("$", r"\$")  # "$" would start a formula
 
 
 def _bandwidth(axes: Axes, found: list[Measurement]) -> None:
@@ -45,7 +45,7 @@ def _bandwidth(axes: Axes, found: list[Measurement]) -> None:
 
 
 def _latency(axes: Axes, found: list[Measurement]) -> None:
-    """Draw the median as a line, and up to p99 as a band."""
+    """Draw the median as a solid line and p99 as a dotted line."""
     for block in dict.fromkeys(one.point.block_bytes for one in found):
         of = sorted((one for one in found if one.point.block_bytes == block), key=lambda one: one.point.depth)
         depths = [one.point.depth for one in of]
@@ -53,7 +53,7 @@ def _latency(axes: Axes, found: list[Measurement]) -> None:
         axes.plot(depths, [one.latency.p99 * 1e3 for one in of], linestyle=":", color=line.get_color())
     axes.set_yscale("log")
     axes.set_ylabel("ms")
-    axes.set_title("a mixed request: median, p99 dotted", fontsize="medium")
+    axes.set_title("latency of a mixed request: median, p99 (dotted)", fontsize="medium")
     _depths(axes, found)
 
 
@@ -74,6 +74,6 @@ def _sustained(axes: Axes, one: Sustained) -> None:
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("GB written")
-    axes.set_ylabel("GB/s, each second")
+    axes.set_ylabel("GB/s in each second")
     axes.set_title("sustained writes", fontsize="medium")
     axes.grid(alpha=0.3)

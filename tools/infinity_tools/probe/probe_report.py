@@ -1,4 +1,4 @@
-"""What is asked for, how much that is, and all that was found; also as JSON."""
+"""Options, planned cost and results of a probe, including their JSON form."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from infinity_tools.probe.recommendation import Choice
 from infinity_tools.probe.rounds import ROUNDS, Turns
 
 Found = Mapping[str, tuple[Measurement, ...]]
-"""By folder."""
+"""Measurements by folder."""
 FIO_START_SECONDS: Final = 0.8
-"""What fio needs to start and to end, about."""
+"""Approximate time for fio to start and exit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What is to be measured."""
+    """Options of a probe."""
 
     paths: tuple[str, ...]
     file_bytes: int
-    """Of the file in each folder, and what each measurement writes to it at most."""
+    """Size of the file in each folder, which is also the maximum that each measurement writes to it."""
     points: tuple[Point, ...]
     seconds: float
-    """Of each measurement."""
+    """Duration of each measurement."""
     engine: str
     alone: Literal["point", "all", "no"]
-    """Where each of several folders is measured alone, too: at the recommended point, at all, nowhere."""
+    """Points at which each of several folders is also measured alone: the recommended point, all points, or none."""
     sustained_bytes: int | None
-    """To each folder, at most; None: no sustained writes."""
+    """Maximum bytes per folder. None: no sustained writes."""
     sustained_seconds: float
     fio: str | None
-    """The program; None: it is not used."""
+    """Path of fio. None: fio is not used."""
     runtime: Path
     """Runtime folder of the node's daemon."""
 
     @property
     def alone_points(self) -> int:
-        """At how many points each folder is measured alone."""
+        """Number of points at which each folder is measured alone."""
         return {"point": len(Load), "all": len(self.points), "no": 0}[self.alone] if len(self.paths) > 1 else 0
 
     @property
     def plan(self) -> Plan:
-        """How long all takes, and what is written, at most."""
+        """Upper bounds of the duration and the bytes written."""
         writes = sum(point.load is not Load.READ for point in self.points)
         alone_writes = writes if self.alone == "all" else 2
-        compared = ROUNDS * 2 * (1 + (self.engine == "auto"))  # sizes against the usual ones, and the engines
+        compared = ROUNDS * 2 * (1 + (self.engine == "auto"))  # recommended and default sizes, and both engines
         fio = ROUNDS * 2 * len(Load) if self.fio else 0
         count = len(self.points) + compared + fio + self.alone_points * len(self.paths)
         files = 1 + writes + compared + (alone_writes if self.alone_points else 0)
@@ -68,19 +68,19 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How much a probe does, at most."""
+    """Upper bounds of the work of a probe."""
 
     measurements: int
     seconds: float
-    """Without the writing of the files, and without sustained writes."""
+    """Duration without writing the test files and without sustained writes."""
     written: dict[str, int]
-    """Bytes to each folder."""
+    """Bytes written to each folder."""
     sustained_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class DaemonRecord:
-    """Whether the node's daemon has kept the result, also as a sentence."""
+    """Result of reporting to the node's daemon, with a sentence for the user."""
 
     done: bool
     says: str
@@ -88,34 +88,34 @@ class DaemonRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that was found."""
+    """Results of a probe."""
 
     ask: Ask
     engine: str
-    """That measured: ``io_uring`` or ``threads``."""
+    """Engine that was measured: ``io_uring`` or ``threads``."""
     together: Found
-    """All folders busy at once."""
+    """Measurements with all folders busy at once."""
     alone: Found
-    """Each folder alone; empty if there is one folder only."""
+    """Measurements of each folder alone. Empty for a single folder."""
     choice: Choice
     fio: Mapping[Load, Turns]
-    """Bytes per second of infinity and of fio in turn, on the first folder; empty without fio."""
+    """Throughput of infinity and fio in alternating rounds, on the first folder. Empty without fio."""
     fio_error: str
-    """Why there is no comparison with fio; empty if there is one, or was to be none."""
+    """Reason why a requested comparison with fio is missing, or an empty string."""
     sustained: Mapping[str, Sustained]
-    """By folder; empty if it was not asked for."""
+    """Sustained writes by folder. Empty if not requested."""
     written: Mapping[str, int]
-    """Bytes that were written to each folder."""
+    """Bytes written to each folder."""
     kept: DaemonRecord
-    """Whether the node's daemon has kept the result."""
+    """Result of reporting to the node's daemon."""
 
     def at_choice(self, found: Found, path: str, load: Load) -> Measurement | None:
-        """Return what a folder did at the recommended point; None where that was not measured."""
+        """Return the measurement of a folder at the recommended point, or None if it was not measured."""
         wanted = Point(load=load, block_bytes=self.choice.block_bytes, depth=self.choice.depth)
         return next((one for one in found.get(path, ()) if one.point == wanted), None)
 
     def share(self, load: Load) -> float | None:
-        """Return what all folders together do, relative to the sum of each alone; None where that was not measured."""
+        """Return the throughput of all folders together relative to the sum of each alone, or None if not measured."""
         both = [
             (self.at_choice(self.together, path, load), self.at_choice(self.alone, path, load))
             for path in self.ask.paths
@@ -126,7 +126,7 @@ class Report:
         return sum(one.bytes_per_second for one, _ in pairs) / sum(one.bytes_per_second for _, one in pairs)
 
     def document(self) -> dict[str, Any]:
-        """Return all of it for JSON."""
+        """Return the results as a JSON document."""
         return {
             "engine": self.engine,
             "file_bytes": self.ask.file_bytes,
@@ -178,11 +178,11 @@ def _sustained(one: Sustained) -> dict[str, Any]:
 
 
 def sustained_words(one: Sustained) -> str:
-    """Return in words whether a drive has a cliff."""
+    """Return a sentence that tells whether sustained throughput drops."""
     size, fall = format_size(one.written), one.fall
     if not one.long_enough:
-        return f"too short to tell: {size} in {one.measurement.seconds:.1f} s; write more (--sustained-bytes)"
+        return f"too short to detect a drop: {size} in {one.measurement.seconds:.1f} s; increase --sustained-bytes"
     if fall is None:
-        return f"no cliff within {size}: {one.measurement.write_bytes_per_second / 1e9:.2f} GB/s"
+        return f"no drop within {size}: {one.measurement.write_bytes_per_second / 1e9:.2f} GB/s"
     after = format_size(fall.written)
-    return f"falls from {fall.before / 1e9:.2f} to {fall.after / 1e9:.2f} GB/s after {after}"
+    return f"drops from {fall.before / 1e9:.2f} to {fall.after / 1e9:.2f} GB/s after {after}"

@@ -1,9 +1,9 @@
-"""Which settings to take, and the block of TOML that says them.
+"""Selection of the recommended settings, and their TOML.
 
-[Note: choice] What counts is the mixed bandwidth of all folders together: a run reads and writes at the same time. The
-default size and depth are taken if they are within `MARGIN` of the best. Else the smallest that is so, by bytes in
-flight, is measured in turn with the defaults, and taken if it is faster by more than `MARGIN` there, too: the best of
-many points is partly luck.
+[Note: choice] The criterion is the mixed bandwidth of all folders together, because a run reads and writes at the same
+time. The default size and depth are recommended if they are within `MARGIN` of the best. Otherwise the candidate is the
+size within `MARGIN` of the best that has the fewest bytes in flight. It is measured in alternation with the defaults,
+and recommended only if it is faster by more than `MARGIN` there too, because the best of many points is partly luck.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Size = tuple[int, int]
 
 
 def usual_size() -> Size:
-    """Return what infinity does unless it is told otherwise."""
+    """Return the default size and depth."""
     usual = StorageConfig()
     return usual.request_bytes, usual.queue_depth
 
@@ -39,7 +39,7 @@ def mixed_speeds(found: Iterable[Iterable[Measurement]]) -> dict[Size, float]:
 
 
 def best_size(speeds: Mapping[Size, float]) -> Size:
-    """Return the size to take. [Note: choice]"""
+    """Return the best size by the criterion in [Note: choice]."""
     enough = [size for size, speed in speeds.items() if speed * (1 + MARGIN) >= max(speeds.values())]
     if usual_size() in enough:
         return usual_size()
@@ -48,56 +48,56 @@ def best_size(speeds: Mapping[Size, float]) -> Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What is recommended, and why."""
+    """Recommended settings, with the measurements that support them."""
 
     paths: tuple[str, ...]
     block_bytes: int
     depth: int
     engine: str
-    """The value of storage.engine."""
+    """Value of storage.engine."""
     bytes_per_second: float
-    """Mixed, all folders together, as the table has it."""
+    """Mixed throughput of all folders together, as in the table."""
     usual_measured: bool
-    """Whether the default size and depth were among what was measured."""
+    """``True`` if the default size and depth were measured."""
     sizes: Turns | None
-    """The recommended size in turn with the default one; None where they are the same, or that was not measured."""
+    """The recommended size in alternation with the default. None if they are equal or were not compared."""
     engines: Turns | None
-    """threads in turn with io_uring; None where there was no choice."""
+    """The threads engine in alternation with io_uring. None if the engine was fixed."""
 
     @property
     def is_usual(self) -> bool:
-        """Whether all settings but the paths are the defaults."""
+        """``True`` if all settings except the paths are the defaults."""
         return (self.block_bytes, self.depth, self.engine) == (*usual_size(), StorageConfig().engine)
 
     def reasons(self) -> list[str]:
-        """Return in words why."""
+        """Return the reasons as sentences."""
         size = f"requests of {format_size(self.block_bytes)}, {self.depth} in flight"
         if (self.block_bytes, self.depth) == usual_size():
-            said = [f"{size}, the defaults: nothing else is faster by more than {MARGIN:.0%}"]
+            said = [f"{size}, the defaults: no other size is faster by more than {MARGIN:.0%}"]
         elif self.sizes is not None:
-            said = [f"{size} are {self.sizes.ratio:.2f} times as fast as the defaults, medians of alternating rounds"]
+            said = [f"{size}: {self.sizes.ratio:.2f} times as fast as the defaults (medians of alternating rounds)"]
         elif not self.usual_measured:
             usual = usual_size()
             said = [
-                f"{size} are the smallest within {MARGIN:.0%} of the best; the defaults "
+                f"{size}: the smallest within {MARGIN:.0%} of the best; the defaults "
                 f"({format_size(usual[0])}, {usual[1]}) were not measured"
             ]
         else:
-            said = [f"{size} are the smallest within {MARGIN:.0%} of the best"]
+            said = [f"{size}: the smallest within {MARGIN:.0%} of the best"]
         if self.engines is not None:
             faster = self.engines.is_first_faster()
-            words = "so they are recommended" if faster else "so auto remains"
-            said.append(f"threads are {self.engines.ratio:.2f} times as fast as io_uring: {words}")
+            words = "so it is recommended" if faster else "so storage.engine stays auto"
+            said.append(f"the threads engine is {self.engines.ratio:.2f} times as fast as io_uring: {words}")
         if self.is_usual:
-            said.append("the defaults are as fast: only storage.paths has to be set")
+            said.append("the defaults are fast enough: only storage.paths must be set")
         return said
 
     def toml(self) -> str:
-        """Return the block to paste. Raises `ConfigError` as `settings_block`."""
+        """Return the TOML of the settings. Raises `ConfigError` as `settings_block`."""
         return settings_block(self.paths, self.block_bytes, self.depth, self.engine)
 
     def document(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the recommendation as a JSON document."""
         return {
             "request_bytes": self.block_bytes,
             "queue_depth": self.depth,
@@ -112,15 +112,15 @@ class Choice:
 
 
 def absolute(paths: Sequence[str]) -> tuple[str, ...]:
-    """Return the folders as settings name them, wherever the run is started."""
+    """Return absolute paths, which hold in any working directory."""
     return tuple(os.path.abspath(path) for path in paths)
 
 
 def settings_block(paths: Sequence[str], block_bytes: int, depth: int, engine: str) -> str:
-    """Return settings as TOML that infinity has read back.
+    """Return settings as TOML, after checking that infinity accepts them.
 
     Raises:
-        ConfigError: infinity would not take it, such as for a folder whose name is no text.
+        ConfigError: If infinity rejects them, for example because the name of a folder is not valid text.
     """
     storage = {"paths": list(paths), "request_bytes": block_bytes, "queue_depth": depth, "engine": engine}
     check_config(load_config({"storage": storage}))

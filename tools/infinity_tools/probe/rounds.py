@@ -1,4 +1,4 @@
-"""Two ways measured in turn, A, B, A, B: the only way to compare them on a drive that others use, too."""
+"""Measurements of two variants in alternation (A, B, A, B), so that other load on the drive affects both equally."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ ROUNDS: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """Bytes per second of two ways, one of each for each round."""
+    """Throughput of two variants, in bytes per second, with one value of each per round."""
 
     first: tuple[float, ...]
     second: tuple[float, ...]
 
     @property
     def ratio(self) -> float:
-        """The first relative to the second, medians; 0 where the second moved nothing."""
+        """Median of the first variant divided by the median of the second, or 0 if the second transferred no data."""
         return median(self.first) / median(self.second) if median(self.second) else 0.0
 
     def is_first_faster(self) -> bool:
-        """Whether by more than `MARGIN`."""
+        """Return ``True`` if the first variant is faster by more than `MARGIN`."""
         return median(self.first) > (1 + MARGIN) * median(self.second)
 
     def document(self, first: str, second: str) -> dict[str, Any]:
-        """Return it for JSON; the ways have names."""
+        """Return a JSON document, with the given names of the variants."""
         return {
             first: [round(one) for one in self.first],
             second: [round(one) for one in self.second],
@@ -38,6 +38,6 @@ class Turns:
 
 
 def in_turn(first: Callable[[], float], second: Callable[[], float]) -> Turns:
-    """Measure both `ROUNDS` times."""
+    """Measure both variants `ROUNDS` times."""
     found = [(first(), second()) for _ in range(ROUNDS)]
     return Turns(first=tuple(one for one, _ in found), second=tuple(one for _, one in found))

@@ -1,4 +1,4 @@
-"""What a person sees of a probe: how long it will take, how far it is, and what was found."""
+"""Terminal output of a probe: announcement, progress and results."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ from infinity_tools.tables import table
 
 
 def announce(console: Console, ask: Ask) -> None:
-    """Say before anything is done how long it takes and what it writes."""
+    """Print the expected duration and the bytes to write, before the measurements start."""
     plan = ask.plan
     console.print(
-        f"{plan.measurements} measurements of {ask.seconds:g} s at most: {duration(plan.seconds)}, and the time that "
-        f"writing {format_size(ask.file_bytes)} to each folder takes",
+        f"up to {plan.measurements} measurements of {ask.seconds:g} s: {duration(plan.seconds)}, plus the time to "
+        f"write {format_size(ask.file_bytes)} to each folder",
         markup=False,
     )
     if ask.sustained_bytes is not None:
         console.print(
-            f"then sustained writes: {format_size(ask.sustained_bytes)} to each folder, or "
-            f"{duration(plan.sustained_seconds)}, at most",
+            f"then sustained writes: up to {format_size(ask.sustained_bytes)} per folder, for up to "
+            f"{duration(plan.sustained_seconds)}",
             markup=False,
         )
     for path, size in plan.written.items():
-        console.print(f"writes {format_size(size)} to {path} at most, which wears the drive by so much", markup=False)
+        console.print(
+            f"writes up to {format_size(size)} to {path}, which counts towards the wear of the drive", markup=False
+        )
 
 
 def duration(seconds: float) -> str:
-    """Return a time in one or two words."""
+    """Return a duration in one or two units."""
     if seconds < 60:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -49,7 +51,7 @@ def duration(seconds: float) -> str:
 
 
 class Bar:
-    """A bar that goes by planned seconds, and knows what is left of them."""
+    """Progress bar over the planned seconds, with the remaining time."""
 
     def __init__(self, bar: ProgressBar, ask: Ask) -> None:
         self._bar, self._ask = bar, ask
@@ -57,23 +59,23 @@ class Bar:
         self._task = bar.add_task("writing files", total=self._total, left=duration(self._total))
 
     def step(self, what: str, seconds: float) -> None:
-        """Show what has been done, and that it has taken so many of the planned seconds."""
+        """Show the activity that has finished, and advance by its planned seconds."""
         self._done = min(self._total, self._done + seconds)
         left = f"{duration(self._total - self._done)} left"
         self._bar.update(self._task, completed=self._done, description=escape(what), left=left)
 
     def writes_on(self, written: int, seconds: float) -> None:
-        """Show how far sustained writes are."""
+        """Show the progress of sustained writes."""
         most = (self._ask.sustained_bytes or 0) * len(self._ask.paths)
         share = max(written / most, seconds / self._ask.sustained_seconds) if most else 1.0
-        left = f"{duration(seconds * (1 - share) / share)} left at most" if share > 0 else ""
+        left = f"{duration(seconds * (1 - share) / share)} left or less" if share > 0 else ""
         what = f"sustained writes {format_size(written)}  {written / max(seconds, 1e-9) / 1e9:.2f} GB/s"
         self._bar.update(self._task, completed=share, total=1.0, description=what, left=left)
 
 
 @contextmanager
 def open_view(ask: Ask, *, silent: bool) -> Iterator[Bar]:
-    """Show a bar on stderr until the end."""
+    """Show a progress bar on stderr while the context is active."""
     with ProgressBar(
         SpinnerColumn(),
         TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")),
@@ -87,12 +89,14 @@ def open_view(ask: Ask, *, silent: bool) -> Iterator[Bar]:
 
 
 def show(console: Console, report: Report, out: Path | None) -> None:
-    """Print what was found."""
+    """Print the results."""
     for path, measurements in report.together.items():
         busy = ", all folders busy at once" if len(report.together) > 1 else ""
-        _print_table(console, f"{path}{busy}: GB/s, and ms of a mixed request", _points(measurements))
+        _print_table(console, f"{path}{busy}: GB/s, and latency of a mixed request in ms", _points(measurements))
     if report.alone:
-        _print_table(console, "GB/s with recommended settings, alone and all folders busy at once", _alone(report))
+        _print_table(
+            console, "GB/s with the recommended settings: each folder alone, and all folders together", _alone(report)
+        )
         console.print(Text(_share_words(report)), end="\n\n")
     for path, one in report.sustained.items():
         console.print(Text(f"sustained writes, {path}: {sustained_words(one)}"))
@@ -100,7 +104,7 @@ def show(console: Console, report: Report, out: Path | None) -> None:
         console.print()
     if report.fio:
         where = f"{report.ask.paths[0]} alone" if len(report.together) > 1 else report.ask.paths[0]
-        _print_table(console, f"GB/s on {where}, in turn with fio", _fio(report))
+        _print_table(console, f"GB/s on {where}, in alternation with fio", _fio(report))
     if report.fio_error:
         console.print(Text(f"not compared with fio: {report.fio_error}"), end="\n\n")
     written = ", ".join(f"{format_size(size)} to {path}" for path, size in report.written.items())
@@ -108,14 +112,14 @@ def show(console: Console, report: Report, out: Path | None) -> None:
     console.print(Text(report.kept.says), end="\n\n")
     for reason in report.choice.reasons():
         console.print(Text(reason))
-    console.print(Text("settings, for the file that `infinity train --config` or `infinity.offload` is given:"))
+    console.print(Text("settings for `infinity train --config` or `infinity.offload`:"))
     console.print(Text(report.choice.toml(), style="bold green"), soft_wrap=True)
     if out is not None:
         console.print(Text(f"wrote {out / 'probe.json'}, {out / 'probe.toml'} and {out / 'probe.png'}"))
 
 
 def _print_table(console: Console, title: str, rows: Table) -> None:
-    console.print(Text(title, style="bold"))  # as wide as the terminal, not as the table
+    console.print(Text(title, style="bold"))  # printed separately so that it is not wrapped to the table width
     console.print(rows)
     console.print()
 
@@ -144,13 +148,13 @@ def _speed(speed: float, best: float) -> Text:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time in milliseconds with three digits or so."""
+    """Return a duration in milliseconds with about three digits."""
     value = seconds * 1e3
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def _alone(report: Report) -> Table:
-    headings = ("folder", *(f">{text}" for load in Load for text in (load.value, "busy")))
+    headings = ("folder", *(f">{text}" for load in Load for text in (load.value, "together")))
     rows = []
     for path in report.ask.paths:
         found = (report.at_choice(of, path, load) for load in Load for of in (report.alone, report.together))
@@ -161,7 +165,7 @@ def _alone(report: Report) -> Table:
 def _share_words(report: Report) -> str:
     shares = ((load.value, report.share(load)) for load in Load)
     said = ", ".join(f"{name} {share:.0%}" for name, share in shares if share is not None)
-    return f"all at once, of the sum of each alone: {said or 'not measured'}"
+    return f"all folders together, relative to the sum of each alone: {said or 'not measured'}"
 
 
 def _fio(report: Report) -> Table:

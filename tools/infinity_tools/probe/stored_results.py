@@ -1,4 +1,4 @@
-"""The node's daemon keeps what was measured: what the drives do together, and what each does alone."""
+"""Reporting of results to the node's daemon, which stores the bandwidth of the drives together and of each alone."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from infinity_tools.probe.probe_report import DaemonRecord, Found
 
 
 def end_measuring(daemon: NodeDaemon, paths: Sequence[str]) -> None:
-    """Have a daemon that measures these drives by itself end that: it does when somebody asks for their profiles."""
+    """Make a daemon stop its own measurement of these drives, which it does when their profiles are requested."""
     daemon.ask("bandwidth", paths=[str(Path(path).resolve()) for path in paths])
 
 
 def tell_daemon(daemon: NodeDaemon, together: Found, alone: Found) -> DaemonRecord:
-    """Tell the daemon, if there is one, the best of each load, and return whether it has kept it."""
+    """Report the best result of each load to the daemon, if one is running, and return whether it was stored."""
     asked = [best_rates(together), *(best_rates({path: found}) for path, found in alone.items())]
     answers = [daemon.ask("record_bandwidth", rates=rates, source="probe") for rates in asked if all(rates.values())]
     if answers and all(answers):
-        return DaemonRecord(done=True, says="infinityd has kept the result: runs and `infinity status` use it")
+        return DaemonRecord(done=True, says="infinityd stored the result for runs and `infinity status`")
     if daemon.ask("status") is None:
-        return DaemonRecord(done=False, says="no infinityd of yours or root's runs here: the result is not kept")
-    return DaemonRecord(done=False, says="infinityd runs here, but has not kept the result; its log says why")
+        return DaemonRecord(
+            done=False, says="the result was not stored: no infinityd of this user or root is running on this node"
+        )
+    return DaemonRecord(done=False, says="infinityd did not store the result; see its log for the reason")
 
 
 def best_rates(found: Found) -> dict[str, dict[str, float]]:
-    """Return the best of each load that was measured, by folder."""
+    """Return the best result of each measured load, by folder."""
     rates: dict[str, dict[str, float]] = {}
     for path, measurements in found.items():
         best = rates.setdefault(str(Path(path).resolve()), {})

@@ -1,4 +1,4 @@
-"""Measures what is asked for: all folders together, each alone, the recommended settings in turn with others."""
+"""Measurements of a probe: all folders together, each alone, and the recommended settings against alternatives."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from infinity_tools.probe.stored_results import end_measuring, tell_daemon
 
 
 class View(Protocol):
-    """Who shows how far it is."""
+    """Display of the progress."""
 
     def step(self, what: str, seconds: float) -> None:
-        """Show what has just been done, and that it has taken so many of the planned seconds."""
+        """Show the activity that has finished, and advance by its planned seconds."""
 
     def writes_on(self, written: int, seconds: float) -> None:
-        """Show how far sustained writes are: bytes to all folders, seconds since their start."""
+        """Show the progress of sustained writes: bytes written to all folders, and seconds since the start."""
 
 
 def check(ask: Ask) -> None:
-    """Refuse what cannot be measured or recommended, before anything is made.
+    """Check before any file is created that the options can be measured and recommended.
 
     Raises:
-        ConfigError: a folder, size or time that cannot be.
-        BudgetError: not enough free space.
+        ConfigError: If a folder, size or duration is invalid.
+        BudgetError: If a drive has too little free space.
     """
     check_targets(ask.paths, ask.points, ask.file_bytes, ask.engine)
     for point in ask.points:
@@ -51,14 +51,14 @@ def check(ask: Ask) -> None:
         largest = max(ask.points, key=lambda point: point.flight)
         try:
             check_targets(ask.paths, [largest], ask.sustained_bytes, ask.engine)
-            # Beside the first file, though that is gone by then: file systems free what it had some time later.
+            # The first file is deleted by then, but file systems may release its space only some time later.
             check_targets(ask.paths, [largest], ask.sustained_bytes + ask.file_bytes, ask.engine)
         except (ConfigError, BudgetError) as error:
             raise type(error)(f"--sustained-bytes: {error}") from error
 
 
 def probe_all(ask: Ask, view: View) -> Report:
-    """Measure everything that was asked for, and let the node's daemon know. Raises as `measure_paths`."""
+    """Run all measurements and report the result to the node's daemon. Raises as `measure_paths`."""
 
     def filled(target: Target) -> None:
         view.step(f"{target.path}: wrote {format_size(target.file_bytes)}", 0.0)
@@ -93,13 +93,13 @@ def _at(choice: Choice) -> tuple[Point, ...]:
 
 
 class _Work:
-    """Measurements on one bench, each of which is shown."""
+    """Measurements on one bench, each followed by an update of the view."""
 
     def __init__(self, ask: Ask, view: View, bench: Bench) -> None:
         self._ask, self._view, self._bench = ask, view, bench
 
     def measured(self, points: tuple[Point, ...], *paths: str) -> dict[str, tuple[Measurement, ...]]:
-        """Measure some folders together at points; all, if none is named."""
+        """Measure the given folders together at the given points. Without `paths`, measure all folders."""
         found: dict[str, list[Measurement]] = {path: [] for path in paths or self._ask.paths}
         for point in points:
             for path, one in self._once(self._bench, point, *paths).items():
@@ -107,7 +107,7 @@ class _Work:
         return {path: tuple(measurements) for path, measurements in found.items()}
 
     def choice(self, together: dict[str, tuple[Measurement, ...]]) -> Choice:
-        """Find the settings to recommend; what seems faster than the defaults has to show it in turn with them."""
+        """Return the settings to recommend. A candidate must beat the defaults in alternating rounds."""
         speeds, usual = mixed_speeds(together.values()), usual_size()
         size, sizes = best_size(speeds), None
         if size != usual and usual in speeds:
@@ -127,7 +127,7 @@ class _Work:
         )
 
     def _engines(self, size: Size) -> Turns | None:
-        """Measure threads in turn with io_uring, if both may be taken."""
+        """Measure the threads engine in alternation with io_uring, if both may be chosen."""
         used = {target.engine.name for target in self._bench.targets.values()}
         if self._ask.engine != StorageConfig().engine or used != {"io_uring"}:
             return None
@@ -135,7 +135,7 @@ class _Work:
             return in_turn(lambda: self._mixed(threads, size), lambda: self._mixed(self._bench, size))
 
     def against_fio(self, choice: Choice) -> tuple[dict[Load, Turns], str]:
-        """Measure the first folder alone, in turn with fio; or return why not."""
+        """Measure the first folder alone in alternation with fio, or return the reason why that failed."""
         found: dict[Load, Turns] = {}
         if (program := self._ask.fio) is None:
             return found, ""
@@ -160,11 +160,10 @@ class _Work:
         return found, ""
 
     def _mixed(self, bench: Bench, size: Size) -> float:
-        """Return the mixed bandwidth of all folders together."""
         return sum(one.bytes_per_second for one in self._once(bench, _mixed_point(size)).values())
 
     def _once(self, bench: Bench, point: Point, *paths: str) -> dict[str, Measurement]:
-        """Measure once. What is written is bounded by the size of the file, as is said before the start."""
+        """Measure once. Writes are limited to the size of the file, as announced before the start."""
         found = bench.measure(
             point, seconds=self._ask.seconds, most_written=max(point.flight, self._ask.file_bytes), paths=paths
         )
@@ -178,7 +177,7 @@ def _mixed_point(size: Size) -> Point:
 
 
 def _sustained(ask: Ask, view: View, choice: Choice) -> dict[str, Sustained]:
-    """Write on, at the recommended settings, on a file of its own: the others are gone by now."""
+    """Run sustained writes at the recommended settings, on new files because the earlier ones have been deleted."""
     if ask.sustained_bytes is None:
         return {}
     return sustain(

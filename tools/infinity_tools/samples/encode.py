@@ -44,10 +44,10 @@ class Columns:
         Raises:
             ConfigError: there is no such column, or none or several that it could be.
         """
-        listed = f"its columns: {', '.join(row)}"
+        listed = f"columns: {', '.join(row)}"
         if text_column:
             if text_column not in row:
-                raise ConfigError(f"--text-column {text_column!r} is no column of {option}; {listed}")
+                raise ConfigError(f"--text-column {text_column!r} is not a column of {option}; {listed}")
             return cls("text" if isinstance(row[text_column], str) else "chat", text_column)
         if chat := next((name for name in _CHATS if isinstance(row.get(name), list)), None):
             return cls("chat", chat)
@@ -57,8 +57,8 @@ class Columns:
         if "text" in texts or len(texts) == 1:
             return cls("text", "text" if "text" in texts else texts[0])
         raise ConfigError(
-            f"{option} has no column messages, none prompt and completion, and "
-            f"{'several columns of text' if texts else 'no column of text'}; name one with --text-column; {listed}"
+            f"{option} has neither a messages column nor prompt and completion, and "
+            f"{'several text columns' if texts else 'no text column'}; select one with --text-column; {listed}"
         )
 
 
@@ -84,18 +84,18 @@ class Encoder:
         if columns.kind == "chat":
             if not _template(tokenizer):
                 raise ConfigError(
-                    f"{option} has chats in {columns.name!r}, but the tokenizer has no chat template; name a folder "
-                    "with one with --tokenizer, or a column of text with --text-column"
+                    f"{option} has chats in {columns.name!r}, but the tokenizer has no chat template; pass a "
+                    "--tokenizer folder with one, or select a text column with --text-column"
                 )
             if not self._all and not tokenizer.is_fast:
                 raise ConfigError(
-                    f"{option}: loss on what the assistant says needs a tokenizer of the library tokenizers "
-                    "(tokenizer.json); --loss-on all does without"
+                    f"{option}: loss on assistant messages requires a fast tokenizer (tokenizer.json); pass one, or "
+                    "--loss-on all"
                 )
         elif tokenizer.eos_token_id is None:
             raise ConfigError(
-                f"{option}: the tokenizer has no token for the end (eos_token), which follows every text; set it in "
-                "its tokenizer_config.json"
+                f"{option}: the tokenizer has no eos_token, which is appended to every text; set it in its "
+                "tokenizer_config.json"
             )
 
     @property
@@ -159,9 +159,9 @@ class Encoder:
             until = self._render(messages[: place + 1], row, number)
             if not (text.startswith(before) and text.startswith(until)):
                 raise ConfigError(
-                    f"{self._option}, row {self._seen + number}: the chat template shows a message in another way once "
-                    "others follow, so what the assistant says cannot be told from the rest; mark it in the template "
-                    "with {% generation %} … {% endgeneration %}, or train on everything with --loss-on all"
+                    f"{self._option}, row {self._seen + number}: the chat template renders a message differently once "
+                    "others follow, so assistant messages cannot be located; mark them in the template with "
+                    "{% generation %} … {% endgeneration %}, or pass --loss-on all"
                 )
             spans.append((len(before), len(until)))
         return spans
@@ -193,7 +193,7 @@ class Encoder:
         value = row.get(column)
         if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
             raise ConfigError(
-                f"{self._option}, row {self._seen + number}: {column!r} is no list of messages, each with role and "
+                f"{self._option}, row {self._seen + number}: {column!r} is not a list of messages with role and "
                 f"content: {_brief(value)}"
             )
         return [_message(message) for message in value]
@@ -201,7 +201,7 @@ class Encoder:
     def _text(self, row: _Row, number: int, column: str) -> str:
         value = row.get(column)
         if not isinstance(value, str):
-            raise ConfigError(f"{self._option}, row {self._seen + number}: {column!r} is no text: {_brief(value)}")
+            raise ConfigError(f"{self._option}, row {self._seen + number}: {column!r} is not text: {_brief(value)}")
         return value
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
@@ -213,7 +213,7 @@ class Encoder:
 
     def _refused(self, number: int, error: Exception) -> ConfigError:
         reason = " ".join(str(error).split())
-        return ConfigError(f"{self._option}, row {self._seen + number}: the chat template refuses it: {reason}")
+        return ConfigError(f"{self._option}, row {self._seen + number}: the chat template rejects it: {reason}")
 
 
 def _template(tokenizer: Any) -> str:

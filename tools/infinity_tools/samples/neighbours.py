@@ -28,16 +28,12 @@ def why_apart(config: Any) -> str:
         model = small_copy(config, "AutoModelForCausalLM")
         kept = _keeps_apart(model, _tokens(model.config))
     except InfinityError as error:  # no such copy
-        return f"whether they would see each other cannot be tried: {error}"
+        return f"cannot check whether packed samples see each other: {error}"
     except Exception as error:  # whatever a model makes of positions that begin again
-        return f"whether they would see each other cannot be tried: {one_line(error)}"
+        return f"cannot check whether packed samples see each other: {one_line(error)}"
     if kept is None:
-        return (
-            "whether they would see each other cannot be tried: a small copy predicts the same whatever the tokens are"
-        )
-    return (
-        "" if kept else f"{config.model_type} does not tell them apart: what a sample predicts depends on its neighbour"
-    )
+        return "cannot check whether packed samples see each other: a small copy predicts the same for any tokens"
+    return "" if kept else f"{config.model_type} does not separate packed samples: a prediction depends on the neighbor"
 
 
 def _tokens(config: Any) -> torch.Tensor:

@@ -108,7 +108,9 @@ class Preparation:
             draft.write_text(json.dumps(asdict(facts)))
             os.replace(draft, _facts_file(self.file))
         except OSError as error:
-            raise ConfigError(f"{self.file.parent} cannot be written: {error.strerror}; name another --out") from error
+            raise ConfigError(
+                f"{self.file.parent} cannot be written: {error.strerror}; choose another --out"
+            ) from error
         finally:
             with suppress(OSError):
                 draft.unlink()
@@ -119,7 +121,7 @@ class Preparation:
         rows, option = iter(self._rows), self.what
         first = next(rows, None)
         if first is None:
-            raise ConfigError(f"{option} has no rows; name another data set")
+            raise ConfigError(f"{option} has no rows; choose another data set")
         columns = Columns.of(first, self._recipe.text_column, option)
         encoder = Encoder(self._tokenizer, columns, self._recipe.loss_on, option)
         packer = Packer(self._recipe.length, self._recipe.padding, one_row=encoder.one_row, packs=self._recipe.packs)
@@ -155,10 +157,10 @@ class Preparation:
                 trained += int((values[1][:, 1:] >= 0).sum())
         if not count:
             raise ConfigError(
-                f"{option}: none of its {self.done} rows has anything to train on"
+                f"{option}: none of the {self.done} rows has tokens to train on"
                 + (f"; {packer.cut} are longer than --seq {self._recipe.length}" if packer.cut else "")
                 + (
-                    "; --loss-on all trains on all of their tokens"
+                    "; pass --loss-on all to train on all tokens"
                     if self._recipe.loss_on != "all" and not encoder.one_row
                     else ""
                 )
@@ -188,7 +190,7 @@ class Sequences:
             """What was found in the data set."""
             self._file = pa.ipc.open_file(pa.memory_map(str(file)))
         except (OSError, ValueError, TypeError, pa.ArrowInvalid) as error:
-            raise ConfigError(f"{file} is not as it was written; remove it: {error}") from error
+            raise ConfigError(f"{file} is corrupt; remove it: {error}") from error
 
     def __len__(self) -> int:
         return self.facts.sequences

@@ -77,7 +77,7 @@ class Rows:
             if not wanted or (wanted not in splits and (split or len(splits) > 1)):
                 raise ConfigError(
                     f"{option} {str(path)!r} has the splits {', '.join(sorted(splits))}"
-                    f"{f', no {split!r}' if split else ''}; name one with {_split_option(option)}"
+                    f"{f', no {split!r}' if split else ''}; select one with {_split_option(option)}"
                 )
         return cls(tuple(paths), split or _chosen(set.union(*found), preferred), option)
 

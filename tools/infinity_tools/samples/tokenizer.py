@@ -22,14 +22,14 @@ def load_tokenizer(named: Path | None, weights: Path | None, option: str) -> Any
     folder = named or weights
     if folder is None:
         raise ConfigError(
-            f"{option} is a data set, whose texts need a tokenizer, and the model comes without one; name a folder "
-            "with one with --tokenizer"
+            f"{option} is a data set, which requires a tokenizer, but the model has none; pass a folder with a "
+            "tokenizer with --tokenizer"
         )
     import transformers
 
     said = "--tokenizer" if named is not None else "--model"
     if not folder.is_dir():
-        raise ConfigError(f"{said} {str(folder)!r} is not a folder; name one with a tokenizer.json")
+        raise ConfigError(f"{said} {str(folder)!r} is not a folder; pass one with a tokenizer.json")
     try:
         return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # whatever files of any content make of transformers
@@ -42,8 +42,8 @@ def check_vocabulary(tokenizer: Any, vocabulary: int, model: str) -> None:
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= vocabulary:
         raise ConfigError(
-            f"the tokenizer has tokens up to number {largest}, but --model {model} knows {vocabulary} only "
-            "(vocab_size); name the model's own folder with --tokenizer"
+            f"the tokenizer has token ids up to {largest}, but vocab_size of --model {model} is only {vocabulary}; pass "
+            "the tokenizer of the model with --tokenizer"
         )
 
 

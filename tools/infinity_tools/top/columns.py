@@ -22,7 +22,7 @@ class Column(Generic[Row]):
     rank: int
     """Priority of the column. Columns with larger ranks are dropped first."""
     left: bool = False
-    """Whether cells are left-aligned."""
+    """``True`` if cells are left-aligned."""
 
 
 def fitting(columns: Sequence[Column[Row]], width: int) -> tuple[Column[Row], ...]:

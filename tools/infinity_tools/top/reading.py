@@ -144,7 +144,7 @@ class Reader:
         return self._snapshot(plain(tree), None, [_NO_DAEMON, *notes])
 
     def _pages(self) -> tuple[list[Page], list[str]]:
-        """Return the stats files of the folder, except those that ended long ago, and remarks about unreadable files."""
+        """Return the stats files of the folder, except long-ended ones, and remarks about unreadable files."""
         found: list[Page] = []
         wrong: list[str] = []
         for path in stats_page_files(self._folder)[:_MOST_PAGES]:

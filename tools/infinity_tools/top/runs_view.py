@@ -90,7 +90,9 @@ def _columns(state: State) -> tuple[Column[Run], ...]:
             heading="read/written", rank=7, width=14,
             cell=lambda run: rates(run.read_bytes_per_second, run.written_bytes_per_second),
         ),
-        Column(heading="host cache", rank=8, width=15, cell=lambda run: filled(run.host_cache_used, run.host_cache_bytes)),
+        Column(
+            heading="host cache", rank=8, width=15, cell=lambda run: filled(run.host_cache_used, run.host_cache_bytes)
+        ),
         Column(heading="last checkpoint", rank=9, width=15, cell=checkpoint),
         Column(
             heading="hit/late", rank=10, width=9,
@@ -114,7 +116,7 @@ def _of_ranks(run: Run) -> str:
     here, of = len(run.ranks), run.world_size
     if here == of:
         return f"  {of} rank{'s' if of != 1 else ''}"
-    return f"  {here} of {of} ranks on this node"
+    return f"  {here} of {of} ranks local"
 
 
 def _bar_line(begin: str, parts: Mapping[str, float], indent: int, width: int, plain: bool) -> Text:

@@ -46,7 +46,7 @@ _HELP: Final = (
     ("profile", "bandwidth of a drive, measured by infinityd or infinity probe"),
     ("-", "not known (yet)"),
 )
-_TERM: Final = 14  # columns
+_TERM: Final = 20  # columns
 
 
 def view(state: State, width: int, height: int) -> Text:

@@ -36,13 +36,13 @@ class State:
     """Ids of runs whose ranks are shown."""
     paused: bool = False
     help: bool = False
-    """Whether the help screen is shown."""
+    """``True`` if the help screen is shown."""
     interval: float = 1.0
     """Seconds between updates."""
     interactive: bool = True
-    """Whether keys can be pressed."""
+    """``True`` if keys can be pressed."""
     ascii: bool = False
-    """Whether the terminal is limited to ASCII."""
+    """``True`` if the terminal is limited to ASCII."""
 
     @property
     def runs(self) -> tuple[Run, ...]:

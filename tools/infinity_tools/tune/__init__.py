@@ -1,1 +1,1 @@
-"""`infinity tune`: which settings train this model fastest on this machine? Found by short training with each."""
+"""`infinity tune`: find the fastest settings for a model on this machine by short training trials."""

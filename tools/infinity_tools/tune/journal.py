@@ -1,7 +1,8 @@
-"""`trials.jsonl`: every trial as it ends, so that a search that was interrupted goes on where it was.
+"""`trials.jsonl`, a journal of all trials that lets an interrupted search be resumed.
 
-The first line says what is tuned where; every other one is a trial. A search that is resumed asks the same questions
-again and gets the answers of the journal, in no time, until it asks something else: what follows then is dropped.
+The first line describes the workload and the machine; every other line is a trial. A resumed search makes the same
+decisions again and takes outcomes from the journal without delay. At the first different decision, the rest of the
+journal is dropped.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _LIMIT = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A trial that has ended."""
+    """A completed trial."""
 
     role: Role
     candidate: dict[str, Any]
@@ -36,29 +37,31 @@ class Entry:
 
 
 def check_file(file: Path, *, resume: bool) -> None:
-    """Refuse to go on from what is not there, and to write over what is. Raises `ConfigError`."""
+    """Check that a journal exists if `resume` is set, and does not exist otherwise. Raises `ConfigError`."""
     if resume and not file.exists():
-        raise ConfigError(f"--resume: there is no {file} to go on from; leave --resume out")
+        raise ConfigError(f"--resume: {file} does not exist; remove --resume to start a new search")
     if not resume and os.path.lexists(file):
         raise ConfigError(
-            f"--out {file.parent} has the trials of another search; go on from them with --resume, or name another "
-            "folder"
+            f"--out {file.parent} contains the trials of another search; pass --resume to continue it, or choose "
+            "another folder"
         )
 
 
 class Journal:
-    """The file, and the clock of the search, which stands still while nothing runs."""
+    """Journal file and clock of a search. The clock stops while the search is interrupted."""
 
     def __init__(self, file: Path, about: Mapping[str, Any], began: float, *, resume: bool) -> None:
-        """Begin a journal, or read one. Nothing is written before the first trial has ended.
+        """Start or read a journal. The file is written after the first trial.
 
         Args:
-            about: what is tuned where: a journal of something else is not gone on from.
-            began: when all this began, of `time.monotonic`; a search that is resumed goes on from its last trial.
+            file: Path of the journal.
+            about: Description of workload and machine. A journal with another description cannot be resumed.
+            began: Start of the search on the `time.monotonic` clock. A resumed search continues from its last trial.
+            resume: Whether to resume the journal in `file`.
 
         Raises:
-            ConfigError: there is one already and it is not to be resumed; or there is none, it cannot be read, or is
-                about something else.
+            ConfigError: if a journal exists and `resume` is not set; or if `resume` is set and the journal is missing,
+                unreadable or of another search.
         """
         self._file, self._about = file, dict(about)
         check_file(file, resume=resume)
@@ -66,8 +69,8 @@ class Journal:
         self._entries: list[Entry] = []
         self._ahead = deque(entries)
         self.found = len(entries)
-        """How many trials there were."""
-        self._is_whole = False  # whether the file is what `_entries` are
+        """Number of trials in the journal that was read."""
+        self._is_whole = False  # whether the file matches `_entries`
         self._offset, self._began = 0.0, began
 
     def clock(self) -> float:
@@ -75,7 +78,7 @@ class Journal:
         return self._offset if self._ahead else self._offset + time.monotonic() - self._began
 
     def answer(self, role: Role, candidate: Candidate) -> Outcome | None:
-        """Return what this trial showed when it was made before; None: it has to be made."""
+        """Return the recorded outcome of this trial, or None if the trial has to be made."""
         if not self._ahead:
             return None
         entry = self._ahead.popleft()
@@ -89,7 +92,7 @@ class Journal:
         return entry.outcome
 
     def add(self, role: Role, candidate: Candidate, outcome: Outcome) -> None:
-        """Keep a trial that has just been made. Raises `ConfigError`: the file cannot be written."""
+        """Record a trial. Raises `ConfigError` if the file cannot be written."""
         self._entries.append(Entry(role=role, candidate=dict(candidate), outcome=outcome, at=self.clock()))
         if not self._is_whole:
             self._write()
@@ -116,34 +119,34 @@ def _line(entry: Entry) -> str:
 
 
 def _unwritable(file: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{file} cannot be written: {error.strerror}; name another folder with --out")
+    return ConfigError(f"cannot write {file}: {error.strerror}; choose another folder with --out")
 
 
 def _read(file: Path, about: Mapping[str, Any]) -> list[Entry]:
-    """Return the trials of a journal about the same; a last line that a kill has cut off is none."""
+    """Return the trials of a journal with the same description. A truncated last line is ignored."""
     try:
         lines = read_regular(file, _LIMIT).decode().splitlines()
     except OSError as error:
-        raise ConfigError(f"--resume: {file} cannot be read: {error.strerror}; leave --resume out") from error
+        raise ConfigError(f"--resume: cannot read {file}: {error.strerror}; remove --resume") from error
     except ValueError as error:
-        raise ConfigError(f"--resume: {file} is no journal of `infinity tune`: {error}") from error
+        raise ConfigError(f"--resume: {file} is not a journal of `infinity tune`: {error}") from error
     try:
         head = json.loads(lines[0])
     except (ValueError, LookupError, RecursionError):
         head = None
     if not isinstance(head, dict) or head.pop("format", None) != _FORMAT:
-        raise ConfigError(f"--resume: {file} is no journal of `infinity tune`: its first line is of none")
+        raise ConfigError(f"--resume: {file} is not a journal of `infinity tune`: its first line is not a header")
     here = json.loads(json.dumps(about))
     if other := [f"{name} {here.get(name)} (was {head[name]})" for name in head if head[name] != here.get(name)]:
         raise ConfigError(
-            f"--resume: {file} is of another search: {', '.join(other)}; ask for the same, or leave --resume out and "
-            "name another --out"
+            f"--resume: {file} belongs to another search: {', '.join(other)}; use the same options, or remove --resume "
+            "and choose another --out"
         )
     return _entries(lines[1:])
 
 
 def _entries(lines: Sequence[str]) -> list[Entry]:
-    """Return the trials up to the first line that is none."""
+    """Return the trials up to the first invalid line."""
     found = []
     for line in lines:
         try:

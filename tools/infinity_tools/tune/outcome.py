@@ -1,4 +1,4 @@
-"""What is asked of a trial, and what comes back: plain data, so that a journal can keep it."""
+"""Inputs and outcomes of trials, as plain data that a journal can store."""
 
 from __future__ import annotations
 
@@ -7,56 +7,56 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Kind = Literal["measured", "slow", "skipped", "failed"]
-"""`slow`: broken off after the first counted step; `skipped`: before it, since the plan predicts much more; `failed`:
-cannot be trained with."""
+"""``slow``: stopped after the first counted step. ``skipped``: stopped before it because the plan predicts a much
+longer step. ``failed``: training with these settings is not possible."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """When a trial is not worth its time any more."""
+    """Limits above which a trial is stopped early."""
 
     slow_above: float = 0.0
-    """Seconds of a step above which one counted step is enough; 0: never."""
+    """Step time in seconds above which a trial stops after one counted step; 0: never."""
     skip_above: float = 0.0
-    """Predicted seconds of a step above which none is taken; 0: never."""
+    """Predicted step time in seconds above which a trial stops before it is measured; 0: never."""
     bandwidth: float = 0.0
-    """Bytes per second of the drives, for that prediction."""
+    """Bandwidth of the drives for the prediction, in bytes per second."""
     computation: float = 0.0
-    """Seconds of a step that are no waiting, for that prediction."""
+    """Step time without stalls for the prediction, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one trial has shown."""
+    """Outcome of a trial."""
 
     kind: Kind
     seconds: float = 0.0
-    """Of a step: the median of those counted."""
+    """Step time in seconds: median of the counted steps."""
     samples: tuple[float, ...] = ()
     """Seconds of every counted step."""
     stall_seconds: float = 0.0
-    """Of a step: waiting for pages; the median."""
+    """Stalled seconds per step: median of the counted steps."""
     read_bytes: int = 0
-    """Of a step."""
+    """Bytes read per step."""
     written_bytes: int = 0
-    """Of a step."""
+    """Bytes written per step."""
     predicted: float = 0.0
-    """Seconds of a step by the planner's clock, with the bandwidth and computation of this trial, or those that it
-    was given where it was skipped; 0: nothing is moved."""
+    """Step time in seconds predicted by the planner from the bandwidth and computation time of this trial, or from the
+    given ones if the trial was skipped; 0 if no data is transferred."""
     bandwidth: float = 0.0
-    """Bytes per second while pages were on their way."""
+    """Bytes per second while pages were in transfer."""
     computation: float = 0.0
-    """Seconds of a step that were no waiting."""
+    """Step time without stalls, in seconds."""
     total_written: int = 0
-    """Bytes that the whole trial has written to the drives."""
+    """Bytes written to the drives by the whole trial."""
     wall: float = 0.0
-    """Seconds that the whole trial took."""
+    """Duration of the whole trial, in seconds."""
     effective: dict[str, Any] = field(default_factory=dict)
-    """What the settings came to that are left to infinity."""
+    """Values that infinity chose for automatic settings."""
     reason: str = ""
-    """Why it failed."""
+    """Reason of a failure."""
     usage: bool = False
-    """Whether it failed because of what was asked for, and not because something broke."""
+    """Whether the failure is caused by the requested settings and not by a defect."""
 
     @property
     def counts(self) -> bool:
@@ -65,63 +65,63 @@ class Outcome:
 
 
 Role = Literal["start", "defaults", "change", "again", "put back", "compare"]
-"""Why a trial was made."""
+"""Purpose of a trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One trial, with what it says about the candidate."""
+    """A trial and its result relative to other trials."""
 
     number: int
-    """Counted from 1."""
+    """Number of the trial, from 1."""
     role: Role
     candidate: dict[str, Any]
-    """Its settings."""
+    """Settings of the trial."""
     changes: dict[str, Any]
-    """Those that differ from the best so far at that time; none for that itself."""
+    """Settings that differ from the best candidate at that time; empty for that candidate itself."""
     outcome: Outcome
     ratio: float | None
-    """Seconds over those of the best so far next to it; None where there are none."""
+    """Step time relative to the adjacent measurement of the best candidate; None without a measurement."""
     relative: float | None
-    """Seconds over those of the start, by the ratios on the way."""
+    """Step time relative to the start, as the product of all ratios up to this trial."""
     best_relative: float
-    """The same of what was the best so far before this trial."""
+    """Step time of the best candidate before this trial, relative to the start."""
     at: float
-    """Seconds since the search began, at the trial's end."""
+    """End of the trial in seconds since the search began."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a search has found."""
+    """Result of a search."""
 
     start: dict[str, Any]
     best: dict[str, Any]
-    """The winner; the start where nothing was faster."""
+    """The winner, or the start if no candidate was faster."""
     gains: tuple[float, ...]
-    """Seconds of the start over those of the winner, of every comparison at the end."""
+    """Step time of the start divided by the winner's, for every final comparison."""
     noise: float
-    """Of a ratio of two trials."""
+    """Noise of a ratio of two trials."""
     step_seconds: float
-    """Of the winner, measured last."""
+    """Last measured step time of the winner, in seconds."""
     start_seconds: float
-    """Of the start."""
+    """Step time of the start, in seconds."""
     worst: dict[str, Any]
-    """The slowest candidate that was measured."""
+    """Slowest measured candidate."""
     worst_ratio: float
-    """Its seconds over those of the winner."""
+    """Step time of the slowest candidate relative to the winner."""
     complete: bool
-    """Whether there was nothing left to try before the time was over."""
+    """Whether all candidates were tried before the time was over."""
     tried: int
-    """Different candidates that were measured."""
+    """Number of different candidates that were measured."""
     put_back: dict[str, float] = field(default_factory=dict)
-    """Settings that looked faster and were put back, with what that cost: a ratio of seconds."""
+    """Settings that were reverted at the end, with the ratio of step times that the revert cost."""
 
     @property
     def gain(self) -> float:
-        """Seconds of the start over those of the winner; the median."""
+        """Step time of the start divided by the winner's; median of the final comparisons."""
         return statistics.median(self.gains) if self.gains else 1.0
 
     @property
     def is_faster(self) -> bool:
-        """Whether anything was faster than the start."""
+        """Whether any candidate was faster than the start."""
         return self.best != self.start

@@ -1,4 +1,4 @@
-"""What a person sees while it searches: a small table on a terminal; a line for every new best everywhere."""
+"""Progress of a search: a small table on a terminal, and one line for every new best candidate."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from infinity_tools.tune.outcome import Role, Trial
 from infinity_tools.tune.search_space import Candidate, describe
 
 ROLES: dict[Role, str] = {
-    "start": "to compare with",
+    "start": "initial settings",
     "defaults": "infinity's defaults",
     "change": "",
-    "again": "once more",
-    "put back": "without the rest",
-    "compare": "start and best in turn",
+    "again": "repeated measurement",
+    "put back": "one change reverted",
+    "compare": "final comparison",
 }
-"""Why a trial is made, in words; empty: the settings say it."""
+"""Readable purpose of a trial; empty if its settings are shown instead."""
 
 
 class View:
-    """Shows a search. A context manager: what it drew is left in order at the end."""
+    """Display of a search. As a context manager, it restores the terminal on exit."""
 
     def __init__(self, console: Console, start: Candidate, *, minutes: float, silent: bool) -> None:
         self._console, self._start, self._minutes, self._silent = console, dict(start), minutes, silent
         self._clock: Callable[[], float] = lambda: 0.0
-        self._now = "starting a process for trials"  # what is going on
-        self._since = time.monotonic()  # when that began
-        self._trials = 0  # that have ended
-        self._first = 0.0  # seconds of a step of the first trial
-        self._best: tuple[float, str] | None = None  # seconds over those of the start, and the settings
+        self._now = "starting the trial process"  # current activity
+        self._since = time.monotonic()  # start of the current activity
+        self._trials = 0  # number of completed trials
+        self._first = 0.0  # step time of the first trial, in seconds
+        self._best: tuple[float, str] | None = None  # step time relative to the start, and the settings
         self._live: Live | None = None
         if console.is_terminal and not silent:
             self._live = Live(get_renderable=self._table, console=console, refresh_per_second=4, transient=True)
@@ -52,29 +52,29 @@ class View:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         if not self._silent:
             self._console.print(text, markup=False, highlight=False, soft_wrap=not self._console.is_terminal)
 
     def begin(self, clock: Callable[[], float]) -> None:
-        """The search begins; `clock` says how long it has been going on."""
+        """Begin the search. `clock` returns the seconds since then."""
         self._clock = clock
 
     def trying(self, role: Role, candidate: Candidate, best: Candidate) -> None:
-        """Show what is being measured."""
+        """Show the candidate that is being measured."""
         changes = {name: value for name, value in candidate.items() if value != best[name]}
         words = ROLES[role] if role != "change" else describe(changes)
         self._now, self._since = words, time.monotonic()
 
     def tried(self, trial: Trial) -> None:
-        """Show what has been measured."""
+        """Show a completed trial."""
         self._trials = trial.number
         if trial.number == 1 and trial.outcome.counts:
             self._first = trial.outcome.seconds
             self.say(f"start: {self._first:.3g} s per step")
 
     def improved(self, relative: float, best: Candidate) -> None:
-        """Show a new best."""
+        """Show a new best candidate."""
         changes = {name: value for name, value in best.items() if value != self._start[name]}
         self._best = relative, describe(changes)
         self.say(f"{self._left()} left: {1 - relative:.1%} less time per step with {describe(changes)}")

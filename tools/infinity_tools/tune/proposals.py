@@ -1,4 +1,4 @@
-"""What a search tries next, given what it has seen: single changes of the best so far, and pairs of them."""
+"""Proposals for the next trial: single changes of the best candidate, and pairs of changes."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any
 from infinity_tools.tune.search_space import Candidate, Setting, Space
 
 _PAIRS = 64
-"""Draws of a pair that has not been tried yet, before there is taken to be none."""
+"""Number of draws for an untried pair before the search gives up."""
 _WORSE, _TRIED, _BEHIND, _HEADING = 1.03, 2.0, 3.0, -10.0
-"""From which ratio a value counts as worse; what a value that was tried, or lies behind a worse one, comes later by, in
-distances; and how much earlier the next value in a direction that has just helped comes."""
+"""Ratio from which a value counts as worse, followed by additions to a value's score, in units of distance: for each
+trial of the value, for a worse value in between, and for the direction that has just helped."""
 
 
 class Proposals:
-    """Chooses candidates that have not been tried, in an order that what was seen decides."""
+    """Choose untried candidates in an order that depends on the outcomes so far."""
 
     def __init__(self, space: Space, seed: int) -> None:
         self.space = space
-        """Where to look; replaced when the search knows what automatic values come to."""
+        """Search space; replaced when the values of automatic settings become known."""
         self.tried: list[dict[str, Any]] = []
-        """Every candidate that was measured."""
+        """All candidates of past trials."""
         self._random = random.Random(seed)
         self._history: dict[tuple[str, Any], list[float]] = {}  # ratios of single changes, by setting and value
         self._heading: tuple[str, int] | None = None  # setting and direction that have just helped
 
     def note(self, changes: Mapping[str, Any], ratio: float) -> None:
-        """Keep what changes of the best so far came to; infinity: it is not possible."""
+        """Record the ratio of changes to the best candidate. Infinity means that they are not possible."""
         if len(changes) == 1:
             self._history.setdefault(next(iter(changes.items())), []).append(ratio)
 
     def follow(self, changes: Mapping[str, Any], before: Candidate) -> None:
-        """Go on in the direction of changes that have helped."""
+        """Continue in the direction of changes that have helped."""
         self._heading = None
         if len(changes) == 1:
             ((name, value),) = changes.items()
@@ -42,7 +42,7 @@ class Proposals:
                 self._heading = name, _direction(setting, before[name], value)
 
     def following(self, best: Candidate) -> dict[str, Any] | None:
-        """Return what to try next; None where nothing is left."""
+        """Return the next candidate to try, or None if all are tried."""
         seen = {self.space.key(candidate) for candidate in self.tried}
         scored = [
             (self._score(setting, best[setting.name], value), order, {**best, setting.name: value})
@@ -60,7 +60,7 @@ class Proposals:
         return None
 
     def _score(self, setting: Setting, before: Any, value: Any) -> float:
-        """Return how late a value comes: the farther, the oftener tried, the worse it or one before it was."""
+        """Return a value's score. Values that are farther away, were tried more often, or did worse come later."""
         away = setting.distance(before, value)
         score = away + sum(
             _TRIED + 10 * min(1.0, max(0.0, ratio - 1)) for ratio in self._history.get((setting.name, value), ())
@@ -76,7 +76,7 @@ class Proposals:
         return score + _HEADING if self._heading == (setting.name, up) and away == 1 else score
 
     def _pair(self, best: Candidate) -> dict[str, Any]:
-        """Return two changes at once, drawn from those that lost little."""
+        """Return a candidate with two changes, drawn with a preference for small losses."""
         changed = dict(best)
         for setting in self._random.sample(self.space.settings, 2):
             values = [value for value in setting.values if value != best[setting.name]]

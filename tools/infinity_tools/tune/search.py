@@ -1,27 +1,29 @@
-"""The search for the fastest settings: pure, given a function that measures a candidate and a clock.
+"""Search for the fastest settings. The search is pure, given a clock and a function that measures a candidate.
 
-[Note: the search] A trial costs seconds and is noisy, and machines get slower and faster while one looks; so there are
-a few dozen trials, and each counts as a ratio to what was measured next to it.
+[Note: the search] A trial takes seconds and is noisy, and the speed of a machine drifts during the search. The search
+therefore makes a few dozen trials and compares each with a measurement made next to it.
 
-1. The start (the defaults, or the settings of a file) is measured first. Where it is the defaults, it is measured once
-   more, as the first trial is a cold one, and two of the same show how noisy the machine is. Else the defaults come
-   next: they are good settings on most machines, and one trial may replace many.
-2. From the best so far one setting is changed at a time (`Proposals`): first the neighbours of its value, then values
-   further away; those that have been tried the least, or with the least loss, come first, and the direction that has
-   just helped goes on. When all single changes have been tried, pairs of those that lost the least are drawn.
-3. The planner's clock comes before the drive: with the bandwidth and computation of the best so far, the plan of a
-   candidate says after one step what it would take. What it finds slower by `_SKIP` is not measured. What takes `_SLOW`
-   times as long as the best in its first counted step is broken off.
-4. Few trials for many candidates, more for those that look good: one that was not faster is gone. One that was, by less
-   than the noise could be, is measured again behind the best so far; the median of the ratios decides. It has to
-   gain `GAIN`, and more than the noise.
-5. The best so far is measured again every few trials. Ratios are to its last measurement, so the machine's drift
-   cancels.
-6. At the end every changed setting is put back once, and stays so unless that costs `GAIN`. Then start and winner are
-   measured in turn (`repeats`): the median of these ratios is the gain, their range its spread. A gain below `GAIN`, or
-   below the spread, is none: the start stays.
+1. The start (the defaults, or the settings in a file) is measured first. If the start is the defaults, it is measured
+   twice, because the first trial runs cold and two equal trials show the noise of the machine. Otherwise the defaults
+   are measured next: they are good settings on most machines, and one trial may replace many.
+2. One setting of the best candidate is changed at a time (`Proposals`), first to the neighbors of its value and then to
+   values further away. Values that were tried least, or with the least loss, come first, and a direction that has just
+   helped is continued. After all single changes, pairs of the changes with the least loss are drawn.
+3. The planner's prediction comes before a measurement. After one step, the plan of a candidate predicts its step time
+   from the bandwidth and the computation time of the best candidate. A candidate that is predicted to be slower by a
+   factor of `_SKIP` is not measured. A candidate whose first counted step takes `_SLOW` times as long as the best is
+   stopped.
+4. Many candidates get few trials, and promising ones get more. A candidate that is not faster is dropped. If it is
+   faster by less than the noise may explain, it is measured again after the best candidate, and the median of the
+   ratios decides. It has to gain more than `GAIN` and more than the noise.
+5. The best candidate is measured again every few trials. Ratios refer to its last measurement, so drift of the machine
+   cancels out.
+6. At the end, each changed setting is reverted once and stays reverted unless that costs `GAIN`. Then start and winner
+   are measured alternately (`repeats`). The median of these ratios is the gain, and half their range is its spread. If
+   the gain is below `GAIN` or below the spread, the start is kept.
 
-Nothing in it is drawn but pairs, from a seed. With equal answers it asks equal questions, so a journal can resume it.
+Only pairs are drawn at random, from a seed. The same outcomes lead to the same trials, so a journal can resume a
+search.
 """
 
 from __future__ import annotations
@@ -36,22 +38,22 @@ from infinity_tools.tune.proposals import Proposals
 from infinity_tools.tune.search_space import AUTOMATIC, Candidate, Space
 
 GAIN = 0.01
-"""A change that saves less than this part of a step is not worth a line in a file."""
+"""Minimum gain: a change that saves a smaller fraction of a step is not worth a line in a file."""
 _SLOW, _SKIP = 1.5, 1.2
 _AGAIN = 4
-"""Trials after which the best so far is measured again."""
+"""Number of trials after which the best candidate is measured again."""
 _ROUNDS = 1
-"""How often a promising candidate is measured again, in turn with the best so far."""
+"""Number of repeated measurements of a promising candidate, alternating with the best candidate."""
 _NOISE, _MOST_NOISE = 0.02, 0.2
-"""Of a ratio, before anything is known of it, and at most."""
+"""Assumed noise of a ratio before the first repeated measurement, and its upper limit."""
 _SURE, _SURE_NOISES = 0.05, 2.5
-"""A gain that needs no second measurement: so much, and so many times the noise."""
+"""A gain above this value, and above this multiple of the noise, needs no second measurement."""
 _MOST_RESERVED = 0.4
-"""Part of the time that is kept for the comparison at the end, at most."""
+"""Maximum fraction of the time that is reserved for the final comparison."""
 
 
 class SearchFailed(Exception):
-    """The start itself cannot be measured."""
+    """Raised if the start cannot be measured."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.reason)
@@ -59,14 +61,14 @@ class SearchFailed(Exception):
 
 
 class Measure(Protocol):
-    """Trains with a candidate for some steps."""
+    """Callable that trains with a candidate for some steps."""
 
     def __call__(self, candidate: Candidate, role: Role, bounds: Bounds, /) -> Outcome:
-        """Return what that has shown; what cannot be trained with is an outcome too."""
+        """Return the outcome. If training with the candidate is not possible, the outcome reports that."""
 
 
 class Search:
-    """One search, see [Note: the search]."""
+    """A search for the fastest settings. See [Note: the search]."""
 
     def __init__(
         self,
@@ -80,16 +82,17 @@ class Search:
         on_trial: Callable[[Trial], None] = lambda trial: None,
         on_best: Callable[[float, Candidate], None] = lambda relative, best: None,
     ) -> None:
-        """Begin nothing yet.
+        """Prepare the search.
 
         Args:
-            make_space: makes the space, given what automatic values have come to.
-            clock: seconds since the search began.
-            seconds: that it may take.
-            repeats: comparisons of start and winner at the end.
-            seed: of what is drawn.
-            on_trial: is told of every trial.
-            on_best: is told of every new best, and of its seconds over those of the start.
+            measure: Function that measures a candidate.
+            make_space: Function that returns the search space, given the values chosen for automatic settings.
+            clock: Function that returns the seconds since the search began.
+            seconds: Time limit of the search.
+            repeats: Number of final comparisons between start and winner.
+            seed: Seed for random pairs.
+            on_trial: Called after every trial.
+            on_best: Called for every new best candidate with its step time relative to the start.
         """
         self._measure, self._make_space, self._clock = measure, make_space, clock
         self._on_trial, self._on_best = on_trial, on_best
@@ -98,26 +101,26 @@ class Search:
         self._space = make_space(self._effective)
         self.trials: list[Trial] = []
         self.best: dict[str, Any] = dict(self._space.start)
-        """The best so far."""
+        """Best candidate so far."""
         self.relative = 1.0
-        """Its seconds over those of the start."""
-        self._home = self.best  # what settings are put back to: the start, or the defaults if they were faster
-        self._shown = Outcome(kind="failed")  # what the last measurement of the best so far has shown
-        self._age = 0  # trials since then
+        """Step time of the best candidate relative to the start."""
+        self._baseline = self.best  # values for reverted settings: the start, or the defaults if they were faster
+        self._shown = Outcome(kind="failed")  # last measurement of the best candidate
+        self._age = 0  # number of trials since that measurement
         self._spread = [_NOISE]  # |log| of ratios of the same candidate
         self._proposals = Proposals(self._space, seed)
         self._put_back: dict[str, float] = {}
 
     @property
     def noise(self) -> float:
-        """By how much a ratio of two trials of the same candidate differs from one: about one standard deviation."""
+        """Deviation from 1 of a ratio of two trials of the same candidate; about one standard deviation."""
         return min(_MOST_NOISE, 1.48 * statistics.median(self._spread))
 
     def run(self) -> Result:
-        """Search until the time is over or nothing is left to try.
+        """Search until the time is over or all candidates are tried.
 
         Raises:
-            SearchFailed: the start cannot be measured.
+            SearchFailed: if the start cannot be measured.
         """
         self._begin()
         complete = False
@@ -147,11 +150,11 @@ class Search:
             self._measure_best("start")
         else:
             self._challenge(dict(self._space.defaults), "defaults")
-            self._home = self.best
+            self._baseline = self.best
         self._space = self._proposals.space = self._make_space(self._effective)
 
     def _challenge(self, candidate: dict[str, Any], role: Role) -> None:
-        """Measure a candidate against the best so far, as often as it takes; it may become that."""
+        """Measure a candidate against the best one, repeatedly if needed, and adopt it if it is faster."""
         changes = self._space.changes(candidate, self.best)
         outcome = self._try(candidate, role, self._bounds())
         ratio = self._ratio(outcome)
@@ -180,11 +183,11 @@ class Search:
         return statistics.median(ratios) < 1 - max(_SURE, _SURE_NOISES * self.noise)
 
     def _put_settings_back(self) -> None:
-        """Put back what does not help any more; of a single change that is what the comparison shows."""
+        """Revert changes that do not help. A single change needs no revert: the final comparison measures it."""
         for name in self._changes_to_put_back():
             if not self._changes_to_put_back() or not self._has_time(1, self._comparing_seconds()):
                 return
-            candidate = {**self.best, name: self._home[name]}
+            candidate = {**self.best, name: self._baseline[name]}
             outcome = self._try(candidate, "put back", self._bounds(skip=False))
             if outcome.kind == "measured" and (ratio := outcome.seconds / self._shown.seconds) < 1 + GAIN:
                 self.best, self.relative, self._shown = candidate, self.relative * ratio, outcome
@@ -193,10 +196,10 @@ class Search:
     def _changes_to_put_back(self) -> dict[str, Any]:
         if len(self._space.changes(self.best, self._space.start)) < 2:
             return {}
-        return self._space.changes(self.best, self._home)
+        return self._space.changes(self.best, self._baseline)
 
     def _compare(self) -> tuple[float, ...]:
-        """Measure start and best in turn; the start is the best again where there is no gain."""
+        """Measure start and best candidate alternately. Without a gain, the start becomes the best candidate again."""
         gains: list[float] = []
         start = dict(self._space.start)
         if self.best == start:
@@ -247,14 +250,14 @@ class Search:
         return outcome
 
     def _ratio(self, outcome: Outcome) -> float | None:
-        """Return the seconds of a step over those of the best so far: as measured, or as both are predicted."""
+        """Return the step time relative to the best candidate: measured, or predicted for a skipped trial."""
         shown = self._shown
         if outcome.counts and shown.counts:
             return outcome.seconds / shown.seconds
         return outcome.predicted / shown.predicted if outcome.kind == "skipped" and shown.predicted else None
 
     def _measure_best(self, role: Role) -> None:
-        """Measure the best so far again, which says how far the machine has drifted, and how noisy it is."""
+        """Measure the best candidate again, which shows the drift and the noise of the machine."""
         outcome = self._try(self.best, role, Bounds())
         if outcome.counts:
             self._spread.append(abs(math.log(outcome.seconds / self._shown.seconds)))
@@ -273,7 +276,7 @@ class Search:
     # Time #
 
     def _has_time(self, trials: int, kept: float | None = None) -> bool:
-        """Whether so many trials fit before what is kept: by default for all that comes at the end."""
+        """Return whether so many trials fit before the reserved time, by default the time of all final measurements."""
         if kept is None:
             kept = self._comparing_seconds() + len(self._changes_to_put_back()) * self._trial_seconds()
         return self._clock() + trials * self._trial_seconds() + kept <= self._seconds
@@ -283,7 +286,7 @@ class Search:
         return statistics.median(walls) if walls else 0.0
 
     def _comparing_seconds(self) -> float:
-        """Return what the comparison at the end takes, at most a part of all."""
+        """Return the time of the final comparison, limited to a fraction of the total."""
         if self.best == self._space.start:
             return 0.0
         walls = {self._space.key(trial.candidate): trial.outcome.wall for trial in self.trials if trial.outcome.counts}

@@ -1,4 +1,4 @@
-"""The settings that are tuned, and the values that are tried."""
+"""Search space of `infinity tune`: the tuned settings and the values that are tried."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from infinity.config import Config
 from infinity.units import KIB, MIB, align_down, format_size
 
 Candidate = Mapping[str, Any]
-"""A value for every setting of the space, by names such as ``storage.queue_depth``."""
+"""A value for every tuned setting, by names such as ``storage.queue_depth``."""
 
 TUNED = (
     "update.schedule",
@@ -23,19 +23,19 @@ TUNED = (
     "state.format",
     "memory.host_bytes",
 )
-"""In the order in which they are tried: what changes most steps most comes first."""
+"""Tuned settings in the order in which they are tried; settings with the largest effect on most machines come first."""
 
 ALLOWED: Mapping[str, tuple[str, ...]] = {
     "same": (),
     "split": ("fp32", "split"),
     "any": ("fp32", "split", "bf16-moments", "8bit"),
 }
-"""Values of `state.format` that each value of ``--allow-format`` lets be tried; split changes no bit of fp32."""
+"""Values of `state.format` that are tried for each value of ``--allow-format``. fp32 and split are bitwise equal."""
 
 AUTOMATIC: Mapping[str, Any] = {
     "update.schedule": "auto", "memory.page_bytes": 0, "update.cores": -1, "storage.engine": "auto",
 }  # fmt: skip
-"""The values that leave a setting to infinity; what they come to is known after a step."""
+"""Values that let infinity choose. The chosen value is known after one step."""
 
 _LARGEST_PAGE, _LEAST_CACHE_SLOTS = 16 * MIB, 8
 _MOST_CORES = 4
@@ -43,44 +43,45 @@ _MOST_CORES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What is not to be exceeded."""
+    """Limits of the search space."""
 
     host_bytes: int
-    """Size of the host cache."""
+    """Maximum size of the host cache, in bytes."""
     cores: int
-    """Of this process."""
+    """Number of cores available to this process."""
     formats: str = "same"
     """Key of `ALLOWED`."""
     clipping: bool = False
-    """Whether all gradients are needed together, so that no update can run in backward."""
+    """Whether gradients are clipped by their global norm, which excludes updates in backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One setting and its values: in their order if it is a number, else in the order in which they are tried."""
+    """A setting and its values, in ascending order for numbers and otherwise in the order in which they are tried."""
 
     name: str
-    """Such as ``storage.queue_depth``."""
+    """Name such as ``storage.queue_depth``."""
     values: tuple[Any, ...]
-    """That are tried."""
+    """Values that are tried."""
     ordered: bool
-    """Whether neighbours have similar effects."""
+    """Whether neighboring values have similar effects."""
 
     def distance(self, before: Any, after: Any) -> int:
-        """Return how many values away another one is; the next one of a setting without order is always 1 away."""
+        """Return the number of steps between two values. It is always 1 for a setting without an order."""
         return abs(self.values.index(after) - self.values.index(before)) if self.ordered else 1
 
 
 class Space:
-    """The settings with more than one value, where a search starts, and which candidates come to the same."""
+    """The settings with more than one value, the start of the search, and the equivalence of candidates."""
 
     def __init__(self, settings: Sequence[Setting], start: Candidate, defaults: Candidate, page_bytes: int = 0) -> None:
-        """Hold them.
+        """Create the space.
 
         Args:
-            start: what is trained with before anything is tuned.
-            defaults: what is set where nobody sets anything.
-            page_bytes: what ``memory.page_bytes = 0`` comes to; 0 where that is not known.
+            settings: Settings and their values. Settings with a single value are left out.
+            start: Settings before tuning.
+            defaults: Default settings.
+            page_bytes: Value that infinity chooses for ``memory.page_bytes = 0``, or 0 if it is not known.
         """
         self.settings = tuple(setting for setting in settings if len(setting.values) > 1)
         self.start, self.defaults = dict(start), dict(defaults)
@@ -88,14 +89,14 @@ class Space:
 
     @property
     def size(self) -> int:
-        """How many candidates there are."""
+        """Number of candidates."""
         count = 1
         for setting in self.settings:
             count *= len(setting.values)
         return count
 
     def key(self, candidate: Candidate) -> tuple[Any, ...]:
-        """Return what is equal for candidates that do the same: a page is moved as one request that is not smaller."""
+        """Return a key that is equal for equivalent candidates. A request is never larger than a page."""
         found = dict(candidate)
         page = found.get("memory.page_bytes") or self._page_bytes
         if page and "storage.request_bytes" in found:
@@ -103,11 +104,11 @@ class Space:
         return tuple(sorted(found.items()))
 
     def changes(self, candidate: Candidate, base: Candidate) -> dict[str, Any]:
-        """Return the settings in which a candidate differs from another one."""
+        """Return the settings in which a candidate differs from `base`."""
         return {name: value for name, value in candidate.items() if value != base[name]}
 
     def all(self) -> list[dict[str, Any]]:
-        """Return every candidate."""
+        """Return all candidates."""
         names = [setting.name for setting in self.settings]
         rows = itertools.product(*(setting.values for setting in self.settings))
         return [{**self.start, **dict(zip(names, row, strict=True))} for row in rows]
@@ -120,20 +121,22 @@ def value_of(settings: Config, name: str) -> Any:
 
 
 def candidate_of(settings: Config, host_bytes: int) -> dict[str, Any]:
-    """Return the tuned settings as they are, with a host cache of so many bytes."""
+    """Return the tuned settings with their current values, except for a host cache of `host_bytes`."""
     return {name: value_of(settings, name) for name in TUNED} | {"memory.host_bytes": host_bytes}
 
 
 def make_space(start: Candidate, limits: Limits, effective: Mapping[str, Any]) -> Space:
-    """Return the values to try.
+    """Return the search space.
 
     Args:
-        start: value of every setting in `TUNED`.
-        effective: what the values in `AUTOMATIC` come to here, as far as that is known: they are not tried again.
+        start: Value of every setting in `TUNED`.
+        limits: Limits of the search space.
+        effective: Values that infinity has chosen for the settings in `AUTOMATIC`, as far as they are known. They are
+            not tried separately.
     """
     defaults = candidate_of(Config(), limits.host_bytes)
     if start["state.format"] not in ("fp32", *ALLOWED[limits.formats]):
-        defaults["state.format"] = start["state.format"]  # another one changes bits, which was not allowed
+        defaults["state.format"] = start["state.format"]  # another format changes bits, which was not allowed
     settings = [_setting(name, (start[name], defaults[name]), limits, effective) for name in TUNED]
     return Space(settings, start, defaults, int(effective.get("memory.page_bytes", 0)))
 
@@ -145,18 +148,18 @@ def _setting(name: str, known: tuple[Any, Any], limits: Limits, effective: Mappi
     if name == "update.schedule" and limits.clipping:
         tried = [value for value in tried if value != "in_backward"]
     values = list(dict.fromkeys((*known, *tried)))
-    if ordered := is_ordered(name):  # what is left to infinity stands where that is which it comes to
+    if ordered := is_ordered(name):  # an automatic value is sorted by the value that infinity chooses
         values.sort(key=lambda value: effective.get(name, 0) if value == automatic else value)
     return Setting(name=name, values=tuple(values), ordered=ordered)
 
 
 def is_size(name: str) -> bool:
-    """Whether a setting is a number of bytes."""
+    """Return whether a setting is a number of bytes."""
     return name.endswith("_bytes")
 
 
 def is_ordered(name: str) -> bool:
-    """Whether a setting is a number of which neighbours have similar effects."""
+    """Return whether neighboring values of a setting have similar effects."""
     return is_size(name) or name == "storage.queue_depth"
 
 
@@ -181,12 +184,12 @@ def _values(name: str, limits: Limits, start: Any) -> tuple[Any, ...]:
 
 
 def shown(name: str, value: Any) -> str:
-    """Return a value as a person reads it."""
+    """Return a value as readable text."""
     if is_size(name):
-        return format_size(value) if value else "derived"
+        return format_size(value) if value else "automatic"
     return "auto" if value == -1 else str(value)
 
 
-def describe(changes: Mapping[str, Any], same: str = "as it was") -> str:
-    """Return settings and values in a line; `same` where there are none."""
+def describe(changes: Mapping[str, Any], same: str = "unchanged") -> str:
+    """Return settings and values on one line, or `same` if there are no changes."""
     return ", ".join(f"{name.partition('.')[2]} {shown(name, value)}" for name, value in changes.items()) or same

@@ -1,4 +1,4 @@
-"""Trials, as the worker makes them: a model, offloaded anew with a candidate's settings and trained for some steps."""
+"""Trials in the worker process: a model is offloaded with the settings of a candidate and trained for some steps."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from infinity import PagedOptimizer
 
 WARM = 2
-"""Steps that do not count: in the first one infinity records, in the second it fills its host cache."""
+"""Steps that are not counted: the first records the trace, and the second fills the host cache."""
 _LEAST_STEPS, _LEAST_SECONDS, _MOST_STEPS = 3, 1.0, 20
-"""Counted steps: at least so many, and for so long, but not more."""
+"""Minimum number of counted steps, their minimum duration in seconds, and their maximum number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is trained, as `infinity train` names it."""
+    """Model and batch of a training, by the names of the options of `infinity train`."""
 
     model: str
     dtype: str
@@ -44,10 +44,10 @@ class Trials:
     """A workload that can be trained with any settings."""
 
     def __init__(self, workload: Workload, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Check it; `stopped` is asked before every step.
+        """Check the workload. `stopped` is called before every step.
 
         Raises:
-            ConfigError: the model, or tokens that it cannot be trained on.
+            ConfigError: if the model is invalid, or the batch does not fit it.
         """
         import torch
 
@@ -66,7 +66,7 @@ class Trials:
         self._dtype = best_dtype() if workload.dtype == "auto" else workload.dtype
 
     def facts(self) -> dict[str, Any]:
-        """Return what the model and the device are."""
+        """Return facts about model and device."""
         import torch
 
         from infinity_tools.presets import count_parameters, on_meta
@@ -81,11 +81,11 @@ class Trials:
         }
 
     def run(self, settings: Config, candidate: Mapping[str, Any], folders: Sequence[str], bounds: Bounds) -> Outcome:
-        """Train with a candidate, in folders that are empty before and after; what cannot be is an outcome too."""
+        """Train with a candidate in folders that are emptied afterwards. A failure is an outcome, too."""
         began = time.perf_counter()
         try:
             outcome = self._run(settings, candidate, folders, bounds)
-        except Exception as error:  # whatever numbers that do not fit together, or too little memory, make of it
+        except Exception as error:  # settings that do not fit together or too little memory may raise anything
             outcome = Outcome(kind="failed", reason=_reason(error), usage=is_usage(error))
         finally:
             gc.collect()
@@ -101,7 +101,7 @@ class Trials:
 
         workload, sliced = self._workload, self._workload.micro_tokens is not None
         model = on_meta(self._source)
-        checkpointing = workload.activation_checkpointing and not sliced  # slices compute activations again too
+        checkpointing = workload.activation_checkpointing and not sliced  # sliced layers recompute activations anyway
         shard(model, self._mesh, bf16=self._dtype == "bf16", checkpointing=checkpointing)
         if workload.micro_tokens is not None:
             infinity.micro_batches(model, workload.batch_tokens // workload.micro_tokens)
@@ -173,7 +173,7 @@ def _are_enough(records: Sequence[Any]) -> bool:
 
 
 def _trial(settings: Config, candidate: Mapping[str, Any], folders: Sequence[str], seed: int) -> Config:
-    """Return the settings of a trial: nothing is resumed, checkpointed or kept, and no timeline is written."""
+    """Return the settings of a trial, without resuming, checkpoints, kept data or a timeline."""
     changed = settings.with_values(**candidate, **{"storage.paths": list(folders), "telemetry.timeline": ""})
     return replace(changed, run=RunConfig(keep="never", seed=seed))
 
@@ -188,7 +188,7 @@ def _reason(error: Exception) -> str:
 
 
 def is_usage(error: Exception) -> bool:
-    """Whether something else has to be asked for, and nothing is broken."""
+    """Return whether the error is caused by options or settings and not by a defect."""
     from infinity.errors import BudgetError, FolderBusyError, UnsupportedError
 
     return isinstance(error, ConfigError | BudgetError | FolderBusyError | UnsupportedError)

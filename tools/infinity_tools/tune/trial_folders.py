@@ -1,6 +1,6 @@
-"""The folders that trials page in: temporary ones below those of the user, gone at the end, or at the next start.
+"""Temporary folders for the paged state of trials, removed at the end or at the next start.
 
-Whoever uses one holds a lock on a file in it. So a folder that nobody holds was left by a process that was killed.
+The process that uses a folder holds a lock on a file in it, so a folder without a lock was left by a killed process.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from infinity.telemetry.stats_file import stats_page_files
 PREFIX = ".infinity-tune-"
 _LOCK = "lock"
 _OLD_SECONDS = 60.0
-"""A folder without a lock file for so long was left in the moment between making the two."""
+"""Age from which a folder without a lock file counts as left over: its process was killed between creating the two."""
 
 
 @contextmanager
 def trial_folders(paths: Sequence[str], telemetry: TelemetryConfig) -> Iterator[list[str]]:
-    """Make a folder for trials below each path, and the path if need be; what killed ones have left goes first.
+    """Create a folder for trials below each path. Folders left by killed processes are removed first.
 
     Raises:
-        ConfigError: one cannot be made.
+        ConfigError: if a folder cannot be created.
     """
     with ExitStack() as stack:
         made = []
@@ -48,15 +48,15 @@ def trial_folders(paths: Sequence[str], telemetry: TelemetryConfig) -> Iterator[
                 (folder / "runs").mkdir()
             except OSError as error:
                 raise ConfigError(
-                    f"storage.paths: no folder can be made in {str(path)!r}: {error.strerror}; name another one with "
-                    "--nvme"
+                    f"storage.paths: cannot create a folder in {str(path)!r}: {error.strerror}; choose another one "
+                    "with --nvme"
                 ) from error
             made.append(str(folder / "runs"))
         yield made
 
 
 def remove_left_over(path: Path, telemetry: TelemetryConfig) -> None:
-    """Remove the folders below `path` that nobody holds any more. Raises `OSError`: it cannot be read."""
+    """Remove the folders below `path` that no process holds. Raises `OSError` if `path` cannot be read."""
     for folder in path.iterdir():
         if folder.name.startswith(PREFIX) and not folder.is_symlink() and _is_left(folder):
             remove(folder, telemetry)
@@ -69,7 +69,7 @@ def _is_left(folder: Path) -> bool:
         with suppress(OSError):
             return time.time() - folder.lstat().st_mtime >= _OLD_SECONDS
         return False
-    except OSError:  # of another user
+    except OSError:  # owned by another user
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -81,16 +81,19 @@ def _is_left(folder: Path) -> bool:
 
 
 def remove(folder: Path, telemetry: TelemetryConfig) -> None:
-    """Remove a folder of trials, whatever is in it."""
+    """Remove a folder of trials with its contents."""
     empty(folder / "runs", telemetry)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def empty(folder: Path, telemetry: TelemetryConfig, runs: Iterable[str] = ()) -> None:
-    """Remove what trials have left in a folder, and the stats pages of their runs: nobody is to look at a trial.
+    """Remove the data of trials from a folder, and the stats files of their runs, so that they do not appear in
+    metrics.
 
     Args:
-        runs: ids of those that have ended in order, and so have left no folder.
+        folder: Folder of the trials.
+        telemetry: Telemetry settings, which name the runtime folder.
+        runs: Ids of runs that ended in order and therefore left no folder.
     """
     with suppress(OSError):
         left = list(folder.iterdir())

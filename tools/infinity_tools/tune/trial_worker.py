@@ -1,8 +1,8 @@
-"""The process that makes trials, and its end of the pipe: what breaks or blows up there ends a trial, not the search.
+"""Worker process for trials, so that a crash or an out-of-memory kill ends one trial and not the search.
 
-The worker ends in order when it is told so (SIGTERM), and when the process that started it is gone: a run that is open
-is closed, which removes what it has on the drives, and the folders of the trials are removed. Ctrl-C in a terminal is
-for both processes; the worker leaves it to the other one.
+The worker ends in order on SIGTERM, and when its parent process is gone: it closes an open run, which removes the run's
+data from the drives, and removes the folders of the trials. Ctrl-C in a terminal reaches both processes; the worker
+ignores it and leaves it to the parent.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from infinity_tools.tune.trial_folders import empty, remove
 _NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGHUP)
 _LOOK_SECONDS = 0.2
 _PATIENCE = 30.0
-"""Seconds that a worker may take to end in order before it is ended at once."""
+"""Maximum seconds for an orderly end of a worker before it is killed."""
 
 
 class Worker:
-    """A process with a model. A context manager; it starts at the first use, and anew when it has died."""
+    """A process with a model, as a context manager. It starts at first use, and again if it has died."""
 
     def __init__(
         self, workload: Workload, settings: Config, folders: Sequence[str], stopped: Callable[[], int] = lambda: 0
     ) -> None:
-        """Start nothing yet; `stopped` returns the number of a signal that ends all, or 0."""
+        """Prepare without starting a process. `stopped` returns the number of a received signal, or 0."""
         self._stopped = stopped
         self._arguments = workload, settings, tuple(folders)
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
         self.facts: dict[str, Any] = {}
-        """What `Trials.facts` returned; empty before `start`."""
+        """Result of `Trials.facts`; empty before `start`."""
 
     def __enter__(self) -> Worker:
         return self
@@ -56,16 +56,17 @@ class Worker:
         self.close()
 
     def start(self) -> None:
-        """Start the process, and wait until it has imported everything and checked the workload.
+        """Start the process and wait until it has imported its modules and checked the workload.
 
         Raises:
-            ConfigError: the workload cannot be. InfinityError: the process has failed otherwise.
+            ConfigError: if the workload is invalid.
+            InfinityError: if the process failed for another reason.
         """
         context = mp.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, *self._arguments), name="infinity-tune")
-        resource_tracker.ensure_running()  # which would unblock them
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)  # the process inherits it
+        resource_tracker.ensure_running()  # started first, because its start unblocks the signals
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)  # inherited by the process
         try:
             self._process.start()
         finally:
@@ -74,14 +75,14 @@ class Worker:
         try:
             kind, answer = self._receive()
         except EOFError:
-            raise InfinityError(f"the process for trials {self._ending()} before the first one") from None
+            raise InfinityError(f"the trial process {self._ending()} before the first trial") from None
         if kind != "ready":
             self.close()
             raise (ConfigError if kind == "usage" else InfinityError)(answer)
         self.facts = answer
 
     def measure(self, candidate: Candidate, bounds: Bounds) -> Outcome:
-        """Make a trial; a worker that dies of it is a failed one."""
+        """Run a trial. If the worker dies, the trial has failed."""
         if self._process is None:
             self.start()
         assert self._pipe is not None
@@ -90,7 +91,7 @@ class Worker:
             self._pipe.send((dict(candidate), bounds))
             outcome: Outcome = self._receive()
         except (EOFError, OSError):
-            reason = f"the process for trials {self._ending()}"
+            reason = f"the trial process {self._ending()}"
             _, settings, folders = self._arguments
             for folder in folders:
                 empty(Path(folder), settings.telemetry)
@@ -98,7 +99,7 @@ class Worker:
         return outcome
 
     def _receive(self) -> Any:
-        """Return what the process sends next. Raises `SystemExit`: a signal has come; `EOFError`: it has died."""
+        """Return the next message of the process. Raises `SystemExit` on a signal, `EOFError` if the process died."""
         assert self._pipe is not None
         while not self._pipe.poll(_LOOK_SECONDS):
             if number := self._stopped():
@@ -106,19 +107,19 @@ class Worker:
         return self._pipe.recv()
 
     def _ending(self) -> str:
-        """Return how the process has ended; there is none afterwards."""
+        """Return a description of the end of the process, and release it."""
         assert self._process is not None
         self._process.join(_PATIENCE)
         status = self._process.exitcode
         self.close()
         if status == -signal.SIGKILL:
-            return "was killed: out of memory?"
+            return "was killed (out of memory?)"
         return f"ended with status {status}"
 
     def close(self) -> None:
-        """End the process, in order if it can."""
+        """Stop the process, in order if possible."""
         process, self._process = self._process, None
-        if process is not None and process.pid is not None:  # it was started
+        if process is not None and process.pid is not None:  # started
             process.terminate()
             process.join(_PATIENCE)
             if process.exitcode is None:
@@ -131,7 +132,7 @@ class Worker:
 
 
 def serve(pipe: Connection, workload: Workload, settings: Config, folders: Sequence[str]) -> None:
-    """Make the trials that are asked for, until the pipe ends or this process is to end. Runs in the worker."""
+    """Run the requested trials until the pipe is closed or this process has to end. Runs in the worker."""
     ending, orphaned = threading.Event(), threading.Event()
     threading.Thread(target=_end_with_parent, args=(ending, orphaned, settings, folders), daemon=True).start()
     warnings.simplefilter("ignore")
@@ -139,11 +140,11 @@ def serve(pipe: Connection, workload: Workload, settings: Config, folders: Seque
     try:
         trials = Trials(workload, ending.is_set)
         pipe.send(("ready", trials.facts()))
-    except Exception as error:  # whatever a model of any content makes of transformers
+    except Exception as error:  # transformers may raise anything for the contents of a model folder
         pipe.send(("usage" if is_usage(error) else "failed", str(error) or type(error).__name__))
         return
-    # Not raised by the handler: in a callback of the interpreter it would get lost.
-    signal.signal(signal.SIGTERM, lambda number, cache_slot: ending.set())
+    # The handler sets a flag and does not raise: an exception in a callback of the interpreter would get lost.
+    signal.signal(signal.SIGTERM, lambda number, frame: ending.set())
     try:
         with suppress(EOFError, ConnectionError):
             while not ending.is_set():
@@ -158,13 +159,13 @@ def serve(pipe: Connection, workload: Workload, settings: Config, folders: Seque
 def _end_with_parent(
     ending: threading.Event, orphaned: threading.Event, settings: Config, folders: Sequence[str]
 ) -> None:
-    """Wait for the end of the process that started this one, and end then, with nothing left behind."""
+    """Wait for the end of the parent process, then end this one and remove all data."""
     parent = mp.parent_process()
     assert parent is not None
     wait([parent.sentinel])
     orphaned.set()
     ending.set()
-    time.sleep(_PATIENCE)  # the main thread ends the process; unless it hangs
+    time.sleep(_PATIENCE)  # the main thread ends the process, unless it hangs
     _remove_all(settings, folders)
     os._exit(1)
 

@@ -1,4 +1,4 @@
-"""`infinity tune`: its options, and what it prints."""
+"""Command `infinity tune`: its options and its output."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from infinity_tools.preset_list import list_presets
 if TYPE_CHECKING:
     from infinity_tools.tune.trial import Workload
 
-_MODEL, _STATE, _SEARCH = "What is trained", "State on NVMe", "Search"
+_MODEL, _STATE, _SEARCH = "Model and batch", "State on NVMe", "Search"
 
 
 def tune(
     out: Annotated[
-        Path, typer.Option(help="Folder of infinity.toml, tune.json, tune.png and trials.jsonl.")
+        Path, typer.Option(help="Output folder for infinity.toml, tune.json, tune.png and trials.jsonl.")
     ] = Path("tuned"),
     model: Annotated[
         str,
         typer.Option(
-            help="As of `infinity train`: a preset (`--model list` shows them), a config.json, or a folder of weights.",
+            help="Preset (`--model list` lists them), config.json, or folder of weights, as for `infinity train`.",
             rich_help_panel=_MODEL,
         ),
     ] = "llama-100m",
-    dtype: Annotated[str, typer.Option(help="bf16, fp32 or auto.", rich_help_panel=_MODEL)] = "auto",
+    dtype: Annotated[str, typer.Option(help="Data type: bf16, fp32 or auto.", rich_help_panel=_MODEL)] = "auto",
     activation_checkpointing: Annotated[
-        bool, typer.Option(help="Keep only the inputs of layers; compute them twice.", rich_help_panel=_MODEL)
+        bool, typer.Option(help="Recompute the activations of each layer in backward.", rich_help_panel=_MODEL)
     ] = False,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step.", rich_help_panel=_MODEL)] = 512,
     micro_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens that are computed at a time. [default: all]", rich_help_panel=_MODEL),
+        typer.Option(min=1, help="Tokens per micro-batch. [default: the whole batch]", rich_help_panel=_MODEL),
     ] = None,
     loss_tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Tokens whose logits are there at a time, as for `train`. [default: as many as layers compute]",
+            help="Tokens per slice of the logits, as for `infinity train`. [default: the micro-batch]",
             rich_help_panel=_MODEL,
         ),
     ] = None,
@@ -52,18 +52,18 @@ def tune(
     max_grad_norm: Annotated[
         float | None,
         typer.Option(
-            help="Clip the norm of the gradients, as the training will; updates then wait for the end of backward. "
+            help="Clip the gradient norm as in the training run. Updates then wait for the end of backward. "
             "[default: off]",
             rich_help_panel=_MODEL,
         ),
     ] = None,
     threads: Annotated[
-        int, typer.Option(min=0, max=4096, help="Threads that compute. 0: torch decides.", rich_help_panel=_MODEL)
+        int, typer.Option(min=0, max=4096, help="Compute threads. 0: chosen by torch.", rich_help_panel=_MODEL)
     ] = 0,
     nvme: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Folder for the state, on the drive that will be trained on; repeatable. [default: those of --config]",
+            help="Folder for the state on the drive of the training run; repeatable. [default: from --config]",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -71,8 +71,8 @@ def tune(
         str | None,
         typer.Option(
             callback=setting("memory.host_bytes"),
-            help="Largest host cache, such as 2GiB; more is never tried. [default: that of --config, else a quarter of "
-            "what is free]",
+            help="Maximum size of the host cache, such as 2GiB. [default: from --config, else a quarter of the free "
+            "memory]",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -80,54 +80,54 @@ def tune(
         str | None,
         typer.Option(
             callback=setting("activations.tier"),
-            help="Where inputs of layers wait for backward: device, host (from a GPU) or nvme. [default: that of "
-            "--config, else device]",
+            help="Storage of layer inputs until backward: device, host (with a GPU) or nvme. [default: from --config, "
+            "else device]",
             rich_help_panel=_STATE,
         ),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="Settings to start from, as TOML. [default: infinity's]", rich_help_panel=_STATE),
+        typer.Option(help="Initial settings as TOML. [default: the defaults of infinity]", rich_help_panel=_STATE),
     ] = None,
     allow_format: Annotated[
         str,
         typer.Option(
-            help="What state.format may become. same: what it is; split: that too, which changes no bit; any: also "
-            "formats that round the optimizer's states.",
+            help="Values of state.format to try. same: no change; split: also split, which is bitwise equal; any: also "
+            "formats that round optimizer states.",
             rich_help_panel=_STATE,
         ),
     ] = "same",
     minutes: Annotated[
-        float, typer.Option(min=0.05, max=1440, callback=finite, help="Time for all.", rich_help_panel=_SEARCH)
+        float, typer.Option(min=0.05, max=1440, callback=finite, help="Total time limit.", rich_help_panel=_SEARCH)
     ] = 5.0,
     repeats: Annotated[
         int,
-        typer.Option(min=1, max=100, help="Comparisons of start and winner at the end.", rich_help_panel=_SEARCH),
+        typer.Option(min=1, max=100, help="Final comparisons of start and winner.", rich_help_panel=_SEARCH),
     ] = 3,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on from OUT/trials.jsonl; --minutes then counts from its beginning.",
+        typer.Option("--resume", help="Resume from OUT/trials.jsonl; --minutes includes the earlier time.",
                      rich_help_panel=_SEARCH),
     ] = False,
     seed: Annotated[
         int,
-        typer.Option(callback=setting("run.seed"), help="Of first values, and of what is drawn.",
+        typer.Option(callback=setting("run.seed"), help="Seed of initial values and of the search.",
                      rich_help_panel=_SEARCH),
     ] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
     version: Version = False,
 ) -> None:  # fmt: skip
-    """Find the settings with which this model trains fastest here, by short training with each.
+    """Find the fastest settings for a model on this machine by short training trials.
 
     `infinity tune --model llama-100m --nvme /nvme0/run --host-memory 2GiB --minutes 5 --out tuned`, then
-    `infinity train --config tuned/infinity.toml …`. Trials train on random tokens in temporary folders below --nvme
-    and leave nothing there. Ends with 0 also where nothing is faster than the start; with 2 where something has to be
-    asked for differently, with 1 where something broke.
+    `infinity train --config tuned/infinity.toml …`. Trials train on random tokens in temporary folders below --nvme,
+    which are removed at the end. The exit status is 0 if the search completes, even without a gain; 2 if an option or
+    a setting has to be changed; and 1 for other errors.
     """
     if model == "list":
         list_presets(json=json)
         return
-    # What tunes is imported now: help needs none of it.
+    # Imported late so that --help stays fast.
     from infinity_tools.tune.trial import Workload
     from infinity_tools.tune.tune_report import result_lines
     from infinity_tools.tune.tuning import Tuning, make_plan
@@ -161,7 +161,7 @@ def tune(
 
 
 def _next_lines(out: Path, workload: Workload) -> list[str]:
-    """Return how to train with what was found."""
+    """Return the lines that show how to train with the settings found."""
     from infinity_tools.options import batch_words
     from infinity_tools.tune.tuning import FILES, SETTINGS
 

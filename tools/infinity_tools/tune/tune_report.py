@@ -1,4 +1,4 @@
-"""What a search leaves: `infinity.toml`, `tune.json`, `tune.png`, and what it prints at its end."""
+"""Results of a search: `infinity.toml`, `tune.json`, `tune.png` and the summary on the terminal."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def write_settings(file: Path, settings: Config, heading: Sequence[str]) -> None
     """Write the settings that differ from the defaults.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: if the file cannot be written.
     """
     text = settings_toml(settings, heading)
     try:
         with replacing(file, 0o666) as out:
             out.write(text.encode())
     except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error.strerror}; name another folder with --out") from error
+        raise ConfigError(f"cannot write {file}: {error.strerror}; choose another folder with --out") from error
 
 
 def summarise(result: Result, trials: Sequence[Trial], facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """Return the content of tune.json."""
+    """Return the contents of tune.json."""
     kinds = [trial.outcome.kind for trial in trials]
     changes = {name: value for name, value in result.best.items() if value != result.start[name]}
     return {
@@ -71,7 +71,7 @@ def summarise(result: Result, trials: Sequence[Trial], facts: Mapping[str, Any],
 
 
 def effects(trials: Sequence[Trial]) -> Iterator[dict[str, Any]]:
-    """Yield what every value did, as single changes have shown it: seconds over those without; the median, by value."""
+    """Yield the effect of each value in single changes: the median of the step times relative to the best candidate."""
     found: dict[tuple[str, Any], list[float]] = {}
     for trial in trials:
         single = trial.role in ("change", "again") and len(trial.changes) == 1
@@ -82,7 +82,7 @@ def effects(trials: Sequence[Trial]) -> Iterator[dict[str, Any]]:
 
 
 def result_lines(summary: Mapping[str, Any], out: Path) -> list[str]:
-    """Return what is said at the end."""
+    """Return the lines of the summary."""
     gain, trials = summary["gain"], summary["trials"]
     before, after = summary["step_seconds"]["start"], summary["step_seconds"]["best"]
     start, verb = ("the defaults", "are") if summary["start_is_defaults"] else ("the start", "is")
@@ -95,19 +95,19 @@ def result_lines(summary: Mapping[str, Any], out: Path) -> list[str]:
         ]
     else:
         noise = f"± {summary['noise']:.1%}"
-        lines = [f"no gain: {start} {verb} as fast as anything tried ({noise}), {before:.3g} s per step"]
+        lines = [f"no gain: {start} {verb} as fast as any other candidate ({noise}), {before:.3g} s per step"]
     lines += [
         f"the slowest of {summary['candidates']} combinations takes {gain['over_worst']:.2f} times as long",
-        f"{sum(trials.values())} trials in {summary['seconds']:.0f} s have written "
+        f"{sum(trials.values())} trials in {summary['seconds']:.0f} s wrote "
         f"{format_size(summary['written_bytes'])} to the drives",
     ]
     if trials["failed"]:
-        lines.append(f"{trials['failed']} could not be trained with; {out / 'tune.json'} says why")
+        lines.append(f"{trials['failed']} trials failed; see {out / 'tune.json'} for the reasons")
     return lines
 
 
 def write_results(out: Path, summary: dict[str, Any], trials: Sequence[Trial]) -> None:
-    """Write tune.json and tune.png. Raises `ConfigError`: they cannot be written."""
+    """Write tune.json and tune.png. Raises `ConfigError` if they cannot be written."""
     try:
         with replacing(out / "tune.json", 0o666) as file:
             file.write(
@@ -115,7 +115,7 @@ def write_results(out: Path, summary: dict[str, Any], trials: Sequence[Trial]) -
             )
         draw(out / "tune.png", summary, trials)
     except OSError as error:
-        raise ConfigError(f"--out {str(out)!r} takes no file: {error.strerror}; name another one") from error
+        raise ConfigError(f"cannot write to --out {str(out)!r}: {error.strerror}; choose another folder") from error
 
 
 def _row(trial: Trial) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _row(trial: Trial) -> dict[str, Any]:
 
 
 def draw(file: Path, summary: Mapping[str, Any], trials: Sequence[Trial]) -> None:
-    """Draw the best so far over time, and what each value did. Raises `OSError`."""
+    """Draw the best candidate over time and the effect of each value. Raises `OSError`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -143,7 +143,7 @@ def draw(file: Path, summary: Mapping[str, Any], trials: Sequence[Trial]) -> Non
 def _draw_time(axes: Axes, trials: Sequence[Trial]) -> None:
     counted = [trial for trial in trials if trial.outcome.counts and trial.relative is not None]
     times, ratios = [trial.at for trial in counted], [trial.relative or 0.0 for trial in counted]
-    axes.plot(times, ratios, "o", color="#bbbbbb", markersize=4, label="a trial")
+    axes.plot(times, ratios, "o", color="#bbbbbb", markersize=4, label="trial")
     bests, best = [], 1.0
     for trial in counted:
         best = min(best, trial.best_relative)
@@ -152,9 +152,9 @@ def _draw_time(axes: Axes, trials: Sequence[Trial]) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
-    axes.set_xlabel("seconds of the search")
-    axes.set_ylabel("seconds per step, over those of the start")
-    axes.set_title("best so far")
+    axes.set_xlabel("search time (s)")
+    axes.set_ylabel("step time relative to the start")
+    axes.set_title("Best candidate")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
 
@@ -170,6 +170,6 @@ def _draw_effects(axes: Axes, rows: Sequence[Mapping[str, Any]], noise: float) -
     axes.hlines(places, 1, ratios, color=colours)
     axes.set_yticks(places, names)
     axes.invert_yaxis()
-    axes.set_xlabel("seconds per step, over those of the best at that time (grey: noise)")
-    axes.set_title("what each value did")
+    axes.set_xlabel("step time relative to the best candidate at that time (grey: noise)")
+    axes.set_title("Effect of each value")
     axes.grid(alpha=0.3, axis="x")

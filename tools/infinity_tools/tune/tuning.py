@@ -1,4 +1,4 @@
-"""A search of `infinity tune`, from its checks to its files."""
+"""Run of `infinity tune`, from the checks of its options to its output files."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ from infinity_tools.tune.trial_worker import Worker
 from infinity_tools.tune.tune_report import summarise, write_results, write_settings
 
 FILES = ("infinity.toml", "tune.json", "tune.png", "trials.jsonl")
-"""What a search writes."""
+"""Output files."""
 SETTINGS, JOURNAL = FILES[0], FILES[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is searched for how, checked as far as it can be without a model."""
+    """Plan of a search, checked as far as possible without a model."""
 
     workload: Workload
     settings: Config
-    """Where the search starts; with folders, and the host cache that is never exceeded."""
+    """Initial settings, including the folders and the maximum size of the host cache."""
     limits: Limits
     minutes: float
     repeats: int
 
     @property
     def start(self) -> dict[str, Any]:
-        """The tuned settings at the start."""
+        """Initial values of the tuned settings."""
         return candidate_of(self.settings, self.limits.host_bytes)
 
 
 def make_plan(workload: Workload, settings: Config, allow_format: str, *, minutes: float, repeats: int) -> Plan:
-    """Return the plan of a search. Raises `ConfigError`: something has to be asked for differently."""
+    """Return the plan of a search. Raises `ConfigError` if an option or a setting is invalid."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: infinity tune trains in a process of its own, on one rank; start "
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: infinity tune trains on a single rank in its own process; start "
             "it without torchrun"
         )
     if workload.dtype not in ("auto", "bf16", "fp32"):
@@ -65,14 +65,14 @@ def make_plan(workload: Workload, settings: Config, allow_format: str, *, minute
         raise ConfigError(f"--allow-format {allow_format!r} is not one of {', '.join(ALLOWED)}")
     norm = workload.max_grad_norm
     if norm is not None and not norm > 0:
-        raise ConfigError(f"--max-grad-norm {norm:g} must be above 0; leave it out to train without clipping")
+        raise ConfigError(f"--max-grad-norm {norm:g} must be above 0; omit it to train without clipping")
     if norm is not None and settings.update.schedule == "in_backward":
         raise ConfigError(
-            'update.schedule = "in_backward" updates before the global norm is known, which --max-grad-norm needs; '
-            "leave one of them out"
+            'update.schedule = "in_backward" updates before the global norm is known, which --max-grad-norm requires; '
+            "remove one of them"
         )
     if not settings.storage.paths:
-        raise ConfigError("--nvme is missing: name a folder on the drive that will be trained on")
+        raise ConfigError("--nvme is missing; name a folder on the drive of the training run")
     if workload.batch_tokens % workload.seq:
         near = max(1, round(workload.batch_tokens / workload.seq)) * workload.seq
         raise ConfigError(
@@ -81,7 +81,7 @@ def make_plan(workload: Workload, settings: Config, allow_format: str, *, minute
     host = settings.memory.host_bytes or align_down(default_host_cache(1), MIB)
     settings = settings.with_values(**{"memory.host_bytes": host})
     check_config(settings)
-    paths = [os.path.abspath(path) for path in settings.storage.paths]  # the file is to be of use in any folder
+    paths = [os.path.abspath(path) for path in settings.storage.paths]  # the file must work from any folder
     settings = settings.with_values(**{"storage.paths": paths})
     limits = Limits(
         host_bytes=host, cores=len(os.sched_getaffinity(0)), formats=allow_format, clipping=norm is not None
@@ -90,31 +90,32 @@ def make_plan(workload: Workload, settings: Config, allow_format: str, *, minute
 
 
 class Tuning:
-    """A search with all that it needs: folders, the process for trials, the journal, what is shown."""
+    """A search with its resources: folders, trial process, journal and progress display."""
 
     def __init__(self, plan: Plan, out: Path, console: Console, *, json: bool) -> None:
         self._plan, self._out, self._console, self._json = plan, out, console, json
         self._trials: list[Trial] = []
 
     def run(self, *, resume: bool) -> dict[str, Any]:
-        """Search, write what was found, and return the content of tune.json.
+        """Search, write the results, and return the contents of tune.json.
 
         Raises:
-            InfinityError: something has to be asked for differently, or broke. SystemExit: a signal.
+            InfinityError: if an option or a setting is invalid, or the search failed.
+            SystemExit: on a signal.
         """
         plan, began = self._plan, time.monotonic()
         with ExitStack() as stack:
             stack.enter_context(_without_leftovers(self._out))
             _make(self._out)
             check_file(self._out / JOURNAL, resume=resume)
-            stop = stack.enter_context(StopRequest("" if self._json else "ending; once more ends it at once"))
-            stop.patient = True  # a signal is looked at while a trial runs: raised anywhere, it might get lost
-            stack.enter_context(self._telling_how_to_go_on())
+            stop = stack.enter_context(StopRequest("" if self._json else "stopping; press again to stop at once"))
+            stop.patient = True  # polled while a trial runs, because an exception raised anywhere might get lost
+            stack.enter_context(self._explaining_resume())
             view = stack.enter_context(View(self._console, plan.start, minutes=plan.minutes, silent=self._json))
             folders = stack.enter_context(trial_folders(plan.settings.storage.paths, plan.settings.telemetry))
             worker = stack.enter_context(Worker(plan.workload, plan.settings, folders, lambda: stop.received))
             worker.start()
-            self._say_what(view, worker)
+            self._say_workload(view, worker)
             journal = Journal(self._out / JOURNAL, self._about(worker), began, resume=resume)
             result, seconds = self._search(view, worker, journal)
         facts = {
@@ -137,7 +138,7 @@ class Tuning:
         return summary
 
     def _search(self, view: View, worker: Worker, journal: Journal) -> tuple[Result, float]:
-        """Search, and return how long that took altogether."""
+        """Search, and return the result and the total time in seconds."""
         plan = self._plan
 
         def measure(candidate: Candidate, role: Role, bounds: Bounds) -> Outcome:
@@ -166,11 +167,11 @@ class Tuning:
         try:
             return search.run(), journal.clock()
         except SearchFailed as error:
-            (self._out / JOURNAL).unlink(missing_ok=True)  # there is nothing to go on from
-            reason = f"the start cannot be trained with: {error.outcome.reason}"
+            (self._out / JOURNAL).unlink(missing_ok=True)  # it holds no measurement to resume from
+            reason = f"cannot train with the initial settings: {error.outcome.reason}"
             raise (ConfigError if error.outcome.usage else InfinityError)(reason) from None
 
-    def _say_what(self, view: View, worker: Worker) -> None:
+    def _say_workload(self, view: View, worker: Worker) -> None:
         plan, facts = self._plan, worker.facts
         view.say(
             f"{facts['model']}, {facts['dtype']}, {facts['parameters'] / 1e6:.4g} M parameters, "
@@ -179,7 +180,7 @@ class Tuning:
         )
 
     def _about(self, worker: Worker) -> dict[str, Any]:
-        """Return what a journal has to be about, by names of options where there are any."""
+        """Return the description stored in the journal, by option name where an option exists."""
         plan = self._plan
         workload = {key: value for key, value in asdict(plan.workload).items() if key not in ("model", "dtype")}
         return {
@@ -195,21 +196,21 @@ class Tuning:
 
     def _heading(self, summary: dict[str, Any]) -> list[str]:
         gain = summary["gain"]
-        how = f"{gain['over_start']:.2f} times as fast as the start" if summary["faster"] else "nothing was faster"
+        how = f"{gain['over_start']:.2f} times as fast as the start" if summary["faster"] else "no candidate was faster"
         return [
             f"Found by infinity tune: {how}.",
             f"{summary['model']}, {summary['dtype']}, {summary['batch_tokens']} tokens per step, {summary['device']}.",
         ]
 
     @contextmanager
-    def _telling_how_to_go_on(self) -> Iterator[None]:
-        """Say what a search that is ended early has left."""
+    def _explaining_resume(self) -> Iterator[None]:
+        """Print the state of a search that is stopped early."""
         try:
             yield
         except (SystemExit, KeyboardInterrupt):
             if not self._json:
                 there = (self._out / JOURNAL).exists() and self._trials
-                left = f"{len(self._trials)} trials are kept; go on with --resume" if there else "nothing is left"
+                left = f"{len(self._trials)} trials are saved; continue with --resume" if there else "no trial is saved"
                 with suppress(OSError):
                     sys.stderr.write(f"stopped: {left}\n")
             raise
@@ -223,15 +224,17 @@ def _make(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {str(out)!r} cannot be made: {error.strerror}; name a folder of yours") from error
+        raise ConfigError(
+            f"cannot create --out {str(out)!r}: {error.strerror}; choose a folder that you own"
+        ) from error
     for name in FILES:
         if why := why_not_written(out / name):
-            raise ConfigError(f"{out / name} cannot be written: {why}; name another folder with --out")
+            raise ConfigError(f"cannot write {out / name}: {why}; choose another folder with --out")
 
 
 @contextmanager
 def _without_leftovers(out: Path) -> Iterator[None]:
-    """Remove the folders again that were made for the results, if they are empty at the end."""
+    """Remove folders that were created for the results, if they are empty at the end."""
     made: Sequence[Path] = [folder for folder in (out, *out.parents) if not os.path.lexists(folder)]
     try:
         yield
