@@ -249,9 +249,9 @@ def turn(
         optimizer.zero_grad()
         losses.append(loss.detach())
         if not step:
-            synchronise(options)
+            synchronize(options)
             began, before = time.perf_counter(), copied_bytes(optimizer, variant)
-    synchronise(options)
+    synchronize(options)
     counted = count - 1
     answer: dict[str, Any] = {"seconds": (time.perf_counter() - began) / counted}
     answer["losses"] = [float(loss) for loss in losses]
@@ -268,7 +268,7 @@ def turn(
     return answer
 
 
-def synchronise(options: argparse.Namespace) -> None:
+def synchronize(options: argparse.Namespace) -> None:
     """Wait for the device."""
     import torch
 
@@ -535,9 +535,9 @@ def draw(result: dict[str, Any], file: Path) -> None:
     config = result["config"]
     left.set_title(f"{config['model']}, {result['model']['parameters'] / 1e6:.4g} M, {result['device']['name']}")
     rows = exposures(result)
-    for shift, key, colour in ((-0.2, 1, "#4477aa"), (0.2, 2, "#bbbbbb")):
+    for shift, key, color in ((-0.2, 1, "#4477aa"), (0.2, 2, "#bbbbbb")):
         label = "measured" if key == 1 else "planned"
-        right.bar([at + shift for at in range(len(rows))], [row[key] for row in rows], 0.4, color=colour, label=label)
+        right.bar([at + shift for at in range(len(rows))], [row[key] for row in rows], 0.4, color=color, label=label)
     right.set_xticks(range(len(rows)), [row[0] for row in rows])
     right.set_ylabel("exposed seconds per step")
     right.set_title(f"{config['tokens']} tokens per step")

@@ -104,11 +104,11 @@ def draw(result: dict[str, Any], file: Path) -> None:
         axes.plot([0, most], [0, most], color="#222222", linewidth=1)
         axes.fill_between([0, most], [0, 0.85 * most], [0, 1.15 * most], color="#bbbbbb", alpha=0.4, label="15 %")
         for device, marker in (("drive", "o"), ("loop device in memory", "s")):
-            for model, colour in zip(MODELS, ("#4477aa", "#ee6677"), strict=True):
+            for model, color in zip(MODELS, ("#4477aa", "#ee6677"), strict=True):
                 of = [row for row in rows if row["device"] == device and row["model"] == model]
                 if of:
                     axes.scatter([row["step_seconds"] for row in of], [row[key] for row in of], marker=marker,
-                                 color=colour, label=f"{model}, {device}")  # fmt: skip
+                                 color=color, label=f"{model}, {device}")  # fmt: skip
         axes.set(xlim=(0, most), ylim=(0, most), xlabel="measured seconds per step", ylabel="planned", title=title)
         axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize="small")

@@ -429,10 +429,10 @@ def draw(result: dict[str, Any], file: Path) -> None:
               "infinity": ("infinity", "#4477aa", "-"), "fsdp_memory": ("FSDP2 in memory", "#ee6677", "-")}  # fmt: skip
     for axes, (device, found) in zip(plots, devices.items(), strict=False):
         counts = [int(count) for count in found["by_tokens"]]
-        for variant, (label, colour, line) in styles.items():
+        for variant, (label, color, line) in styles.items():
             if variant in result["config"]["variants"]:
                 medians = [found["by_tokens"][str(n)]["step_seconds"][variant]["median"] for n in counts]
-                axes.plot(counts, medians, line, color=colour, marker="o", markersize=4, label=label)
+                axes.plot(counts, medians, line, color=color, marker="o", markersize=4, label=label)
         if all("cores_limit_seconds" in row for row in found["by_tokens"].values()):
             medians = [row["cores_limit_seconds"]["median"] for row in found["by_tokens"].values()]
             axes.plot(counts, medians, "-.", color="#ccbb44", marker="o", markersize=4, label="cores, for both")
@@ -453,12 +453,12 @@ def draw(result: dict[str, Any], file: Path) -> None:
 
 def draw_bytes(axes: Any, found: list[dict[str, Any]]) -> None:
     """Draw measured bytes as points and the least possible as lines."""
-    colours = dict(zip(UPDATE_SCHEDULES, ("#4477aa", "#228833", "#ccbb44"), strict=True))
-    for update_schedule, colour in colours.items():
+    colors = dict(zip(UPDATE_SCHEDULES, ("#4477aa", "#228833", "#ccbb44"), strict=True))
+    for update_schedule, color in colors.items():
         rows = [row for row in found if (row["format"], row["schedule"]) == ("fp32", update_schedule)]
         shares = [100 * row["share"] for row in rows]
-        axes.plot(shares, [row["bytes_per_parameter"] for row in rows], "o", color=colour, label=update_schedule)
-        axes.plot(shares, [row["least"] for row in rows], "-", color=colour, linewidth=1)
+        axes.plot(shares, [row["bytes_per_parameter"] for row in rows], "o", color=color, label=update_schedule)
+        axes.plot(shares, [row["least"] for row in rows], "-", color=color, linewidth=1)
     axes.set_xlabel("host cache, % of the state (lines: least possible)")
     axes.set_ylabel("NVMe bytes per parameter and step")
     axes.grid(alpha=0.3)

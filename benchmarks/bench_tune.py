@@ -203,17 +203,17 @@ def draw(result: dict[str, Any], file: Path) -> None:
     left, right = figure.subplots(1, 2)
     swept = sorted(row["seconds"] for row in result["sweep"] if row["seconds"])
     left.plot(range(1, len(swept) + 1), swept, color="#888888", marker="o", markersize=3, label="a combination")
-    colours = {"sweep": "#4477aa", "tune": "#228833", "defaults": "#ccbb44", "start": "#ee6677"}
+    colors = {"sweep": "#4477aa", "tune": "#228833", "defaults": "#ccbb44", "start": "#ee6677"}
     names = {"sweep": "best of the sweep", "tune": "infinity tune", "defaults": "defaults", "start": "bad start"}
-    left.axhline(result["step_seconds"]["tune"]["median"], color=colours["tune"], label="infinity tune")
+    left.axhline(result["step_seconds"]["tune"]["median"], color=colors["tune"], label="infinity tune")
     left.set_xlabel(f"combinations of the sweep, fastest first ({result['sweep_seconds']:.0f} s)")
     left.set_ylabel("seconds per step")
     left.set_title(f"a sweep, and tune in {result['time_share']:.1%} of its time")
-    for place, name in enumerate(colours):
+    for place, name in enumerate(colors):
         values = result["samples"][name]
-        right.plot([place] * len(values), values, "o", color=colours[name], alpha=0.5)
-        right.hlines(result["step_seconds"][name]["median"], place - 0.3, place + 0.3, color=colours[name], linewidth=3)
-    right.set_xticks(range(len(colours)), [names[name] for name in colours])
+        right.plot([place] * len(values), values, "o", color=colors[name], alpha=0.5)
+        right.hlines(result["step_seconds"][name]["median"], place - 0.3, place + 0.3, color=colors[name], linewidth=3)
+    right.set_xticks(range(len(colors)), [names[name] for name in colors])
     right.set_title(f"in turn: {result['of_best']['median']:.3f} of the sweep's best")
     for axes in (left, right):
         axes.set_ylim(bottom=0)

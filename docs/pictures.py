@@ -1,6 +1,6 @@
 """Pictures of commands in a terminal, for the documents: docs/images/command-*.png. `make docs-pictures`.
 
-A command runs with colours as in a terminal; what it prints is drawn by rich and photographed by chromium, which has to
+A command runs with colors as in a terminal; what it prints is drawn by rich and photographed by chromium, which has to
 be installed (Debian's package of that name).
 """
 
@@ -51,7 +51,7 @@ clip-path="url(#{unique_id}-clip-terminal)">{backgrounds}<g class="{unique_id}-m
 
 
 def run(words: str, folder: Path) -> str:
-    """Return what a command prints, with colours."""
+    """Return what a command prints, with colors."""
     environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH), "TERM": "xterm-256color"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "infinity_tools", *words.split()],
@@ -67,7 +67,7 @@ def run(words: str, folder: Path) -> str:
 
 
 def photograph(title: str, text: str, file: Path) -> None:
-    """Draw text with colours as a terminal, and write it as PNG."""
+    """Draw text with colors as a terminal, and write it as PNG."""
     console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
     console.print(Text.from_ansi(text), soft_wrap=True)
     svg = console.export_svg(title=title, code_format=_SVG)

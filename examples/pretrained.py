@@ -41,8 +41,8 @@ def main() -> None:
         make_weights(name := options.folder / "weights")
 
     # Only the config is read here. `offload` streams the weights, so they are never in memory as a whole. The layers of
-    # any transformers model are found and sharded, with bf16 as compute dtype; see docs/how-to/guide.md for other
-    # options.
+    # any transformers model are found and sharded, with bf16 as compute dtype. docs/how-to/training-loop.md lists the
+    # other options.
     model = infinity.from_pretrained(name, auto_class=AutoModelForCausalLM)
     optimizer = infinity.offload(
         model,

@@ -78,7 +78,7 @@ class FreedMemory:
         _bounded.add(self)
 
     def close(self) -> None:
-        """Restore the C library's default behaviour, unless another run is open. Idempotent."""
+        """Restore the C library's default behavior, unless another run is open. Idempotent."""
         _bounded.discard(self)
         if self._keeps and not _bounded:
             _forget()

@@ -102,7 +102,7 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
         ),
         Panel(
             "Waiting for a cache slot", "percentunit", "Fraction of time; mean over ranks.",
-            ((f"avg by (run) (rate(pool_wait_seconds_total{_RATE}))", "{{run}}"),),
+            ((f"avg by (run) (rate(cache_slot_wait_seconds_total{_RATE}))", "{{run}}"),),
         ),
     ),
     "NVMe traffic of the ranks": (
@@ -174,7 +174,7 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
     ),
     "Memory and checkpoints": (
         Panel("Host cache slots", "short", "Host cache slots by status.",
-              (("sum by (status) (pool_frames)", "{{status}}"),), "stacked"),
+              (("sum by (status) (cache_slots)", "{{status}}"),), "stacked"),
         Panel(
             "State by tier", "bytes", "Bytes of state held in each tier, and its capacity.",
             (

@@ -253,7 +253,7 @@ class ShardIO:
                     with self._pager.access((Use(page.index, Mode.UPDATE),), planned=False) as (held,):
                         put(held, page, component, placed.start, items)
 
-    def initialise(self, fsdp_module: int, value_of: Callable[[int, str], torch.Tensor | None]) -> None:
+    def initialize(self, fsdp_module: int, value_of: Callable[[int, str], torch.Tensor | None]) -> None:
         """Write the initial content of an FSDP module's pages.
 
         Args:

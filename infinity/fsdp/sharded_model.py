@@ -201,7 +201,7 @@ class ShardedModel:
 
 _UNQUANTISED = (
     "load the base model in bfloat16 without quantization_config, and quantize its layers with "
-    "infinity.formats.quantised.quantise_, or leave it in bfloat16 (4 bytes read per parameter and step)"
+    "infinity.formats.quantized.quantize_, or leave it in bfloat16 (4 bytes read per parameter and step)"
 )
 
 

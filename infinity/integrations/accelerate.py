@@ -30,7 +30,7 @@ from infinity.integrations.checkpoint_folders import Checkpoints, Record
 from infinity.optional_dependencies import needs
 from infinity.ranks import Ranks
 from infinity.run.optimizer import PagedOptimizer
-from infinity.sources.initialise import InitFunction
+from infinity.sources.initialize import InitFunction
 from infinity.units import MIB, format_size
 
 with needs("accelerate", "infinity.integrations.accelerate"):

@@ -23,7 +23,7 @@ from infinity.integrations.checkpoint_folders import Checkpoints, Record
 from infinity.optional_dependencies import needs
 from infinity.ranks import Ranks
 from infinity.run.optimizer import PagedOptimizer
-from infinity.sources.initialise import InitFunction
+from infinity.sources.initialize import InitFunction
 from infinity.untrusted_files import read_regular
 
 with needs("lightning", "infinity.integrations.lightning"):

@@ -94,7 +94,7 @@ class PagedTrainer(Trainer):  # type: ignore[misc]
         changed: dict[str, Any] = {
             "optimizer": optimizer,
             "checkpoint": NVMeCheckpointManager.Config(**_fields_of_base(config.checkpoint)),
-            "model_spec": replace(spec, parallelize_fn=partial(_parallelised, spec.parallelize_fn)),
+            "model_spec": replace(spec, parallelize_fn=partial(_paralllized, spec.parallelize_fn)),
             # Of the ways to obtain tensor-parallel parameters, this one leaves all other parameters to FSDP2.
             "parallelism": replace(config.parallelism, spmd_backend="partial_dtensor"),
             # a graph would keep the addresses of cache slots
@@ -167,15 +167,15 @@ def _owner(config: Any) -> type:
     return owner if isinstance(owner, type) else object
 
 
-def _parallelised(parallelise: Callable[..., nn.Module], model: nn.Module, **named: Any) -> nn.Module:
+def _paralllized(paralllize: Callable[..., nn.Module], model: nn.Module, **named: Any) -> nn.Module:
     """Return the sharded model, still on the meta device; `PagedOptimizers` initializes it."""
-    sharded = parallelise(model, **named)
+    sharded = paralllize(model, **named)
     sharded.to_empty = lambda **_: sharded  # type: ignore[method-assign]
     sharded.init_weights = lambda **_: None  # type: ignore[assignment]
     return sharded
 
 
-def _initialise(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     """Initialize a module's own parameters as torchtitan does; its children are initialized separately."""
     if isinstance(module, Module):
         module._init_self_parameters()
@@ -215,7 +215,7 @@ class PagedOptimizers(OptimizersContainer):  # type: ignore[misc]
         if self.resumed is not None:
             settings = self.resumed[1].resumed(settings)
         given: Any = self.optimizers if len(self.optimizers) > 1 else self.optimizers[0]
-        self.paged = infinity.offload(model_parts[0], given, settings, init=_initialise)
+        self.paged = infinity.offload(model_parts[0], given, settings, init=_initialize)
         self.optimizers = [self.paged]
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from infinity.fsdp.sharded_model import ShardedModel
 from infinity.run.run import Run
 from infinity.sources.dcp import DcpFolder
 from infinity.sources.first_values import FirstValues, OwnValues
-from infinity.sources.initialise import InitFunction, ModuleInitialiser
+from infinity.sources.initialize import InitFunction, ModuleInitializer
 from infinity.sources.pretrained_folder import PretrainedFolder
 
 
@@ -53,7 +53,7 @@ class Filling:
         # All parameters, by shard.
         self._members = sharded.shards
         # Creates buffers and parameters that no other source provides.
-        self._initialiser = ModuleInitialiser(sharded.model, run.settings.run.seed, init)
+        self._initializer = ModuleInitializer(sharded.model, run.settings.run.seed, init)
 
         def open_source() -> FirstValues:
             if run.directory.source is not None:
@@ -61,10 +61,10 @@ class Filling:
             if not sharded.on_meta:
                 return OwnValues()
             if weights is None:
-                return self._initialiser
+                return self._initializer
             if DcpFolder.is_at(weights):
                 return DcpFolder(weights)
-            return PretrainedFolder(weights, self._initialiser, strict=strict)
+            return PretrainedFolder(weights, self._initializer, strict=strict)
 
         self._source: FirstValues | None = None  # None if the pages already exist
         if run.directory.found is None:
@@ -90,7 +90,7 @@ class Filling:
             together("checking the first values", partial(source.check, model, self._members, run.layout, optimizer))
         if sharded.on_meta:
             known = together("reading buffers", self._known_buffers)
-            together("computing buffers", partial(self._initialiser.set_buffers, sharded.device, known))
+            together("computing buffers", partial(self._initializer.set_buffers, sharded.device, known))
         if source is not None:
             together("writing the first values", partial(self._write, source, shards))
         together("storing files for exports", self._keep_companions)
@@ -107,7 +107,7 @@ class Filling:
 
     def _write(self, source: FirstValues, shards: ShardIO) -> None:
         for fsdp_module, (name, members) in enumerate(zip(self._sharded.names, self._sharded.members, strict=True)):
-            shards.initialise(fsdp_module, source.values(name, members))
+            shards.initialize(fsdp_module, source.values(name, members))
             self._run.freed.bound()
 
     def _known_buffers(self) -> Mapping[str, torch.Tensor]:

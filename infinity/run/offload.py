@@ -51,7 +51,7 @@ from infinity.run.optimizer import PagedOptimizer
 from infinity.run.run import Run
 from infinity.run.run_directory import RunDirectory, page_bytes_of_checkpoint
 from infinity.sources.dcp import DcpFolder
-from infinity.sources.initialise import InitFunction
+from infinity.sources.initialize import InitFunction
 from infinity.units import MIB
 
 _log = logging.getLogger("infinity")

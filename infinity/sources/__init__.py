@@ -1,1 +1,1 @@
-"""Where the first values of a run come from: the model, its own initialisation, a checkpoint, an older checkpoint."""
+"""Where the first values of a run come from: the model, its own initialization, a checkpoint, an older checkpoint."""

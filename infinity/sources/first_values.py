@@ -1,6 +1,6 @@
 """Sources of the initial values of a run's pages: the common interface, and the values that a model already has.
 
-Other sources are the sibling modules: `initialise` (the model's own initialization), `pretrained_folder`
+Other sources are the sibling modules: `initialize` (the model's own initialization), `pretrained_folder`
 (safetensors), `dcp` and `reshard`.
 """
 

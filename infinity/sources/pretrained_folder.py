@@ -23,9 +23,9 @@ from infinity.content.layout import Layout
 from infinity.errors import ConfigError, UnsupportedError
 from infinity.formats import transformers_names as names
 from infinity.formats.adapters import base_names
-from infinity.formats.quantised import Quantised, QuantisedLinear
+from infinity.formats.quantized import Quantized, QuantizedLinear
 from infinity.formats.transformers_names import Conversion
-from infinity.formats.weight_files import WeightFiles, WeightReader, read_json, refuse_quantised
+from infinity.formats.weight_files import WeightFiles, WeightReader, read_json, refuse_quantized
 from infinity.fsdp.sharded_model import Member, local_bounds, local_slice
 from infinity.sources.first_values import FirstValues, ValueOf, convertible
 
@@ -38,18 +38,18 @@ _SHOWN = 40  # lines of a report
 class PretrainedFolder(FirstValues):
     """A folder of safetensors, as written by `save_pretrained`."""
 
-    def __init__(self, path: str | os.PathLike[str], initialiser: FirstValues, *, strict: bool = True) -> None:
+    def __init__(self, path: str | os.PathLike[str], initializer: FirstValues, *, strict: bool = True) -> None:
         """Read the headers of the files.
 
         Args:
             path: see `WeightFiles`.
-            initialiser: source of the values of parameters that the folder may lack.
+            initializer: source of the values of parameters that the folder may lack.
             strict: raise if the folder lacks tensors of the model or has unexpected ones.
 
         Raises:
             ConfigError: if there are no such files, or one is malformed.
         """
-        self._files, self._initialiser, self._strict = WeightFiles(path), initialiser, strict
+        self._files, self._initializer, self._strict = WeightFiles(path), initializer, strict
         # By name in the base model, and the function that returns that name; `check` sets both.
         self._made_by: dict[str, Conversion] = {}
         self._base_name: Callable[[str], str | None] = torch_private.unwrapped_name
@@ -69,7 +69,7 @@ class PretrainedFolder(FirstValues):
                 all of them.
             UnsupportedError: if a parameter is tensor-parallel, or a missing one cannot be initialized.
         """
-        self._refuse_quantised()
+        self._refuse_quantized()
         if apart := [member.names[0] for member in members if torch_private.is_tensor_parallel(member.param)]:
             raise UnsupportedError(
                 f"{apart[0]} is tensor-parallel and on the meta device; load the weights into a model on a real device"
@@ -81,7 +81,7 @@ class PretrainedFolder(FirstValues):
             if (base_name := self._base_name(name)) is not None:
                 entries[(base_name,)] = model.get_buffer(name).to("meta")
         wanted = {name: tensor for of_one, tensor in entries.items() for name in of_one}
-        whole = self._quantised(model)
+        whole = self._quantized(model)
         matched = names.match(self._files.tensors, {**wanted, **whole.likes}, model)
         conversions = [*matched.conversions, *whole.conversions(matched.conversions)]
         self._made_by = {target: conversion for conversion in conversions for target in conversion.targets}
@@ -98,24 +98,24 @@ class PretrainedFolder(FirstValues):
                 misfit.compare(target, self._made_by[target].targets[target], like)
         misfit.refuse(self._files, model, strict=self._strict)
         self._compare_tied(entries)
-        self._initialiser.check(model, [member for member in members if self._lacks(member)], layout, optimizer)
+        self._initializer.check(model, [member for member in members if self._lacks(member)], layout, optimizer)
         if misfit.missing:
             _log.warning("missing in %s and initialized by the model: %s", self._files.path, _grouped(misfit.missing))
         if misfit.unexpected:
             _log.warning("in %s, but not used by the model: %s", self._files.path, _grouped(misfit.unexpected))
 
-    def _quantised(self, model: nn.Module) -> Quantised:
+    def _quantized(self, model: nn.Module) -> Quantized:
         """Return the layers of a model whose weights are quantized while they are read, by name in the base model."""
         layers = {}
         for name, module in model.named_modules():
-            if isinstance(module, QuantisedLinear) and (base_name := self._base_name(f"{name}.weight")) is not None:
+            if isinstance(module, QuantizedLinear) and (base_name := self._base_name(f"{name}.weight")) is not None:
                 layers[base_name] = module
-        return Quantised(layers)
+        return Quantized(layers)
 
-    def _refuse_quantised(self) -> None:
+    def _refuse_quantized(self) -> None:
         config = self._files.folder / "config.json"
         if config.is_file():
-            refuse_quantised(read_json(config), self._files.path)
+            refuse_quantized(read_json(config), self._files.path)
 
     def _compare_tied(self, entries: Mapping[tuple[str, ...], torch.Tensor]) -> None:
         """Check that tensors that are one tied parameter in the model are equal in the folder."""
@@ -149,7 +149,7 @@ class PretrainedFolder(FirstValues):
             ConfigError: if a file cannot be read when a value is requested.
         """
         absent = [position for position, member in enumerate(members) if self._lacks(member)]
-        initial = self._initialiser.values(fsdp_module, [members[position] for position in absent]) if absent else None
+        initial = self._initializer.values(fsdp_module, [members[position] for position in absent]) if absent else None
         made: dict[str, torch.Tensor] = {}  # targets of a conversion for members that were not requested yet
 
         def value_of(position: int, section: str) -> torch.Tensor | None:

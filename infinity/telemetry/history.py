@@ -15,7 +15,7 @@ Row = tuple[float | None, ...]
 class History:
     """A table of numbers, thinned so that it always covers the whole time. Each row is the mean of several added rows.
 
-    When there are `most` rows, each pair of neighbours is merged into one row, and from then on each row stands for
+    When there are `most` rows, each pair of neighbors is merged into one row, and from then on each row stands for
     twice as many added rows. Rows that do not yet fill a new one are returned as a last row, so that the latest value
     is always included.
     """

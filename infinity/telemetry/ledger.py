@@ -121,7 +121,7 @@ class Ledger:
         self._fetches = {result: stats.counter("prefetch_fetches_total", result=result) for result in FETCH_RESULTS}
         self._phases = {phase: stats.counter("step_phase_seconds_total", phase=phase) for phase in PHASES}
         self._parts = {part: stats.counter("step_part_seconds_total", part=part) for part in PARTS}
-        self._pool_wait = stats.counter("pool_wait_seconds_total")
+        self._pool_wait = stats.counter("cache_slot_wait_seconds_total")
         self._spared = stats.counter("prefetch_spared_bytes_total")
         self._divergences = stats.counter("plan_divergences_total")
         self._steps = stats.counter("steps_total")
@@ -132,7 +132,7 @@ class Ledger:
         self._checkpoint_duration = stats.histogram("checkpoint_duration_seconds")
         self._last_checkpoint = stats.gauge("checkpoint_last_success_timestamp_seconds")
         self._pool = {
-            status: stats.gauge("pool_frames", status=status) for status in ("free", "resident", "streaming", "writing")
+            status: stats.gauge("cache_slots", status=status) for status in ("free", "resident", "streaming", "writing")
         }
         self._loss = stats.gauge("training_loss")
         self._tokens = stats.counter("training_tokens_total")

@@ -159,12 +159,12 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     _rank("transfer_seconds_total", "counter", "Seconds during which at least one page transfer was in flight."),
     _rank(
-        "pool_frames",
+        "cache_slots",
         "gauge",
         "Host cache slots by status.",
         Label(name="status", values=CACHE_SLOT_STATUSES),
     ),
-    _rank("pool_wait_seconds_total", "counter", "Seconds the training thread waited for a free cache slot."),
+    _rank("cache_slot_wait_seconds_total", "counter", "Seconds the training thread waited for a free cache slot."),
     _rank(
         "prefetch_fetches_total",
         "counter",

@@ -358,7 +358,7 @@ def _host_cache(ranks: Sequence[_Rank]) -> Tree | None:
     if tier is None:
         return None
     cache_slots = {
-        status: sum(rank.total("pool_frames", status=status) for rank in ranks) for status in CACHE_SLOT_STATUSES
+        status: sum(rank.total("cache_slots", status=status) for rank in ranks) for status in CACHE_SLOT_STATUSES
     }
     return {**tier, "cache_slots": cache_slots}
 

@@ -7,11 +7,11 @@ import re
 import pytest
 
 from support.ranks import RankPool
-from support.states import BEGIN, END, PAGE, STATES, Answer, Ground, table
+from support.states import BEGIN, END, PAGE, STATES, Answer, Ground, report
 
-WHOLE = {"nothing is wrong", "the marker `infinity.run`: a bit is flipped"}
+WHOLE = {"undamaged run", "marker `infinity.run`: flipped bit"}
 """States in which nothing is lost: a marker is kept three times."""
-NOT_READ_BY_EXPORT = {"pages: a bit of the newest checkpoint is flipped"}
+NOT_READ_BY_EXPORT = {"data file: flipped bit in a page of the newest checkpoint"}
 """A page of weights that were computed from a master: an export reads the master."""
 
 
@@ -30,7 +30,7 @@ def test_nobody_is_silent_and_nobody_contradicts(asked: tuple[Ground, dict[str, 
             assert (found.resumed, found.exported, found.verified) == (6, 6, 0), name
             assert "intact" in found.verify, name
             continue
-        good = answers["nothing is wrong"]
+        good = answers["undamaged run"]
         assert found.verify != good.verify or found.gc != good.gc, f"{name}: silent"
         assert re.sub("scrubbing|verifying", "", found.scrub) == found.verify, name
         if found.resumed < 0:
@@ -56,6 +56,6 @@ def test_what_is_resumed_is_what_was_checkpointed(asked: tuple[Ground, dict[str,
 
 
 def test_the_page_says_what_happens(asked: tuple[Ground, dict[str, Answer]]) -> None:
-    """docs/reference/failures.md has this table; `PYTHONPATH=tests python -m support.states` writes it."""
+    """Compare results and messages with docs/reference/failures.md (`PYTHONPATH=tests python -m support.states`)."""
     ground, answers = asked
-    assert PAGE.read_text().partition(BEGIN)[2].partition(END)[0] == table(ground, answers)
+    assert PAGE.read_text().partition(BEGIN)[2].partition(END)[0] == report(ground, answers)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -57,41 +60,66 @@ def bytes_in_backward(*, least: bool) -> list[str]:
     return [f"{row[key]:.1f}" for row in sorted(rows, key=lambda row: row["share"])]
 
 
-def checkpoint_seconds() -> tuple[str, str]:
-    """Return what the benchmark of checkpoints has found, as README and results say it."""
-    median = {name: found["median"] for name, found in stored("checkpoint")["seconds"].items()}
-    return f"`torch.save` takes {median['save']:.1f} s, DCP {median['dcp']:.1f} s", f"{median['checkpoint']:.3f} s"
+def checkpoint_rows() -> list[str]:
+    """Return the rows of the table of checkpoints."""
+    found = stored("checkpoint")
+    assert found["bytes_per_step"] == found["state_bytes"]
+    seconds = {name: row["median"] for name, row in found["seconds"].items()}
+    return [
+        f"| Written per step (the state once), GB | {found['bytes_per_step'] / 1e9:.2f} |",
+        f"| Bytes added by a checkpoint in every step | {100 * found['extra_bytes_ratio']['median']:.3f} % |",
+        f"| `save_checkpoint()`, s | {seconds['checkpoint']:.3f} |",
+        f"| `save_checkpoint()`, relative to writing the state once | {found['checkpoint_ratio']['median']:.3f} |",
+        f"| `torch.save`, s | {seconds['save']:.1f} |",
+        f"| `torch.distributed.checkpoint`, s | {seconds['dcp']:.1f} |",
+    ]
 
 
-def daemon_row() -> str:
-    """Return what the benchmark of the daemon has found, as results says it."""
+def daemon_rows() -> list[str]:
+    """Return the rows of the table of `infinityd`."""
     found = stored("daemon")
-    names = (
-        "fair_worst_ratio", "fair_without", "two_drives_of_sum", "two_drives_after_change", "alone_over_without",
-        "stopped_over_without", "telemetry_share_of_step",
-    )  # fmt: skip
-    return ", ".join(f"{found[name]:.2g}" if found[name] < 0.1 else f"{found[name]:.2f}" for name in names)
+    names = {
+        "Two runs on one drive, with `infinityd`: deviation from weights of 1:1 and 3:1": "fair_worst_ratio",
+        "Two runs on one drive, without `infinityd`": "fair_without",
+        "Two drives of different speed, relative to the sum of both alone": "two_drives_of_sum",
+        "The same after one drive has become slower": "two_drives_after_change",
+        "Step time with an idle `infinityd`, relative to none": "alone_over_without",
+        "Step time with a stopped `infinityd`, relative to none": "stopped_over_without",
+        "Part of a step that updates counters": "telemetry_share_of_step",
+    }
+    rows = [
+        f"| {title} | {f'{found[name]:.2g}' if found[name] < 0.1 else f'{found[name]:.2f}'} |"
+        for title, name in names.items()
+    ]
+    return [
+        *rows,
+        f"| Series on a node with 8 ranks and 4 drives | {found['series']} |",
+        f"| CPU time of a scrape on this node, s | {found['scrape_cpu_seconds']:.3f} |",
+    ]
 
 
-def test_the_daemon() -> None:
-    """Shares, drives together, and what it costs."""
-    assert daemon_row() in RESULTS
-    assert f"{stored('daemon')['series']} series" in RESULTS
-
-
-def test_planning_and_tuning() -> None:
-    """How far predictions are off, and how near to the best the settings are that are found."""
+def prediction_rows() -> list[str]:
+    """Return the rows of the tables of `infinity plan` and `infinity tune`."""
     plan, tune = stored("plan"), stored("tune")
     median, worst, before, worst_before, moved = (
         100 * plan[name]
         for name in ("time_error_median", "time_error_worst", "before_error_median", "before_error_worst",
                      "bytes_error_worst")
     )  # fmt: skip
-    assert (
-        f"{moved:.1f} %; {median:.1f} % and {worst:.1f} %; {before:.1f} % and {worst_before:.0f} % ([plan.json]"
-        in RESULTS
-    )
-    assert f"{tune['of_best']['median']:.2f}; {tune['time_share']:.3f} ([tune.json]" in RESULTS
+    return [
+        f"| Bytes per step | | {moved:.1f} % |",
+        f"| Seconds per step, from the rates of the run itself | {median:.1f} % | {worst:.1f} % |",
+        f"| Seconds per step, before the run | {before:.1f} % | {worst_before:.0f} % |",
+        f"| Step time of the best settings of a sweep, relative to the settings of `infinity tune` "
+        f"| {tune['of_best']['median']:.2f} |",
+        f"| Time of `infinity tune`, relative to the sweep | {tune['time_share']:.3f} |",
+    ]
+
+
+@pytest.mark.parametrize("rows", [checkpoint_rows, daemon_rows, prediction_rows])
+def test_tables_of_single_figures(rows: Callable[[], list[str]]) -> None:
+    """Checkpoints, `infinityd`, `infinity plan` and `infinity tune`."""
+    assert [row for row in rows() if row not in RESULTS.splitlines()] == []
 
 
 def test_costs_of_formats() -> None:
@@ -110,42 +138,58 @@ def spread_of(row: dict[str, float]) -> str:
     return f"{row['median']:.2f} ({row['min']:.2f} to {row['max']:.2f})"
 
 
-def test_the_first_step() -> None:
-    """And the second one, over the others."""
+def first_step_rows() -> list[str]:
+    """Return the rows of the table of the first and the second step, relative to the others."""
     names = ("infinity", "infinity, clipping", "infinity, on demand", "FSDP2 in memory")
-    for tokens, found in stored("first_step")["rows"].items():
-        said = [
-            ", ".join(spread_of(found[name][f"{which}_over_others"]) for name in names) for which in ("first", "second")
-        ]
-        assert f"{tokens}: {said[0]}; the second {said[1]}" in RESULTS
+    return [
+        f"| {tokens.removesuffix(' tokens')} | {which} | "
+        + " | ".join(spread_of(found[name][f"{which}_over_others"]) for name in names)
+        + " |"
+        for tokens, found in stored("first_step")["rows"].items()
+        for which in ("first", "second")
+    ]
 
 
-def test_engines() -> None:
-    """In training and idle, over threads; what `auto` took is the better one, and departs from it by noise."""
-    names = ("engines", "engines-1loop", "engines-2loops", "engines-2ranks")
-    found = {name: stored(name) for name in names}
-    for name, result in found.items():
-        rows = {engine: spread_of(row["over_threads"]) for engine, row in result["rows"].items()}
-        ring = f"; with one ring {rows['io_uring, one ring']}" if result["ranks"] == 1 else ""
-        assert f"{rows['io_uring']}{ring} ([{name}.json]" in RESULTS
-        better = min(("io_uring", "threads"), key=lambda engine: result["rows"][engine]["step_seconds"]["median"])
-        assert result["auto"] == better == "io_uring"
-    idle = [f"{one['rows']['io_uring']['idle']['1 MiB']['over_threads']['median']:.2f}" for one in found.values()]
-    assert f"Idle {', '.join(idle)}." in RESULTS
-    departs = [f"{one['auto_over_better']['median']:.2f}" for one in found.values()]
-    assert f"which it is itself: {', '.join(departs)} |" in RESULTS
+def engine_rows() -> list[str]:
+    """Return the rows of the table of I/O engines; the last column is `auto` relative to the better engine."""
+    setups = {
+        "engines": "drive",
+        "engines-1loop": "one loop device in memory",
+        "engines-2loops": "two loop devices in memory",
+        "engines-2ranks": "drive, two ranks",
+    }
+    rows = []
+    for name, title in setups.items():
+        found = stored(name)
+        over = {engine: spread_of(row["over_threads"]) for engine, row in found["rows"].items()}
+        ring = over["io_uring, one ring"] if found["ranks"] == 1 else ""
+        better = min(("io_uring", "threads"), key=lambda engine: found["rows"][engine]["step_seconds"]["median"])
+        assert found["auto"] == better == "io_uring"
+        idle = found["rows"]["io_uring"]["idle"]["1 MiB"]["over_threads"]["median"]
+        departs = found["auto_over_better"]["median"]
+        rows.append(
+            f"| [{title}](../../benchmarks/results/{name}.json) | {over['io_uring']} | {ring} | {idle:.2f} | "
+            f"{departs:.2f} |"
+        )
+    return rows
 
 
-def test_activations() -> None:
-    """In memory and on NVMe."""
-    said = []
+def activation_rows() -> list[str]:
+    """Return the rows of the table of activations."""
+    rows = []
     for tokens, row in stored("activations")["rows"].items():
         tiers = row["device"], row["nvme"]
-        peaks = " and ".join(f"{tier['peak_bytes'] / 2**20:.0f}" for tier in tiers)
-        seconds = " and ".join(f"{tier['step_seconds']:.1f}" for tier in tiers)
+        peaks = " | ".join(f"{tier['peak_bytes'] / 2**20:.0f}" for tier in tiers)
+        seconds = " | ".join(f"{tier['step_seconds']:.1f}" for tier in tiers)
         moved, kept = tiers[1]["moved_bytes"] / 2**21, tiers[1]["kept_bytes"] / 2**20
-        said.append(f"{tokens}: {peaks} MiB, {seconds} s, {moved:.0f} of {kept:.0f} MiB written and read again")
-    assert "; ".join(said) in RESULTS
+        rows.append(f"| {tokens.removesuffix(' tokens')} | {peaks} | {seconds} | {moved:.0f} of {kept:.0f} |")
+    return rows
+
+
+@pytest.mark.parametrize("rows", [first_step_rows, engine_rows, activation_rows])
+def test_tables_of_setups(rows: Callable[[], list[str]]) -> None:
+    """The first step, I/O engines, and activations in memory and on NVMe."""
+    assert [row for row in rows() if row not in RESULTS.splitlines()] == []
 
 
 def gpu_rows() -> list[str]:
@@ -183,21 +227,21 @@ def test_step_times() -> None:
 
 
 def test_results_has_the_other_figures() -> None:
-    """Bytes, engine, checkpoints, state."""
-    figures = section(RESULTS, "Figures")
-    checkpoints, io, large = stored("checkpoint"), stored("io"), stored("step-354m")["devices"]["drive"]
-    assert "; ".join(", ".join(bytes_in_backward(least=least)) for least in (False, True)) in figures
-    kinds = ("io_uring", "threads")
-    reads, writes = (", ".join(f"{io[f'{op}_ratio'][kind]:.2f}" for kind in kinds) for op in ("read", "write"))
-    assert f"reads {reads}; writes {writes}" in figures
-    ratio, extra = checkpoints["checkpoint_ratio"]["median"], checkpoints["extra_bytes_ratio"]["median"]
-    assert f"| {ratio:.3f}; {100 * extra:.3f} % " in figures
-    others, own = checkpoint_seconds()
-    assert f"{others}, a commit {own}" in figures
-    assert f"{checkpoints['bytes_per_step'] / 1e9:.2f} GB: the state once" in figures
-    assert checkpoints["bytes_per_step"] == checkpoints["state_bytes"]
+    """Bytes by size of the host cache, the I/O engine, and the size of the state."""
+    lines = RESULTS.splitlines()
+    io, large = stored("io"), stored("step-354m")["devices"]["drive"]
+    for title, least in (("planned", False), ("least possible", True)):
+        assert f"| {title} | {' | '.join(bytes_in_backward(least=least))} |" in lines
+    stored_bytes = [
+        row for row in stored("step")["bytes"] if (row["format"], row["schedule"]) == ("fp32", "in_backward")
+    ]
+    shares = " | ".join(f"{100 * share:.0f}" for share in sorted(row["share"] for row in stored_bytes))
+    assert f"| host cache, % of the state | {shares} |" in lines
+    for op in ("read", "write"):
+        ratios = [f"{io[f'{op}_ratio'][kind]:.2f}" for kind in ("io_uring", "threads")]
+        assert f"| {op} | {' | '.join(ratios)} |" in lines
     state, parameters = large["state_bytes"], large["parameters"]
-    assert f"{state / 1e9:.2f} GB, {state / parameters:.1f} bytes per parameter" in figures
+    assert f"{state / 1e9:.2f} GB, or {state / parameters:.1f} bytes per parameter" in " ".join(RESULTS.split())
 
 
 def readme_rows() -> list[str]:
@@ -329,7 +373,7 @@ def pair_rows() -> list[str]:
     for name, sizes in systems("peers").items():
         found = sizes.get("100m", {}).get("2 ranks")
         if found and "failed" in found:
-            rows.append(f"| {name} | ends: {found['failed']} | | | |")
+            rows.append(f"| {name} | failed: {found['failed']} | | | |")
         elif found:
             row = found["512 tokens"]
             rows.append(f"| {name} | {row['step_seconds']['median']:.2f} | {over_of(row)} | {moved_and_peak(row)} |")
@@ -361,26 +405,26 @@ def further_rows() -> list[str]:
     ]
 
 
-def said_of_354m() -> list[str]:
-    """Return what results says of saves, space and memory there."""
-    found = stored("peers-avx512")
-    infinity, deepspeed, fsdp = (
-        found[name]["354m"]["1 ranks"] for name in ("infinity fp32", "DeepSpeed, all on NVMe", "FSDP2 in memory")
-    )
-    gpt2 = found["infinity fp32"]["gpt2-354m"]["1 ranks"]
-
-    def each(key: str, fsdp_module: float = 1.0) -> str:
-        return ", ".join(f"{one[key] / fsdp_module:.2f}" for one in (infinity, deepspeed, fsdp))
-
+def save_rows() -> list[str]:
+    """Return the rows of the table of saves with 354M parameters and AVX-512."""
     return [
-        f"a save takes {each('save_seconds')} s",
-        f"a new process goes on after {each('resume_seconds')} s",
-        f"on the drive then are {each('drive_bytes_saved', 1e9)} GB",
+        f"| {name} | {row['save_seconds']:.2f} | {row['resume_seconds']:.2f} | {row['drive_bytes_saved'] / 1e9:.2f} |"
+        for name in ("infinity fp32", "DeepSpeed, all on NVMe", "FSDP2 in memory")
+        for row in [stored("peers-avx512")[name]["354m"]["1 ranks"]]
+    ]
+
+
+def statements_about_354m() -> list[str]:
+    """Return the statements of the results about space and memory there."""
+    found = stored("peers-avx512")
+    infinity, deepspeed = (found[name]["354m"]["1 ranks"] for name in ("infinity fp32", "DeepSpeed, all on NVMe"))
+    gpt2 = found["infinity fp32"]["gpt2-354m"]["1 ranks"]
+    return [
         f"{infinity['drive_bytes_without_checkpoints'] / 1e9:.2f} GB without checkpoints",
-        f"({deepspeed['drive_bytes'] / 1e9:.2f} GB while it trains)",
-        f"smallest control group {infinity['smallest_cgroup_bytes'] / 2**30:.2f} GiB",
-        f"GPT-2 medium, whose vocabulary is 50257, {gpt2['smallest_cgroup_bytes'] / 2**30:.2f} GiB",
-        f"{gpt2['512 tokens']['peak_rss_bytes'] / 2**30:.2f} GiB at the peak",
+        f"({deepspeed['drive_bytes'] / 1e9:.2f} GB during training)",
+        f"smallest control group has {infinity['smallest_cgroup_bytes'] / 2**30:.2f} GiB",
+        f"For GPT-2 medium, whose vocabulary has 50,257 tokens, it has {gpt2['smallest_cgroup_bytes'] / 2**30:.2f} GiB",
+        f"peak is {gpt2['512 tokens']['peak_rss_bytes'] / 2**30:.2f} GiB",
         found["DeepSpeed, all on NVMe"]["1b"]["1 ranks"]["failed"].removeprefix("rank 0: "),
     ]
 
@@ -388,20 +432,36 @@ def said_of_354m() -> list[str]:
 def failure_rows() -> list[str]:
     """Return the rows of the table of failures, with the first words of what was said."""
     return [
-        f"| {name} | {' | '.join(brief(said[who]) for who in ('infinity fp32', 'DeepSpeed, all on NVMe'))} |"
+        f"| {brief(name)} | {' | '.join(brief(said[who]) for who in ('infinity fp32', 'DeepSpeed, all on NVMe'))} |"
         for name, said in stored("peers")["failures"].items()
     ]
 
 
+_WORDS = {
+    "goes on without a word, with": "continues without an error, with",
+    "goes on": "continues",
+    "ends: ": "fails: ",
+    "killed with -9, started again": "killed with SIGKILL, restarted",
+    "64 places of its files overwritten": "files overwritten in 64 places",
+    "writes cut short": "incomplete writes",
+    "a second job on the folder": "second job on the same folder",
+    "the second one ": "the second job ",
+    "the first one ": "the first job ",
+}
+"""Wording of the stored results, and of the page."""
+
+
 def brief(said: str) -> str:
-    """Return what a system did, without folders and runs."""
+    """Return the result of a failure without folders and runs, in at most 140 characters."""
     said = re.sub(r"/\S*/", "", said).replace("|", "/")
+    for stored_words, words in _WORDS.items():
+        said = said.replace(stored_words, words)
     return said if len(said) <= 140 else said[:140].rpartition(" ")[0] + " …"
 
 
 def test_peers() -> None:
     """The tables of peers, and the figures in the text below them."""
-    for row in [*peer_rows(), *larger_rows(), *pair_rows(), *further_rows(), *failure_rows()]:
-        assert row in RESULTS, row
-    for said in said_of_354m():
-        assert said in " ".join(RESULTS.split()), said
+    for row in [*peer_rows(), *larger_rows(), *pair_rows(), *further_rows(), *save_rows(), *failure_rows()]:
+        assert row in RESULTS.splitlines(), row
+    for statement in statements_about_354m():
+        assert statement in " ".join(RESULTS.split()), statement

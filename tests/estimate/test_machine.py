@@ -13,7 +13,7 @@ SPEED = st.floats(1e8, 1e11)
 
 
 @given(SPEED, SPEED, st.one_of(st.just(0.0), SPEED), st.floats(0.0, 1.0))
-def test_a_mix_lies_between_its_neighbours(read: float, write: float, mixed: float, share: float) -> None:
+def test_a_mix_lies_between_its_neighbors(read: float, write: float, mixed: float, share: float) -> None:
     """Only reads, half and half, and only writes are as given."""
     drives = Drives(count=1, read=read, write=write, mixed=mixed)
     half = mixed or 2 / (1 / read + 1 / write)

@@ -364,7 +364,7 @@ def test_converts_here() -> None:
 
 
 def test_what_is_left_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What a folder has of no use, and what the model initialises, by name, once."""
+    """What a folder has of no use, and what the model initializes, by name, once."""
     families.filled("mixtral", num_hidden_layers=3).save_pretrained(tmp_path / "saved")
     file = tmp_path / "saved" / "model.safetensors"
     save_file({name: value for name, value in load_file(file).items() if name != "lm_head.weight"}, file)

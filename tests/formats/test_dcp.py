@@ -367,7 +367,7 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", [0, 1 << 20])
 def test_chunks_that_are_not_a_partition_are_refused(place: int, tmp_path: Path) -> None:
-    """Two of the same elements leave others uninitialised, which would become weights; some may lie nowhere."""
+    """Two of the same elements leave others uninitialized, which would become weights; some may lie nowhere."""
     recipe = Recipe(model="toy")
     save_plain(recipe, str(tmp_path / "plain"))
     file = tmp_path / "plain" / ".metadata"

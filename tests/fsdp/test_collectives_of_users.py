@@ -30,7 +30,7 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [torch.full(tensor.shape, float(dist.get_rank() + 1)) for _ in range(dist.get_world_size())]
 
 
-def neighbour() -> int:
+def neighbor() -> int:
     """Return the other of two ranks; of one, itself."""
     return (dist.get_rank() + 1) % dist.get_world_size()
 
@@ -108,8 +108,8 @@ def filled(result: Any, fill: Callable[[Any], Any]) -> Any:
 def exchanged(tensor: torch.Tensor) -> torch.Tensor:
     """Return the other rank's."""
     received = torch.empty(tensor.shape)
-    work = dist.irecv(received, neighbour())
-    dist.send(tensor, neighbour())
+    work = dist.irecv(received, neighbor())
+    dist.send(tensor, neighbor())
     work.wait()
     return received
 
@@ -176,7 +176,7 @@ def wrong_refusals(folder: str) -> list[str]:
                     found.append(f"{name} of a {kind}: the way out gives something else")
             if dist.get_world_size() > 1:
                 try:
-                    dist.irecv(of(*paged), neighbour())
+                    dist.irecv(of(*paged), neighbor())
                     found.append(f"irecv of a {kind}: not refused")
                 except UnsupportedError:
                     pass

@@ -1,4 +1,4 @@
-"""Models on the meta device: initialised FSDP module by FSDP module, from the seed alone."""
+"""Models on the meta device: initialized FSDP module by FSDP module, from the seed alone."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_an_init_function_is_used(tmp_path: Path) -> None:
         assert all((whole(param) == 0.25).all() for param in model.parameters())
 
 
-def test_a_module_that_nothing_initialises_is_refused(tmp_path: Path) -> None:
+def test_a_module_that_nothing_initializes_is_refused(tmp_path: Path) -> None:
     """A bare parameter on the meta device has no first value: the error names it."""
     model = models.build("spare", meta=True)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

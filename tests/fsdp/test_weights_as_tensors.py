@@ -63,7 +63,7 @@ def full_state() -> dict[str, torch.Tensor]:
 
 
 def init(function: Callable[..., Any], **settings: Any) -> Callable[[nn.Module], None]:
-    """Return what initialises a weight under a seed."""
+    """Return what initializes a weight under a seed."""
 
     def run(model: nn.Module) -> None:
         torch.manual_seed(3)

@@ -362,7 +362,7 @@ def refused(folder: Path, model: nn.Module, what: str) -> None:
 
 
 def test_parameters_made_of_several_tensors_are_refused(tmp_path: Path) -> None:
-    """As quantised weights are, of whatever package: here of torch's own."""
+    """As quantized weights are, of whatever package: here of torch's own."""
     made = base()
     weight = made.model.layers[0].mlp.up_proj.weight.detach()
     made.model.layers[0].mlp.up_proj.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
@@ -372,7 +372,7 @@ def test_parameters_made_of_several_tensors_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.wide
-def test_quantised_weights_of_torchao_are_refused(tmp_path: Path) -> None:
+def test_quantized_weights_of_torchao_are_refused(tmp_path: Path) -> None:
     """NF4, with which `fully_shard` fails in memory too, on one rank; it does not take those of int8 at all."""
     from torchao.quantization import Int8WeightOnlyConfig, NF4Tensor, quantize_
 
@@ -390,7 +390,7 @@ def test_quantised_weights_of_torchao_are_refused(tmp_path: Path) -> None:
     model = models.shard(with_adapter(in_nf4))
     with pytest.raises(ValueError, match="not enough values to unpack"):
         models.loss_of(model, batch(model, 0))
-    refused(tmp_path, models.shard(with_adapter(in_nf4)), "q_proj.base_layer.weight is of type NF4Tensor.*quantise_")
+    refused(tmp_path, models.shard(with_adapter(in_nf4)), "q_proj.base_layer.weight is of type NF4Tensor.*quantize_")
 
 
 def test_modules_of_bitsandbytes_are_refused(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_a_new_head(tmp_path: Path) -> None:
 
 
 def test_a_model_around_it_has_other_names(tmp_path: Path) -> None:
-    """So its weights are not looked for by themselves, and nothing is initialised in their place."""
+    """So its weights are not looked for by themselves, and nothing is initialized in their place."""
     saved(tmp_path / "model")
     around = nn.Module()
     around.language = infinity.from_pretrained(tmp_path / "model")
@@ -298,7 +298,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], str]] 
     "no configuration": (lambda folder: (folder / "config.json").unlink(), {}, "configuration in .* cannot be read"),
     "malformed": (lambda folder: (folder / "config.json").write_text("{"), {}, "configuration in .* cannot be read"),
     "an unknown type": (lambda folder: changed(folder, model_type="llama9"), {}, "cannot be read: .*llama9"),
-    "quantised": (lambda folder: changed(folder, quantization_config={"quant_method": "gptq", "bits": 4}), {},
+    "quantized": (lambda folder: changed(folder, quantization_config={"quant_method": "gptq", "bits": 4}), {},
                   r"\(gptq\).*save_pretrained"),
     "remote configuration": (lambda folder: changed(folder, model_type="own", auto_map={"AutoConfig": "own.Own"}), {},
                              "cannot be read: .*trust_remote_code=True"),

@@ -287,7 +287,7 @@ def test_rules_by_names_and_attributes_of_parameters_are_refused() -> None:
 
 
 def test_names_and_attributes_that_no_step_reads_change_nothing(tmp_path: Path) -> None:
-    """torch puts `param_names` into the groups that it is given so; transformers marks what it has initialised."""
+    """torch puts `param_names` into the groups that it is given so; transformers marks what it has initialized."""
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         given = [{**g, "params": [(f"{n}.{i}", p) for i, p in enumerate(g["params"])]} for n, g in enumerate(groups)]

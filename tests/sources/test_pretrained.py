@@ -54,7 +54,7 @@ class Headed(nn.Module):
 
 
 def filled(model: nn.Module) -> nn.Module:
-    """Give every tensor values that no initialisation gives."""
+    """Give every tensor values that no initialization gives."""
     with torch.no_grad():
         for value in model.state_dict().values():
             value.copy_(torch.rand(value.shape) * 8 + 1 if value.is_floating_point() else torch.full_like(value, 7))
@@ -162,7 +162,7 @@ def _cast(dtype: torch.dtype) -> Callable[[Path], None]:
     return change
 
 
-def _quantised(folder: Path) -> None:
+def _quantized(folder: Path) -> None:
     (folder / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
 
 
@@ -178,7 +178,7 @@ def _quantised(folder: Path) -> None:
         (_indexed('{"weight_map": {"more": "a.safetensors"}}'), r"more is in a\.safetensors"),
         (_cast(torch.int32), r"head\.bias: torch\.int32 in the folder, torch\.float32 in the model"),
         (_cast(torch.float8_e4m3fn), r"head\.bias: torch\.float8_e4m3fn in the folder"),
-        (_quantised, r"\(fp8\).*save_pretrained"),
+        (_quantized, r"\(fp8\).*save_pretrained"),
     ],
 )
 def test_malformed_files_are_named(change: Callable[[Path], None], message: str, folder: Path, tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_another_shape_is_refused_in_any_case(tmp_path: Path) -> None:
         assert "config.json" in message
 
 
-def test_what_is_missing_may_be_initialised(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_missing_may_be_initialized(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As without a folder, from the seed; the rest is the folder's, and what it has besides is passed over."""
     file = folder / "model.safetensors"
     tensors = load_file(file)

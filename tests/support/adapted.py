@@ -77,20 +77,20 @@ def _trained(make: Callable[[], nn.Module], *parts: str) -> nn.Module:
     return model
 
 
-def quantised(how: str) -> nn.Module:
-    """Return a base in bf16 whose layers are quantised.
+def quantized(how: str) -> nn.Module:
+    """Return a base in bf16 whose layers are quantized.
 
     Args:
         how: ``int8`` or ``nf4``.
     """
-    from infinity.formats.quantised import quantise_
+    from infinity.formats.quantized import quantize_
 
     base = llama(width=128).to(torch.bfloat16)
-    quantise_(base, quantisation(how))
+    quantize_(base, quantization(how))
     return base
 
 
-def quantisation(how: str) -> Any:
+def quantization(how: str) -> Any:
     """Return torchao's settings of ``int8`` or ``nf4``, with blocks that small matrices are multiples of."""
     if how == "int8":
         from torchao.quantization import Int8WeightOnlyConfig
@@ -123,8 +123,8 @@ ADAPTED: dict[str, Callable[[], nn.Module]] = {
     "prompt": partial(adapted, "PromptTuningConfig", partial(llama, layers=8), num_virtual_tokens=5),
     "prefix": partial(adapted, "PrefixTuningConfig", num_virtual_tokens=5),
     "prompt-encoder": partial(adapted, "PromptEncoderConfig", num_virtual_tokens=5, encoder_hidden_size=16),
-    "qlora-int8": partial(lora, partial(quantised, "int8"), target_modules="all-linear"),
-    "qlora-nf4": partial(lora, partial(quantised, "nf4")),
+    "qlora-int8": partial(lora, partial(quantized, "int8"), target_modules="all-linear"),
+    "qlora-nf4": partial(lora, partial(quantized, "nf4")),
     "biases": partial(_trained, gpt2, "bias"),
     "norms": partial(_trained, llama, "norm"),
     "head": partial(_trained, llama, "lm_head"),

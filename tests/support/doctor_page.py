@@ -31,15 +31,16 @@ Each check prints a line with its status and, if the status is not ok, a fix:
 | warning | training works, but more slowly or not in every case | 1 |
 | problem | training does not work | 2 |
 
-The exit status is that of the worst finding. An invalid command line also exits with 2 and prints one line to stderr that
-begins with `error:`. A check that fails or times out is reported as a warning, and the other checks continue.
+The exit status is that of the worst finding. An invalid command line also exits with 2 and prints one line to stderr
+that begins with `error:`. A check that fails or times out is reported as a warning, and the other checks continue.
 
 `--json` prints a list of objects with `check`, `status`, `value`, `fix` (empty if the status is ok) and `folder` (null
 for a check of the machine). `--report` prints Markdown for a bug report: versions, findings, mounts of the folders,
 limits and relevant environment variables, without the names of host and user. Review it before publishing, because it
 contains the paths of the folders.
 
-If a folder is not usable, only the check `folder` is run for it. `make docs` generates the tables below from the checks.
+If a folder is not usable, only the check `folder` is run for it. `make docs` generates the tables below from the
+checks.
 """
 
 _SAMPLE = (

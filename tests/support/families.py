@@ -80,7 +80,7 @@ def make(name: str, **values: Any) -> nn.Module:
 
 
 def filled(name: str, seed: int = 1, **values: Any) -> nn.Module:
-    """Return a model with values in all parameters and persistent buffers that no initialisation gives."""
+    """Return a model with values in all parameters and persistent buffers that no initialization gives."""
     torch.manual_seed(seed)
     model = make(name, **values)
     computed = getattr(model, "_keys_to_ignore_on_save", None) or ()

@@ -17,16 +17,13 @@ SAMPLE = shlex.split(
 
 
 def errors(result: dict[str, Any]) -> str:
-    """Return the table of how far predictions were off."""
+    """Return the table of prediction errors."""
     rows = [
-        ("bytes per step, planned before the run", "bytes_error"),
-        ("seconds per step, by the clock with the bandwidth and the computation that the run saw", "time_error"),
-        (
-            "seconds per step, before the run: from two seconds of the drive and an excerpt of three layers",
-            "before_error",
-        ),
+        ("bytes per step, before the run", "bytes_error"),
+        ("seconds per step, from the bandwidth and the speed of computation in the run", "time_error"),
+        ("seconds per step, before the run, from two seconds of the drive and three layers", "before_error"),
     ]
-    lines = [f"| off by, of {len(result['setups'])} set-ups | median | worst |", "|---|---|---|"]
+    lines = [f"| error in {len(result['setups'])} setups | median | worst |", "|---|---|---|"]
     lines += [f"| {what} | {result[f'{key}_median']:.1%} | {result[f'{key}_worst']:.1%} |" for what, key in rows]
     return "\n".join(lines)
 

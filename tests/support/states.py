@@ -1,6 +1,6 @@
 """Every state that the files of a run can be in when nobody uses them, and what each command says of it.
 
-    PYTHONPATH=tests python -m support.states        writes the table into docs/reference/failures.md
+    PYTHONPATH=tests python -m support.states        writes the generated part of docs/reference/failures.md
 
 One run of one rank and one of two, with checkpoints of steps 3 and 6. A state is made on a copy.
 """
@@ -117,37 +117,33 @@ def half_written(root: Path) -> None:
 
 
 STATES = (
-    State("nothing is wrong", lambda root, other: None),
-    State("pages: a bit of the newest checkpoint is flipped", lambda root, other: flip_page(root)),
-    State("pages: the file is missing", lambda root, other: (root / "rank00000.pages").unlink()),
-    State("pages: the file ends early", lambda root, other: halve(root / "rank00000.pages")),
-    State("pages: the file is of another branch", older_data),
-    State("manifest of the newest checkpoint: damaged", lambda root, other: spoil(manifest(root, 6))),
-    State("manifest of the newest checkpoint: missing", lambda root, other: manifest(root, 6).unlink()),
-    State("manifest of the newest checkpoint: ends early", lambda root, other: halve(manifest(root, 6))),
-    State("manifest of the newest checkpoint: of another run", lambda root, other: foreign(root)),
-    State("manifest of the newest checkpoint: of format 1", lambda root, other: format_1(root)),
-    State("manifest of the older checkpoint: damaged", lambda root, other: spoil(manifest(root, 3))),
-    State("state file of the newest checkpoint: damaged", lambda root, other: flip(state_file(root, 6))),
-    State("state file of the newest checkpoint: missing", lambda root, other: state_file(root, 6).unlink()),
-    State("state file of the newest checkpoint: ends early", lambda root, other: halve(state_file(root, 6))),
+    State("undamaged run", lambda root, other: None),
+    State("data file: flipped bit in a page of the newest checkpoint", lambda root, other: flip_page(root)),
+    State("data file: missing", lambda root, other: (root / "rank00000.pages").unlink()),
+    State("data file: truncated", lambda root, other: halve(root / "rank00000.pages")),
+    State("data file: from another branch", older_data),
+    State("newest manifest: damaged", lambda root, other: spoil(manifest(root, 6))),
+    State("newest manifest: missing", lambda root, other: manifest(root, 6).unlink()),
+    State("newest manifest: truncated", lambda root, other: halve(manifest(root, 6))),
+    State("newest manifest: from another run", lambda root, other: foreign(root)),
+    State("newest manifest: format 1", lambda root, other: format_1(root)),
+    State("older manifest: damaged", lambda root, other: spoil(manifest(root, 3))),
+    State("newest state file: damaged", lambda root, other: flip(state_file(root, 6))),
+    State("newest state file: missing", lambda root, other: state_file(root, 6).unlink()),
+    State("newest state file: truncated", lambda root, other: halve(state_file(root, 6))),
     State(
-        "state file of the newest checkpoint: that of the older one",
+        "newest state file: replaced by the older one",
         lambda root, other: shutil.copy2(state_file(root, 3), state_file(root, 6)) and None,
     ),
-    State("a checkpoint that was being written", lambda root, other: half_written(root)),
+    State("interrupted checkpoint", lambda root, other: half_written(root)),
     State("both manifests: missing", lambda root, other: (manifest(root, 6).unlink(), manifest(root, 3).unlink())[0]),
-    State("the folder `checkpoints`: missing", lambda root, other: shutil.rmtree(root / "checkpoints")),
-    State("the marker `infinity.run`: a bit is flipped", lambda root, other: flip(root / "infinity.run")),
-    State("the marker `infinity.run`: missing", lambda root, other: (root / "infinity.run").unlink()),
-    State(
-        "one of two ranks: no manifest of the newest checkpoint", lambda root, other: manifest(root, 6, 1).unlink(), 2
-    ),
-    State(
-        "one of two ranks: the newest checkpoint is of another branch", lambda root, other: swap(root, other, 6, 1), 2
-    ),
-    State("one of two ranks: damaged manifest of the newest", lambda root, other: spoil(manifest(root, 6, 1)), 2),
-    State("one of two ranks: the data file is missing", lambda root, other: (root / "rank00001.pages").unlink(), 2),
+    State("folder `checkpoints`: missing", lambda root, other: shutil.rmtree(root / "checkpoints")),
+    State("marker `infinity.run`: flipped bit", lambda root, other: flip(root / "infinity.run")),
+    State("marker `infinity.run`: missing", lambda root, other: (root / "infinity.run").unlink()),
+    State("rank 1 of 2: newest manifest missing", lambda root, other: manifest(root, 6, 1).unlink(), 2),
+    State("rank 1 of 2: newest checkpoint from another branch", lambda root, other: swap(root, other, 6, 1), 2),
+    State("rank 1 of 2: newest manifest damaged", lambda root, other: spoil(manifest(root, 6, 1)), 2),
+    State("rank 1 of 2: data file missing", lambda root, other: (root / "rank00001.pages").unlink(), 2),
 )
 
 
@@ -307,23 +303,46 @@ def _brief(status: int, said: str) -> str:
     return f"{text} (status {status})" if status else text
 
 
-def table(ground: Ground, answers: Mapping[str, Answer] | None = None) -> str:
-    """Return the table as Markdown, of answers that are known or are asked for now."""
-    lines = ["| state | resume | verify and scrub | export | gc |", "|---|---|---|---|---|"]
-    for state in STATES:
-        found = answers[state.name] if answers else ground.answer(state)
-        cells = (state.name, found.resume, found.verify, found.export, found.gc)
-        lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+def report(ground: Ground, answers: Mapping[str, Answer] | None = None) -> str:
+    """Return a table of the results and all messages as Markdown.
+
+    Args:
+        ground: Runs to damage.
+        answers: Answers by name of the state. By default, every command is executed for every state.
+    """
+    found = {state.name: answers[state.name] if answers else ground.answer(state) for state in STATES}
+    lines = ["| state | resume | verify, scrub | export | gc |", "|---|---|---|---|---|"]
+    lines += [f"| {' | '.join((name, *_results(answer)))} |" for name, answer in found.items()]
+    for name, answer in found.items():
+        messages = (("resume", answer.resume), ("verify", answer.verify), ("export", answer.export), ("gc", answer.gc))
+        lines += [
+            "",
+            f"**{name}**",
+            "",
+            "```text",
+            *(line for what, said in messages for line in _block(what, said)),
+            "```",
+        ]
     return "\n".join(lines) + "\n"
 
 
-def _cell(text: str) -> str:
-    text = text.replace("|", "/").replace("<", "&lt;")
-    return text if len(text) <= 300 else f"{text[:299]}…"
+def _results(answer: Answer) -> tuple[str, ...]:
+    removed = re.search(r"removed (\d+) item", answer.gc)
+    return (
+        f"step {answer.resumed}" if answer.resumed >= 0 else answer.resume.split(":")[0],
+        f"status {answer.verified}",
+        f"step {answer.exported}" if answer.exported >= 0 else answer.export.rpartition("(")[2].rstrip(")"),
+        f"removes {removed[1] if removed else '?'}",
+    )
+
+
+def _block(what: str, said: str) -> list[str]:
+    first, *rest = said.split(" / ")
+    return [f"{what}:".ljust(8) + first, *(" " * 8 + line for line in rest)]
 
 
 def written(text: str, content: str) -> str:
-    """Return the text of a page with another table."""
+    """Return the text of a page with another generated part."""
     before, _, rest = text.partition(BEGIN)
     return before + BEGIN + content + END + rest.partition(END)[2]
 
@@ -331,6 +350,6 @@ def written(text: str, content: str) -> str:
 if __name__ == "__main__":
     two = RankPool(2)
     with tempfile.TemporaryDirectory() as folder:
-        PAGE.write_text(written(PAGE.read_text(), table(Ground(Path(folder), two))))
+        PAGE.write_text(written(PAGE.read_text(), report(Ground(Path(folder), two))))
     two.close()
     sys.exit(0)

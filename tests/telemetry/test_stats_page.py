@@ -31,7 +31,7 @@ def make(folder, rank=0, **changes):
 
 def test_increments_of_the_writer_are_seen_by_the_reader(tmp_path):
     stats = make(tmp_path, info={"paths": json.dumps(["/a", "/b"])})
-    counter, gauge = stats.counter("io_bytes_total", **LABELS), stats.gauge("pool_frames", status="free")
+    counter, gauge = stats.counter("io_bytes_total", **LABELS), stats.gauge("cache_slots", status="free")
     histogram = stats.histogram("io_request_duration_seconds", op="write")
     counter.add(4096)
     counter.add()
@@ -42,7 +42,7 @@ def test_increments_of_the_writer_are_seen_by_the_reader(tmp_path):
     assert page.alive
     assert page.header.paths == ("/a", "/b")
     assert page.value("io_bytes_total", **LABELS) == 4097
-    assert page.value("pool_frames", status="free") == 7
+    assert page.value("cache_slots", status="free") == 7
     seen = page.histogram_at(BY_NAME["io_request_duration_seconds"], ("write",))
     assert (sum(seen.counts), seen.counts[0], seen.counts[1], seen.counts[-1]) == (3, 1, 1, 1)
     assert seen.sum == pytest.approx(1e9)
@@ -130,7 +130,7 @@ def test_anonymous_page_has_no_file():
         ),
         (lambda s: s.counter("io_bytes_total", op="read", state="param", device="nvme2"), "nvme0, nvme1"),
         (lambda s: s.counter("io_bytes_total", op="read"), "labels (op, state, device)"),
-        (lambda s: s.counter("pool_frames", status="free"), "is of kind gauge"),
+        (lambda s: s.counter("cache_slots", status="free"), "is of kind gauge"),
         (lambda s: s.gauge("steps_total"), "is of kind counter"),
         (lambda s: s.gauge("build_info"), "is of kind info"),
         (lambda s: s.counter("device_read_bytes_total", device="nvme0"), "unknown metric"),
@@ -305,7 +305,7 @@ def test_any_json_in_the_header_is_read_or_refused(intact, key, value):
 def test_a_counter_no_counting_can_have_made_is_refused(tmp_path):
     stats = make(tmp_path)
     for wrong in (-1.0, float("nan"), float("inf")):
-        stats.gauge("pool_frames", status="free").set(wrong)  # any value is a gauge's own business
+        stats.gauge("cache_slots", status="free").set(wrong)  # any value is a gauge's own business
         read_stats_page(stats.path)
         counter = stats.counter("steps_total")
         counter.add(wrong)
@@ -320,7 +320,7 @@ def test_a_reader_never_sees_half_a_double(tmp_path):
         "import sys\n"
         "from infinity.telemetry import Stats\n"
         "s = Stats.create(sys.argv[1], run_id='t', rank=0, local_rank=0, world_size=1, devices=[], info={})\n"
-        "gauge, a, b = s.gauge('pool_frames', status='free'), float(sys.argv[2]), float(sys.argv[3])\n"
+        "gauge, a, b = s.gauge('cache_slots', status='free'), float(sys.argv[2]), float(sys.argv[3])\n"
         "gauge.set(a)\n"
         "print('ready', flush=True)\n"
         "while True:\n"
@@ -330,7 +330,7 @@ def test_a_reader_never_sees_half_a_double(tmp_path):
     both = [struct.unpack("<d", bytes([byte]) * 8)[0] for byte in (0x2A, 0xD4)]
     with rank_process(code, tmp_path, *map(repr, both)) as rank:
         pages = (read_stats_page(tmp_path / "t.rank0.stats") for _ in range(3000))
-        seen = {page.value("pool_frames", status="free") for page in pages}
+        seen = {page.value("cache_slots", status="free") for page in pages}
         rank.kill()
     assert seen == set(both)
 

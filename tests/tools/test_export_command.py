@@ -93,7 +93,7 @@ def test_a_companion_that_cannot_be_read_is_named(checkpointed: Path, tmp_path: 
 
 
 def test_weights_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Are listed and refused; `--no-strict` initialises what is missing and says so."""
+    """Are listed and refused; `--no-strict` initializes what is missing and says so."""
     monkeypatch.chdir(tmp_path)
     folder = _pretrained(tmp_path / "hf", layers=2)
     config = json.loads((folder / "config.json").read_text())

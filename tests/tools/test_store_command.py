@@ -136,12 +136,12 @@ def test_live_run_is_neither_removed_nor_verified(tmp_path):
         assert json.loads(_command("verify", tmp_path, "--json")[1])["passed_over"] == [owner["run_id"]]
         status, output = _command("gc", tmp_path, "--dry-run")
         assert output.splitlines()[-1].startswith("found 1 item, ")
-        assert output.endswith(f"; {passed_over}\n")
+        assert output.endswith(f" {passed_over}\n")
         status, output = _command("rm", tmp_path, "--ended", "--yes")
-        assert (status, output.endswith(f"; {passed_over}\n")) == (0, True)
+        assert (status, output.endswith(f" {passed_over}\n")) == (0, True)
         for command in (("rm", tmp_path, "--ended", "--yes"), ("gc", tmp_path, "--yes")):
             status, output = _command(*command)
-            assert (status, output.endswith(f", 0 B; {passed_over}\n")) == (0, True)
+            assert (status, output.endswith(f", 0 B; skipped {passed_over}\n")) == (0, True)
         status, output = _command("verify", tmp_path)
         assert (status, passed_over in output, "nothing to do" in output) == (0, True, False)
         assert [run.run_id for run in stored_runs([tmp_path])] == [owner["run_id"]]

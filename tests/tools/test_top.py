@@ -208,7 +208,7 @@ def test_json_has_all_figures(with_daemon: bool, runtime: Path, tmp_path: Path) 
 
 
 def test_without_a_terminal_it_prints_once_without_codes(runtime: Path, tmp_path: Path) -> None:
-    """With `--once`, and where its output is a pipe; colours are not asked for either."""
+    """With `--once`, and where its output is a pipe; colors are not asked for either."""
     train(runtime, tmp_path)
     for words in (("--once",), ()):
         done = run_process(tmp_path, "top", *FAST, *words, "--runtime-dir", str(runtime))

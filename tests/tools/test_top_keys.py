@@ -197,7 +197,7 @@ def test_control_z_gives_the_terminal_back_until_it_goes_on(runs: dict[str, Coun
 
 
 def test_a_dumb_terminal_gets_text_once(runs: dict[str, CountedRank], tmp_path: Path) -> None:
-    """And one without colours none of them, but all else."""
+    """And one without colors none of them, but all else."""
     with on_terminal(tmp_path, *TOP, more={"TERM": "dumb"}) as top:
         assert top.wait() == 0
         assert "\x1b" not in top.text

@@ -165,7 +165,7 @@ def test_the_help_explains_every_part_and_order() -> None:
 
 
 def test_a_bar_is_as_long_as_it_should_be() -> None:
-    """Parts stand in proportion, told apart without colours; every part has a look, and stalls are letters."""
+    """Parts stand in proportion, told apart without colors; every part has a look, and stalls are letters."""
     assert tuple(LOOKS) == PARTS
     for marks in ([look.mark for look in LOOKS.values()], [look.plain for look in LOOKS.values()]):
         assert len(set(marks)) == len(PARTS)

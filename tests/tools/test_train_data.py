@@ -223,7 +223,7 @@ def test_ranks_share_the_batches(tmp_path: Path) -> None:
         ({"text": "x"}, ["--data", "m"], "--data 'm' is plain text"),
         ({"text": "x"}, ["--log", "mlflow"], "--log 'mlflow' is not one of tensorboard, wandb"),
         ({"text": "x"}, ["--lora", "rank=4"], "--lora 'rank=4' is not valid; write 16, r=16"),
-        ({"text": "x"}, ["--lora", "r=4,targets=qq"], "try again; its linear layers: down_proj"),
+        ({"text": "x"}, ["--lora", "r=4,targets=qq"], "--lora r=4,alpha=8,dropout=0,targets=qq: "),
         (None, [], "--data d.jsonl has no rows"),
         ("{", [], "'d.jsonl' cannot be read as a data set"),
     ],

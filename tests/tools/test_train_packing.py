@@ -12,9 +12,9 @@ import transformers
 from infinity.errors import UnsupportedError
 from infinity.models.small import small_copy
 from infinity_tools.recipe import begun
-from infinity_tools.samples import neighbours
+from infinity_tools.samples import neighbors
 from infinity_tools.samples.batches import Drawn
-from infinity_tools.samples.neighbours import why_apart
+from infinity_tools.samples.neighbors import why_apart
 from infinity_tools.samples.pack import IGNORED
 from infinity_tools.samples.prepared import Sequences
 from support.command import run_here
@@ -151,7 +151,7 @@ def test_what_cannot_be_tried_is_not_packed(tmp_path: Path, monkeypatch: pytest.
     def refused(*_: object) -> Any:
         raise UnsupportedError("no small copy of a llama could be made: its layers are in no list")
 
-    monkeypatch.setattr(neighbours, "small_copy", refused)
+    monkeypatch.setattr(neighbors, "small_copy", refused)
     make(tmp_path / "m", "llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
     write_jsonl(tmp_path / "d.jsonl", chats(20))
     write_jsonl(tmp_path / "t.jsonl", texts(60))
@@ -169,5 +169,5 @@ def test_a_copy_that_predicts_the_same_whatever_it_is_given_says_nothing(monkeyp
     """Such a one would seem to tell samples apart."""
     model = small_copy(full_size("llama", {}), "AutoModelForCausalLM")
     torch.nn.init.zeros_(model.lm_head.weight)  # type: ignore[arg-type, union-attr]
-    monkeypatch.setattr(neighbours, "small_copy", lambda *_: model)
+    monkeypatch.setattr(neighbors, "small_copy", lambda *_: model)
     assert "predicts the same for any tokens" in why_apart(full_size("llama", {}))

@@ -159,7 +159,7 @@ def test_a_start_that_fails_is_the_end() -> None:
 
 
 def test_the_start_is_measured_again_and_again() -> None:
-    """Ratios are to a neighbour in time, and at the end start and winner take turns."""
+    """Ratios are to a neighbor in time, and at the end start and winner take turns."""
     land = Landscape(grid(1), 1, noise=0.01)
     found = land.search(80 * TRIAL, repeats=5, seed=1)
     roles = [role for role, _ in land.asked]

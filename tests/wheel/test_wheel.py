@@ -94,7 +94,7 @@ def whole(bare: Environment, described: Message) -> Environment:
 
 
 def test_the_sdist_is_what_the_wheel_is_built_from(built: Path) -> None:
-    """Sources, licence and README; no tests, benchmarks or settings of this checkout."""
+    """Sources, license and README; no tests, benchmarks or settings of this checkout."""
     with tarfile.open(built / f"{NAME}.tar.gz") as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     sources = {f"{PACKAGES[module.partition('/')[0]].relative_to(ROOT) / module}" for module in MODULES}
@@ -103,16 +103,16 @@ def test_the_sdist_is_what_the_wheel_is_built_from(built: Path) -> None:
 
 
 def test_the_wheel_has_every_package_and_no_tests(wheel: Path) -> None:
-    """Exactly the modules of this checkout, the files of the page, the mark of types, the licence."""
+    """Exactly the modules of this checkout, the files of the page, the mark of types, the license."""
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.startswith(f"{NAME}.dist-info/")}
-        licence = archive.read(f"{NAME}.dist-info/licenses/LICENSE")
+        license = archive.read(f"{NAME}.dist-info/licenses/LICENSE")
     assert names == {*MODULES, *SITE, "infinity/py.typed"}
-    assert licence == (ROOT / "LICENSE").read_bytes()
+    assert license == (ROOT / "LICENSE").read_bytes()
 
 
 def test_what_the_wheel_says_of_itself(described: Message) -> None:
-    """One version, the licence, the authors; torch is asked for, extras are not."""
+    """One version, the license, the authors; torch is asked for, extras are not."""
     assert described["Version"] == infinity.__version__
     assert described["License-Expression"] == "Apache-2.0"
     assert described["Author"] == "The infinity authors"

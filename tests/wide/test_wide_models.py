@@ -96,7 +96,7 @@ def _quiet() -> None:
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS])
 def test_a_family(row: ModelRow, tmp_path: Path) -> None:
-    """From config: as transformers initialises it. From weights: trains, is exported and loaded, bit for bit."""
+    """From config: as transformers initializes it. From weights: trains, is exported and loaded, bit for bit."""
     seed(1)
     source = build(row)
     if row.outcome == REFUSED:

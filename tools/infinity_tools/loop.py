@@ -54,7 +54,7 @@ from infinity_tools.resume import (
 )
 from infinity_tools.samples.pack import IGNORED
 from infinity_tools.signals import SIGNALS, StopRequest
-from infinity_tools.summary import Claim, RunFacts, StepLog, result_lines, summarise, summary_table, write_summary
+from infinity_tools.summary import Claim, RunFacts, StepLog, result_lines, summarize, summary_table, write_summary
 from infinity_tools.tracking import Trackers
 from infinity_tools.training_data import BatchSource, open_data
 
@@ -151,7 +151,7 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         trackers = ranks.together("opening the trackers", lambda: Trackers(names, out, run_id, first, told))
         training.trackers = stack.enter_context(trackers)
         training.train()
-        summary = _summarise(training, source.name, dtype, parameters)
+        summary = _summarize(training, source.name, dtype, parameters)
         summary["next"] = next_commands(
             options, settings, ranks, paged.run.folder, training.checkpointed, out, stopped=bool(training.stopped_by)
         )
@@ -447,7 +447,7 @@ def _heading(name: str, parameters: str, training: Training, settings: Config, d
     )
 
 
-def _summarise(training: Training, name: str, dtype: str, parameters: int) -> dict[str, Any]:
+def _summarize(training: Training, name: str, dtype: str, parameters: int) -> dict[str, Any]:
     optimizer, ranks = training.optimizer, training.ranks
     reports = ranks.collect(report(optimizer, training.kernel.steps, ranks))
     mine = reports[ranks.rank].node
@@ -472,7 +472,7 @@ def _summarise(training: Training, name: str, dtype: str, parameters: int) -> di
         eval_losses=tuple(training.eval_losses),
         not_packed=training.not_packed,
     )
-    return summarise(facts, [found for found in reports if found.node == mine])
+    return summarize(facts, [found for found in reports if found.node == mine])
 
 
 def _show_finished(run_id: str, step: int, view: View, options: TrainOptions) -> None:

@@ -55,13 +55,13 @@ def _loss(axes: Axes, steps: list[int], losses: list[float], held_out: Sequence[
 
 def _time(axes: Axes, steps: list[int], records: list[dict[str, Any]]) -> None:
     base = [0.0] * len(steps)
-    for name, key, colour in _PARTS:
+    for name, key, color in _PARTS:
         heights = [record[key] for record in records]
         tops = [low + height for low, height in zip(base, heights, strict=True)]
         if len(steps) <= _BARS:
-            axes.bar(steps, heights, bottom=base, color=colour, label=name)
+            axes.bar(steps, heights, bottom=base, color=color, label=name)
         else:
-            axes.fill_between(steps, base, tops, step="mid", linewidth=0, color=colour, label=name)
+            axes.fill_between(steps, base, tops, step="mid", linewidth=0, color=color, label=name)
         base = tops
     axes.set_title("seconds per step")
     axes.set_ylim(0, 1.3 * max(base, default=1.0))

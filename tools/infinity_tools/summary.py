@@ -72,7 +72,7 @@ class RunFacts:
     """Reason why samples of data sets are not packed. Empty if they are packed, or if the data are plain text."""
 
 
-def summarise(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
+def summarize(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
     """Return the content of `summary.json`.
 
     Bytes are sums over the ranks of this node, and seconds are means over them. Figures per step are means over the

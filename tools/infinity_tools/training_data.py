@@ -16,7 +16,7 @@ from infinity_tools.presets import ModelSource
 from infinity_tools.progress import short
 from infinity_tools.samples.batches import Drawn, Readable
 from infinity_tools.samples.encode import Columns
-from infinity_tools.samples.neighbours import why_apart
+from infinity_tools.samples.neighbors import why_apart
 from infinity_tools.samples.prepared import Facts, Preparation, Recipe, Sequences, prepare
 from infinity_tools.samples.source import Rows, is_data_set
 from infinity_tools.samples.tokenizer import check_vocabulary, load_tokenizer, padding_of

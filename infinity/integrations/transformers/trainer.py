@@ -33,7 +33,7 @@ from infinity.optional_dependencies import needs
 from infinity.ranks import Ranks
 from infinity.run.offload import offload
 from infinity.run.optimizer import PagedOptimizer
-from infinity.sources.initialise import InitFunction
+from infinity.sources.initialize import InitFunction
 
 with needs("trainer", "infinity.integrations.transformers"):
     from accelerate.optimizer import AcceleratedOptimizer

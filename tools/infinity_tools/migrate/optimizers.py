@@ -62,7 +62,7 @@ BY_HAND = {
     "muon": (
         "infinity.offload(model, [torch.optim.Muon(matrices, ...), torch.optim.AdamW(rest, ...)], ...)",
         "DeepSpeed uses it for matrices without embed or lm_head in their names; select them in your code "
-        '(examples/muon.py). adjust_lr_fn="original" matches its scale, and ns_method "standard" its algorithm',
+        '(examples/muon.py). adjust_lr_fn="original" is its scale; torch implements ns_method "standard"',
     ),
 }
 """Supported optimizers that need code which the configuration does not determine: the code and the reason."""

@@ -67,10 +67,10 @@ def markdown() -> str:
         lines += [f"### {title}", "", "| key | status | counterpart or replacement | reason |", "|---|---|---|---|"]
         lines += [*map(_line, _alike(keys)), ""]
         if title == "Optimizer":
-            lines += ["| `optimizer.type` (case-insensitive) | counterpart |", "|---|---|"]
-            lines += [f"| `{name}` | `{optimizer.call}` |" for name, optimizer in TAKEN.items()]
-            lines += [f"| `{name}` | in your code: `{becomes}`; {why} |" for name, (becomes, why) in BY_HAND.items()]
-            lines += [*(f"| `{name}` | not supported: {why} |" for name, why in REFUSED.items()), ""]
+            lines += ["| `optimizer.type` (case-insensitive) | counterpart | reason |", "|---|---|---|"]
+            lines += [f"| `{name}` | `{optimizer.call}` | |" for name, optimizer in TAKEN.items()]
+            lines += [f"| `{name}` | in your code: `{becomes}` | {why} |" for name, (becomes, why) in BY_HAND.items()]
+            lines += [*(f"| `{name}` | **not supported** | {why} |" for name, why in REFUSED.items()), ""]
         if title == "Scheduler":
             lines += [f"`scheduler.type` is {', '.join(f'`{name}`' for name in SCHEDULERS)}, or one of torch's own: "
                       f"{', '.join(f'`{name}`' for name in OF_TORCH)}.", ""]  # fmt: skip

@@ -93,7 +93,7 @@ def _memory(found: Found) -> list[Line]:
         return [Line(name="memory.host_bytes", value=format_setting(estimate), remark=remark)]
     if "cpu" in (found.device("param"), found.device("optimizer")) and not nvme_paths(found):
         each = 14 if found.precision() else 16
-        remark = f'host_bytes = "64GiB"  # device = cpu: at least {each} bytes per parameter of a rank keep all state in memory'
+        remark = f'host_bytes = "64GiB"  # device = cpu: at least {each} bytes per parameter of a rank hold all state'
         return [Line(name="memory.host_bytes", value=None, remark=remark)]
     return []
 

@@ -65,9 +65,9 @@ def _state(axes: Axes, found: Estimate) -> None:
         "read per step": [found.traffic.read[role] / 1e9 for role in sizes],
         "written per step": [found.traffic.written[role] / 1e9 for role in sizes],
     }
-    colours = ("#bbbbbb", _COLOURS["stays"], _COLOURS["lives"], _COLOURS["read"], _COLOURS["written"])
-    for number, ((label, heights), colour) in enumerate(zip(columns.items(), colours, strict=True)):
-        axes.bar([x + (number - 2) * 0.16 for x in range(len(names))], heights, 0.16, label=label, color=colour)
+    colors = ("#bbbbbb", _COLOURS["stays"], _COLOURS["lives"], _COLOURS["read"], _COLOURS["written"])
+    for number, ((label, heights), color) in enumerate(zip(columns.items(), colors, strict=True)):
+        axes.bar([x + (number - 2) * 0.16 for x in range(len(names))], heights, 0.16, label=label, color=color)
     axes.set_xticks(range(len(names)), [name.replace(", ", ",\n") for name in names])
     axes.set_title("GB per rank")
     axes.grid(alpha=0.3, axis="y")

@@ -26,7 +26,7 @@ _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 """What `save_to_disk` leaves in the folder of a data set, and in that of several splits."""
 
 _BESIDE = {".md", ".txt", ".gitattributes", ""}
-"""Files that may lie beside those of a data set: what it is, and its licence."""
+"""Files that may lie beside those of a data set: what it is, and its license."""
 
 _SPLIT = re.compile(r"(?:^|[-_./ ])(train|training|validation|valid|val|dev|test|testing|eval)(?=[-_./ ]|$)")
 _CANONICAL = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation", "testing": "test"}

@@ -42,8 +42,8 @@ def check_vocabulary(tokenizer: Any, vocabulary: int, model: str) -> None:
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= vocabulary:
         raise ConfigError(
-            f"the tokenizer has token ids up to {largest}, but vocab_size of --model {model} is only {vocabulary}; pass "
-            "the tokenizer of the model with --tokenizer"
+            f"the tokenizer has token ids up to {largest}, but vocab_size of --model {model} is only {vocabulary}; "
+            "pass the tokenizer of the model with --tokenizer"
         )
 
 

@@ -37,7 +37,7 @@ LOOKS: Final[Mapping[str, Look]] = {
     "host_cache_stall": Look(name="host cache stall", mark="h", plain="h", style="bold bright_red"),
     "python": Look(name="python", mark="·", plain=".", style="dim"),
 }
-"""Appearance by part, in the order of the bar. Marks differ without colours too, and stalls are letters."""
+"""Appearance by part, in the order of the bar. Marks differ without colors too, and stalls are letters."""
 _CURVE: Final = "▁▂▃▄▅▆▇█"
 _PLAIN_CURVE: Final = "_.:-=+*#"
 

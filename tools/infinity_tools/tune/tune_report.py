@@ -35,7 +35,7 @@ def write_settings(file: Path, settings: Config, heading: Sequence[str]) -> None
         raise ConfigError(f"cannot write {file}: {error.strerror}; choose another folder with --out") from error
 
 
-def summarise(result: Result, trials: Sequence[Trial], facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+def summarize(result: Result, trials: Sequence[Trial], facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     """Return the contents of tune.json."""
     kinds = [trial.outcome.kind for trial in trials]
     changes = {name: value for name, value in result.best.items() if value != result.start[name]}
@@ -162,12 +162,12 @@ def _draw_time(axes: Axes, trials: Sequence[Trial]) -> None:
 def _draw_effects(axes: Axes, rows: Sequence[Mapping[str, Any]], noise: float) -> None:
     names = [describe({row["setting"]: row["value"]}) for row in rows]
     ratios = [row["ratio"] for row in rows]
-    colours = ["#228833" if ratio < 1 - noise else "#ee6677" if ratio > 1 + noise else "#bbbbbb" for ratio in ratios]
+    colors = ["#228833" if ratio < 1 - noise else "#ee6677" if ratio > 1 + noise else "#bbbbbb" for ratio in ratios]
     places = range(len(rows))
     axes.axvspan(1 - noise, 1 + noise, color="#000000", alpha=0.08, linewidth=0)
     axes.axvline(1, color="#888888", linewidth=1)
-    axes.scatter(ratios, places, color=colours, zorder=3)
-    axes.hlines(places, 1, ratios, color=colours)
+    axes.scatter(ratios, places, color=colors, zorder=3)
+    axes.hlines(places, 1, ratios, color=colors)
     axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.set_xlabel("step time relative to the best candidate at that time (grey: noise)")

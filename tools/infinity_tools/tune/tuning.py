@@ -28,7 +28,7 @@ from infinity_tools.tune.search_space import ALLOWED, Candidate, Limits, candida
 from infinity_tools.tune.trial import Workload
 from infinity_tools.tune.trial_folders import trial_folders
 from infinity_tools.tune.trial_worker import Worker
-from infinity_tools.tune.tune_report import summarise, write_results, write_settings
+from infinity_tools.tune.tune_report import summarize, write_results, write_settings
 
 FILES = ("infinity.toml", "tune.json", "tune.png", "trials.jsonl")
 """Output files."""
@@ -131,7 +131,7 @@ class Tuning:
             "model": worker.facts["model"],
             "dtype": worker.facts["dtype"],
         }
-        summary = summarise(result, self._trials, facts, seconds)
+        summary = summarize(result, self._trials, facts, seconds)
         found = plan.settings.with_values(**result.best)
         write_settings(self._out / SETTINGS, found, self._heading(summary))
         write_results(self._out, summary, self._trials)

@@ -23,7 +23,7 @@ from infinity.sources.first_values import FirstValues, ValueOf
 from infinity.sources.init_plan import InitPlan
 from infinity.sources.init_steps import InitFunction
 
-__all__ = ["InitFunction", "ModuleInitialiser"]
+__all__ = ["InitFunction", "ModuleInitializer"]
 
 REMEDY = (
     "add `_init_weights` to the model or `reset_parameters` to its modules, or pass init=function to infinity.offload, "
@@ -31,7 +31,7 @@ REMEDY = (
 )
 
 
-class ModuleInitialiser(FirstValues):
+class ModuleInitializer(FirstValues):
     """Runs a model's own initialization for one FSDP module at a time."""
 
     def __init__(self, model: nn.Module, seed: int, function: InitFunction | None) -> None:
@@ -177,7 +177,7 @@ def _meta_attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, to
 
 
 def _unset(names: Iterable[str]) -> str:
-    return f"nothing initialises {', '.join(names)}: {REMEDY}"
+    return f"nothing initializes {', '.join(names)}: {REMEDY}"
 
 
 def _replace_buffers(model: nn.Module, new: Mapping[int, torch.Tensor]) -> None:

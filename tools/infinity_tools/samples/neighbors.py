@@ -65,7 +65,7 @@ def _keeps_apart(model: Any, tokens: torch.Tensor) -> bool | None:
 
     before = predicted(slice(0, 0))
     own = float((predicted(slice(_FIRST, _FIRST + 1)) - before)[_FIRST + 1 :].abs().max())
-    moved = [(predicted(neighbour) - before)[sample] for neighbour, sample in ((first, second), (second, first))]
+    moved = [(predicted(neighbor) - before)[sample] for neighbor, sample in ((first, second), (second, first))]
     others = max(float(change.abs().max()) for change in moved)
     if not own > 0 or not others >= 0:  # also where they are no numbers
         return None

@@ -27,7 +27,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes that hold the bits of floating-point numbers, by size in bytes."""
 
 
-class QuantisedLinear(nn.Linear):
+class QuantizedLinear(nn.Linear):
     """A linear layer with a frozen, quantized weight of shape (out_features, in_features)."""
 
     def __init__(self, made_from: nn.Linear, config: Any) -> None:
@@ -42,12 +42,12 @@ class QuantisedLinear(nn.Linear):
         self.dtype, self._config = made_from.weight.dtype, config
         on_meta = made_from.weight.is_meta
         like = torch.zeros(made_from.weight.shape, dtype=self.dtype) if on_meta else made_from.weight.detach()
-        quantised = _quantise(like, config)
-        names, context = quantised.__tensor_flatten__()  # type: ignore[attr-defined]
-        inner = {name: getattr(quantised, name) for name in names}
+        quantized = _quantize(like, config)
+        names, context = quantized.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = {name: getattr(quantized, name) for name in names}
         self._made_of = {name: (part.dtype, part.shape) for name, part in inner.items()}
-        self._unflatten = _Unflatten(type(quantised), context, quantised.shape, quantised.stride())
-        for name, part in self.parts(quantised).items():
+        self._unflatten = _Unflatten(type(quantized), context, quantized.shape, quantized.stride())
+        for name, part in self.parts(quantized).items():
             self.register_parameter(name, nn.Parameter(part.to("meta") if on_meta else part, requires_grad=False))
         bias = made_from.bias
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), bias.requires_grad))
@@ -55,7 +55,7 @@ class QuantisedLinear(nn.Linear):
     def parts(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the parameters of this layer, by name, for a quantized or plain weight."""
         if not hasattr(type(weight), "__tensor_flatten__"):
-            weight = _quantise(weight.to(self.dtype), self._config)
+            weight = _quantize(weight.to(self.dtype), self._config)
         inner = {name: getattr(weight, name).detach() for name in self._made_of}
         return {_PREFIX + name: _as_bits(part).reshape(part.shape or (1,)) for name, part in inner.items()}
 
@@ -71,7 +71,7 @@ class QuantisedLinear(nn.Linear):
         """Return whether a tensor does not have the shape of the weight."""
         return weight.shape != (self.out_features, self.in_features)
 
-    def _dequantised(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _dequantized(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         made_of = zip(self._made_of.items(), parts, strict=True)
         return self._unflatten({name: part.view(dtype).view(shape) for (name, (dtype, shape)), part in made_of})
 
@@ -87,14 +87,14 @@ class QuantisedLinear(nn.Linear):
         parts = self._parts
         if any(part.is_meta or type(part) is not nn.Parameter for part in parts):
             return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=parts[0].device.type)
-        return self._dequantised(parts).as_subclass(_ToLookAt)
+        return self._dequantized(parts).as_subclass(_ToLookAt)
 
     def reset_parameters(self) -> None:
         """Do nothing, because the weight has no initial values of its own."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` times the dequantized weight, plus the bias."""
-        product: torch.Tensor = _Product.apply(x, self._dequantised, *self._parts)  # type: ignore[no-untyped-call]
+        product: torch.Tensor = _Product.apply(x, self._dequantized, *self._parts)  # type: ignore[no-untyped-call]
         return product if self.bias is None else product + self.bias
 
 
@@ -132,23 +132,23 @@ class _Product(torch.autograd.Function):
     """Matrix product with a weight that is dequantized in forward and again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dequantised: Callable[..., torch.Tensor], *parts: torch.Tensor) -> Any:
-        ctx.dequantised = dequantised
+    def forward(ctx: Any, x: torch.Tensor, dequantized: Callable[..., torch.Tensor], *parts: torch.Tensor) -> Any:
+        ctx.dequantized = dequantized
         ctx.save_for_backward(*parts)
-        return linear(x, dequantised(parts).to(x.dtype))
+        return linear(x, dequantized(parts).to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
         parts = ctx.saved_tensors
-        return gradient @ ctx.dequantised(parts).to(gradient.dtype), None, *(None for _ in parts)
+        return gradient @ ctx.dequantized(parts).to(gradient.dtype), None, *(None for _ in parts)
 
 
 @dataclass(frozen=True)
-class Quantised:
+class Quantized:
     """Layers whose weights are quantized while they are read from a checkpoint of plain weights."""
 
-    layers: Mapping[str, QuantisedLinear]
+    layers: Mapping[str, QuantizedLinear]
     """Layers by the names of their weights in the checkpoint."""
 
     @property
@@ -164,17 +164,17 @@ class Quantised:
         for conversion in found:
             for name in conversion.targets:
                 if name in self.layers and not (layer := self.layers[name]).is_wrong(conversion.targets[name]):
-                    rule = _Quantising(conversion, name, layer)
+                    rule = _Quantizing(conversion, name, layer)
                     yield Conversion(conversion.sources, rule.likes, rule)
 
 
 @dataclass(frozen=True)
-class _Quantising:
+class _Quantizing:
     """Quantizes a weight that is made from tensors of a checkpoint."""
 
     whole: Conversion
     name: str
-    layer: QuantisedLinear
+    layer: QuantizedLinear
 
     @property
     def likes(self) -> dict[str, torch.Tensor]:
@@ -188,9 +188,9 @@ class _Quantising:
         return {prefix + key: part for key, part in self.layer.parts(self.whole.run(values)[self.name]).items()}
 
 
-def quantise_(
+def quantize_(
     model: nn.Module, config: Any, wanted: Callable[[nn.Module, str], bool] | None = None
-) -> dict[str, QuantisedLinear]:
+) -> dict[str, QuantizedLinear]:
     """Replace linear layers of a model by frozen, quantized layers, before adapters are added and `fully_shard` is
     called.
 
@@ -212,19 +212,19 @@ def quantise_(
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     chosen = wanted or (lambda module, _: module is not head)
-    made: dict[str, QuantisedLinear] = {}
+    made: dict[str, QuantizedLinear] = {}
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and chosen(module, name):
             parent, _, key = name.rpartition(".")
-            made[name] = QuantisedLinear(module, config)
+            made[name] = QuantizedLinear(module, config)
             setattr(model.get_submodule(parent), key, made[name])
     if not made:
         raise ConfigError("the model has no nn.Linear to quantize; select layers with wanted=")
     return made
 
 
-def _quantise(weight: torch.Tensor, config: Any) -> torch.Tensor:
-    with needs("qlora", "quantised weights"):
+def _quantize(weight: torch.Tensor, config: Any) -> torch.Tensor:
+    with needs("qlora", "quantized weights"):
         from torchao.quantization import quantize_
 
     layer = nn.Linear(1, 1, bias=False, device="meta")
@@ -238,8 +238,8 @@ def _quantise(weight: torch.Tensor, config: Any) -> torch.Tensor:
             f"{type(config).__name__} cannot quantize a weight of shape {tuple(weight.shape)}: {error}; choose other "
             "torchao settings, or exclude the layer with wanted="
         ) from error
-    quantised: Any = holder[0]
-    found: torch.Tensor = quantised.weight.detach()
+    quantized: Any = holder[0]
+    found: torch.Tensor = quantized.weight.detach()
     if not hasattr(type(found), "__tensor_flatten__") or not (
         hasattr(found, "get_original_weight") or hasattr(found, "dequantize")
     ):
