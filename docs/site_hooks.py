@@ -1,7 +1,7 @@
-"""What `mkdocs build` does with this repository's documents beyond its own rules (mkdocs.yml names this file).
+"""Hooks for `mkdocs build`, named in mkdocs.yml.
 
-In the repository, README.md lies beside docs/, and documents link to sources and tests. In the site README is the first
-page, and only documents and pictures are there: links to them are kept, of all others the text.
+In the repository, README.md is next to docs/, and documents link to sources and tests. On the site, README is the home
+page. The site contains documents and pictures only, so links to other files are replaced by their text.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md"}
-"""Documents outside of docs/, and where they are in the site."""
+"""Documents outside of docs/, and their names on the site."""
 PICTURES = "benchmarks/results"
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what lies outside of docs/: the documents of the root, and the pictures of results."""
+    """Add documents and pictures from outside of docs/."""
     for source, target in PAGES.items():
         files.append(File.generated(config, target, content=(ROOT / source).read_text()))
     for picture in sorted((ROOT / PICTURES).glob("*.png")):
@@ -31,7 +31,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links to where their targets are in the site."""
+    """Replace links by links to the same documents on the site."""
     here = page.file.src_uri
     folder = posixpath.dirname({site: source for source, site in PAGES.items()}.get(here, f"docs/{here}"))
 
@@ -50,7 +50,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _in_site(path: str) -> str:
-    """Return where a file of the repository is in the site, if it is there."""
+    """Return the name on the site of a file of the repository; a name that does not exist for other files."""
     if path.startswith(f"{PICTURES}/"):
         return f"images/{posixpath.basename(path)}"
+    if path == "docs/README.md":  # the navigation of the site replaces the table of contents
+        return "none"
     return PAGES.get(path, path.removeprefix("docs/") if path.startswith("docs/") else f"none/{path}")

@@ -79,11 +79,12 @@ class FullState(ABC):
         return torch.Size(self.tensors[index].shape).numel() * chosen.itemsize
 
 
-def owners_of(specs: list[TensorSpec]) -> dict[int, int]:
+def owners_of(specs: list[TensorSpec], run_id: str) -> dict[int, int]:
     """Return the rank to read each slice of a parameter from, by index of the slice.
 
     Args:
         specs: Description of the parameter on each rank.
+        run_id: Id of the run, for errors.
 
     Raises:
         CheckpointError: if no rank holds one of the slices, or if the parameter is tensor-parallel.
@@ -91,11 +92,13 @@ def owners_of(specs: list[TensorSpec]) -> dict[int, int]:
     spec = specs[0]
     if spec.tensor_parallel:
         raise CheckpointError(
-            f"{spec.names[0]} is tensor-parallel, which is not supported when reading full parameters"
+            f"{spec.names[0]} of run {run_id} is tensor-parallel, which is not supported when reading full parameters"
         )
     owners: dict[int, int] = {}
     for rank, other in enumerate(specs):
         owners.setdefault(other.shard_rank, rank)
     if len(owners) != spec.shard_size:
-        raise CheckpointError(f"{spec.names[0]}: only slices {sorted(owners)} of {spec.shard_size} are present")
+        raise CheckpointError(
+            f"{spec.names[0]} of run {run_id}: only slices {sorted(owners)} of {spec.shard_size} are present"
+        )
     return owners

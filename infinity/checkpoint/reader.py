@@ -131,7 +131,7 @@ class CheckpointReader(FullState):
             CheckpointError: if no rank holds one of the slices, or if the parameter is tensor-parallel.
         """
         spec = self.tensors[index]
-        owners = owners_of([described.tensors[index] for described in self._ranks])
+        owners = owners_of([described.tensors[index] for described in self._ranks], self._folder.run_id)
         first, last = rows or (0, spec.shape[spec.dim] if spec.shape else 1)
         parts = []
         for position in range(spec.shard_size):

@@ -36,9 +36,8 @@ class HostCache:
                 f"cannot allocate a host cache of {format_size(size)} (memory.host_bytes): {error}"
             ) from error
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
-        self._pinned = device.pin(
-            self.memory, cache_slot_bytes
-        )  # ends with `close`; one thread makes and closes a host cache
+        # Pinned until `close`; the same thread creates and closes a host cache.
+        self._pinned = device.pin(self.memory, cache_slot_bytes)
 
     @property
     def registered(self) -> bool:

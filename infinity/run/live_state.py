@@ -65,13 +65,12 @@ class LiveState(FullState):
         self._step, self._extra = step, extra
         scalars, self._groups = plain
         self._scalars: dict[int, dict[str, Any]] = {}
-        for found in run.ranks.collect(
-            scalars
-        ):  # a rank with an empty slice may have no scalars, but another rank has them
+        # A rank with an empty slice may have no scalars, but another rank has them.
+        for found in run.ranks.collect(scalars):
             self._scalars = load_scalars(found) | self._scalars
         self._specs = list(zip(*run.ranks.collect(described.tensors), strict=True))
         """By parameter, the description of each rank."""
-        self._owners = [owners_of(list(specs)) for specs in self._specs]
+        self._owners = [owners_of(list(specs), run.folder.run_id) for specs in self._specs]
         self._wire = torch.device("cpu") if run.ranks.exchange_on_cpu else run.device.name
         """Device on which slices are sent."""
 

@@ -83,8 +83,8 @@ def daemon_rows() -> list[str]:
         "Two runs on one drive, without `infinityd`": "fair_without",
         "Two drives of different speed, relative to the sum of both alone": "two_drives_of_sum",
         "The same after one drive has become slower": "two_drives_after_change",
-        "Step time with an idle `infinityd`, relative to none": "alone_over_without",
-        "Step time with a stopped `infinityd`, relative to none": "stopped_over_without",
+        "Step time with an idle `infinityd`, relative to a node without it": "alone_over_without",
+        "Step time with a stopped `infinityd`, relative to a node without it": "stopped_over_without",
         "Part of a step that updates counters": "telemetry_share_of_step",
     }
     rows = [

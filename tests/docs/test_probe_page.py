@@ -24,10 +24,10 @@ WORDS = {3: "three"}
     [
         f"within {MARGIN * 100:.0f} % of the best",
         f"by more than {MARGIN * 100:.0f} % in {WORDS[ROUNDS]} alternating rounds",
-        f"{WORDS[ROUNDS]} rounds on the first folder alone",
+        f"in {WORDS[ROUNDS]} rounds on the first folder alone",
         f"too high by {(RESOLUTION - 1) * 100:.1f} % at most",
         f"half of the free space, {format_size(MOST_BYTES)} at most",
-        f"the median of the last {WINDOW} seconds is compared with that of the first {WINDOW}",
+        f"the median of the last {WINDOW} seconds is compared with the median of the first {WINDOW}",
         f"Below {FALLEN} of it",
         f"writing ends {FLUSHED} seconds later",
         f"With less than {4 * WINDOW} seconds the windows are a quarter",

@@ -18,7 +18,7 @@ from infinity_tools.tune.tuning import FILES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "tune.md").read_text()
 WORDS = " ".join(PAGE.split())
-SETTINGS = PAGE.partition("## What is tuned")[2].partition("##")[0]
+SETTINGS = PAGE.partition("## Tuned settings")[2].partition("##")[0]
 ROWS = dict(re.findall(r"^\| `(\w+\.\w+)` \| (.+) \|$", SETTINGS, re.MULTILINE))
 
 
@@ -58,16 +58,16 @@ def _options(command: str) -> set[str]:
 def test_numbers_are_those_of_the_code() -> None:
     """Steps of a trial, and what counts as a gain."""
     assert (trial.WARM, trial._LEAST_STEPS, trial._LEAST_SECONDS, trial._MOST_STEPS) == (2, 3, 1.0, 20)
-    assert "two steps that do not count, then steps until there are three and a second has passed, or twenty" in WORDS
+    assert "two warm-up steps, then at least three steps and one second, but at most twenty steps" in WORDS
     assert search.GAIN == 0.01
-    assert "unless that costs 1 % of a step" in WORDS
-    assert "A gain of less than 1 %, or less than its spread, is no gain" in WORDS
+    assert "unless this costs 1 % of a step" in WORDS
+    assert "A gain of less than 1 %, or of less than its spread, counts as no gain" in WORDS
     assert f"`{trial_folders.PREFIX}…`" in PAGE
 
 
 def test_files_are_named() -> None:
     """All that are written."""
-    table = PAGE.partition("## What it writes")[2].partition("##")[0]
+    table = PAGE.partition("## Output files")[2].partition("##")[0]
     assert tuple(re.findall(r"^\| `(\S+)` \|", table, re.MULTILINE)) == FILES
 
 

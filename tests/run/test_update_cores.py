@@ -64,7 +64,11 @@ def test_a_plan_takes_what_a_run_on_this_machine_takes(monkeypatch: pytest.Monke
     """Of each rank on a node."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     line = "plan --parameters 3e8 --layers 8 --hidden 1536 --vocabulary 16000 --host-memory 512MiB --no-changes --json"
-    for gpu, ranks, expected in (("h100", 1, "on 8 cores"), ("h100", 2, "on 5 cores"), ("h100", 8, "on 1 core ")):
+    for gpu, ranks, expected in (
+        ("h100", 1, "on 8 reserved cores"),
+        ("h100", 2, "on 5 reserved cores"),
+        ("h100", 8, "on 1 reserved core"),
+    ):
         given = f"--nvme-bandwidth 7e9/5e9 --gpu {gpu} --ranks {ranks} --batch-tokens 8192"
         found = json.loads(run_here(*line.split(), *given.split()).output)
         assert any(expected in assumed for assumed in found["assumptions"]), found["assumptions"]
