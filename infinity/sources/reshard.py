@@ -73,7 +73,7 @@ def folders_of(paths: Sequence[str | Path], run_id: str, held: Sequence[str | Pa
     run = runs[run_id]
     if not run.complete:
         raise CheckpointError(
-            f"run {run_id} has {run.paths} paths, but {len(run.roots)} are given ({listed}); list all of them"
+            f"run {run_id} has {run.paths} paths, {len(run.roots)} given ({listed}); list all of them"
         )
     others = tuple(root for root in run.in_order if root.parent.resolve() not in ours)
     # other runs in these paths do not matter, because nothing is written

@@ -134,10 +134,10 @@ def test_fewer_and_other_paths_change_no_bit(tmp_path: Path) -> None:
     elsewhere = {"storage": {"paths": [str(tmp_path / "elsewhere")]}, "run": {**LATEST, "resume_paths": two["paths"]}}
     with Session(tmp_path, storage=two) as session:
         session.run(EVERY)
-        with pytest.raises(FolderBusyError, match="resume when it has ended"):
+        with pytest.raises(FolderBusyError, match="in use by"):
             Session(tmp_path, **elsewhere)
     lacking = {"run": {**LATEST, "resume_paths": two["paths"][:1]}, "storage": elsewhere["storage"]}
-    with pytest.raises(CheckpointError, match=r"paths .*\b2\b.*\b1\b"):
+    with pytest.raises(CheckpointError, match=r"\b2 paths\b.*\b1\b"):
         Session(tmp_path, **lacking)
     assert list((tmp_path / "elsewhere").iterdir()) == []
     with Session(tmp_path, **elsewhere) as session:

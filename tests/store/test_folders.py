@@ -378,7 +378,7 @@ def test_a_run_is_taken_up_elsewhere_unless_it_is_live(tmp_path: Path) -> None:
     lock = FolderLock.acquire([tmp_path], other.run_id, 0)
     try:
         assert folders_of([tmp_path], run.run_id, []) == run
-        with pytest.raises(FolderBusyError, match=rf"in use by run {other.run_id}.*resume when it has ended"):
+        with pytest.raises(FolderBusyError, match=rf"in use by run {other.run_id}.*resume"):
             folders_of([tmp_path], other.run_id, [])
         assert folders_of([tmp_path], other.run_id, [tmp_path]) == other, "this process holds it"
     finally:
@@ -848,7 +848,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "where", ["space.reserve", "fill.restore", "run.open_engine", "checkpoints.checkpoint_bytes", "run.Peers"]
+    "where",
+    [
+        "space_reservation.reserve",
+        "initial_state.restore",
+        "run.open_engine",
+        "checkpointing.checkpoint_bytes",
+        "run.Peers",
+    ],
 )
 def test_a_start_that_fails_removes_nothing_that_was_there(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: list[float]
@@ -871,7 +878,8 @@ def test_a_start_that_fails_removes_nothing_that_was_there(
 
 
 @pytest.mark.parametrize(
-    "where", ["space.reserve", "run.PageStore", "run.open_engine", "checkpoints.checkpoint_bytes", "run.Peers"]
+    "where",
+    ["space_reservation.reserve", "run.PageStore", "run.open_engine", "checkpointing.checkpoint_bytes", "run.Peers"],
 )
 def test_a_new_run_that_does_not_start_leaves_nothing(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
