@@ -50,7 +50,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python tools/prose.py --check
+	$(BIN)/python tests/prose.py --check
 
 types: install
 	$(BIN)/mypy

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from infinity_daemon.log import event
 
 _JOIN_SECONDS = 5.0
-"""Maximum wait at shutdown for work that was told to end, because it may hang on a drive."""
+"""Maximum wait at shutdown for work that has been asked to stop, because it may hang on a drive."""
 
 
 class Background:

@@ -1,4 +1,4 @@
-"""Settings of the daemon, in the same format as those of a run.
+"""Settings of the daemon, in the same format as the settings of a run.
 
 `docs/reference/daemon-settings.md` is generated from them.
 """

@@ -23,7 +23,7 @@ def _daemon(
     ] = None,
     runtime_folder: Annotated[
         str | None,
-        typer.Option("--runtime-dir", help="Folder of the stats files. [default: that of telemetry.runtime_dir]"),
+        typer.Option("--runtime-dir", help="Folder of the stats files. [default: as telemetry.runtime_dir]"),
     ] = None,
     port: Annotated[
         int | None,

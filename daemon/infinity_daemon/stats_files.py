@@ -50,7 +50,7 @@ class StatsPages:
         self._lock = threading.Lock()  # one scan at a time: threads of the event loop and of the exporter call `scan`
 
     def scan(self) -> Found:
-        """Return all stats files, after removing those of ranks that have been gone for too long."""
+        """Return all stats files, after removing the files of ranks that exited too long ago."""
         with self._lock:
             return self._scan()
 

@@ -18,7 +18,7 @@ from infinity.checkpoint.durable import sync_file
 from infinity.untrusted_files import sync_folder
 
 WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "adapter_model.safetensors")
-"""Files of an export; those of an earlier export are removed."""
+"""Files of an export; files of an earlier export are removed."""
 
 
 def before(folder: Path) -> Path:

@@ -237,7 +237,7 @@ class Twins:
 
 
 def build_again(model: nn.Module) -> Twins:
-    """Rebuild a model, or those of its parts that keep a config, from the config."""
+    """Rebuild a model from its config, or only the parts of it that keep a config."""
     twins = Twins({}, {})
     covered: set[int] = set()
     for root in model.modules():

@@ -250,8 +250,8 @@ class _Misfit:
             advice = "build the model from the folder's own config.json"
         else:
             advice = (
-                "build the model that was saved, or pass strict=False to initialize missing tensors and pass over what "
-                "is unexpected"
+                "build the model that was saved, or pass strict=False to initialize missing tensors and ignore "
+                "unexpected ones"
             )
         if names.pretrained_model(model) is not None and not names.converts():
             advice += "; this version of transformers has no rules to convert checkpoints by, a newer one has"

@@ -906,7 +906,7 @@ def adversarial(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a backward that nobody uses before the one that counts, dropped by zero_grad", early=UPDATE_SCHEDULE, slow=True)
+@habit("an unused backward before the actual one, dropped by zero_grad", early=UPDATE_SCHEDULE, slow=True)
 def dropped(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):

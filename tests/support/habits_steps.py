@@ -902,7 +902,7 @@ habit(
 )(gan_dropped)
 
 
-@habit("a frozen reference model in memory beside it", slow=True)
+@habit("a frozen reference model in memory next to it", slow=True)
 def reference(loop: Loop) -> None:
     model, optimizer = loop.begin()
     frozen = models.build("toy", seed=3).requires_grad_(False)

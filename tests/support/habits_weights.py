@@ -204,7 +204,7 @@ def best(loop: Loop) -> None:
 
 
 @habit(
-    "best weights kept with a plain state_dict(), whose tensors go on changing",
+    "best weights kept with a plain state_dict(), whose tensors continue to change",
     note="of a moment in memory too",
     slow=True,
 )
@@ -367,7 +367,7 @@ def through_transposed(loop: Loop) -> None:
     in_place(loop, lambda model: model.head.weight.to_local().detach().t()[1].mul_(0.5))
 
 
-@habit("weights initialized anew: nn.init.normal_", slow=True)
+@habit("weights initialized again: nn.init.normal_", slow=True)
 def reinit(loop: Loop) -> None:
     in_place(loop, lambda model: nn.init.zeros_(model.blocks[2].up.weight))
 

@@ -118,7 +118,7 @@ def _with_limit(settings: Config, args: Any) -> Config:
     """Return the settings with `retained_checkpoints` equal to the Trainer's limit. Raises `ConfigError`."""
     if settings.run.resume:
         raise ConfigError(
-            f"run.resume = {settings.run.resume!r}: it is the Trainer that says what to resume from; leave it out, and "
+            f"run.resume = {settings.run.resume!r}: the Trainer decides which checkpoint to resume; remove it, and "
             "call train(resume_from_checkpoint=True)"
         )
     if not unsupported_arguments.checkpoints(args):
@@ -393,7 +393,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
                 "`infinity export --run %s --step %d` has the best", best.folder, best.run_id, best.run_id, best.step,
             )  # fmt: skip
             return
-        _log.info("the best weights are those of %s (%s)", best.folder, self.state.best_metric)
+        _log.info("loaded the best weights, from %s (%s)", best.folder, self.state.best_metric)
         Ranks.current().together("reading the best weights", partial(self._take_over, best.step))
 
     @torch.no_grad()

@@ -53,7 +53,7 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "auto_find_batch_size",
         lambda trainer: trainer.args.auto_find_batch_size,
         "it restarts in the middle of a step that ran out of memory; set per_device_train_batch_size "
-        "(infinity plan says what fits)",
+        "(infinity plan estimates the size that fits)",
     ),
     (
         "optim",

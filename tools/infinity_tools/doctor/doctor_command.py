@@ -30,7 +30,7 @@ def doctor(
     ] = None,
     runtime: Annotated[
         str,
-        typer.Option("--runtime-dir", help="Runtime folder of the daemon. [default: that of telemetry.runtime_dir]"),
+        typer.Option("--runtime-dir", help="Runtime folder of the daemon. [default: as telemetry.runtime_dir]"),
     ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
     report: Annotated[

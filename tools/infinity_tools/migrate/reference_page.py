@@ -40,6 +40,9 @@ replacement is shown; keys marked **not supported** would change the training un
 """
 
 
+_CELL = 200  # characters in a table cell
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
@@ -54,10 +57,14 @@ def _line(same: list[Key]) -> str:
 
 
 def _alike(keys: list[Key]) -> list[list[Key]]:
-    groups: dict[tuple[object, ...], list[Key]] = {}
+    """Return keys with the same counterpart and reason together, as many as fit into one table cell."""
+    groups: dict[tuple[object, ...], list[list[Key]]] = {}
     for key in keys:
-        groups.setdefault((key.status, key.becomes, key.why, key.changes, key.auto), []).append(key)
-    return list(groups.values())
+        rows = groups.setdefault((key.status, key.becomes, key.why, key.changes, key.auto), [[]])
+        if sum(len(other.name) + len("``, ") for other in [*rows[-1], key]) > _CELL and rows[-1]:
+            rows.append([])
+        rows[-1].append(key)
+    return [row for rows in groups.values() for row in rows]
 
 
 def markdown() -> str:

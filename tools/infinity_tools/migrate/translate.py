@@ -61,7 +61,7 @@ def migrate(found: Found, source: str, settings_file: str, nvme: Sequence[str] =
         found: Configuration of DeepSpeed.
         source: Name of its file, for the settings file.
         settings_file: Path of the settings file, for the code.
-        nvme: Paths that replace those of the configuration.
+        nvme: Paths that replace the ones in the configuration.
 
     Raises:
         ConfigError: if `infinity.load_config` rejects the settings.

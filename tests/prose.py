@@ -1,8 +1,8 @@
 """Measure how far the English of this project is from the English of its field.
 
-    python tools/prose.py               # a table: this tree next to torch.distributed and accelerate
-    python tools/prose.py --worst 30    # the files that would gain most from a rewrite
-    python tools/prose.py --check       # exit status 1 if a limit is exceeded
+    python tests/prose.py               # a table: this tree next to torch.distributed and accelerate
+    python tests/prose.py --worst 30    # the files that would gain most from a rewrite
+    python tests/prose.py --check       # exit status 1 if a limit is exceeded
 
 The script measures three corpora: docstrings and comments of the packages, strings that people see (messages, help
 texts), and Markdown. A marker is a turn of phrase that is rare in well-known projects of the field, and a limit is its
