@@ -143,8 +143,8 @@ def test_every_part_is_shown(tab, tmp_path):
         assert "s ago" in tab.value(figure("Last checkpoint", run))
         card = f"document.querySelectorAll('#runs > article')[{run}]"
         text = tab.value(f"{card}.innerText")
-        assert "Host host cache: 96.0 MiB of 128 MiB in use" in text
-        assert "90.0 % of the pages were ready" in text
+        assert "Host cache: 96.0 MiB of 128 MiB in use" in text
+        assert "90.0 % of the requested pages were ready" in text
         assert tab.value(f"{card}.querySelectorAll('tbody tr').length") == 2
         row = tab.value(f"[...{card}.querySelectorAll('tbody tr')[1].children].map((cell) => cell.innerText)")
         assert row[:6] == ["1", "running", "3", "500 ms", "2,000", "20.0 %"]
@@ -155,7 +155,7 @@ def test_every_part_is_shown(tab, tmp_path):
         assert "rated for 600 TB" in drives
         assert str(tmp_path) in drives
         ranks[1].stats.counter("io_errors_total", op="read", reason="eio").add(2)
-        tab.until("document.querySelector('#runs').innerText.includes('2 transfers failed for good.')")
+        tab.until("document.querySelector('#runs').innerText.includes('2 transfers failed')")
         tab.until("document.querySelector('#space tbody')?.innerText.includes('3.00 MiB')")
         assert (
             tab.value("[...document.querySelectorAll('#space tbody tr > *')].map((cell) => cell.innerText)")[0] == "one"
@@ -171,11 +171,11 @@ def test_what_is_not_known_is_not_shown_as_nothing(tab, tmp_path):
         look(tab, process.port)
         tab.until("document.querySelector('#drives article')")
         shown = tab.text("#runs")
-        for name in ("Loss\n", "Tokens per second\n", "Step time\n", "Host cache"):
+        for name in ("Loss\n", "Tokens per second\n", "Step time\n", "Host cache:"):
             assert name not in shown
         assert shown.count("no data yet") == 2
         assert "not profiled" in tab.text("#drives") or "Reads" not in tab.text("#drives")
-        assert "Wear\nnot known" in tab.text("#drives")
+        assert "Wear\nunknown" in tab.text("#drives")
         rank.stats.gauge("training_loss").set(float("nan"))
         rank.step()
         tab.until(f"{figure('Loss')} === 'nan'")
@@ -365,7 +365,7 @@ def test_a_daemon_that_comes_back_is_found_again(tab, tmp_path):
         port = process.port
         look(tab, port)
         stack.close()
-        tab.until("document.querySelector('#status').innerText === 'not connected, trying again'")
+        tab.until("document.querySelector('#status').innerText === 'not connected, retrying'")
         assert tab.value(figure("Steps")) == "1"
         rank.step()
         with daemon(tmp_path, "--port", str(port)):

@@ -208,7 +208,7 @@ def test_where_a_folder_may_be(export: Export, checkpointed: CheckpointReader, t
     for taken, why in (("empty", "is not empty"), ("file", "file is not a folder")):
         with pytest.raises(ConfigError, match=why):
             export(checkpointed, tmp_path / taken)
-    with pytest.raises(ConfigError, match="file cannot be"):
+    with pytest.raises(ConfigError, match="file/below cannot be created"):
         export(checkpointed, tmp_path / "file" / "below")
 
 
@@ -231,7 +231,7 @@ def test_a_full_drive(
     export: Export, checkpointed: CheckpointReader, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refused before anything is written; where the file system promised more than it has, nothing is left."""
-    with pytest.raises(ConfigError, match="256 KiB free, out needs"):
+    with pytest.raises(ConfigError, match="256 KiB free, but out needs"):
         export(checkpointed, small / "out")
     with pytest.raises(ConfigError, match="is a mount point"):
         export(checkpointed, small)

@@ -488,9 +488,9 @@ def test_batches_that_cannot_be_shared_equally() -> None:
     """The error names both numbers, in training and in evaluation."""
     model = models.build("llama")
     infinity.micro_batches(model, 4)
-    with pytest.raises(ConfigError, match="a batch of 6, which 4 micro-batches"):
+    with pytest.raises(ConfigError, match=r"a batch of 6, .*4 micro-batches"):
         models.loss_of(model, batch(model, 0, sequences=6))
-    with pytest.raises(ConfigError, match="a batch of 2, which 4 micro-batches"):
+    with pytest.raises(ConfigError, match=r"a batch of 2, .*4 micro-batches"):
         evaluate(model, 2)
 
 

@@ -149,7 +149,7 @@ def test_bad_calls_are_refused(tmp_path: Path) -> None:
             optimizer.save_pretrained(tmp_path / "full")
         with pytest.raises(ConfigError, match=r"file_bytes = '1 lot'"):
             optimizer.save_dcp(tmp_path / "out", file_bytes="1 lot")
-        with pytest.raises(ConfigError, match="file_bytes 0 is no size of a file"):
+        with pytest.raises(ConfigError, match="file_bytes 0 is"):
             optimizer.save_pretrained(tmp_path / "out", file_bytes=0)
         with pytest.raises(ConfigError, match=r"companions .*nowhere' is not a folder"):
             optimizer.save_pretrained(tmp_path / "out", companions=tmp_path / "nowhere")

@@ -351,8 +351,8 @@ def test_pages_are_spread_in_proportion(layout: Layout, weights: list[int]) -> N
 @given(layouts(), st.integers(1, 3), st.integers(0, 20), st.integers(1, 3))
 def test_slots_do_not_overlap_and_suffice(layout: Layout, paths: int, spare: int, retained: int) -> None:
     """A version of every page and one more per checkpoint, writes in flight; files are no longer than that."""
-    state, paths = state_pages(layout.pages), spread(layout.pages, [1.0] * paths)
-    on = [paths[item.index] for item in state]
+    state, path_of = state_pages(layout.pages), spread(layout.pages, [1.0] * paths)
+    on = [path_of[item.index] for item in state]
     classes = plan_slots(state, on, spare, retained)
     sizes = file_sizes(classes, paths)
     assert sum(sizes) == sum(item.count * item.length for item in classes)
@@ -360,7 +360,7 @@ def test_slots_do_not_overlap_and_suffice(layout: Layout, paths: int, spare: int
         spans = sorted((item.offset, item.offset + item.count * item.length) for item in classes if item.path == path)
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
     for path, length in {(item.path, item.length) for item in classes}:
-        members = [p for p in state if (paths[p.index], p.nbytes) == (path, length)]
+        members = [p for p in state if (path_of[p.index], p.nbytes) == (path, length)]
         changing = sum(not p.fixed for p in members)
         slots = sum(item.count for item in classes if (item.path, item.length) == (path, length))
         in_flight = slots - len(members) - retained * changing

@@ -55,7 +55,7 @@ def test_it_says_whether_the_daemon_has_kept_it(tmp_path: Path, monkeypatch: pyt
     assert ended.summary["daemon"]["kept"]
     gone = run_here("probe", places[0], *options).summary["daemon"]
     assert not gone["kept"]
-    assert gone["says"].startswith("no infinityd")
+    assert "no infinityd" in gone["says"]
 
 
 def test_what_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ if act == "fail" and rank == 1:
 if act == "killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if act != "end":
-    signal.signal(signal.SIGTERM, lambda number, cache slot: sys.exit(1))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     open(f"ready{rank}", "w").close()
     time.sleep(60)
 print(rank, os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"], os.environ["MASTER_PORT"] > "", flush=True)
