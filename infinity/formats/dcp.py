@@ -155,7 +155,7 @@ class DcpExport(DefaultSavePlanner):
             except Exception as error:  # what torch raises for a damaged file is not one kind
                 failure = error
             if failure or digest_of(into.target if target is not None else into.content) != self._written[key]:
-                raise ConfigError(f"{key} in {folder} differs from the data that was written; check the drive") from failure
+                raise ConfigError(f"{key} in {folder} differs from what was written; check the drive") from failure
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | BytesIO:
         """Return what is to be written, and note what it is."""

@@ -97,7 +97,7 @@ def test_resumed_run_repeats_the_uninterrupted_one_to_the_bit():
     assert first["losses"] + second["losses"] == straight["losses"]
     again = run_here(*SMALL, "--steps", "6", "--resume", "--out", "b")
     assert again.status == 0, "nothing is wrong with a run that has finished"
-    assert "at step 10 already" in again.errors
+    assert "finished at step 10" in again.errors
 
 
 def test_json_prints_nothing_else(tmp_path):

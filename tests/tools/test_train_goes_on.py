@@ -136,14 +136,17 @@ def test_resume_auto_is_decided_by_all_ranks(tmp_path: Path) -> None:
     assert first["run_id"] == second["run_id"]
 
 
-@pytest.mark.parametrize("option", [("--resume-step", "1"), ("--resume-path", "old")])
-def test_what_would_go_back_at_every_start_is_refused(option: tuple[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [(("--resume-step", "1"), "run.resume_step"), (("--resume-path", "old"), "run.resume_paths")],
+)
+def test_what_would_go_back_at_every_start_is_refused(option: tuple[str, str], named: str, tmp_path: Path) -> None:
     """Named with `--resume auto`, which stands in a script that is started again and again."""
     (tmp_path / "old").mkdir()
     (tmp_path / "n").mkdir()
     ended = run_here(*SMALL, "--nvme", "n", "--resume", "auto", *option)
     assert ended.status == 2
-    assert "run.resume_step" in ended.errors
+    assert named in ended.errors
 
 
 def test_the_end_is_checkpointed_and_the_next_commands_work(tmp_path: Path) -> None:

@@ -598,7 +598,7 @@ ENVIRONMENTS: list[tuple[dict[str, str | None], tuple[str, ...]]] = [
     ({"MASTER_ADDR": None}, ("MASTER_ADDR", "torchrun")),
     ({"MASTER_PORT": None}, ("MASTER_PORT", "torchrun")),
     ({"MASTER_PORT": "http"}, ("MASTER_PORT='http'", "unset")),
-    ({"MASTER_PORT": "70000"}, ("MASTER_PORT='70000'", "no port")),
+    ({"MASTER_PORT": "70000"}, ("MASTER_PORT='70000'", "valid port")),
 ]
 
 
