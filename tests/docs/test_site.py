@@ -52,8 +52,8 @@ def public() -> Iterator[tuple[str, object]]:
 
 def test_every_public_name_has_its_reference(site: Path) -> None:
     """With its docstring."""
-    page = (site / "api.html").read_text()
-    seen = text(site / "api.html")
+    page = (site / "reference" / "api.html").read_text()
+    seen = text(site / "reference" / "api.html")
     for name, value in public():
         assert f'id="{name}"' in page, name
         first = (inspect.getdoc(value) or "").partition("\n")[0]
@@ -65,7 +65,7 @@ def test_readme_is_the_first_page(site: Path) -> None:
     """Its picture is there, its links lead to pages of the site, and those to sources are text."""
     page = (site / "index.html").read_text()
     assert (site / "images" / "peers.png").exists()
-    assert 'src="images/peers.png"' in page
+    assert 'src="images/data-path.svg"' in page
     assert 'href="docs/' not in page
     assert 'href="tests/' not in page
     assert "test_paging_changes_no_bit" in text(site / "index.html")
