@@ -1,7 +1,7 @@
-"""Memory, time and bytes of a step with activations in memory and in pages, the more tokens the more of them.
+"""Memory, time and traffic of a step with activations in memory and on NVMe, by the number of tokens.
 
-A Llama of many layers trains with `infinity.micro_batches`, one sequence in a slice, so that all that grows with the
-tokens is what passes between layers. Each row is a process of its own.
+A Llama with many layers trains with `infinity.micro_batches`, one sequence per slice, so that only the activations
+between layers grow with the number of tokens. Each row is measured in its own process.
 
     python benchmarks/bench_activations.py --tokens 4096,65536 --nvme DIR
 """
@@ -33,7 +33,7 @@ TIERS = ("device", "nvme")
 
 
 def train(pipe: Any, options: argparse.Namespace, tokens: int, tier: str) -> None:
-    """Take steps, and send what they took."""
+    """Train for a few steps and send the figures of a step through the pipe."""
     warnings.simplefilter("ignore")
     import torch
     from transformers import LlamaConfig
@@ -86,18 +86,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--host-memory", default="128MiB")
-    parser.add_argument("--steps", type=int, default=3, help="the first one does not count for seconds")
-    parser.add_argument("--threads", type=int, default=1, help="that compute; the others are for the drives")
+    parser.add_argument("--steps", type=int, default=3, help="steps per run; the first is not timed")
+    parser.add_argument("--threads", type=int, default=1, help="compute threads; the remaining cores serve storage")
     parser.add_argument("--nvme", type=Path, default=Path())
     parser.add_argument("--out", type=Path, default=RESULTS / "activations.json")
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only JSON")
     options = parser.parse_args()
     console = Console(stderr=True)
     counts = [int(count) for count in options.tokens.split(",")]
     rows: dict[str, dict[str, Any]] = {}
     shown: list[tuple[str, ...]] = []
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("trainings", total=len(counts) * len(TIERS))
+        task = progress.add_task("training runs", total=len(counts) * len(TIERS))
         for count in counts:
             for tier in TIERS:
                 found = rows.setdefault(f"{count} tokens", {})[tier] = apart(train, options, count, tier)
@@ -115,8 +115,8 @@ def main() -> None:
     if options.json:
         print(json.dumps(result))
     else:
-        headings = (">tokens", "activations", ">peak", ">grown", ">s/step", ">stalled", ">kept", ">moved")
-        Console().print(table("a step; sizes in MiB", headings, shown))
+        headings = (">tokens", "activations", ">peak", ">grown", ">s/step", ">stalled (s)", ">saved", ">NVMe traffic")
+        Console().print(table("per step; sizes in MiB", headings, shown))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What it costs to make a training state durable: a checkpoint, against writing the state once, torch.save and DCP.
+"""Cost of saving a checkpoint, compared with writing the state once, `torch.save` and DCP.
 
-One process holds a run on NVMe and, in memory, the same state as tensors for the two that copy it. Every round takes a
-step without a checkpoint and one with, then saves in all ways in turn. `checkpoint_ratio` is the time of
-`save_checkpoint()` with
-nothing modified in the host cache over that of writing all pages once with the same engine; `extra_bytes_ratio` is what
-checkpointing every step adds to the bytes that the kernel counts as written by this process.
+One process trains with its state on NVMe and holds a copy of the same state as tensors in memory for `torch.save` and
+DCP. Each round takes one step without and one step with a checkpoint, and then saves in every way in turn.
+`checkpoint_ratio` is the time of `save_checkpoint()`, with no modified pages in the host cache, divided by the time of
+writing all pages once with the same engine. `extra_bytes_ratio` is the increase that a checkpoint in every step causes
+in the bytes that the kernel counts as written by this process.
 
     python benchmarks/bench_checkpoint.py --model llama-100m --nvme DIR
 """
@@ -28,7 +28,7 @@ NAMES = {"checkpoint": "infinity checkpoint", "write": "write the state once", "
 
 
 class Workload:
-    """A run whose host cache keeps nothing, and the same state in memory."""
+    """A run whose host cache keeps no pages, and a copy of its state in memory."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         from infinity.config import StorageConfig
@@ -50,7 +50,10 @@ class Workload:
         self._data = self._engine.open(str(self._file))
 
     def state(self) -> dict[str, Any]:
-        """Return master weights and moments as tensors in memory: copies, as what is loaded at once is limited."""
+        """Return copies of the master weights and moments as tensors in memory.
+
+        The tensors are cloned because the amount of state that can be loaded at once is limited.
+        """
         return {
             name: {kind: value.clone() for kind, value in self.optimizer.read_state(name).items()}
             for name, _ in self.model.named_parameters()
@@ -63,11 +66,11 @@ class Workload:
         train_step(self.model, self.optimizer, torch.randint(0, self._vocabulary, self._shape))
 
     def flush(self) -> None:
-        """Write what is modified and still in the host cache."""
+        """Write the modified pages of the host cache."""
         self.optimizer.run.pager.flush()
 
     def write(self) -> None:
-        """Write as many bytes as the state has, as many requests at a time as a run has."""
+        """Write as many bytes as the state has, with the same number of concurrent requests as a run."""
         from infinity.io import Op
 
         step, tickets = len(self._memory), []
@@ -94,7 +97,7 @@ class Workload:
         dcp.save(state, checkpoint_id=self.folder / "dcp", no_dist=True)
 
     def close(self) -> None:
-        """End the run."""
+        """Close the engine and the run."""
         self._engine.forget(self._data)
         self._engine.close()
         self.optimizer.close()
@@ -108,12 +111,12 @@ def timed(action: Callable[[], None]) -> float:
 
 
 def written() -> int:
-    """Return the bytes that the kernel counts as written by this process."""
+    """Return the number of bytes that the kernel counts as written by this process."""
     from infinity_tools.measure import kernel_bytes
 
     counted = kernel_bytes()
     if counted is None:
-        sys.exit("the kernel does not count the bytes of this process")
+        sys.exit("cannot count written bytes: the kernel does not report the I/O of this process")
     return counted[1]
 
 
@@ -161,7 +164,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def figures(
     state_bytes: int, seconds: dict[str, list[float]], steps: dict[str, list[float]], nbytes: dict[str, list[int]]
 ) -> dict[str, Any]:
-    """Return medians, ratios round by round, and traffic."""
+    """Return medians, ratios by round, and traffic."""
 
     def ratios(above: list[float], below: list[float]) -> dict[str, float]:
         return spread([one / other for one, other in zip(above, below, strict=True)])
@@ -182,7 +185,7 @@ def figures(
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw the seconds of every way."""
+    """Plot the median time of each way to save."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -200,7 +203,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print the table."""
+    """Print the table of results."""
     from rich.console import Console
     from rich.table import Table
 
@@ -214,21 +217,21 @@ def show(result: dict[str, Any]) -> None:
     console.print(
         f"checkpoint_ratio {result['checkpoint_ratio']['median']:.4f}, extra_bytes_ratio "
         f"{result['extra_bytes_ratio']['median']:.5f}; a step with a checkpoint takes "
-        f"{result['step_with_checkpoint_over_without']['median']:.3f} times one without"
+        f"{result['step_with_checkpoint_over_without']['median']:.3f} times as long as one without"
     )
 
 
 def main() -> None:
-    """Measure, write results/checkpoint.json and checkpoint.png."""
+    """Run the benchmark and write results/checkpoint.json and checkpoint.png."""
     from infinity.units import parse_size
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-100m")
     parser.add_argument("--batch-tokens", type=int, default=256)
     parser.add_argument("--seq", type=int, default=256)
-    parser.add_argument("--host-memory", default="256MiB", help="host cache")
-    parser.add_argument("--rounds", type=int, default=7, help="counted rounds, after one that is not")
-    parser.add_argument("--nvme", help="folder on the drive; default: a temporary one here")
+    parser.add_argument("--host-memory", default="256MiB", help="size of the host cache")
+    parser.add_argument("--rounds", type=int, default=7, help="measured rounds, after one warm-up round")
+    parser.add_argument("--nvme", help="folder on the drive (default: a temporary folder in the current directory)")
     parser.add_argument("--out", type=Path, default=RESULTS / "checkpoint.json")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

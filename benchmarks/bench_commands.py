@@ -1,4 +1,4 @@
-"""How long commands take to start: those that need no torch, from the shell to their end, medians of alternating turns.
+"""Run time of commands that do not need torch, from process start to exit, as medians of alternating turns.
 
 python benchmarks/bench_commands.py
 """
@@ -21,7 +21,7 @@ COMMANDS = ("-h", "plan -h", "tune -h", "train -h", "probe -h", "doctor -h", "to
 
 
 def seconds(words: str, folder: str) -> float:
-    """Return how long a command takes."""
+    """Return the run time of a command in seconds."""
     program = Path(sys.executable).with_name("infinity")
     began = time.perf_counter()
     subprocess.run([program, *words.split()], cwd=folder, capture_output=True, check=True)
@@ -29,11 +29,11 @@ def seconds(words: str, folder: str) -> float:
 
 
 def main() -> None:
-    """Measure and write results/commands.json."""
+    """Run the benchmark and write results/commands.json."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=9, help="turns; the first does not count")
+    parser.add_argument("--turns", type=int, default=9, help="measured turns, after one warm-up turn")
     parser.add_argument("--out", type=Path, default=RESULTS / "commands.json")
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only JSON")
     options = parser.parse_args()
     found: dict[str, list[float]] = {words: [] for words in COMMANDS}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,11 @@
-"""The engines in training and idle: threads, io_uring and what `auto` chooses, in turns, on one or several ranks.
+"""I/O engines during training and on an idle machine: threads, io_uring and `auto`, on one or several ranks.
 
-All are alive at once, each in processes of its own with a run of its own. A turn is two steps, of which the second
-counts, so that it begins with what the first one has left in flight; then, with nothing computing, half reads and half
-writes of 1 MiB and of a page. Ratios are of one round, to the first engine; above 1 they are slower steps, and faster
-transfers. `auto_over_better` is `auto` over the engine with the shorter steps: where `auto` is that engine, what it
-departs from 1 by is the noise of the benchmark.
+All engines are alive at the same time, each with its own run in its own processes, and take turns. A turn consists of
+two steps, of which the second is timed, so that the timed step starts with the transfers that the first one has left in
+flight. Each turn then measures, without computation, a load of half reads and half writes in blocks of 1 MiB and of one
+page. Ratios compare an engine with the first engine in the same round: above 1, steps are slower, and transfers are
+faster. `auto_over_better` compares `auto` with the engine that has the shorter steps. If `auto` chose that engine, the
+deviation from 1 is the noise of the benchmark.
 
     python benchmarks/bench_engines.py --nvme DIR [--nvme DIR] --tokens 16 --host-memory 96MiB [--ranks 2]
 """
@@ -37,17 +38,17 @@ from infinity import torchrun  # noqa: E402
 from infinity.units import MIB  # noqa: E402
 
 ENGINES = {"threads": ("threads", 0), "io_uring": ("io_uring", 0), "auto": ("auto", 0)}
-"""By name, the setting and how many rings there are; 0: as many as by default."""
+"""Setting `storage.engine` and number of rings, by name; 0 rings selects the default."""
 ONE_RING = {"io_uring, one ring": ("io_uring", 1)}
 IDLE_SECONDS, IDLE_BYTES = 0.25, 128 << 20
-"""Length of a measurement without computation, and the size of its file on each path."""
+"""Duration of a measurement without computation, and the size of its file on each path."""
 TASKS = ("step", "1 MiB", "page")
 LOOPS_BYTES = 12 << 30
-"""Size of all loop devices together; the state of all engines' runs is on them."""
+"""Total size of all loop devices, which store the runs of all engines."""
 
 
 def train(pipe: Any, options: argparse.Namespace, engine: str, rings: int, folders: list[str], rank: int) -> None:
-    """Take turns as the pipe asks for them; answer with the seconds of the last step, and idle bytes per second."""
+    """Run tasks as the pipe requests them; answer with the seconds of the last step, or with idle bytes per second."""
     warnings.simplefilter("ignore")
     import torch
 
@@ -61,7 +62,7 @@ def train(pipe: Any, options: argparse.Namespace, engine: str, rings: int, folde
         torch.set_num_threads(options.threads)
     if options.ranks > 1:
         os.environ |= torchrun.variables(rank, options.ranks, pipe.recv())
-    with tempfile.TemporaryDirectory() as runtime:  # nothing is measured before
+    with tempfile.TemporaryDirectory() as runtime:  # without stored probe results
         model, optimizer, vocabulary = build(
             options, "infinity", folders[0], dtype=options.dtype,
             storage={"paths": folders, "engine": engine}, memory={"host_bytes": options.host_memory},
@@ -87,14 +88,14 @@ def train(pipe: Any, options: argparse.Namespace, engine: str, rings: int, folde
                     train_step(model, optimizer, tokens)
                     seconds = time.perf_counter() - began
                     number += 1
-                while any(optimizer.run.pager.in_flight().values()):  # it is not to slow down the next one
+                while any(optimizer.run.pager.in_flight().values()):  # so that they do not slow down the next variant
                     time.sleep(0.01)
                 pipe.send(seconds)
         optimizer.close()
 
 
 class Variant:
-    """An engine's run: a process for each rank."""
+    """The run of one engine, with one process per rank."""
 
     def __init__(self, options: argparse.Namespace, engine: str, rings: int, folders: list[str]) -> None:
         context = mp.get_context("spawn")
@@ -104,22 +105,26 @@ class Variant:
             arguments = (theirs, options, engine, rings, folders, rank)
             self._processes.append(context.Process(target=train, args=arguments, daemon=True))
             self._processes[-1].start()
-            theirs.close()  # so that one that has failed is not waited for
+            theirs.close()  # so that recv() raises EOFError if the process has failed
             self._pipes.append(ours)
         if options.ranks > 1:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = free.getsockname()[1]
             self._tell(port)
         self.facts = self._answers()[0]
-        """Of the first rank."""
+        """Properties of the run, from rank 0."""
 
     def do(self, task: str) -> float:
-        """Do a task on all ranks at once: seconds of the slowest for a step, bytes per second of all for others."""
+        """Run a task on all ranks at the same time.
+
+        Returns:
+            For a step, the seconds of the slowest rank; for other tasks, the bytes per second of all ranks.
+        """
         self._tell(task)
         return max(self._answers()) if task == "step" else sum(self._answers())
 
     def end(self) -> None:
-        """Close the run."""
+        """Close the run and wait for its processes."""
         self._tell("")
         for process in self._processes:
             process.join()
@@ -133,22 +138,24 @@ class Variant:
 
 
 def main() -> None:
-    """Measure and write results/engines.json."""
+    """Run the benchmark and write results/engines.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="llama-100m")
-    parser.add_argument("--tokens", type=int, default=16, help="few: so that the drive is what a step waits for")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens per step; few, so that the drive limits a step")
     parser.add_argument(
-        "--dtype", choices=("bf16", "fp32"), default="bf16", help="what computes; without AVX-512, fp32"
+        "--dtype", choices=("bf16", "fp32"), default="bf16", help="compute dtype; use fp32 without AVX-512"
     )
     parser.add_argument("--host-memory", default="96MiB")
-    parser.add_argument("--nvme", type=Path, action="append", help="a folder on each drive")
-    parser.add_argument("--loops", type=int, default=0, help="instead of --nvme: so many loop devices in memory (root)")
-    parser.add_argument("--threads", type=int, default=0, help="that compute, of each rank; 0: as many as torch takes")
+    parser.add_argument("--nvme", type=Path, action="append", help="folder on a drive; repeatable")
+    parser.add_argument(
+        "--loops", type=int, default=0, help="use this many loop devices in memory instead of --nvme (root only)"
+    )
+    parser.add_argument("--threads", type=int, default=0, help="compute threads per rank; 0: the default of torch")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--one-ring", action="store_true", help="io_uring with one ring, too")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds that count; one before them does not")
+    parser.add_argument("--one-ring", action="store_true", help="also measure io_uring with one ring")
+    parser.add_argument("--rounds", type=int, default=20, help="measured rounds, after one warm-up round")
     parser.add_argument("--out", type=Path, default=RESULTS / "engines.json")
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only JSON")
     options = parser.parse_args()
     console = Console(stderr=True)
     engines = ENGINES | (ONE_RING if options.one_ring else {})
@@ -182,7 +189,7 @@ def main() -> None:
     if options.json:
         print(json.dumps(result))
         return
-    table = Table("engine", "step, median", "over threads", "quartiles", *(f"idle, {task}" for task in TASKS[1:]))
+    table = Table("engine", "median step", "relative to threads", "quartiles", *(f"idle, {task}" for task in TASKS[1:]))
     for name in names:
         shown = ratios(found, name, "step")
         quarters = statistics.quantiles(shown, n=4)
@@ -199,7 +206,7 @@ def main() -> None:
 
 
 def ratios(found: dict[str, dict[str, list[float]]], name: str, task: str, over: str = "threads") -> list[float]:
-    """Return one engine over another, round by round."""
+    """Return the figures of one engine divided by the figures of another, by round."""
     return [one / other for one, other in zip(found[name][task], found[over][task], strict=True)]
 
 
@@ -219,7 +226,7 @@ def row(found: dict[str, dict[str, list[float]]], name: str) -> dict[str, Any]:
 
 
 def over_better(found: dict[str, dict[str, list[float]]]) -> dict[str, float]:
-    """Return the steps of `auto` over those of the engine whose steps are shorter, by their median ratio."""
+    """Return the step time of `auto` relative to the engine with the shorter steps, by their median ratio."""
     better = "io_uring" if statistics.median(ratios(found, "io_uring", "step")) < 1 else "threads"
     return spread(ratios(found, "auto", "step", better))
 

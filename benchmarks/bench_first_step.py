@@ -1,7 +1,8 @@
-"""How much longer than the others the first two steps take: read ahead, with clipping, on demand; and FSDP2 in memory.
+"""Time of the first two steps relative to later steps: read ahead, with clipping, on demand, and FSDP2 in memory.
 
-Each start is a process of its own; the ways take turns. The others are the steps from the third on: the second one has
-updates of the first in its forward, and the host cache fills with what the plan keeps.
+Each start is a separate process, and the variants take turns. Later steps are all steps from the third one on, because
+the second step still runs updates of the first in its forward pass, and because the host cache fills with the pages
+that the plan keeps.
 
     python benchmarks/bench_first_step.py --model llama-100m --tokens 64,512 --nvme DIR
 """
@@ -32,14 +33,14 @@ WAYS = {
     "FSDP2 in memory": {"variant": "fsdp_memory"},
 }  # fmt: skip
 FLUSHED = 2
-"""Steps that are compared with those behind them."""
+"""Number of first steps, each of which is compared with the steps after them."""
 
 
 def start(
     pipe: Any, options: argparse.Namespace, tokens: int, variant: str = "infinity", clip: bool = False,
     on_demand: bool = False,
 ) -> None:  # fmt: skip
-    """Build the model, take steps, and send the seconds of each."""
+    """Build the model, train for a few steps, and send the seconds of each through the pipe."""
     warnings.simplefilter("ignore")
     import torch
 
@@ -63,17 +64,17 @@ def start(
 
 
 def main() -> None:
-    """Measure and write results/first_step.json."""
+    """Run the benchmark and write results/first_step.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="llama-100m")
     parser.add_argument("--tokens", default="64,512", help="tokens per step")
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--host-memory", default="256MiB")
-    parser.add_argument("--steps", type=int, default=5, help="that the first one is compared with")
-    parser.add_argument("--starts", type=int, default=3, help="of each way")
+    parser.add_argument("--steps", type=int, default=5, help="later steps, with which the first two are compared")
+    parser.add_argument("--starts", type=int, default=3, help="starts of each variant")
     parser.add_argument("--nvme", type=Path, default=Path())
     parser.add_argument("--out", type=Path, default=RESULTS / "first_step.json")
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only JSON")
     options = parser.parse_args()
     console = Console(stderr=True)
     counts = [int(count) for count in options.tokens.split(",")]
@@ -86,7 +87,7 @@ def main() -> None:
                     found.setdefault((count, name), []).append(apart(start, options, count, **how))
                     progress.advance(task)
     rows: dict[str, dict[str, Any]] = {}
-    table = Table("tokens", "", "others", "first over them (spread)", "second over them (spread)")
+    table = Table("tokens", "", "later steps", "first / later (range)", "second / later (range)")
     for (count, name), starts in found.items():
         others = [statistics.median(seconds[FLUSHED:]) for seconds in starts]
         over = [

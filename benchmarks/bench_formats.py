@@ -1,9 +1,9 @@
-"""State formats: the same training in each of them; loss against fp32, bytes per parameter, seconds per step.
+"""State formats compared in the same training: loss relative to fp32, bytes per parameter and seconds per step.
 
-The model, its batches and its seed are those of `infinity train`, so what differs is the format. Writes
-results/formats.json and results/formats.png. What encoding costs is measured too, with torch and compiled in turns:
-nanoseconds per element of each encoding, and of the update of one parameter, by processor time of the one thread that
-does it. With --costs only that.
+All trainings use the model, batches and seed of `infinity train` and differ only in the format. The results are written
+to results/formats.json and results/formats.png. The benchmark also measures the cost of encoding, alternating between
+torch and the compiled kernels: nanoseconds per element for each encoding, and per parameter for an update, as CPU time
+of a single thread. `--costs` measures only that.
 
     python benchmarks/bench_formats.py --model tiny --steps 400 --nvme DIR
     python benchmarks/bench_formats.py --costs
@@ -26,13 +26,13 @@ from typing import Any
 from infinity.content.format import FORMATS
 
 RESULTS = Path(__file__).parent / "results"
-_ELEMENTS = 1 << 17  # encoded at once: as many as an update has decoded
-_WIDTH, _LAYERS = 1024, 16  # of the model whose updates are measured, 17M parameters
+_ELEMENTS = 1 << 17  # encoded at once; an update decodes as many
+_WIDTH, _LAYERS = 1024, 16  # shape of the model whose updates are measured, 17M parameters
 _STEPS = 8
 
 
 def train(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Train in one format; return its figures and losses."""
+    """Train in one format and return the figures and losses."""
     out = folder / name
     command = [
         *(sys.executable, "-W", "ignore", "-m", "infinity_tools", "train", "--json", "--state-format", name),
@@ -52,14 +52,17 @@ def train(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any
 
 
 def nanoseconds(job: Callable[[], object], count: int) -> float:
-    """Return what the processor takes for one of `count` elements of a job."""
+    """Return the CPU time per element of a job that processes `count` elements, in nanoseconds."""
     begun = time.thread_time_ns()
     job()
     return (time.thread_time_ns() - begun) / count
 
 
 def cost_of_encodings(rounds: int = 100) -> dict[str, Any]:
-    """Return nanoseconds per element by encoding and direction: of the reference and of what is compiled, in turns."""
+    """Return nanoseconds per element by encoding and direction, for the reference and the compiled kernels.
+
+    Reference and compiled kernels take turns.
+    """
     import torch
 
     from infinity.content import compiled, encoding, reference
@@ -69,7 +72,7 @@ def cost_of_encodings(rounds: int = 100) -> dict[str, Any]:
     torch.manual_seed(0)
     values, into, found = torch.randn(_ELEMENTS), torch.empty(_ELEMENTS), compiled.prepare()
     if found.kernels is None:
-        raise SystemExit(f"there is nothing to compare: {found.reason}")
+        raise SystemExit(f"cannot compare with compiled encodings: {found.reason}")
     costs: dict[str, Any] = {"compile_seconds": found.seconds}
     for name in ENCODINGS:
         parts = [part.contiguous() for part in reference.encode(values, name, 1)]
@@ -88,7 +91,10 @@ def cost_of_encodings(rounds: int = 100) -> dict[str, Any]:
 
 
 def cost_of_update(name: str, folder: str) -> float:
-    """Return nanoseconds to update one parameter with AdamW in one format, all pages in memory: of this process."""
+    """Return the CPU time of this process to update one parameter with AdamW, in nanoseconds.
+
+    The state has one format, and all pages are in memory.
+    """
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -123,7 +129,7 @@ def cost_of_update(name: str, folder: str) -> float:
             model(torch.randn(4, _WIDTH)).square().mean().backward()
             paged.step()
             paged.zero_grad()
-            paged.save_checkpoint()  # the updates have run
+            paged.save_checkpoint()  # runs pending updates
             taken.append(0)
     count = sum(param.numel() for param in model.parameters())
     dist.destroy_process_group()
@@ -131,7 +137,7 @@ def cost_of_update(name: str, folder: str) -> float:
 
 
 def costs(folder: str, rounds: int = 3) -> dict[str, Any]:
-    """Return what encodings cost, and updates in each format, with torch and compiled in turns."""
+    """Return the cost of each encoding and of updates in each format, with torch and compiled kernels in turns."""
     found: dict[str, Any] = {"encodings": cost_of_encodings(), "updates": {}}
     taken: dict[str, list[float]] = {}
     for _ in range(rounds):
@@ -153,7 +159,7 @@ def costs(folder: str, rounds: int = 3) -> dict[str, Any]:
 
 
 def show_costs(found: dict[str, Any]) -> None:
-    """Print them."""
+    """Print the costs."""
     for name, each in found["encodings"].items():
         print(
             f"{name:<16}", *(f"{key} {value:.3g}" for key, value in each.items()) if isinstance(each, dict) else [each]
@@ -163,12 +169,12 @@ def show_costs(found: dict[str, Any]) -> None:
 
 
 def smooth(values: list[float], width: int) -> list[float]:
-    """Return means over the last `width` values."""
+    """Return moving averages over the last `width` values."""
     return [statistics.fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw the losses, and how far each format is from fp32."""
+    """Plot the loss of each format, and its difference from fp32."""
     import matplotlib.pyplot as plt
 
     figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(8, 7), constrained_layout=True)
@@ -180,14 +186,14 @@ def draw(result: dict[str, Any], file: Path) -> None:
         below.plot([a - b for a, b in zip(losses, reference, strict=True)], label=name, linewidth=1)
     above.set_ylabel("loss")
     above.legend()
-    below.set_ylabel("loss above that of fp32")
+    below.set_ylabel("loss relative to fp32")
     below.set_xlabel(f"step (mean of {result['smoothed_over']})")
-    above.set_title(f"{result['config']['model']}, {result['config']['batch_tokens']} tokens a step")
+    above.set_title(f"{result['config']['model']}, {result['config']['batch_tokens']} tokens per step")
     figure.savefig(file, dpi=120)
 
 
 def main() -> None:
-    """Train in every format, write the figures and the picture."""
+    """Run the benchmark and write the figures and the plot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--steps", type=int, default=400)
@@ -195,12 +201,16 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--host-memory", default="640KiB")
-    parser.add_argument("--threads", type=int, default=0, help="threads that compute; 0: torch decides")
+    parser.add_argument("--threads", type=int, default=0, help="compute threads; 0: the default of torch")
     parser.add_argument("--smooth", type=int, default=20, help="steps over which losses are averaged")
-    parser.add_argument("--nvme", help="folder on the drive; default: a temporary one here")
+    parser.add_argument("--nvme", help="folder on the drive (default: a temporary folder in the current directory)")
     parser.add_argument("--out", type=Path, default=RESULTS / "formats.json")
-    parser.add_argument("--costs", action="store_true", help="only what encoding costs; the rest of --out stays")
-    parser.add_argument("--update", choices=FORMATS, help="only print what one parameter's update takes, in ns")
+    parser.add_argument(
+        "--costs", action="store_true", help="measure only the cost of encodings and keep the other results in --out"
+    )
+    parser.add_argument(
+        "--update", choices=FORMATS, help="only print the update time per parameter in this format, in ns"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=options.nvme or ".") as folder:
         if options.update:

@@ -1,9 +1,9 @@
-"""What it is worth that pages land in FSDP2's all-gather buffer, and are not put together to shards first; two ranks.
+"""Benefit of copying pages directly into FSDP2's all-gather buffer instead of assembling shards first, on two ranks.
 
-Both run the same steps of the same model, alternating, with all pages in the host cache: what differs is copies in
-memory.
+Both variants run the same steps of the same model in turns, with all pages in the host cache, so that they differ only
+in copies within memory.
 
-python benchmarks/bench_gather.py
+    python benchmarks/bench_gather.py
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WAYS = ("landed", "assembled")
 
 
 def rank_main(rank: int, folder: str, options: argparse.Namespace, pipe: Any) -> None:
-    """Train steps as one of two ranks; send the seconds of each, by way."""
+    """Train as one of two ranks and send the seconds of each step, by variant."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -65,15 +65,17 @@ def rank_main(rank: int, folder: str, options: argparse.Namespace, pipe: Any) ->
 
 
 def main() -> None:
-    """Measure and write results/gather.json."""
+    """Run the benchmark and write results/gather.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=8, help="few: so that gathers are what a step is made of")
-    parser.add_argument("--host-memory", default="512MiB", help="of each rank: room for all of its pages")
-    parser.add_argument("--turns", type=int, default=15, help="turns that count; one before them does not")
+    parser.add_argument(
+        "--tokens", type=int, default=8, help="tokens per step; few, so that all-gathers dominate a step"
+    )
+    parser.add_argument("--host-memory", default="512MiB", help="host cache per rank; must hold all of its pages")
+    parser.add_argument("--turns", type=int, default=15, help="measured turns, after one warm-up turn")
     parser.add_argument("--out", type=Path, default=RESULTS / "gather.json")
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only JSON")
     options = parser.parse_args()
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=".") as folder:
@@ -97,7 +99,7 @@ def main() -> None:
     if options.json:
         print(json.dumps(result))
     else:
-        print(f"pages that land: {medians['landed']:.3f} s per step; shards put together first: "
+        print(f"copied into the all-gather buffer: {medians['landed']:.3f} s per step; assembled to shards first: "
               f"{medians['assembled']:.3f} s; ratio {result['landed_over_assembled']:.3f}")  # fmt: skip
 
 

@@ -354,9 +354,9 @@ def table(result: dict[str, Any], size: str, ranks: int, tokens: int) -> Table:
     return found
 
 
-def cell(form: str, value: float | None, fsdp_module: float = 1.0) -> str:
-    """Return a figure in its FSDP module; empty where it was not measured."""
-    return "" if value is None else form.format(value / fsdp_module)
+def cell(form: str, value: float | None, unit: float = 1.0) -> str:
+    """Return a figure in its unit; empty where it was not measured."""
+    return "" if value is None else form.format(value / unit)
 
 
 def draw(result: dict[str, Any], size: str, ranks: int, tokens: int, to: Path) -> None:

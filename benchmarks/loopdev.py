@@ -1,4 +1,4 @@
-"""A mounted loop device over a file in memory: a fast drive, or a tiny one. Linux, root only."""
+"""Loop devices over a file in memory, as a fast or a very small drive. Linux, root only."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ _MKFS = {"xfs": ("mkfs.xfs", "-q"), "ext4": ("mkfs.ext4", "-q", "-F", "-m", "0")
 
 
 class LoopDeviceError(RuntimeError):
-    """The device cannot be set up here; the message says why."""
+    """A loop device cannot be set up. The message contains the reason."""
 
 
 @contextmanager
 def loop_device(size: int, *, filesystem: str = "xfs", backing: str = "/dev/shm") -> Iterator[Path]:
-    """Mount a new file system of `size` bytes and yield its mount point; everything is undone after.
+    """Mount a new file system on a loop device, and remove both on exit.
 
     Args:
-        size: bytes; XFS needs at least 300 MiB.
+        size: Size of the device in bytes. XFS needs at least 300 MiB.
         filesystem: ``xfs`` or ``ext4``.
-        backing: folder of the file behind the device. In /dev/shm the bytes live in memory.
+        backing: Folder of the backing file. Files in ``/dev/shm`` are stored in memory.
+
+    Yields:
+        The mount point.
 
     Raises:
-        LoopDeviceError: not root, no such tool, or the kernel refuses.
+        LoopDeviceError: if the process is not root, a tool is missing, or the kernel rejects the device.
     """
     if os.geteuid() != 0:
-        raise LoopDeviceError("a loop device needs root")
+        raise LoopDeviceError("a loop device requires root")
     make = _MKFS[filesystem]
     for tool in (make[0], "losetup", "mount"):
         if shutil.which(tool) is None:
@@ -40,7 +43,7 @@ def loop_device(size: int, *, filesystem: str = "xfs", backing: str = "/dev/shm"
         undo.callback(os.unlink, image)
         os.truncate(handle, size)
         os.close(handle)
-        # Without direct I/O every byte would pass the page cache a second time on its way to the file.
+        # Without direct I/O every byte would pass through the page cache twice.
         device = _run("losetup", "--find", "--show", "--direct-io=on", image, fallback=("--direct-io=on",))
         undo.callback(_run, "losetup", "--detach", device)
         _run(*make, device)

@@ -165,19 +165,19 @@ def test_head_is_get_without_content(tmp_path: Path) -> None:
             assert headers["Content-Type"] == asked(process.port, path)[1]["Content-Type"]
 
 
-@pytest.mark.parametrize("fsdp_module", ["infinityd.service", "infinityd-user.service"])
-def test_units_of_systemd_are_accepted(fsdp_module: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("unit", ["infinityd.service", "infinityd-user.service"])
+def test_units_of_systemd_are_accepted(unit: str, tmp_path: Path) -> None:
     """By systemd itself where it is there; what they start is the command that there is."""
     parsed = configparser.ConfigParser(strict=False, interpolation=None)
     parsed.optionxform = str  # type: ignore[assignment,method-assign]
-    parsed.read(DEPLOY / "systemd" / fsdp_module)
+    parsed.read(DEPLOY / "systemd" / unit)
     assert "infinityd" in parsed["Service"]["ExecStart"]
     assert parsed["Service"]["ExecReload"] == "/bin/kill -HUP $MAINPID"
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
     copied = tmp_path / "infinityd.service"
-    shutil.copy(DEPLOY / "systemd" / fsdp_module, copied)
-    command = ["systemd-analyze", "verify", *(["--user"] if "user" in fsdp_module else []), "--man=no", str(copied)]
+    shutil.copy(DEPLOY / "systemd" / unit, copied)
+    command = ["systemd-analyze", "verify", *(["--user"] if "user" in unit else []), "--man=no", str(copied)]
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     found = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert "infinityd" not in found.stderr, found.stderr

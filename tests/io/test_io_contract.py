@@ -291,7 +291,7 @@ def test_nothing_leaks(kind: str, filled: str) -> None:
     after = open_descriptors(), threading.active_count(), _mappings()
     assert after[0] <= before[0]
     assert after[1] <= before[1]
-    assert after[2] <= before[2] + 20
+    assert after[2] <= before[2] + 50  # a leak would add one per cycle; stacks and arenas of the C library vary
 
 
 def _mappings() -> int:

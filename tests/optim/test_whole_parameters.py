@@ -72,7 +72,7 @@ def update_schedules(folder: str) -> list[str]:
 def _refused(folder: Path) -> str:
     model = build()
     tree = settings(folder, Paging(update_schedule="in_forward"), 64 << 20)
-    with pytest.raises(ConfigError, match=r"update\.schedule = .in_forward. .*run ahead"):
+    with pytest.raises(ConfigError, match=r"update\.schedule = .in_forward."):
         infinity.offload(model, muon_and_adamw(list(model.parameters())), tree)
     return "refused"
 

@@ -117,8 +117,8 @@ def test_an_exception_keeps_nothing_open(notebook: Notebook) -> None:
     notebook.cell("def train(net, optimizer):\n    loss_of(net, tokens()).backward()\n    raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
         notebook.cell("train(model, optimizer)")
-    cache_slot = sys.last_traceback.tb_next.tb_next.tb_frame  # type: ignore[union-attr]
-    assert "net" in cache_slot.f_locals
+    frame = sys.last_traceback.tb_next.tb_next.tb_frame  # type: ignore[union-attr]
+    assert "net" in frame.f_locals
     assert notebook.builds_again()
 
 

@@ -73,7 +73,7 @@ def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
         ({"memory": {"host_bytes": True}}, "memory.host_bytes"),
         ({"memory": {"host_bytes": 1.5}}, "memory.host_bytes"),
         ({"storage": {"queue_depth": 0}}, "storage.queue_depth = 0.*1"),
-        ({"storage": {"queue_depth": "8"}}, "storage.queue_depth.*whole number"),
+        ({"storage": {"queue_depth": "8"}}, "storage.queue_depth.*integer"),
         ({"storage": {"request_bytes": "1KiB"}}, "storage.request_bytes.*4096"),
         ({"storage": {"paths": "/x"}}, "storage.paths"),
         ({"storage": {"engine": "uring"}}, "storage.engine.*'io_uring'"),
@@ -168,8 +168,8 @@ def test_what_is_no_model_or_optimizer_is_refused(tmp_path: Path) -> None:
     model = models.build("toy")
     optimizer = make_optimizer(Recipe(), model)
     assert "type OrderedDict" in refuse(model.state_dict(), optimizer, tmp_path)  # type: ignore[arg-type]
-    assert "type dict" in refuse(model, {"optimizer": optimizer}, tmp_path)  # type: ignore[arg-type]
-    assert "type list" in refuse(model, [[optimizer], optimizer], tmp_path)  # type: ignore[list-item]
+    assert "is a dict" in refuse(model, {"optimizer": optimizer}, tmp_path)  # type: ignore[arg-type]
+    assert "contains a list" in refuse(model, [[optimizer], optimizer], tmp_path)  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
@@ -276,7 +276,7 @@ def test_a_second_backward_after_updates_in_backward_is_refused(tmp_path: Path) 
     with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
         train_one(model, optimizer)
         backward(model)
-        with pytest.raises(InfinityError, match=r"several backward passes per step.*update\.schedule"):
+        with pytest.raises(InfinityError, match=r"several backward passes .*update\.schedule"):
             backward(model, 1)
 
 
