@@ -1,7 +1,7 @@
-"""Pictures of commands in a terminal, for the documents: docs/images/command-*.png. `make docs-pictures`.
+"""Pictures of commands in a terminal for the documentation: docs/images/command-*.png. Run with `make docs-pictures`.
 
-A command runs with colors as in a terminal; what it prints is drawn by rich and photographed by chromium, which has to
-be installed (Debian's package of that name).
+Each command runs with colors, as in a terminal. rich renders the output as SVG, and chromium, which must be installed
+(Debian package `chromium`), converts it to PNG.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ text {{ font-family: "DejaVu Sans Mono", monospace; font-size: {char_height}px; 
 {styles}</style><defs><clipPath id="{unique_id}-clip-terminal"><rect x="0" y="0" width="{terminal_width}"
 height="{terminal_height}"/></clipPath>{lines}</defs>{chrome}<g transform="translate({terminal_x}, {terminal_y})"
 clip-path="url(#{unique_id}-clip-terminal)">{backgrounds}<g class="{unique_id}-matrix">{matrix}</g></g></svg>"""
-"""As rich has it, without the fonts that it would fetch."""
+"""Template of rich, without the fonts that it would download."""
 
 
 def run(words: str, folder: Path) -> str:
-    """Return what a command prints, with colors."""
+    """Return the output of a command, with colors."""
     environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH), "TERM": "xterm-256color"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "infinity_tools", *words.split()],
@@ -67,7 +67,7 @@ def run(words: str, folder: Path) -> str:
 
 
 def photograph(title: str, text: str, file: Path) -> None:
-    """Draw text with colors as a terminal, and write it as PNG."""
+    """Render text with colors as a terminal, and write it as PNG."""
     console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
     console.print(Text.from_ansi(text), soft_wrap=True)
     svg = console.export_svg(title=title, code_format=_SVG)
@@ -75,7 +75,9 @@ def photograph(title: str, text: str, file: Path) -> None:
         drawn = Path(place, "terminal.svg")
         drawn.write_text(svg)
         width, height = (float(part) for part in svg.split('viewBox="0 0 ')[1].split('"')[0].split())
-        chromium = shutil.which("chromium") or sys.exit("chromium is not installed")
+        chromium = shutil.which("chromium") or sys.exit(
+            "chromium is not installed. Install it, e.g. with apt-get install chromium."
+        )
         subprocess.run(
             [
                 chromium,
@@ -89,7 +91,7 @@ def photograph(title: str, text: str, file: Path) -> None:
 
 
 def main() -> None:
-    """Write the pictures of the commands that are named, or of all."""
+    """Write the pictures of the commands given as arguments, or of all commands."""
     with tempfile.TemporaryDirectory(prefix="infinity-") as place:
         folder = Path(place)
         (folder / "nvme").mkdir()
@@ -104,7 +106,7 @@ def main() -> None:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                 )
-                subprocess.run(["sleep", "25"], check=True)  # until some steps have been taken
+                subprocess.run(["sleep", "25"], check=True)  # until the run has taken some steps
             photograph(f"infinity {name}", run(COMMANDS[name], folder), IMAGES / f"command-{name}.png")
         if training is not None:
             training.kill()

@@ -1,10 +1,11 @@
-"""Tests on other releases of torch and transformers, each in an environment of its own: `make test-torch`.
+"""Tests with other releases of torch and transformers, each in a separate environment. Run with `make test-torch`.
 
     python tests/torch_versions.py 2.11 2.13 newest --transformers 5.9
 
-A release is the beginning of a version ("2.11": the newest 2.11.x), or "newest"; one that `constraints.txt` pins is
-taken as it is there. It is installed by pip, with what the tests need; torch with its CUDA packages takes several GB of
-downloads and disk. The last lines are a table of how each release ended; the exit status is 1 if one failed.
+A release is the beginning of a version ("2.11": the newest 2.11.x) or "newest". If `constraints.txt` pins a matching
+version, the pinned version is used. pip installs each release with the dependencies of the tests. torch with its CUDA
+packages takes several GB of downloads and disk space. The last lines of the output are a table of the outcome of each
+release. The exit status is 1 if a release failed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ TRAIN = ["train", "--model", "tiny", "--seq", "32", "--batch-tokens", "128", "--
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How one release ended."""
+    """The outcome of testing one release."""
 
     torch: str
     transformers: str
@@ -50,19 +51,23 @@ class Outcome:
 
 
 def main() -> int:
-    """Return the exit status."""
+    """Test all releases and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("releases", nargs="+", type=release, metavar="RELEASE", help='of torch: "2.11" or "newest"')
-    parser.add_argument("--transformers", default="newest", type=release, metavar="RELEASE", help="of transformers")
-    parser.add_argument("--tests", nargs="+", default=TESTS, metavar="FILE", help="what pytest runs")
-    parser.add_argument("--processes", type=int, default=2, metavar="N", help="of pytest")
     parser.add_argument(
-        "--environments", type=Path, metavar="FOLDER", help="keep the environments and logs here, and use them again"
+        "releases", nargs="+", type=release, metavar="RELEASE", help='release of torch: "2.11" or "newest"'
+    )
+    parser.add_argument(
+        "--transformers", default="newest", type=release, metavar="RELEASE", help="release of transformers"
+    )
+    parser.add_argument("--tests", nargs="+", default=TESTS, metavar="FILE", help="test files to run")
+    parser.add_argument("--processes", type=int, default=2, metavar="N", help="number of pytest processes")
+    parser.add_argument(
+        "--environments", type=Path, metavar="FOLDER", help="keep environments and logs in this folder, and reuse them"
     )
     given = parser.parse_args()
     console, outcomes = Console(), []
     for wanted in given.releases:
-        # Without a name, one environment at a time is on the disk.
+        # Without --environments, only one environment exists on the disk at a time.
         with tempfile.TemporaryDirectory(prefix="infinity-torch-") as temporary:
             folder = Path(temporary)
             if given.environments:
@@ -70,7 +75,7 @@ def main() -> int:
             outcomes.append(try_release(wanted, given.transformers, given.tests, given.processes, folder, console))
         for line in outcomes[-1].failures:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-    table = Table("torch", "transformers", "", "seconds", box=None)
+    table = Table("torch", "transformers", "outcome", "seconds", box=None)
     for found in outcomes:
         table.add_row(found.torch, found.transformers, found.said, f"{found.seconds:.0f}")
     console.print(table)
@@ -78,10 +83,10 @@ def main() -> int:
 
 
 def release(text: str) -> str:
-    """Return a release as it was named. Raises `argparse.ArgumentTypeError`."""
+    """Return a release as given. Raises `argparse.ArgumentTypeError` if it is not a release."""
     if text != "newest" and not re.fullmatch(r"\d+(\.\d+){1,2}", text):
         raise argparse.ArgumentTypeError(
-            f'{text!r} is no release: give the beginning of a version ("2.11") or "newest"'
+            f'{text!r} is not a release. Pass the beginning of a version ("2.11") or "newest".'
         )
     return text
 
@@ -89,7 +94,7 @@ def release(text: str) -> str:
 def try_release(
     torch: str, transformers: str, tests: list[str], processes: int, folder: Path, console: Console
 ) -> Outcome:
-    """Install and test one release."""
+    """Install one release and run the tests with it."""
     folder.mkdir(parents=True, exist_ok=True)
     log, began = folder / "log.txt", time.monotonic()
     environment, python = folder / "environment", str(folder / "environment" / "bin" / "python")
@@ -103,7 +108,7 @@ def try_release(
         for what, command, place in (
             ("pip", install, scratch), ("infinity train", train, scratch), ("pytest", pytest, ROOT),
         ):  # fmt: skip
-            with console.status(f"torch {torch}, transformers {transformers}: {what}; its output is in {log}"):
+            with console.status(f"torch {torch}, transformers {transformers}: {what}; output in {log}"):
                 done = subprocess.run(
                     command, cwd=place, env=clean(), stdout=output, stderr=subprocess.STDOUT, check=False
                 )
@@ -115,7 +120,7 @@ def try_release(
     lines = log.read_text(errors="replace").splitlines()
     said, failures = lines[-1].strip("= ") if lines else "", ()
     if done.returncode:
-        said = f"FAILED: {what} ended with status {done.returncode}"
+        said = f"FAILED: {what} exited with status {done.returncode}"
         failures = tuple(line for line in lines if line.startswith(("FAILED", "ERROR"))) or (*lines[-5:], said)
     return Outcome(
         torch=torch, transformers=transformers, said=said, seconds=time.monotonic() - began, failures=failures
@@ -123,7 +128,7 @@ def try_release(
 
 
 def requirement(name: str, wanted: str) -> str:
-    """Return what pip is asked for."""
+    """Return the requirement for pip."""
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         pinned, _, version = line.partition("==")
         if pinned == name and f"{version}.".startswith(f"{wanted}."):
@@ -132,7 +137,7 @@ def requirement(name: str, wanted: str) -> str:
 
 
 def clean() -> dict[str, str]:
-    """Return an environment in which another checkout is not imported."""
+    """Return environment variables without those of another checkout or process group."""
     left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RANK", "WORLD_SIZE")
     return {name: value for name, value in os.environ.items() if name not in left_out} | {"OMP_NUM_THREADS": "1"}
 

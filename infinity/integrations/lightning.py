@@ -125,7 +125,7 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         if trainer.state.fn == TrainerFn.FITTING:
             self._fit(trainer)
         elif self._paged is None:
-            raise UnsupportedError("validate, test and predict need weights that fit has moved to NVMe; call fit first")
+            raise UnsupportedError("validate(), test() and predict() need weights on NVMe; call fit() first")
 
     def _fit(self, trainer: Trainer) -> None:
         settings, loaded = self._settings, self._loaded

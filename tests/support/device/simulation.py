@@ -326,10 +326,10 @@ class SimulatedDevice(AcceleratorDevice):
         return 0  # what is used is set: `memory.device_bytes`
 
     def pin(self, memory: memoryview, piece: int) -> Pinned:
-        cache_slot: Any = sys._getframe(1)
-        while "self" not in cache_slot.f_locals:
-            cache_slot = cache_slot.f_back
-        owner = type(cache_slot.f_locals["self"]).__name__
+        frame: Any = sys._getframe(1)
+        while "self" not in frame.f_locals:
+            frame = frame.f_back
+        owner = type(frame.f_locals["self"]).__name__
         with self._simulation.lock:
             return self._simulation.memory.pin(memory, piece, f"memory of {owner}")
 
