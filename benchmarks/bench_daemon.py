@@ -1,17 +1,18 @@
-"""What the node's daemon gives to runs that share drives, and what it costs them.
+"""Benefit and cost of the node daemon for runs that share drives.
 
-- `fair_worst_ratio`: two jobs that are bound by one drive, one of which would take far more of it (it keeps more
-  requests in flight). By weights: by how much the shares of bytes depart from the weights, as a ratio (1.0 is exact);
-  `fair_without` is the same without a daemon, `fair_used` what both move together over that without a daemon.
-- `two_drives_of_sum`: what a job with two drives of different speed moves, over the sum of what it moves with each of
-  them alone; `two_drives_after_change` the same, when one of them became slower in the middle of the run.
-- `alone_over_without`: the step time of a job that is alone, with a daemon, over that without one, in turns;
-  `stopped_over_without` the same with a daemon that takes questions and never answers.
-- `telemetry_share_of_step`: the time that the calls of a step that count things take, over the step. They are noted
-  during steps and then made again on one thread, so that waiting for other threads is not taken for counting.
-- `scrape_cpu_seconds`: processor time of the daemon for one scrape of 8 ranks and 4 drives; `series`: how many.
+- `fair_worst_ratio`: fairness between two jobs that are limited by one drive, one of which keeps more requests in
+  flight and would otherwise take a larger share. The value is the largest deviation of the shares of bytes from the
+  weights, as a ratio (1.0 is exact). `fair_without` is the same ratio without a daemon. `fair_used` is the throughput
+  of both jobs together, relative to their throughput without a daemon.
+- `two_drives_of_sum`: throughput of a job on two drives of different speed, relative to the sum of its throughput on
+  each drive alone. `two_drives_after_change`: the same after one of the drives has become slower during the run.
+- `alone_over_without`: step time of a single job with a daemon, relative to its step time without one, in turns.
+  `stopped_over_without`: the same with a daemon that accepts connections and never answers.
+- `telemetry_share_of_step`: part of a step that is spent in calls that update counters. The calls are recorded during
+  steps and then repeated on one thread, so that waiting for other threads is not included.
+- `scrape_cpu_seconds`: CPU time of the daemon per scrape, with 8 ranks and 4 drives. `series`: number of series.
 
-The drive is a loop device over memory, held to a speed with the blkio controller of cgroup v1: needs root.
+The drive is a loop device in memory whose speed is limited by the blkio controller of cgroup v1. This requires root.
 
     python benchmarks/bench_daemon.py [--model llama-100m] [--megabytes 300]
 """
@@ -42,14 +43,14 @@ from bench_step import RESULTS, ROOT, build, machine, publish, replay, spread, t
 BLKIO = Path("/sys/fs/cgroup/blkio")
 WEIGHTS = ((1, 1), (3, 1))
 FAST, MIDDLE, SLOW = 1.5, 0.5, 0.25
-"""Speeds of two drives, relative to `--megabytes`: fast and middle first, then slow and middle."""
+"""Speeds of two drives relative to `--megabytes`: fast and middle at first, then slow and middle."""
 DEPTHS = (64, 4)
-"""Requests in flight of the two jobs."""
+"""Requests in flight of each of the two jobs."""
 RANKS, DRIVES = 8, 4
 
 
 class SlowDrive:
-    """A loop device whose speed for the processes of a cgroup is set, as often as one likes."""
+    """A loop device whose speed for the processes of a cgroup can be changed at any time."""
 
     def __init__(self, folder: Path, group: Path) -> None:
         device = os.stat(folder).st_dev
@@ -57,19 +58,21 @@ class SlowDrive:
         self._name = f"{os.major(device)}:{os.minor(device)}"
 
     def set_speed(self, bytes_per_second: int) -> None:
-        """Limit reads and writes to so much each; 0 is no limit."""
+        """Limit reads and writes to this many bytes per second each; 0 removes the limit."""
         for op in ("read", "write"):
             (self._group / f"blkio.throttle.{op}_bps_device").write_text(f"{self._name} {bytes_per_second}")
 
 
 @contextmanager
 def throttled_group() -> Iterator[Path]:
-    """Make a cgroup of the blkio controller; processes join it by writing their number into `cgroup.procs`."""
+    """Create a cgroup of the blkio controller. Processes join it by writing their ID to `cgroup.procs`."""
     group = BLKIO / f"infinity-bench-{os.getpid()}"
     try:
         group.mkdir()
     except OSError as error:
-        raise SystemExit(f"{group} cannot be made ({error.strerror}): needs root and blkio of cgroup v1") from error
+        raise SystemExit(
+            f"cannot create {group} ({error.strerror}): root and blkio of cgroup v1 are required"
+        ) from error
     try:
         yield group
     finally:
@@ -77,13 +80,13 @@ def throttled_group() -> Iterator[Path]:
             try:
                 group.rmdir()
                 break
-            except OSError:  # a process has not quite ended
+            except OSError:  # a process is still exiting
                 time.sleep(0.1)
 
 
 @contextmanager
 def daemon(runtime: Path, *options: str) -> Iterator[int]:
-    """Run infinityd; yield the port of its metrics and set `daemon.process`."""
+    """Run infinityd, set `daemon.process`, and yield the port of its metrics."""
     log = runtime / "daemon.log"
     command = [sys.executable, "-m", "infinity_daemon.main", "--runtime-dir", str(runtime), "--port", "0", *options]
     with log.open("w") as stderr:
@@ -101,9 +104,11 @@ def daemon(runtime: Path, *options: str) -> Iterator[int]:
 
 
 def job(pipe: Connection, options: argparse.Namespace, config: dict[str, Any], group: str, paths: list[str]) -> None:
-    """Hold a run; answer each message.
+    """Hold a run and execute the messages of the pipe.
 
-    Until the next message, `run` moves its plan's pages, and `train` trains; a number takes so many steps.
+    ``"run"`` transfers the pages of the plan and ``"train"`` takes steps, both until the next message arrives.
+    ``"bytes"`` returns the transferred bytes, a number takes that many steps and returns their seconds, and None closes
+    the run.
     """
     if group:
         (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
@@ -136,7 +141,7 @@ def job(pipe: Connection, options: argparse.Namespace, config: dict[str, Any], g
 
 
 def _end(pipe: Connection) -> None:
-    with suppress(OSError):  # it has ended by itself, and said why
+    with suppress(OSError):  # the process has already exited and printed its error
         pipe.send(None)
 
 
@@ -144,7 +149,7 @@ def _end(pipe: Connection) -> None:
 def jobs(
     options: argparse.Namespace, configs: list[dict[str, Any]], group: Path | None, paths: list[str]
 ) -> Iterator[tuple[list[Connection], list[str]]]:
-    """Start jobs, one process each; yield pipes to them and their run ids."""
+    """Start one process per job; yield the pipes of the jobs and their run IDs."""
     context = mp.get_context("spawn")
     with ExitStack() as stack:
         pipes = []
@@ -162,7 +167,7 @@ def jobs(
 
 
 def moved_while(runtime: Path, runs: list[str], seconds: float) -> list[float]:
-    """Return the bytes that each run moves per second, as its stats page says."""
+    """Return the throughput of each run in bytes per second, from its stats file."""
     from infinity.telemetry import BY_NAME, read_stats_page
     from infinity.telemetry.stats_cells import label_sets
 
@@ -182,7 +187,7 @@ def moved_while(runtime: Path, runs: list[str], seconds: float) -> list[float]:
 
 
 def fairness(options: argparse.Namespace, group: Path, folder: Path) -> dict[str, Any]:
-    """Return how two jobs share a drive, by weights, and without a daemon."""
+    """Return how two jobs share a drive, without a daemon and with a daemon for several weights."""
     drive = SlowDrive(folder, group)
     found: dict[str, Any] = {}
     for weights in (None, *WEIGHTS):
@@ -218,15 +223,15 @@ def fairness(options: argparse.Namespace, group: Path, folder: Path) -> dict[str
 
 
 def two_drives(options: argparse.Namespace, group: Path, folders: list[Path]) -> dict[str, Any]:
-    """Return what a job moves with each of two drives and with both, also after one has become slower."""
+    """Return the throughput of a job on each of two drives and on both, before and after one has become slower."""
     drives = [SlowDrive(folder, group) for folder in folders]
 
     def moved(used: list[int], *speeds: dict[int, float]) -> list[float]:
-        """Return bytes per second with these drives, first at these speeds, then at the next ones, and so on."""
+        """Return bytes per second with these drives for each set of speeds in turn."""
         with ExitStack() as stack:
             runtime = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="infinity-bench-")))
             config = {"memory": {"host_bytes": options.host_memory}, "telemetry": {"runtime_dir": str(runtime)}}
-            set_speeds(speeds[0])  # before it starts: so it is spread by them
+            set_speeds(speeds[0])  # before the start, because stripe weights follow the measured speeds
             paths = [str(folders[number]) for number in used]
             (pipe,), runs = stack.enter_context(jobs(options, [config], group, paths))
             pipe.send("train")
@@ -257,7 +262,7 @@ def two_drives(options: argparse.Namespace, group: Path, folders: list[Path]) ->
 
 
 def alone(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the step time of a job with a daemon, with one that is stopped, and without one, in turns."""
+    """Return the step time of a job with a daemon, with a stopped daemon, and without one, in turns."""
     with tempfile.TemporaryDirectory(prefix="infinity-bench-") as name:
         runtime = Path(name)
         config = {"memory": {"host_bytes": options.host_memory}, "telemetry": {"runtime_dir": name}}
@@ -286,11 +291,11 @@ def alone(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 COUNTED = ("moved", "copied", "stalled", "fetched", "moving", "spared", "enter", "end_step")
 BLOCKS = ("part", "phase")
-"""Methods of the ledger that count, and those that do it at the begin and the end of a block."""
+"""Methods of the ledger that count, and context managers that count when a block begins and ends."""
 
 
 def telemetry(options: argparse.Namespace, folder: Path) -> float:
-    """Return the share of a step that is spent in the ledger."""
+    """Return the part of a step that is spent in the ledger."""
     import torch
 
     from infinity.telemetry.ledger import Ledger
@@ -340,7 +345,7 @@ def telemetry(options: argparse.Namespace, folder: Path) -> float:
 
 
 def scrape(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what a scrape costs with so many ranks and drives, and how many series it has."""
+    """Return the CPU time of a scrape and its number of series, for several ranks and drives."""
     import psutil
 
     from infinity.telemetry import Stats
@@ -368,7 +373,7 @@ def scrape(options: argparse.Namespace) -> dict[str, Any]:
         after = process.cpu_times()
         passed = time.monotonic() - idle
         time.sleep(passed)
-        rest = process.cpu_times()  # what the daemon does by itself in as much time is no part of a scrape
+        rest = process.cpu_times()  # subtracts background work of the daemon in a period of the same length
         busy = (after.user + after.system) - (before.user + before.system)
         own = (rest.user + rest.system) - (after.user + after.system)
         lines = [line for line in text.splitlines() if line and not line.startswith("#")]
@@ -379,7 +384,7 @@ PARTS = ("drives", "fair", "alone", "telemetry", "scrape")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return everything, as it is stored; what is not to be measured, as it was stored before."""
+    """Measure the requested parts; return them together with the stored results of the other parts."""
     parts = options.parts.split(",")
     before = json.loads(options.out.read_text()) if set(parts) != set(PARTS) else {}
     result: dict[str, Any] = {**before, "machine": machine(), "model": options.model}
@@ -427,7 +432,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw the shares of two jobs, without a daemon and by weights, and what two drives give alone and together."""
+    """Plot the shares of two jobs by weight, and the throughput of two drives alone and together."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -435,41 +440,47 @@ def draw(result: dict[str, Any], file: Path) -> None:
     FigureCanvasAgg(figure)
     axes, right = figure.subplots(1, 2)
     names = list(result["fair"])
-    for number, label in enumerate(("many requests in flight", "few")):
+    for number, label in enumerate(("many requests in flight", "few requests in flight")):
         values = [result["fair"][name]["bytes_per_second"][number] / 1e6 for name in names]
         axes.bar([at + 0.4 * number for at in range(len(names))], values, width=0.38, label=label)
     axes.set_xticks([at + 0.2 for at in range(len(names))], [name.replace("without", "no daemon") for name in names])
-    axes.set(ylabel="MB/s", title="Two jobs on one drive, by weights")
+    axes.set(ylabel="MB/s", title="Two jobs on one drive, by weight")
     axes.legend(loc="upper center")
     rates = {name: rate / 1e6 for name, rate in result["two_drives"]["bytes_per_second"].items()}
     for at, (first, both) in enumerate((("fast", "both"), ("slow", "both_after_change"))):
-        right.bar(2.5 * at, rates[first], label="one drive alone" if not at else None, color="#4477aa")
+        right.bar(2.5 * at, rates[first], label="first drive alone" if not at else None, color="#4477aa")
         right.bar(
-            2.5 * at, rates["middle"], bottom=rates[first], label="the other alone" if not at else None, color="#88ccee"
+            2.5 * at,
+            rates["middle"],
+            bottom=rates[first],
+            label="second drive alone" if not at else None,
+            color="#88ccee",
         )
-        right.bar(2.5 * at + 1, rates[both], label="both, one run" if not at else None, color="#228833")
-    right.set_xticks([0.5, 3.0], ["at the start", "one became slower"])
+        right.bar(2.5 * at + 1, rates[both], label="both drives, one run" if not at else None, color="#228833")
+    right.set_xticks([0.5, 3.0], ["at the start", "after one became slower"])
     right.set(ylabel="MB/s", title="One run on two drives of different speed")
     right.legend()
     figure.savefig(file, dpi=130)
 
 
 def main() -> None:
-    """Measure; write results/daemon.json and its picture."""
+    """Run the benchmark and write results/daemon.json and its plot."""
     sys.path.insert(0, str(ROOT))
     from infinity.units import parse_size
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-100m")
-    parser.add_argument("--seq", type=int, default=32, help="tokens of a step")
-    parser.add_argument("--megabytes", type=int, default=300, help="speed of the drive in MiB/s, in each direction")
+    parser.add_argument("--seq", type=int, default=32, help="tokens per step")
+    parser.add_argument("--megabytes", type=int, default=300, help="drive speed in MiB/s, in each direction")
     parser.add_argument("--host-memory", type=parse_size, default=256 << 20)
     parser.add_argument("--device-bytes", type=parse_size, default=9 << 30)
-    parser.add_argument("--settle", type=float, default=40, help="seconds until shares are measured")
-    parser.add_argument("--seconds", type=float, default=40, help="seconds in which they are")
+    parser.add_argument("--settle", type=float, default=40, help="seconds before throughput is measured")
+    parser.add_argument("--seconds", type=float, default=40, help="seconds in which throughput is measured")
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=8, help="steps of a turn")
-    parser.add_argument("--parts", default=",".join(PARTS), help="what to measure; the rest stays as it is stored")
+    parser.add_argument("--steps", type=int, default=8, help="steps per turn")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help="parts to measure; stored results of other parts are kept"
+    )
     parser.add_argument("--scrapes", type=int, default=50)
     parser.add_argument("--out", type=Path, default=RESULTS / "daemon.json")
     parser.add_argument("--json", action="store_true")

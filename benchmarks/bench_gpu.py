@@ -1,29 +1,30 @@
-"""A model larger than the memory that a GPU is left with: infinity beside everything resident, and beside its plan.
+"""Training a model that exceeds GPU memory: infinity compared with resident state and with its own plan.
 
-All variants are alive at once, each in a process of its own, and take turns on one GPU; each but the first under a cap
-of device memory (`torch.cuda.set_per_process_memory_fraction`), which the model exceeds several times:
+All variants are alive at the same time, each in its own process, and take turns on one GPU. Every variant except the
+first has a cap on device memory (`torch.cuda.set_per_process_memory_fraction`), which the model exceeds several times:
 
-- `fsdp_memory`: FSDP2 and torch's optimizer, everything in device memory, no cap.
-- `fsdp_cpu_offload`: FSDP2's CPUOffloadPolicy: parameters and optimizer in host memory, updates on the CPU.
-- `infinity_host`: a host cache that all of the state stays in.
-- `infinity_nvme`: a host cache of `--host-memory`; what is not in there is on NVMe.
+- `fsdp_memory`: FSDP2 and the optimizer of torch, with all state in device memory and no cap.
+- `fsdp_cpu_offload`: FSDP2's CPUOffloadPolicy, with parameters and optimizer in host memory and updates on the CPU.
+- `infinity_host`: infinity with a host cache that holds the complete state.
+- `infinity_nvme`: infinity with a host cache of `--host-memory`. The rest of the state is on NVMe.
 
-A turn is `--steps` steps without a pause, of which the first does not count: it begins with the device idle and leaves
-in flight what the following ones hide. Losses are read when the turn has ended. Reported are medians, and medians of
-the differences and ratios round by round:
+A turn consists of `--steps` steps without a pause, of which the first is not timed: it starts with an idle device and
+leaves work in flight that the following steps overlap. Losses are read at the end of a turn. The results are medians,
+and medians of the differences and ratios by round:
 
-- `tokens_per_second`, and `tflops` by the operations that infinity/estimate counts, recomputation included.
-- `exposed`: seconds of a step that are not hidden, beside what is planned before a run, of computation as fast as that
-  of `fsdp_memory`. `between_variants`: `drives` is `infinity_nvme` less `infinity_host`; `links_and_updates`, copies
-  between host and device and updates, is `infinity_host` less `fsdp_memory`. `by_resource`: where the training thread
-  was (the ledger), and what the planned step would be shorter if the resource took no time. On a GPU the thread's
-  computation is launching kernels, and waiting for them.
-- `bytes` of a step over the drives and over the link, and of weights that are gathered, measured and planned.
-- `losses`: all of them, and whether variants whose updates run on the same kind of device had the same bits in every
-  step. Where not, the exit status is 1. `--variants fsdp_memory,fsdp_memory_again,…` has the first one twice: where
-  those two differ, the device does not compute the same bits again, and a difference to others says nothing.
+- `tokens_per_second`, and `tflops` from the operation count of infinity/estimate, including recomputation.
+- `exposed`: seconds of a step that are not overlapped, next to the plan before the run, which assumes the speed of
+  computation of `fsdp_memory`. `between_variants`: `drives` is `infinity_nvme` minus `infinity_host`.
+  `links_and_updates`, copies between host and device and updates, is `infinity_host` minus `fsdp_memory`.
+  `by_resource`: time of the training thread by resource (from the ledger), and how much shorter the planned step would
+  be if the resource took no time. On a GPU, computation of the thread is kernel launches and waiting for kernels.
+- `bytes` per step over the drives and over the link, and bytes of all-gathered weights, measured and planned.
+- `losses`: all losses, and whether they are bitwise equal in every step among variants whose updates run on the same
+  kind of device. If they differ, the exit status is 1. `--variants fsdp_memory,fsdp_memory_again,…` includes the first
+  variant twice. If these two differ, the device does not compute reproducibly, and other differences are not
+  meaningful.
 
-Without a GPU, and without `--device cpu`, which is for trying it, the exit status is 2.
+The exit status is 2 without a GPU, unless `--device cpu` is given to try the benchmark.
 
     python benchmarks/bench_gpu.py --nvme DIR [--model llama-1b --layers 16] [--tokens 16384 --cap-fraction 0.1]
 """
@@ -51,19 +52,16 @@ from bench_step import RESULTS, ROOT, machine, publish, spread
 VARIANTS = ("fsdp_memory", "fsdp_cpu_offload", "infinity_host", "infinity_nvme")
 PAGED = VARIANTS[2:]
 AGAIN = "fsdp_memory_again"
-"""The first one once more, for its losses."""
+"""Second instance of the first variant, to compare its losses."""
 RESIDENT = (VARIANTS[0], AGAIN)
-"""Those without a cap, all of whose state is on the device."""
+"""Variants without a cap, whose state is on the device."""
 SHAPE = {
     "layers": "num_hidden_layers", "hidden": "hidden_size", "inner": "intermediate_size",
     "heads": "num_attention_heads", "vocabulary": "vocab_size",
 }  # fmt: skip
-"""Options, and what they are called in LlamaConfig."""
+"""Names of options, and of the corresponding fields of LlamaConfig."""
 WARM = 2
-"""Steps of every variant that are not counted:
-
-in the first one infinity records, in the second it fills its host cache.
-"""
+"""Warm-up steps of each variant. infinity records its trace in the first and fills its host cache in the second."""
 LINK = ("to_device", "from_device")
 RESOURCES = {
     "computation": (("computation",), ("compute",)),
@@ -73,14 +71,14 @@ RESOURCES = {
     "drives": (("drives", "hashing"), ("read_stall", "write_stall", "host_cache_stall")),
     "Python": (("interpreter", "fixed"), ("python",)),
 }
-"""By resource, what it is called in infinity/estimate and in the ledger; it is as busy as the busiest there."""
+"""Names of each resource in infinity/estimate and in the ledger. Its busy time is the largest of its parts."""
 PARTS = [part for _, parts in RESOURCES.values() for part in parts]
 COPIED = 256 << 20
-"""Bytes that the speed of the link is measured with."""
+"""Size of the copies that measure the speed of the link, in bytes."""
 
 
 def source_of(options: argparse.Namespace) -> Any:
-    """Return the model: a preset, but for what options say of its shape."""
+    """Return the model source: the preset, with the shape options applied."""
     from transformers import LlamaConfig
 
     from infinity_tools.presets import PRESETS, ModelSource
@@ -93,7 +91,10 @@ def source_of(options: argparse.Namespace) -> Any:
 
 
 def first_values(module: Any) -> None:
-    """Set a module's own matrices, by its name alone, so that they are the same whoever asks for them and when."""
+    """Initialize a module's own matrices with a seed that depends only on its name.
+
+    The values are therefore the same for every variant and in every order of initialization.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(module.first_seed)
@@ -134,8 +135,8 @@ def build(options: argparse.Namespace, variant: str, folder: str, device_bytes: 
 
 
 def settings_of(options: argparse.Namespace, variant: str, parameters: int, device_bytes: int) -> dict[str, Any]:
-    """Return the settings that a plan depends on."""
-    # State, gradients and ends of pages.
+    """Return the settings that determine the plan of a variant."""
+    # State, gradients, and padding of pages.
     host_cache = 18 * parameters + (1 << 29) if variant == "infinity_host" else options.host_memory
     return {
         "memory": {"host_bytes": host_cache, "page_bytes": options.page_bytes, "device_bytes": device_bytes},
@@ -144,7 +145,10 @@ def settings_of(options: argparse.Namespace, variant: str, parameters: int, devi
 
 
 def link_speed(device: Any) -> float:
-    """Return bytes per second of copies between registered host memory and a device, the slower direction; 0: none."""
+    """Return the bandwidth between pinned host memory and a device in bytes per second.
+
+    This is the slower of both directions, and 0 for the CPU.
+    """
     import torch
 
     if device.type == "cpu":
@@ -167,13 +171,15 @@ def link_speed(device: Any) -> float:
 
 
 def prepare(options: argparse.Namespace, variant: str) -> tuple[dict[str, Any], int]:
-    """Ready this process for a variant; return what is known of its device, and memory for staged weights there."""
+    """Configure this process for a variant; return device properties and the size of the GPU prefetch buffer."""
     import torch
 
     if options.deterministic:
-        torch.use_deterministic_algorithms(True)  # not to warn only: flash attention's backward is the usual one then
-        torch.utils.deterministic.fill_uninitialized_memory = False  # else every allocation is filled
-        torch.backends.cuda.enable_cudnn_sdp(False)  # of these two, backward adds up in any order
+        torch.use_deterministic_algorithms(
+            True
+        )  # an error, not a warning, so that flash attention uses its deterministic backward
+        torch.utils.deterministic.fill_uninitialized_memory = False  # avoids filling every allocation
+        torch.backends.cuda.enable_cudnn_sdp(False)  # the backward of these two sums in arbitrary order
         torch.backends.cuda.enable_mem_efficient_sdp(False)
     if options.device == "cpu":
         if options.threads:
@@ -184,26 +190,29 @@ def prepare(options: argparse.Namespace, variant: str) -> tuple[dict[str, Any], 
     if variant not in RESIDENT:
         torch.cuda.set_per_process_memory_fraction(options.cap_fraction, 0)
     facts = {"name": properties.name, "memory_bytes": properties.total_memory, "cap_bytes": cap}
-    # What is free on a device does not say what a capped process may take of it.
+    # Free memory of the device does not reflect the cap of the process.
     return facts, options.device_bytes or cap // 4
 
 
 def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: str) -> None:
-    """Hold one variant; take so many steps per message and answer with figures, at last with those of all of them."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products need
+    """Hold one variant; take as many steps as each message asks for and answer with figures.
+
+    The last answer, after the message 0, contains the figures of all steps.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required for deterministic matrix products
     warnings.simplefilter("ignore")
     from infinity.errors import InfinityError
 
     try:
         serve(pipe, variant, options, folder)
-    except InfinityError as error:  # says what to change
+    except InfinityError as error:  # the message contains the fix
         pipe.send({"error": str(error)})
     except Exception:
         pipe.send({"error": traceback.format_exc()})
 
 
 def serve(pipe: Connection, variant: str, options: argparse.Namespace, folder: str) -> None:
-    """Do what `worker` says."""
+    """Run the loop of `worker`."""
     import torch
 
     from infinity_tools.plan.shapes import shape_of
@@ -235,11 +244,11 @@ def serve(pipe: Connection, variant: str, options: argparse.Namespace, folder: s
 def turn(
     options: argparse.Namespace, variant: str, model: Any, optimizer: Any, number: int, count: int
 ) -> dict[str, Any]:
-    """Take `count` steps from a number on; return figures of those behind the first one, and all losses."""
+    """Take `count` steps, the first with seed `number`; return all losses, and figures of the steps after the first."""
     import torch
 
     losses, began, before = [], 0.0, {}
-    vocabulary = min(256, model.config.vocab_size)  # bytes
+    vocabulary = min(256, model.config.vocab_size)  # byte-sized tokens
     for step in range(count):
         torch.manual_seed(number + step)
         tokens = torch.randint(0, vocabulary, (options.tokens // options.seq, options.seq)).to(options.device)
@@ -263,13 +272,13 @@ def turn(
             "write": statistics.mean(record.written_bytes for record in records),
             **{name: (value - before[name]) / counted for name, value in copied_bytes(optimizer, variant).items()},
         }
-        while any(optimizer.run.pager.in_flight().values()):  # is not to slow down whoever comes next
+        while any(optimizer.run.pager.in_flight().values()):  # so that transfers do not slow down the next variant
             time.sleep(0.01)
     return answer
 
 
 def synchronize(options: argparse.Namespace) -> None:
-    """Wait for the device."""
+    """Wait for the GPU."""
     import torch
 
     if options.device != "cpu":
@@ -277,7 +286,7 @@ def synchronize(options: argparse.Namespace) -> None:
 
 
 def copied_bytes(optimizer: Any, variant: str) -> dict[str, float]:
-    """Return the bytes of weights that were gathered so far, and those that crossed the link, by direction."""
+    """Return the bytes of weights that were gathered, and that crossed the link by direction, until now."""
     if variant not in PAGED:
         return {}
     page = optimizer.run.stats.snapshot()
@@ -286,7 +295,7 @@ def copied_bytes(optimizer: Any, variant: str) -> dict[str, float]:
 
 
 def foretold(optimizer: Any) -> dict[str, Any]:
-    """Return where updates run, and what the plan that was followed predicts of a step with the run's own rates."""
+    """Return the update schedule, and the prediction of the executed plan for the rates of the run."""
     records, traffic = optimizer.records[WARM:], optimizer.run.plan.traffic
     page = optimizer.run.stats.snapshot()
     link = {way: page.value("plan_predicted_link_bytes_per_step", direction=way) for way in LINK}
@@ -303,14 +312,14 @@ def foretold(optimizer: Any) -> dict[str, Any]:
 def planned(
     options: argparse.Namespace, variant: str, facts: Mapping[str, Any], flops: float, drives: Any
 ) -> dict[str, Any]:
-    """Return what infinity/estimate says of a variant.
+    """Return the estimate of infinity/estimate for a variant.
 
     Args:
-        options: of the command.
-        variant: one of `PAGED`.
-        facts: by variant, what its process said at its start.
-        flops: operations per second of everything resident.
-        drives: of this machine.
+        options: Options of the command.
+        variant: One of `PAGED`.
+        facts: First answer of each process, by variant.
+        flops: Operations per second with all state resident.
+        drives: Drives of this machine.
     """
     from infinity.config import load_config
     from infinity.estimate.estimate import STORAGE, estimate
@@ -357,7 +366,7 @@ def planned(
 
 
 def workload(options: argparse.Namespace) -> Any:
-    """Return what is trained how, as infinity/estimate has it."""
+    """Return the workload in the terms of infinity/estimate."""
     from infinity.estimate.estimate import Workload
 
     return Workload(batch_tokens=options.tokens, sequence=options.seq, checkpointing=True)
@@ -380,28 +389,28 @@ class Variants:
             self._processes.append(process)
 
     def answer(self, variant: str) -> dict[str, Any]:
-        """Return the next answer of a variant; where it has failed, say why and exit."""
+        """Return the next answer of a variant. If the variant has failed, print the reason and exit."""
         try:
             found: dict[str, Any] = self._pipes[variant].recv()
         except EOFError:
-            sys.exit(f"bench_gpu: {variant} died without a word")
+            sys.exit(f"bench_gpu: the process of {variant} exited unexpectedly")
         if "error" in found:
             sys.exit(f"bench_gpu: {variant} failed: {found['error']}")
         return found
 
     def ask(self, variant: str, steps: int) -> dict[str, Any]:
-        """Have a variant take steps, or end where that is none; return its answer."""
+        """Request steps of a variant, or its end with 0 steps, and return the answer."""
         self._pipes[variant].send(steps)
         return self.answer(variant)
 
     def join(self) -> None:
-        """Wait until all have ended."""
+        """Wait until all processes have exited."""
         for process in self._processes:
             process.join()
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Let all variants take turns; return all figures."""
+    """Run all variants in turn and return the figures."""
     from rich.progress import Progress
 
     from infinity_tools.plan.plan_drives import drives_at, typed_drives
@@ -410,7 +419,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     drives = typed_drives(bandwidth, 1, 0, 0) if bandwidth else drives_at([folder], 0)[0]
     variants = Variants(options, folder)
     with Progress(transient=True, disable=options.json) as progress:
-        task = progress.add_task("models are made", total=(2 + options.rounds) * len(options.variants))
+        task = progress.add_task("building models", total=(2 + options.rounds) * len(options.variants))
 
         def each(what: str, do: Callable[[str], dict[str, Any]]) -> dict[str, dict[str, Any]]:
             found = {}
@@ -420,10 +429,11 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 progress.advance(task)
             return found
 
-        facts = each("models are made", variants.answer)
-        first = each("first steps", lambda variant: variants.ask(variant, max(WARM, options.steps)))
+        facts = each("building models", variants.answer)
+        first = each("warm-up steps", lambda variant: variants.ask(variant, max(WARM, options.steps)))
         rounds = [
-            each("steps in turn", lambda variant: variants.ask(variant, options.steps)) for _ in range(options.rounds)
+            each("measuring steps in turn", lambda variant: variants.ask(variant, options.steps))
+            for _ in range(options.rounds)
         ]
     last = {variant: variants.ask(variant, 0) for variant in options.variants}
     variants.join()
@@ -437,7 +447,10 @@ def figures(
     last: dict[str, dict[str, Any]],
     drives: Any,
 ) -> dict[str, Any]:
-    """Return the figures of all variants, out of what their processes have said; the first turn counts for losses."""
+    """Return the figures of all variants from the answers of their processes.
+
+    The first turn only contributes its losses.
+    """
     shape = facts["fsdp_memory"]["shape"]
     flops = workload(options).flops(shape)
     seconds = {variant: [row[variant]["seconds"] for row in turns[1:]] for variant in options.variants}
@@ -504,7 +517,7 @@ def figures(
 
 
 def compared(losses: Mapping[str, list[float]], devices: Mapping[str, str]) -> dict[str, Any]:
-    """Return by kind of device that updates run on which variants there are, and whether all their losses are equal."""
+    """Return the variants by the kind of device on which updates run, and whether all of their losses are equal."""
     found: dict[str, Any] = {"steps": len(next(iter(losses.values()))), "by_update_device": {}}
     for device in sorted(set(devices.values())):
         names = [variant for variant in losses if devices[variant] == device]
@@ -518,7 +531,7 @@ def compared(losses: Mapping[str, list[float]], devices: Mapping[str, str]) -> d
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw tokens per second, and exposed seconds beside the planned ones."""
+    """Plot tokens per second, and measured next to planned exposed seconds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -548,7 +561,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
 
 
 def exposures(result: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """Return what for, measured and planned seconds of a step that are exposed; of those that were measured."""
+    """Return name, measured seconds and planned seconds of each measured exposure."""
     found = {}
     for row in result["variants"].values():
         for name, value in row.get("exposed", {}).get("between_variants", {}).items():
@@ -568,8 +581,8 @@ def show(result: dict[str, Any]) -> None:
     capped = f", capped at {format_size(device['cap_bytes'])}" if device["cap_bytes"] else ""
     title = f"{result['model']['parameters'] / 1e6:.4g} M parameters, {device['name']}{capped}"
     console.print(
-        "s/step: median. /memory: over everything resident. peak: of device memory. plan: seconds of a step that "
-        "infinity/estimate says before a run; clock: that the plan predicts with the run's own rates."
+        "s/step: median. /memory: relative to fsdp_memory. peak: peak device memory. plan: s/step predicted before "
+        "the run. clock: s/step predicted from the rates of the run."
     )
     table = Table(title=f"\n{title}", box=None, padding=(0, 1, 0, 0))
     for name in ("variant", "s/step", "tokens/s", "TFLOP/s", "/memory", "peak", "plan", "clock"):
@@ -585,7 +598,7 @@ def show(result: dict[str, Any]) -> None:
     console.print(table)
     for name, seconds, plan in exposures(result):
         console.print(f"exposed, {name}: {seconds:.3g} s measured, {plan:.3g} s planned")
-    table = Table(title="\nseconds of a step by resource", box=None, padding=(0, 1, 0, 0))
+    table = Table(title="\nSeconds per step by resource", box=None, padding=(0, 1, 0, 0))
     for name in ("variant", "resource", "ledger", "planned exposed", "planned busy"):
         table.add_column(name, justify="left" if name in ("variant", "resource") else "right", no_wrap=True)
     for variant, row in result["variants"].items():
@@ -599,38 +612,42 @@ def show(result: dict[str, Any]) -> None:
             plan = value["planned_before"] if value["planned"] is None else value["planned"]
             console.print(f"{variant}, {name}: {format_size(value['measured'])}, planned {format_size(plan)}")
     for kind, row in result["losses"]["by_update_device"].items():
-        equal = "the same bits" if row["equal"] else f"DIFFERENT from step {row['first_difference'] + 1} on"
+        equal = "bitwise equal" if row["equal"] else f"DIFFERENT from step {row['first_difference'] + 1} on"
         console.print(f"losses, updates on {kind}: {equal} ({', '.join(row['variants'])})", soft_wrap=True)
 
 
 def main() -> None:
-    """Measure and write results/gpu.json and its picture."""
+    """Run the benchmark and write results/gpu.json and its plot."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     llamas = ("tiny", "llama-100m", "llama-1b")
-    parser.add_argument("--model", choices=llamas, default="llama-1b", help="preset; the options below change it")
+    parser.add_argument("--model", choices=llamas, default="llama-1b", help="preset, which the options below override")
     for name in SHAPE:
-        parser.add_argument(f"--{name}", type=int, default=0, help="0: the preset's")
-    parser.add_argument("--tokens", type=int, default=8192, help="per step")
-    parser.add_argument("--seq", type=int, default=2048, help="tokens per sequence, at most")
-    parser.add_argument("--steps", type=int, default=4, help="of a turn; the first does not count")
-    parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one that is not")
-    parser.add_argument("--cap-fraction", type=float, default=0.05, help="of the GPU's memory, for capped variants")
+        parser.add_argument(f"--{name}", type=int, default=0, help="default: from the preset")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens per step")
+    parser.add_argument("--seq", type=int, default=2048, help="maximum tokens per sequence")
+    parser.add_argument("--steps", type=int, default=4, help="steps per turn; the first is not timed")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one warm-up round")
+    parser.add_argument("--cap-fraction", type=float, default=0.05, help="cap on device memory, as a fraction")
     parser.add_argument("--device-bytes", default="0", help="memory.device_bytes; 0: a quarter of the cap")
-    parser.add_argument("--host-memory", default="2GiB", help="host cache of infinity_nvme")
-    parser.add_argument("--page-bytes", default="0", help="memory.page_bytes; 0: derived")
+    parser.add_argument("--host-memory", default="2GiB", help="size of the host cache of infinity_nvme")
+    parser.add_argument("--page-bytes", default="0", help="memory.page_bytes; 0: chosen automatically")
     parser.add_argument("--update", default="auto", help="update.schedule")
     parser.add_argument("--update-device", choices=("auto", "cpu", "cuda"), default="auto", help="update.device")
-    parser.add_argument("--update-cores", type=int, default=-1, help="update.cores; -1: infinity's choice")
+    parser.add_argument("--update-cores", type=int, default=-1, help="update.cores; -1: chosen automatically")
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True,
-                        help="deterministic algorithms, without which losses may differ")  # fmt: skip
+                        help="use deterministic algorithms; without them, losses may differ")  # fmt: skip
     parser.add_argument("--variants", default=",".join(VARIANTS))
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the benchmark")
-    parser.add_argument("--threads", type=int, default=0, help="with --device cpu: that compute; 0: torch's choice")
-    parser.add_argument("--nvme", type=Path, default=Path(), help="folder on the drive; about 66 bytes per parameter")
-    parser.add_argument("--nvme-bandwidth", help="what the drive does, such as 7e9/5e9; default: measured")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the benchmark")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="compute threads with --device cpu; 0: the default of torch"
+    )
+    parser.add_argument(
+        "--nvme", type=Path, default=Path(), help="folder on the drive, which needs about 66 bytes per parameter"
+    )
+    parser.add_argument("--nvme-bandwidth", help="read/write bandwidth of the drive, e.g. 7e9/5e9 (default: measured)")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only JSON")
     options = parser.parse_args()
     check(options, parser)
     left_out = ("nvme", "out", "json")
@@ -642,7 +659,7 @@ def main() -> None:
 
 
 def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse what cannot be measured, in one line and with status 2; read sizes."""
+    """Validate options and parse sizes; exit with one line and status 2 if an option is invalid."""
     from infinity.errors import ConfigError
     from infinity.units import parse_size
 
@@ -656,22 +673,22 @@ def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.exit(2, f"bench_gpu: {error}\n")
     problem = None
     if unknown := set(options.variants) - {*VARIANTS, AGAIN}:
-        problem = f"unknown variants {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}"
+        problem = f"--variants: unknown variants {', '.join(sorted(unknown))}. Choose from {', '.join(VARIANTS)}."
     elif "fsdp_memory" not in options.variants:
-        problem = "--variants must contain fsdp_memory, whose computation the others are compared with"
+        problem = "--variants must include fsdp_memory, the baseline of the comparison"
     elif not options.nvme.is_dir():
         problem = f"--nvme {str(options.nvme)!r} is not a folder"
     elif options.tokens % options.seq:
         problem = f"--tokens {options.tokens} is not a multiple of --seq {options.seq}"
     elif options.steps < 2:
-        problem = f"--steps {options.steps}: the first step of a turn does not count; give 2 or more"
+        problem = f"--steps {options.steps}: the first step of a turn is not timed. Pass 2 or more."
     elif not 0 < options.cap_fraction <= 1:
         problem = f"--cap-fraction {options.cap_fraction} must be above 0 and at most 1"
     elif options.device == "cuda":
         import torch
 
         if not torch.cuda.is_available():
-            problem = f"torch {torch.__version__} sees no GPU; --device cpu tries the benchmark without one"
+            problem = f"torch {torch.__version__} sees no GPU. Pass --device cpu to try the benchmark without one."
     if problem is not None:
         parser.exit(2, f"bench_gpu: {problem}\n")
 

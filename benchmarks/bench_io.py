@@ -1,10 +1,10 @@
-"""Our I/O engines against fio: same file, same request size, same depth, in turns.
+"""I/O engines compared with fio: the same file, request size and depth, in turns.
 
     python benchmarks/bench_io.py --dir /path/on/nvme
     python benchmarks/bench_io.py --loop          # XFS on a loop device in memory; root only
 
-Writes benchmarks/results/io.json. A ratio is the median over the rounds of ours over
-fio's in the same round, so that a drive whose speed drifts does not decide.
+Writes benchmarks/results/io.json. A ratio is the median over the rounds of an engine's throughput divided by the
+throughput of fio in the same round, so that a drive whose speed drifts does not bias the result.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from infinity.units import KIB, MIB, format_size, parse_size  # noqa: E402
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How bytes are asked for: `depth` requests of `request_bytes`; our tickets have `ticket_bytes`."""
+    """An access pattern: `depth` requests of `request_bytes`, submitted by engines as tickets of `ticket_bytes`."""
 
     name: str
     request_bytes: int
@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def tickets(self) -> int:
-        """Tickets kept outstanding: as many requests as the depth, and a page more when pages are split."""
+        """Number of outstanding tickets: enough to fill the depth, plus one page when pages are split."""
         exact = self.depth * self.request_bytes // self.ticket_bytes
         return exact if self.ticket_bytes == self.request_bytes else exact + 1
 
@@ -65,13 +65,13 @@ SHAPES = (
 CONTESTANTS = ("fio", "io_uring", "threads")
 REST_SECONDS = 0.5
 RAMP_SECONDS = 1.0
-"""Not counted at the start of a run: virtual drives give credit for idle time and are faster at first."""
+"""Warm-up at the start of a run, not measured: virtual drives grant burst credit for idle time."""
 HEADLINE = SHAPES[0].name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One run."""
+    """The result of one measurement."""
 
     shape: str
     op: str
@@ -79,11 +79,11 @@ class Sample:
     round: int
     bytes_per_second: float
     cpu_per_second: float
-    """CPU seconds of the process per second, kernel included."""
+    """CPU seconds of the process per second, including time in the kernel."""
 
 
 def run_fio(path: Path, shape: Shape, op: Op, seconds: float, size: int) -> tuple[float, float]:
-    """Return (bytes per second, CPU seconds per second) of fio."""
+    """Return the throughput of fio in bytes per second, and its CPU seconds per second."""
     command = [
         "fio", "--name=reference", f"--filename={path}", f"--rw={op.value}", f"--bs={shape.request_bytes}",
         f"--iodepth={shape.depth}", f"--size={size}", "--ioengine=io_uring", "--fixedbufs=1", "--direct=1",
@@ -98,7 +98,7 @@ def run_fio(path: Path, shape: Shape, op: Op, seconds: float, size: int) -> tupl
 
 
 class Load:
-    """Keeps a number of tickets outstanding; each completion submits the next one."""
+    """A load that keeps a fixed number of tickets outstanding; each completion submits the next ticket."""
 
     def __init__(self, engine: Engine, path: Path, op: Op, shape: Shape, memory: memoryview, size: int) -> None:
         self._engine, self._op, self._shape, self._memory = engine, op, shape, memory
@@ -112,7 +112,7 @@ class Load:
         self._error: InfinityError | None = None
 
     def run(self, ramp: float, seconds: float) -> tuple[float, float]:
-        """Return (bytes per second, CPU seconds per second) of `seconds` after `ramp` seconds."""
+        """Return bytes per second and CPU seconds per second, measured for `seconds` after `ramp` seconds."""
         for slot in range(self._shape.tickets):
             self._submit(slot)
         time.sleep(ramp)
@@ -147,7 +147,7 @@ class Load:
 
 
 def run_engine(name: str, path: Path, shape: Shape, op: Op, seconds: float, size: int) -> tuple[float, float]:
-    """Return (bytes per second, CPU seconds per second) of one of our engines."""
+    """Return the throughput of an engine in bytes per second, and its CPU seconds per second."""
     kinds: dict[str, type[UringEngine] | type[ThreadEngine]] = {
         "io_uring": UringEngine,
         "threads": ThreadEngine,
@@ -163,7 +163,7 @@ def run_engine(name: str, path: Path, shape: Shape, op: Op, seconds: float, size
 
 
 def measure(folder: Path, rounds: int, seconds: float, size: int, console: Console) -> list[Sample]:
-    """Run every contestant in turn, `rounds` times, for every shape and direction."""
+    """Run all contestants in turn, `rounds` times for each shape and direction."""
     samples = []
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=folder) as work:
         path = Path(work) / "data"
@@ -174,9 +174,9 @@ def measure(folder: Path, rounds: int, seconds: float, size: int, console: Conso
             os.fsync(file.fileno())
         for shape in SHAPES:
             for op in Op:
-                # The shape that is judged gets more rounds: on a shared drive a few decide nothing.
+                # The headline shape gets more rounds, because a few rounds on a shared drive are too noisy.
                 for number in range(rounds * (3 if shape.name == HEADLINE else 1)):
-                    # Everybody is first equally often.
+                    # Rotate, so that each contestant is first equally often.
                     turn = number % len(CONTESTANTS)
                     for contestant in CONTESTANTS[turn:] + CONTESTANTS[:turn]:
                         time.sleep(REST_SECONDS)
@@ -208,7 +208,7 @@ def median(samples: list[Sample], shape: str, op: Op, contestant: str, what: str
 
 
 def ratios(samples: list[Sample], op: Op) -> dict[str, dict[str, float]]:
-    """Return, per engine and shape, the median over the rounds of ours over fio's in the same round."""
+    """Return, by engine and shape, the median ratio to the throughput of fio in the same round."""
     speeds = {(s.shape, s.op, s.contestant, s.round): s.bytes_per_second for s in samples}
     return {
         engine: {
@@ -226,7 +226,7 @@ def ratios(samples: list[Sample], op: Op) -> dict[str, dict[str, float]]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the numbers depend on."""
+    """Return the properties of the machine that influence the results."""
     cpu = ""
     with open("/proc/cpuinfo") as file:
         cpu = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
@@ -241,7 +241,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the commit, marked when the working tree differs."""
+    """Return the git commit, with a suffix if the working tree differs."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT).stdout.strip()
@@ -250,7 +250,7 @@ def commit() -> str:
 
 
 def table(samples: list[Sample]) -> Table:
-    """Return medians and ratios."""
+    """Return a table of medians and ratios."""
     made = Table(title="median GB/s (CPU cores used), ratio to fio")
     for heading in ("shape", "op", *CONTESTANTS, "io_uring / fio", "threads / fio"):
         made.add_column(heading, justify="left" if heading in ("shape", "op") else "right")
@@ -268,18 +268,20 @@ def table(samples: list[Sample]) -> Table:
 
 
 def main() -> None:
-    """Parse the command line and run."""
+    """Parse the command line and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--dir", type=Path, default=Path("."), help="folder on the drive to measure; default: here")
-    where.add_argument("--loop", action="store_true", help="XFS on a loop device in memory (root)")
+    where.add_argument(
+        "--dir", type=Path, default=Path("."), help="folder on the drive (default: the current directory)"
+    )
+    where.add_argument("--loop", action="store_true", help="use XFS on a loop device in memory (root only)")
     parser.add_argument("--size", default="2GiB", help="size of the file")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="length of each run")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of each measurement")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "io.json")
     options = parser.parse_args()
     if shutil.which("fio") is None:
-        sys.exit("fio is not installed; it is the reference of this benchmark (apt-get install fio)")
+        sys.exit("fio, the reference of this benchmark, is not installed. Install it, e.g. with apt-get install fio.")
     if not options.dir.is_dir():
         sys.exit(f"{options.dir} is not a folder")
     size = parse_size(options.size, name="--size") // (8 * MIB) * 8 * MIB

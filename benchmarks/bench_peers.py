@@ -1,17 +1,18 @@
-"""infinity beside its peers: the same model, tokens, precision and optimizer through each, on the same drive.
+"""infinity compared with other systems: the same model, tokens, precision and optimizer on the same drive.
 
     python benchmarks/bench_peers.py --sizes 354m --tokens 512,2048 --ranks 1 --nvme DIR
     python benchmarks/bench_peers.py --parts time,saves,limits,failures
 
-DeepSpeed is installed into an environment of its own (`--environment`), where it compiles its extensions at first use.
-Each part adds to what `benchmarks/results/peers.json` has, by system, size, ranks and tokens:
+DeepSpeed is installed into a separate environment (`--environment`), where it compiles its extensions on first use.
+Each part adds its figures to `benchmarks/results/peers.json`, by system, size, ranks and tokens:
 
-- `time`: a peer and infinity (fp32) are alive at once and take turns of two steps, of which the second counts; so
-  `over_infinity` is a median of ratios within rounds. With bytes, peak memory, drive space, start and first step.
-- `saves`: seconds and space of a save, and whether a new process goes on with the same losses.
+- `time`: another system and infinity (fp32) are alive at the same time and take turns of two steps, of which the
+  second is timed. `over_infinity` is the median of the ratios by round. This part also reports bytes, peak memory,
+  drive space, start time and the first step.
+- `saves`: time and space of a save, and whether a new process resumes with the same losses.
 - `limits`: the smallest memory control group in which three steps run.
-- `failures`: what infinity and DeepSpeed do when a process is killed, a file is damaged or cut, a second job takes the
-  folder, or another number of ranks goes on.
+- `failures`: behavior of infinity and DeepSpeed when a process is killed, a file is damaged, writes are incomplete, a
+  second job uses the same folder, or a run resumes with another number of ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from rich.table import Table  # noqa: E402
 from infinity.units import parse_size  # noqa: E402
 
 SIZES = {"tiny": "tiny", "100m": "llama-100m", "354m": "llama-354m", "gpt2-354m": "gpt2-354m", "1b": "llama-1b"}
-"""Presets of `infinity train`; the first one is for a try, and DeepSpeed does not train GPT-2 with prefetch."""
+"""Presets of `infinity train`. The first one only tries the benchmark. DeepSpeed cannot train GPT-2 with prefetch."""
 SEQ = 512
 TURN = 2
 PARTS = ("time", "saves", "limits", "failures")
@@ -57,23 +58,23 @@ AutoModelForCausalLM.from_config(find_model(sys.argv[1]).config).save_pretrained
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """A system with its settings."""
+    """A system and its settings."""
 
     name: str
     system: str
     settings: dict[str, Any] = field(default_factory=dict)
     ranks: tuple[int, ...] = (1, 2)
     memory: float = 0.0
-    """Bytes per parameter that it holds in memory, about: it is left out where the machine has less."""
+    """Approximate memory in bytes per parameter. The system is skipped on machines with less."""
 
     @property
     def foreign(self) -> bool:
-        """Whether it needs the environment of DeepSpeed."""
+        """``True`` if the system requires the environment of DeepSpeed."""
         return self.system.startswith("deepspeed")
 
 
 def ours(name: str, **sections: Any) -> Contestant:
-    """Return infinity with the host cache of the comparison and further settings."""
+    """Return infinity with the host cache size of the comparison and further settings."""
     return Contestant(name=name, system="infinity", settings={"memory": {"host_bytes": "256MiB"}, **sections})
 
 
@@ -93,7 +94,7 @@ CONTESTANTS = (
 
 
 class Bench:
-    """What all parts share: where models, work folders and Pythons are, and the result so far."""
+    """State shared by all parts: models, work folders, Python interpreters and the current result."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, console: Console) -> None:
         self.options, self.folder, self.console = options, folder, console
@@ -102,7 +103,7 @@ class Bench:
         self._number = 0
 
     def model(self, size: str) -> Path:
-        """Return the folder of a pretrained model of a size, random weights, the same for all systems."""
+        """Return the folder of a model of this size with random weights, which are the same for all systems."""
         if size not in self._models:
             folder = self.folder / f"model-{size}"
             subprocess.run([sys.executable, "-W", "ignore", "-c", MAKE_MODEL, SIZES[size], str(folder)], check=True)
@@ -111,7 +112,7 @@ class Bench:
 
     @contextmanager
     def live(self, who: Contestant, size: str, ranks: int, **how: Any) -> Iterator[Live]:
-        """Start a system, on a folder of its own unless `work` names one, which is kept then."""
+        """Start a system in a temporary folder, or in `work`, which is kept."""
         self._number += 1
         work = how.pop("work", None)
         place = self.folder / f"work-{self._number}" if work is None else work
@@ -129,7 +130,7 @@ class Bench:
                 clear(place)
 
     def note(self, who: Contestant, size: str, ranks: int, tokens: int | None, found: dict[str, Any]) -> None:
-        """Add figures to the result, and write it."""
+        """Add figures to the result and write the result."""
         row = self.result.setdefault(who.name, {}).setdefault(size, {}).setdefault(f"{ranks} ranks", {})
         if tokens is not None:
             slow = f", drive of {self.options.drive}" if self.options.drive else ""
@@ -138,7 +139,7 @@ class Bench:
         self.options.out.write_text(json.dumps(self.result, indent=2) + "\n")
 
     def chosen(self, ranks: int, size: str) -> list[Contestant]:
-        """Return the contestants that were asked for and that this machine has the memory for."""
+        """Return the requested contestants for which this machine has enough memory."""
         found = []
         for who in CONTESTANTS:
             if self.options.only and not any(word in who.name for word in self.options.only):
@@ -156,17 +157,17 @@ class Bench:
 
 
 def parameters_of(model: Path) -> int:
-    """Return the number of parameters of a model in a folder."""
+    """Return the number of parameters of the model in a folder."""
     return sum(numels(model))
 
 
 def largest_parameter(model: Path) -> int:
-    """Return the elements of the largest parameter, rounded up: DeepSpeed's buffers must be larger."""
+    """Return the size of the largest parameter in elements, rounded up because DeepSpeed's buffers must be larger."""
     return max(numels(model)) + 1024
 
 
 def numels(model: Path) -> list[int]:
-    """Return the elements of all tensors of a pretrained model, from the headers of its files."""
+    """Return the number of elements of each tensor of a pretrained model, from the headers of its files."""
     from math import prod
 
     from safetensors import safe_open
@@ -179,14 +180,14 @@ def numels(model: Path) -> list[int]:
 
 
 def memory_of_machine() -> int:
-    """Return the bytes of memory that could be had."""
+    """Return the available memory in bytes."""
     import psutil
 
     return int(psutil.virtual_memory().available)
 
 
 def measure_time(bench: Bench, size: str, ranks: int, progress: Callable[[str], None]) -> None:
-    """Let each contestant take turns with infinity."""
+    """Measure each contestant in turns with infinity."""
     for who in bench.chosen(ranks, size):
         progress(f"{size}, {ranks} ranks: {who.name}")
         try:
@@ -197,7 +198,7 @@ def measure_time(bench: Bench, size: str, ranks: int, progress: Callable[[str], 
 
 
 def take_turns(bench: Bench, who: Contestant, size: str, ranks: int) -> None:
-    """Measure one contestant, beside infinity unless it is that itself."""
+    """Measure one contestant, in turns with infinity unless the contestant is infinity itself."""
     options = bench.options
     with ExitStack() as stack:
         mine = stack.enter_context(bench.live(who, size, ranks))
@@ -242,7 +243,7 @@ def take_turns(bench: Bench, who: Contestant, size: str, ranks: int) -> None:
 
 
 def measure_saves(bench: Bench, size: str, ranks: int, progress: Callable[[str], None]) -> None:
-    """Save, go on, and go on again in a new process."""
+    """Save, continue training, and resume from the save in a new process."""
     for who in bench.chosen(ranks, size):
         progress(f"{size}, {ranks} ranks, save and resume: {who.name}")
         tokens, work = bench.options.tokens[0], bench.folder / "saves"
@@ -274,9 +275,9 @@ def measure_saves(bench: Bench, size: str, ranks: int, progress: Callable[[str],
 
 
 def measure_limits(bench: Bench, size: str, ranks: int, progress: Callable[[str], None]) -> None:
-    """Find the smallest control group of each contestant."""
+    """Find the smallest memory control group of each contestant."""
     if said := limits.why_not():
-        bench.console.print(f"no limits: {said}")
+        bench.console.print(f"skipping limits: {said}")
         return
     for who in bench.chosen(ranks, size):
         progress(f"{size}, {ranks} ranks, smallest memory: {who.name}")
@@ -295,7 +296,7 @@ def measure_limits(bench: Bench, size: str, ranks: int, progress: Callable[[str]
 
 
 def measure_failures(bench: Bench, size: str, ranks: int, progress: Callable[[str], None]) -> None:
-    """Let each failure happen to infinity and to DeepSpeed."""
+    """Inject each failure into infinity and DeepSpeed."""
     if ranks != 1:
         return
     for who in bench.chosen(1, size):
@@ -312,7 +313,7 @@ def measure_failures(bench: Bench, size: str, ranks: int, progress: Callable[[st
             try:
                 said = fail(start, work, bench.options.tokens[0], SEQ)
             except SystemFailedError as error:
-                said = f"does not train: {error}"[:400]
+                said = f"cannot train: {error}"[:400]
             bench.result.setdefault("failures", {}).setdefault(name, {})[who.name] = said
             bench.options.out.write_text(json.dumps(bench.result, indent=2) + "\n")
             bench.console.print(f"{name}: {who.name}: {said}", markup=False)
@@ -323,14 +324,14 @@ MEASURE = {"time": measure_time, "saves": measure_saves, "limits": measure_limit
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Return median, least and greatest."""
+    """Return median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def table(result: dict[str, Any], size: str, ranks: int, tokens: int) -> Table:
-    """Return what was found for one size and number of tokens."""
-    columns = ("s/step", "over infinity", "B/param/step", "first step", "peak memory", "smallest group", "drive",
-               "resumes equal")  # fmt: skip
+    """Return the results for one size and number of tokens."""
+    columns = ("s/step", "/infinity", "B/param/step", "first step (s)", "peak memory", "smallest cgroup",
+               "drive space", "same losses after resume")  # fmt: skip
     found = Table("", *columns, title=f"{size}, {ranks} ranks, {tokens} tokens per rank and step")
     for who in CONTESTANTS:
         of_size = result.get(who.name, {}).get(size, {}).get(f"{ranks} ranks", {})
@@ -355,12 +356,12 @@ def table(result: dict[str, Any], size: str, ranks: int, tokens: int) -> Table:
 
 
 def cell(form: str, value: float | None, unit: float = 1.0) -> str:
-    """Return a figure in its unit; empty where it was not measured."""
+    """Return a formatted figure in its unit, or an empty string if it was not measured."""
     return "" if value is None else form.format(value / unit)
 
 
 def draw(result: dict[str, Any], size: str, ranks: int, tokens: int, to: Path) -> None:
-    """Draw the table."""
+    """Plot the results for one size and number of tokens."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -375,9 +376,9 @@ def draw(result: dict[str, Any], size: str, ranks: int, tokens: int, to: Path) -
         return
     panels: dict[str, Callable[[dict[str, Any]], float]] = {
         "seconds per step": lambda row: row["step_seconds"]["median"],
-        "bytes to and from the drive\nper parameter and step": lambda row: row["bytes_per_parameter"],
+        "NVMe traffic, bytes\nper parameter and step": lambda row: row["bytes_per_parameter"],
         "peak memory, GiB": lambda row: row["peak_rss_bytes"] / 2**30,
-        "space on the drive, GB": lambda row: row["drive_bytes"] / 1e9,
+        "drive space, GB": lambda row: row["drive_bytes"] / 1e9,
     }
     figure, axes = plt.subplots(1, len(panels), figsize=(12, 0.4 * len(rows) + 1.2), sharey=True, layout="constrained")
     names = list(rows)[::-1]
@@ -396,7 +397,7 @@ def draw(result: dict[str, Any], size: str, ranks: int, tokens: int, to: Path) -
 
 
 def main() -> None:
-    """Measure what was asked for; write results/peers.json and results/peers.png."""
+    """Measure the requested parts; write results/peers.json and results/peers.png."""
     import os
 
     def words(text: str) -> list[str]:
@@ -406,23 +407,29 @@ def main() -> None:
         return [int(word) for word in words(text)]
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    said = f"of {', '.join(PARTS)}; none: show and draw what is stored"
+    said = f"parts to measure, of {', '.join(PARTS)}; none: print and plot stored results"
     parser.add_argument("--parts", type=words, default=list(PARTS), help=said)
-    parser.add_argument("--sizes", type=words, default=["100m", "354m", "1b"], help=f"of {', '.join(SIZES)}")
-    parser.add_argument("--tokens", type=numbers, default=[512, 2048, 8192], help="per rank and step")
+    parser.add_argument(
+        "--sizes", type=words, default=["100m", "354m", "1b"], help=f"model sizes, of {', '.join(SIZES)}"
+    )
+    parser.add_argument("--tokens", type=numbers, default=[512, 2048, 8192], help="tokens per rank and step")
     parser.add_argument("--ranks", type=numbers, default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each that count")
-    parser.add_argument("--drive", metavar="RATE", help="slow the drive down to so much per second each way, as 600MB")
-    parser.add_argument("--only", type=words, default=[], help="contestants whose name has one of these words")
+    parser.add_argument("--rounds", type=int, default=5, help="measured turns of each system")
+    parser.add_argument(
+        "--drive", metavar="RATE", help="limit reads and writes of the drive to this rate per second, e.g. 600MB"
+    )
+    parser.add_argument(
+        "--only", type=words, default=[], help="only measure systems whose name contains one of these words"
+    )
     parser.add_argument("--nvme", type=Path, default=Path(), help="folder on the drive")
-    parser.add_argument("--environment", type=Path, default=HERE.parent / ".peers", help="where DeepSpeed is installed")
+    parser.add_argument("--environment", type=Path, default=HERE.parent / ".peers", help="environment of DeepSpeed")
     parser.add_argument("--out", type=Path, default=RESULTS / "peers.json")
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only JSON")
     options = parser.parse_args()
     options.parts = [] if options.parts == ["none"] else options.parts
     for name, known in (("parts", PARTS), ("sizes", SIZES)):
         if unknown := sorted(set(getattr(options, name)) - set(known)):
-            parser.error(f"--{name}: {', '.join(unknown)}: choose from {', '.join(known)}")
+            parser.error(f"--{name}: unknown value {', '.join(unknown)}. Choose from {', '.join(known)}.")
     options.environment, options.cores = options.environment.resolve(), os.cpu_count() or 1
     console = Console(stderr=True)
     wanted = [who for who in CONTESTANTS if not options.only or any(word in who.name for word in options.only)]
@@ -432,7 +439,7 @@ def main() -> None:
         except environment.MissingToolError as error:
             sys.exit(str(error))
         if seconds:
-            console.print(f"DeepSpeed was installed in {seconds:.0f} s; it compiles when it is first used")
+            console.print(f"installed DeepSpeed in {seconds:.0f} s; it compiles its extensions on first use")
     with tempfile.TemporaryDirectory(dir=options.nvme, prefix="peers-") as folder, ExitStack() as stack:
         bench = Bench(options, Path(folder), console)
         if options.drive:

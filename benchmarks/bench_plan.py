@@ -1,8 +1,9 @@
-"""What `infinity plan` says before a run, and what the clock says with a run's own rates, against what runs take.
+"""Predictions of step time and bytes, before a run and from the rates of the run, compared with measurements.
 
-For each set-up `infinity plan` is asked first: it measures the drive for two seconds and three layers of the model, and
-knows nothing of the run. Then `infinity train` takes steps, and says what its plan predicted at the bandwidth and the
-computation that it saw. Both are what a user would type. Nothing is fitted to any of these set-ups.
+For each setup, `infinity plan` runs first. It measures the drive for two seconds and three layers of the model, and has
+no information about the run. `infinity train` then takes steps and reports the prediction of its plan for the measured
+bandwidth and speed of computation. Both commands are started as a user would start them, and no constant is fitted to
+any of these setups.
 
     python benchmarks/bench_plan.py --nvme DIR --loop
 """
@@ -30,7 +31,7 @@ LOOP_BYTES = 14 << 30
 
 
 def command(*words: object) -> dict[str, Any]:
-    """Run `infinity` with ``--json`` in a process of its own; return what it prints."""
+    """Run `infinity` with ``--json`` in a separate process and return its output."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "infinity_tools", *map(str, words), "--json"],
         capture_output=True,
@@ -44,7 +45,7 @@ def command(*words: object) -> dict[str, Any]:
 
 
 def measure(model: str, tokens: int, host_cache: str, device: str, folder: Path, steps: int) -> dict[str, Any]:
-    """Plan a set-up, then run it."""
+    """Plan a setup, then run it."""
     same = ("--model", model, "--batch-tokens", tokens, "--seq", 256, "--dtype", "bf16", "--host-memory", host_cache)
     same += ("--no-activation-checkpointing", "--nvme", folder)
     began = time.perf_counter()
@@ -67,7 +68,10 @@ def measure(model: str, tokens: int, host_cache: str, device: str, folder: Path,
 
 
 def update_nanoseconds(folder: Path) -> dict[str, float]:
-    """Return what one core takes to update one parameter, by format: `UPDATE_SECONDS` of infinity/estimate."""
+    """Return the CPU time of one core per updated parameter in nanoseconds, by format.
+
+    These are the values of `UPDATE_SECONDS` in infinity/estimate.
+    """
     from infinity.content.format import FORMATS
 
     cores = len(os.sched_getaffinity(0))
@@ -80,7 +84,7 @@ def update_nanoseconds(folder: Path) -> dict[str, float]:
 
 
 def errors(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return median and worst of each error."""
+    """Return the median and the largest value of each error."""
     found = {}
     for name in ("time_error", "before_error", "bytes_error"):
         values = [row[name] for row in rows]
@@ -89,14 +93,14 @@ def errors(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw seconds that were planned against those that runs took."""
+    """Plot planned against measured step times."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, key, title in zip(
-        figure.subplots(1, 2), ("planned_seconds", "clock_seconds"), ("before the run", "with the run's own rates"),
+        figure.subplots(1, 2), ("planned_seconds", "clock_seconds"), ("before the run", "from the rates of the run"),
         strict=True,
     ):  # fmt: skip
         rows = result["setups"]
@@ -109,7 +113,13 @@ def draw(result: dict[str, Any], file: Path) -> None:
                 if of:
                     axes.scatter([row["step_seconds"] for row in of], [row[key] for row in of], marker=marker,
                                  color=color, label=f"{model}, {device}")  # fmt: skip
-        axes.set(xlim=(0, most), ylim=(0, most), xlabel="measured seconds per step", ylabel="planned", title=title)
+        axes.set(
+            xlim=(0, most),
+            ylim=(0, most),
+            xlabel="measured seconds per step",
+            ylabel="planned seconds per step",
+            title=title,
+        )
         axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize="small")
     figure.savefig(file, dpi=120)
@@ -120,7 +130,17 @@ def show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("model", "tokens", "host_cache", "device", "s/step", "before", "clock", "bytes", box=None)
+    table = Table(
+        "model",
+        "tokens",
+        "host cache",
+        "device",
+        "s/step",
+        "plan before run",
+        "plan with rates of run",
+        "bytes error",
+        box=None,
+    )
     for row in result["setups"]:
         table.add_row(
             row["model"], str(row["tokens"]), row["host_cache"], row["device"].split()[0], f"{row['step_seconds']:.2f}",
@@ -132,19 +152,26 @@ def show(result: dict[str, Any]) -> None:
     for name in ("before_error", "time_error", "bytes_error"):
         console.print(f"{name}: median {result[f'{name}_median']:.1%}, worst {result[f'{name}_worst']:.1%}")
     if "update_nanoseconds" in result:
-        console.print("ns of one core per update of a parameter:", result["update_nanoseconds"])
+        console.print("update time per parameter on one core, in ns:", result["update_nanoseconds"])
 
 
 def main() -> None:
-    """Measure and write results/plan.json and its picture."""
+    """Run the benchmark and write results/plan.json and its plot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nvme", type=Path, default=Path(), help="folder on the drive")
-    parser.add_argument("--loop", action=argparse.BooleanOptionalAction, default=True, help="a loop device, too")
-    parser.add_argument("--updates", action=argparse.BooleanOptionalAction, default=True, help="measure updates, too")
-    parser.add_argument("--steps", type=int, default=9, help="steps of each run; the first two do not count")
+    parser.add_argument(
+        "--loop",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also use a loop device in memory (root only)",
+    )
+    parser.add_argument(
+        "--updates", action=argparse.BooleanOptionalAction, default=True, help="also measure update times"
+    )
+    parser.add_argument("--steps", type=int, default=9, help="steps per run; the first two are not timed")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--out", type=Path, default=RESULTS / "plan.json")
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only JSON")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     from rich.progress import Progress
@@ -159,7 +186,7 @@ def main() -> None:
             try:
                 devices["loop device in memory"] = stack.enter_context(loop_device(LOOP_BYTES))
             except LoopDeviceError as error:
-                sys.exit(f"--loop: {error}; or --no-loop")
+                sys.exit(f"--loop: {error}. Pass --no-loop to measure without a loop device.")
         cases = [
             (model, tokens, host_cache)
             for model in options.models
@@ -167,8 +194,8 @@ def main() -> None:
             for host_cache in HOST_CACHES
         ]
         progress = stack.enter_context(Progress(transient=True, disable=options.json))
-        for number, case in enumerate(progress.track(cases, description="plan, then run")):
-            # Every second model, number of tokens and host cache on the other device: each meets both.
+        for number, case in enumerate(progress.track(cases, description="planning and running")):
+            # Alternate devices, so that each model, number of tokens and host cache size is measured on both.
             of = list(devices)[(number + number // len(HOST_CACHES)) % len(devices)]
             rows.append(measure(*case, of, devices[of], options.steps))
         updates = {"update_nanoseconds": update_nanoseconds(drive)} if options.updates else {}

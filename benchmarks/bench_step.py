@@ -1,27 +1,28 @@
-"""Step time and bytes of one model: infinity and its two limits, FSDP2 in memory and with CPUOffloadPolicy, torch.
+"""Step time and bytes of one model: infinity and its two limits, FSDP2 in memory and with CPUOffloadPolicy, and torch.
 
-All variants are alive at once, each in a process of its own, and take steps in turn; so what the machine does in the
-background hits all of them alike. A turn is two steps without a pause, of which the second counts: it begins with what
-the first one has left in flight, as in training. Reported are medians, and medians of the ratios round by round:
+All variants are alive at the same time, each in its own process, and take steps in turn, so that background activity of
+the machine affects all of them alike. A turn consists of two steps without a pause, of which the second is timed: as in
+training, it starts with the transfers that the first one has left in flight. The results are medians, and medians of
+the ratios by round:
 
-- `over_in_memory`: a variant's step over that of FSDP2 in memory, by device and tokens per step.
-- `roofline_ratio`: infinity's step over the slower of its two limits, which are the same model with everything resident
-  (compute) and the transfers of the same plan without any computation (I/O); by device and regime, which is what the
-  step is bound by.
-- `roofline_with_cores`: the same with a third limit: the processor time of both, over the number of cores. Computation,
-  checksums and (on a device in memory) the transfers themselves need the same cores, so that no step can be shorter.
-  Threads that wait by spinning count as busy.
-- `hides_from_tokens`: the fewest tokens per step of those measured whose computation takes longer than the transfers;
-  `over_torch`: infinity's step over that of plain torch in memory from there on.
-- `bytes_per_parameter` by state format and update schedule, with next to nothing cached, and
-  `predicted_over_measured_bytes`
-  by update schedule and share of the state in the host cache; bf16 compute, few tokens.
+- `over_in_memory`: step time of a variant relative to FSDP2 in memory, by device and tokens per step.
+- `roofline_ratio`: step time of infinity relative to the slower of its two limits, by device and regime (the resource
+  that limits the step). The limits are the same model with all state resident (compute), and the transfers of the same
+  plan without computation (I/O).
+- `roofline_with_cores`: the same with a third limit, the CPU time of both divided by the number of cores. Computation,
+  checksums and (on a device in memory) the transfers themselves compete for the same cores, so no step can be shorter.
+  Threads that spin while they wait count as busy.
+- `hides_from_tokens`: smallest measured number of tokens per step whose computation takes longer than the transfers.
+  `over_torch`: step time of infinity relative to plain torch in memory, from this number of tokens on.
+- `bytes_per_parameter`: by state format and update schedule, with almost no host cache.
+  `predicted_over_measured_bytes`: by update schedule and by the part of the state that fits into the host cache. Both
+  use bf16 compute and few tokens.
 
-A balanced step is one whose computation takes about as long as the transfers; `bound_by` says "both" then.
+If computation takes about as long as the transfers, `bound_by` is "both".
 
-What is not infinity runs as torch is by itself, without the huge pages that infinity asks for, except
-`fsdp_memory_huge`. `--threads` is how many threads compute, in all variants: fewer than there are cores leave one to
-storage and updates, as where a GPU computes.
+Variants other than infinity use the default allocator of torch, without the huge pages that infinity requests, except
+`fsdp_memory_huge`. `--threads` is the number of compute threads in all variants. With fewer threads than cores, one
+core remains for storage and updates, as on a machine where a GPU computes.
 
     python benchmarks/bench_step.py --model llama-100m --tokens 32,128,512 --nvme DIR [--threads 0,1] [--loop]
 """
@@ -55,17 +56,15 @@ PAGED = VARIANTS[:3]
 UPDATE_SCHEDULES = ("in_backward", "in_forward", "after_backward")
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
 LEAST_PAGES, PAGE_BYTES = 48 + 8, 1 << 20
-"""The smallest host cache has so many pages, which stream or are being written, and room for the largest FSDP module's
-weights.
+"""Number of pages in the smallest host cache, and their size in bytes.
+
+The pages are being streamed or written. The smallest host cache also holds the weights of the largest FSDP module.
 """
 FEW_TOKENS, BYTES_STEPS = 16, 2
 TURN = 2
-"""Steps of a turn; the last one counts."""
+"""Steps per turn, of which the last one is timed."""
 WARM = 2
-"""Steps of every variant that are not counted:
-
-in the first one infinity records, in the second it fills its host cache.
-"""
+"""Warm-up steps of each variant. infinity records its trace in the first and fills its host cache in the second."""
 
 
 def build(
@@ -77,7 +76,7 @@ def build(
     recompute: bool = True,
     **sections: dict[str, Any],
 ) -> tuple[Any, Any, int]:
-    """Return model, optimizer and the number of token values of a variant that computes in `dtype`."""
+    """Return model, optimizer and vocabulary size of a variant that computes in `dtype`."""
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -104,13 +103,13 @@ def build(
         config = {"storage": {"paths": [folder]}, "run": {"keep": "never"}, **sections}
         if variant == "resident":
             parameters = sum(param.numel() for param in model.parameters())
-            config["memory"] = {"host_bytes": 18 * parameters + (1 << 29)}  # state, gradients and ends of pages
+            config["memory"] = {"host_bytes": 18 * parameters + (1 << 29)}  # state, gradients, and padding of pages
         optimizer = infinity.offload(model, optimizer, config)
     return model, optimizer, source.config.vocab_size
 
 
 def train_step(model: Any, optimizer: Any, tokens: Any, *, clip: bool = False, autocast: bool = False) -> float:
-    """Take a step; return its loss."""
+    """Take a step and return its loss."""
     import torch
 
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -124,7 +123,7 @@ def train_step(model: Any, optimizer: Any, tokens: Any, *, clip: bool = False, a
 
 
 def processor_seconds() -> float:
-    """Return for how long the cores of this machine have been busy so far, threads of the kernel included."""
+    """Return the accumulated busy time of all cores in seconds, including kernel threads."""
     import psutil
 
     times = psutil.cpu_times()
@@ -132,7 +131,7 @@ def processor_seconds() -> float:
 
 
 def replay(optimizer: Any) -> None:
-    """Do what the plan says with the pages, and nothing else: what is in them is lost."""
+    """Transfer the pages of the plan without computing. The contents of the pages become invalid."""
     for access in optimizer.run.plan.trace:
         with optimizer.run.pager.access(access):
             pass
@@ -140,8 +139,8 @@ def replay(optimizer: Any) -> None:
 
 
 def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: str, threads: int) -> None:
-    """Hold one variant; take a step of so many tokens per message and answer with its figures."""
-    # Infinity lets torch allocate in huge pages; without it, torch does not.
+    """Hold one variant; take a turn with the number of tokens in each message and answer with its figures."""
+    # infinity enables huge pages in the allocator of torch, which does not use them by default.
     os.environ["THP_MEM_ALLOC_ENABLE"] = str(int(variant in (*PAGED, "fsdp_memory_huge")))
     warnings.simplefilter("ignore")
     import torch
@@ -169,7 +168,7 @@ def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: 
             number += 1
         if variant == "infinity":
             answer |= {"stall": optimizer.records[-1].stall_seconds, "schedule": optimizer.update_schedule}
-        if variant in PAGED:  # what is in flight is not to slow down whoever comes next
+        if variant in PAGED:  # so that transfers in flight do not slow down the next variant
             while any(optimizer.run.pager.in_flight().values()):
                 time.sleep(0.01)
         pipe.send(answer)
@@ -178,24 +177,24 @@ def worker(pipe: Connection, variant: str, options: argparse.Namespace, folder: 
 
 
 def apart(function: Callable[..., None], *arguments: Any, **named: Any) -> Any:
-    """Call a function in a process of its own, with a pipe first, and return what it sends."""
+    """Call a function in a separate process, with a pipe as its first argument, and return the object that it sends."""
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=function, args=(theirs, *arguments), kwargs=named)
     process.start()
-    theirs.close()  # so that one that has failed is not waited for
+    theirs.close()  # so that recv() raises EOFError if the process has failed
     found = ours.recv()
     process.join()
     return found
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Return median, least and greatest."""
+    """Return median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def measure_time(options: argparse.Namespace, folder: Path, threads: int) -> dict[str, Any]:
-    """Let all variants take steps in turn, for every number of tokens; return the figures of a drive."""
+    """Take steps of all variants in turn, for each number of tokens; return the figures of a drive."""
     from rich.progress import Progress
 
     context = mp.get_context("spawn")
@@ -226,8 +225,8 @@ def measure_time(options: argparse.Namespace, folder: Path, threads: int) -> dic
 
     with Progress(transient=True) as progress:
         rounds = 1 + len(options.tokens) * options.rounds
-        task = progress.add_task("steps in turn", total=rounds * len(pipes))
-        round_of(options.tokens[0])  # TURN steps, at least WARM
+        task = progress.add_task("measuring steps in turn", total=rounds * len(pipes))
+        round_of(options.tokens[0])  # warm-up: TURN steps, at least WARM
         for _ in range(options.rounds):
             for count in options.tokens:
                 for variant, row in round_of(count).items():
@@ -259,7 +258,7 @@ def measure_devices(options: argparse.Namespace, folder: Path, stack: ExitStack)
 
 
 def figures(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return medians and ratios of one number of tokens."""
+    """Return medians and ratios for one number of tokens."""
     seconds = {variant: [row["seconds"] for row in found] for variant, found in rows.items()}
 
     def over(variant: str, below: list[float]) -> dict[str, float]:
@@ -294,7 +293,7 @@ def figures(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def headlines(result: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures by name, out of those of all devices, numbers of tokens and host caches."""
+    """Return the headline figures of all devices, numbers of tokens and host cache sizes."""
     devices = {device: found["by_tokens"] for device, found in result["devices"].items()}
     hiding = {device: [int(n) for n, row in rows.items() if row.get("hidden")] for device, rows in devices.items()}
     found: dict[str, Any] = {
@@ -327,8 +326,9 @@ def headlines(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_bytes(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Return measured, predicted and least bytes per step, by format, update schedule and share of the state in the
-    host cache.
+    """Return measured, predicted and least possible bytes per step.
+
+    There is one row for each format, update schedule and part of the state that fits into the host cache.
     """
     from rich.progress import Progress
 
@@ -338,7 +338,7 @@ def measure_bytes(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     cases += [(fmt, "in_backward", 0.0) for fmt in FORMATS if fmt != "fp32"]
     found = []
     with Progress(transient=True) as progress:
-        for case in progress.track(cases, description="bytes by host cache"):
+        for case in progress.track(cases, description="counting bytes"):
             with tempfile.TemporaryDirectory(dir=folder) as home:
                 found.append(apart(count_bytes, options, home, *case))
     return found
@@ -357,7 +357,7 @@ def largest_fsdp_module(options: argparse.Namespace) -> int:
 def count_bytes(
     pipe: Connection, options: argparse.Namespace, folder: str, fmt: str, update_schedule: str, share: float
 ) -> None:
-    """Take a few steps of few tokens; send what was moved."""
+    """Take a few steps with few tokens and send the transferred bytes through the pipe."""
     warnings.simplefilter("ignore")
     import torch
 
@@ -378,7 +378,7 @@ def count_bytes(
     used = {use.page for access in optimizer.run.plan.trace for use in access}
     gradients = sum(page.nbytes for page in layout.pages if page.role is Role.GRAD and page.index in used)
     weights = layout.bytes_of(Role.PARAM)
-    reads = 2 if update_schedule == "in_forward" else 3  # transfers of a weight: read for each pass, written once
+    reads = 2 if update_schedule == "in_forward" else 3  # transfers per weight: one read per pass, and one write
     rest = layout.state_bytes - weights + gradients
     cached = optimizer.run.host_bytes
     first = min(cached, weights)
@@ -401,7 +401,7 @@ def count_bytes(
 
 
 def machine() -> dict[str, Any]:
-    """Return what was measured on; `bf16` is what the processor multiplies matrices in bf16 with."""
+    """Return the properties of the machine. `bf16` is the CPU instruction set for bf16 matrix products."""
     from infinity import processor
 
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
@@ -412,7 +412,7 @@ def machine() -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw step time against tokens with its limits, and bytes against the host cache with the bound."""
+    """Plot step time by tokens with its limits, and bytes by host cache size with their lower bound."""
     devices = result["devices"]
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -435,7 +435,9 @@ def draw(result: dict[str, Any], file: Path) -> None:
                 axes.plot(counts, medians, line, color=color, marker="o", markersize=4, label=label)
         if all("cores_limit_seconds" in row for row in found["by_tokens"].values()):
             medians = [row["cores_limit_seconds"]["median"] for row in found["by_tokens"].values()]
-            axes.plot(counts, medians, "-.", color="#ccbb44", marker="o", markersize=4, label="cores, for both")
+            axes.plot(
+                counts, medians, "-.", color="#ccbb44", marker="o", markersize=4, label="CPU time of both / cores"
+            )
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(count) for count in counts])
         axes.set_yscale("log")
@@ -452,14 +454,14 @@ def draw(result: dict[str, Any], file: Path) -> None:
 
 
 def draw_bytes(axes: Any, found: list[dict[str, Any]]) -> None:
-    """Draw measured bytes as points and the least possible as lines."""
+    """Plot measured bytes as points and the lower bound as lines."""
     colors = dict(zip(UPDATE_SCHEDULES, ("#4477aa", "#228833", "#ccbb44"), strict=True))
     for update_schedule, color in colors.items():
         rows = [row for row in found if (row["format"], row["schedule"]) == ("fp32", update_schedule)]
         shares = [100 * row["share"] for row in rows]
         axes.plot(shares, [row["bytes_per_parameter"] for row in rows], "o", color=color, label=update_schedule)
         axes.plot(shares, [row["least"] for row in rows], "-", color=color, linewidth=1)
-    axes.set_xlabel("host cache, % of the state (lines: least possible)")
+    axes.set_xlabel("host cache, % of the state (lines: lower bound)")
     axes.set_ylabel("NVMe bytes per parameter and step")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -472,8 +474,9 @@ def show(result: dict[str, Any]) -> None:
 
     console = Console()
     console.print(
-        "s/step: median. cores: busy in a step. /FSDP2, /torch: over these in memory. /limit: over the slower of "
-        "computation and transfers alone; /cores: or over the processor time of both by core, if that is more."
+        "s/step: median. cores: busy cores. /FSDP2, /torch: relative to FSDP2 and torch in memory. /limit: relative to "
+        "the slower of computation and transfers alone. /cores: the same, or relative to their CPU time per core if "
+        "that is longer."
     )
     for device, found in result["devices"].items():
         title = f"\n{result['config']['model']}, {found['parameters'] / 1e6:.0f} M parameters, {device}"
@@ -497,7 +500,7 @@ def show(result: dict[str, Any]) -> None:
     if "bytes" not in result:
         return
     table = Table(title="\nNVMe bytes per parameter and step", box=None, padding=(0, 1, 0, 0))
-    for name in ("format", "schedule", "host cache, %", "measured", "predicted/measured", "least"):
+    for name in ("format", "schedule", "host cache, %", "measured", "predicted/measured", "lower bound"):
         table.add_column(name, justify="left" if name in ("format", "schedule") else "right")
     for row in result["bytes"]:
         table.add_row(row["format"], row["schedule"], f"{100 * row['share']:.0f}", f"{row['bytes_per_parameter']:.2f}",
@@ -512,7 +515,7 @@ def publish(
     draw: Callable[[dict[str, Any], Path], None],
     show: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Write a result and its picture to `options.out`, and print it."""
+    """Write a result and its plot to `options.out`, and print the result."""
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     draw(result, options.out.with_suffix(".png"))
     if options.json:
@@ -522,27 +525,33 @@ def publish(
 
 
 def main() -> None:
-    """Measure, write results/step.json and its pictures; `--no-time --no-bytes` draws them anew from stored results."""
+    """Run the benchmark and write results/step.json and its plot.
+
+    With `--no-time --no-bytes`, plot stored results again.
+    """
     sys.path.insert(0, str(ROOT))
     from infinity.units import parse_size
     from infinity_tools.presets import best_dtype
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-100m")
-    parser.add_argument("--tokens", default="32,128,512", help="tokens per step: what is bound by I/O, and what not")
-    parser.add_argument("--seq", type=int, default=128, help="tokens per sequence, at most")
+    parser.add_argument("--tokens", default="32,128,512", help="tokens per step, from I/O-bound to compute-bound")
+    parser.add_argument("--seq", type=int, default=128, help="maximum tokens per sequence")
     parser.add_argument(
-        "--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="of computation; auto: bf16 if the CPU has it"
+        "--dtype",
+        choices=("auto", "bf16", "fp32"),
+        default="auto",
+        help="compute dtype; auto: bf16 if the CPU supports it",
     )
-    parser.add_argument("--host-memory", default="256MiB", help="host cache of infinity")
+    parser.add_argument("--host-memory", default="256MiB", help="size of the host cache of infinity")
     parser.add_argument("--update", default="auto")
-    parser.add_argument("--threads", default="0", help="threads that compute; 0: as many as torch takes by itself")
-    parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one that is not")
+    parser.add_argument("--threads", default="0", help="compute threads; 0: the default of torch")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one warm-up round")
     parser.add_argument("--variants", default="infinity,resident,io_only,fsdp_memory,torch_memory")
-    parser.add_argument("--nvme", help="folder on the drive; default: a temporary one here")
-    parser.add_argument("--loop", action="store_true", help="also on XFS on a loop device in memory (root only)")
-    parser.add_argument("--no-time", action="store_true", help="count bytes only; the times in --out stay")
-    parser.add_argument("--no-bytes", action="store_true", help="do not count bytes by update schedule and host cache")
+    parser.add_argument("--nvme", help="folder on the drive (default: a temporary folder in the current directory)")
+    parser.add_argument("--loop", action="store_true", help="also measure XFS on a loop device in memory (root only)")
+    parser.add_argument("--no-time", action="store_true", help="only count bytes, and keep the times in --out")
+    parser.add_argument("--no-bytes", action="store_true", help="do not count bytes")
     parser.add_argument("--out", type=Path, default=RESULTS / "step.json")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -552,9 +561,9 @@ def main() -> None:
     options.threads = [int(count) for count in options.threads.split(",")]
     options.tokens = [int(count) for count in options.tokens.split(",")]
     if unknown := set(options.variants) - set(VARIANTS):
-        sys.exit(f"unknown variants {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
+        sys.exit(f"--variants: unknown variants {', '.join(unknown)}. Choose from {', '.join(VARIANTS)}.")
     if "infinity" not in options.variants:
-        sys.exit("--variants must contain infinity")
+        sys.exit("--variants must include infinity")
     if bad := [count for count in options.tokens if count > options.seq and count % options.seq]:
         sys.exit(f"--tokens {bad[0]} is not a multiple of --seq {options.seq}")
     left_out = ("nvme", "out", "json", "no_time")
@@ -562,7 +571,7 @@ def main() -> None:
         result = json.loads(options.out.read_text())
         changed = [name for name in ("model", "dtype", "seq") if result["config"][name] != getattr(options, name)]
         if changed:
-            sys.exit(f"--no-time: the times in {options.out} are of another --{changed[0]}")
+            sys.exit(f"--no-time: the times in {options.out} were measured with a different --{changed[0]}")
     else:
         result = {"config": {k: v for k, v in vars(options).items() if k not in left_out}, **machine(), "devices": {}}
     with ExitStack() as stack:
@@ -573,9 +582,8 @@ def main() -> None:
             result["devices"] = measure_devices(options, folder, stack)
         if not options.no_bytes:
             options.parameters = next(iter(result["devices"].values()))["parameters"]
-            options.smallest_host_cache = LEAST_PAGES * PAGE_BYTES + 2 * largest_fsdp_module(
-                options
-            )  # bytes of a weight in bf16
+            # A weight takes 2 bytes in bf16.
+            options.smallest_host_cache = LEAST_PAGES * PAGE_BYTES + 2 * largest_fsdp_module(options)
             result["bytes"], result["bytes_commit"] = measure_bytes(options, folder), machine()["commit"]
     first = headlines(result)
     publish({**first, **result, **first}, options, draw, show)

@@ -1,17 +1,16 @@
-"""How good is what `infinity tune` finds, and how long does it take, against a sweep through every combination?
+"""Quality and run time of `infinity tune`, compared with a sweep over all combinations of a grid.
 
-A small model, and settings that are bad on purpose to start from. First the sweep: every combination of a grid is
-trained with once, exactly as a trial of `infinity tune` trains. Then `infinity tune` itself, as a user starts it, from
-the bad settings, with a tenth of the time that the sweep took; it does not know the grid and tries other values too.
-Then the best of the sweep, what tune has found, the bad start and infinity's defaults are measured in turn, for several
-rounds.
+The benchmark trains a small model and starts from deliberately bad settings. The sweep trains once with every
+combination of a grid, exactly as a trial of `infinity tune` does. `infinity tune` then starts as a user would start it,
+from the bad settings and with a tenth of the time of the sweep. It does not know the grid and also tries other values.
+Finally, the best settings of the sweep, the settings of tune, the bad settings and the defaults are measured in turn
+for several rounds.
 
-- `of_best`: seconds per step with the sweep's best over those with tune's result, round by round; above 1, tune's is
-  faster. The goal is 0.95 or more.
-- `time_share`: seconds that tune took, from its start as a process to its end, over those of the sweep. The goal is 0.1
-  or less.
-- `over_start`, `over_defaults`: seconds per step with the bad start, and with the defaults, over those with tune's
-  result.
+- `of_best`: seconds per step with the best settings of the sweep, relative to the settings of tune, by round. Above 1,
+  the settings of tune are faster. The goal is 0.95 or more.
+- `time_share`: run time of tune, including the start of its process, relative to the sweep. The goal is 0.1 or less.
+- `over_start`, `over_defaults`: seconds per step with the bad settings and with the defaults, relative to the settings
+  of tune.
 
     python benchmarks/bench_tune.py --nvme DIR
 """
@@ -36,7 +35,8 @@ SIZES = {
     "small": ((384, 1024, 8, 6), 128, 64, "64MiB"),
     "least": ((64, 128, 4, 4), 64, 32, "4MiB"),
 }
-"""By name: sizes, layers and heads of a Llama; tokens per step and per sequence; the host cache, a third of the state.
+"""Presets by name: hidden and intermediate size, layers and heads of a Llama; tokens per step and per sequence; and the
+size of the host cache, a third of the state.
 """
 GRID: dict[str, tuple[Any, ...]] = {
     "storage.request_bytes": (64 << 10, 512 << 10, 2 << 20),
@@ -45,7 +45,7 @@ GRID: dict[str, tuple[Any, ...]] = {
     "update.schedule": ("in_backward", "in_forward", "after_backward"),
     "storage.engine": ("io_uring", "threads"),
 }
-"""162 combinations."""
+"""Settings of the sweep, with 162 combinations."""
 BAD = {
     "storage.request_bytes": 64 << 10,
     "storage.queue_depth": 1,
@@ -53,20 +53,20 @@ BAD = {
     "update.schedule": "after_backward",
     "storage.engine": "threads",
 }
-"""Where tune starts."""
+"""Settings from which tune starts."""
 SHARE = 0.092
-"""Of the sweep's time, what tune is given: it may end a little later than it is told."""
+"""Time limit of tune relative to the sweep, with a margin because tune may finish slightly after its limit."""
 
 
 def combinations(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the grid, or with `--points` so many of it, evenly spread."""
+    """Return the grid, or `--points` evenly spaced combinations of it."""
     rows = [dict(zip(GRID, values, strict=True)) for values in itertools.product(*GRID.values())]
     count = min(options.points or len(rows), len(rows))
     return [rows[number * len(rows) // count] for number in range(count)]
 
 
 def write_model(options: argparse.Namespace, folder: Path) -> Path:
-    """Write the config.json of the model."""
+    """Write the config.json of the model and return its path."""
     hidden, inner, layers, heads = SIZES[options.size][0]
     values = {
         "model_type": "llama", "vocab_size": 256, "max_position_embeddings": 512, "tie_word_embeddings": False,
@@ -79,14 +79,14 @@ def write_model(options: argparse.Namespace, folder: Path) -> Path:
 
 
 def sweep(worker: Any, options: argparse.Namespace, start: dict[str, Any]) -> tuple[list[dict[str, Any]], float]:
-    """Return what every combination took, and the seconds of all."""
+    """Return the measurement of each combination, and the duration of the sweep in seconds."""
     from rich.progress import Progress
 
     from infinity_tools.tune.outcome import Bounds
 
     found, began = [], time.monotonic()
     with Progress(transient=True) as progress:
-        for changes in progress.track(combinations(options), description="every combination"):
+        for changes in progress.track(combinations(options), description="measuring all combinations"):
             outcome = worker.measure({**start, **changes}, Bounds())
             row = {"settings": changes, "kind": outcome.kind, "reason": outcome.reason}
             found.append({**row, "seconds": outcome.seconds if outcome.counts else None})
@@ -94,11 +94,11 @@ def sweep(worker: Any, options: argparse.Namespace, start: dict[str, Any]) -> tu
 
 
 def run_tune(options: argparse.Namespace, model: Path, folder: Path, home: Path, seconds: float) -> tuple[Any, float]:
-    """Run `infinity tune` from the bad settings; return what it prints, and its seconds from start to end."""
+    """Run `infinity tune` from the bad settings; return its output and its run time in seconds."""
     from infinity_tools.toml import settings_toml
 
     config = folder / "bad.toml"
-    config.write_text(settings_toml(bad_settings(options), ["bad on purpose"]))
+    config.write_text(settings_toml(bad_settings(options), ["deliberately bad settings"]))
     _, tokens, seq, host = SIZES[options.size]
     words = ["tune", "--model", str(model), "--nvme", str(home), "--host-memory", host, "--batch-tokens", str(tokens),
              "--seq", str(seq), "--config", str(config), "--minutes", str(max(0.05, seconds / 60)), "--json",
@@ -115,19 +115,19 @@ def run_tune(options: argparse.Namespace, model: Path, folder: Path, home: Path,
     )
     taken = time.monotonic() - began
     if done.returncode:
-        sys.exit(f"infinity tune ended with {done.returncode}")
+        sys.exit(f"infinity tune failed with exit status {done.returncode}")
     return json.loads(done.stdout), taken
 
 
 def bad_settings(options: argparse.Namespace) -> Any:
-    """Return what tune starts from."""
+    """Return the settings from which tune starts."""
     from infinity.config import Config
 
     return Config().with_values(**BAD, **{"memory.host_bytes": SIZES[options.size][3]})
 
 
 def rounds(worker: Any, options: argparse.Namespace, rivals: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-    """Measure all in turn, forwards and backwards, so that none is always behind the same other."""
+    """Measure all candidates in turn, and reverse their order in every second round to avoid a bias."""
     from infinity_tools.tune.outcome import Bounds
 
     seconds: dict[str, list[float]] = {name: [] for name in rivals}
@@ -136,13 +136,13 @@ def rounds(worker: Any, options: argparse.Namespace, rivals: dict[str, dict[str,
         for name in order:
             outcome = worker.measure(rivals[name], Bounds())
             if not outcome.counts:
-                sys.exit(f"{name} cannot be trained with: {outcome.reason}")
+                sys.exit(f"cannot train with the settings of {name}: {outcome.reason}")
             seconds[name].append(outcome.seconds)
     return seconds
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the figures."""
+    """Run the sweep, `infinity tune` and the comparison; return the figures."""
     from benchmarks.bench_step import machine, spread
     from infinity.config import Config
     from infinity.units import parse_size
@@ -194,7 +194,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw all combinations of the sweep in order, and what was measured in turn."""
+    """Plot the combinations of the sweep in order, and the final comparison."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -202,19 +202,19 @@ def draw(result: dict[str, Any], file: Path) -> None:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     swept = sorted(row["seconds"] for row in result["sweep"] if row["seconds"])
-    left.plot(range(1, len(swept) + 1), swept, color="#888888", marker="o", markersize=3, label="a combination")
+    left.plot(range(1, len(swept) + 1), swept, color="#888888", marker="o", markersize=3, label="combination")
     colors = {"sweep": "#4477aa", "tune": "#228833", "defaults": "#ccbb44", "start": "#ee6677"}
-    names = {"sweep": "best of the sweep", "tune": "infinity tune", "defaults": "defaults", "start": "bad start"}
+    names = {"sweep": "best of the sweep", "tune": "infinity tune", "defaults": "defaults", "start": "bad settings"}
     left.axhline(result["step_seconds"]["tune"]["median"], color=colors["tune"], label="infinity tune")
     left.set_xlabel(f"combinations of the sweep, fastest first ({result['sweep_seconds']:.0f} s)")
     left.set_ylabel("seconds per step")
-    left.set_title(f"a sweep, and tune in {result['time_share']:.1%} of its time")
+    left.set_title(f"sweep, and infinity tune in {result['time_share']:.1%} of its time")
     for place, name in enumerate(colors):
         values = result["samples"][name]
         right.plot([place] * len(values), values, "o", color=colors[name], alpha=0.5)
         right.hlines(result["step_seconds"][name]["median"], place - 0.3, place + 0.3, color=colors[name], linewidth=3)
     right.set_xticks(range(len(colors)), [names[name] for name in colors])
-    right.set_title(f"in turn: {result['of_best']['median']:.3f} of the sweep's best")
+    right.set_title(f"measured in turn: {result['of_best']['median']:.3f} of the best of the sweep")
     for axes in (left, right):
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
@@ -236,7 +236,7 @@ def show(result: dict[str, Any]) -> None:
     defaults = result["settings"]["defaults"]
     for name, row in result["step_seconds"].items():
         changes = {key: value for key, value in result["settings"][name].items() if value != defaults[key]}
-        table.add_row(name, *(f"{row[key]:.3f}" for key in ("median", "min", "max")), describe(changes, "infinity's"))
+        table.add_row(name, *(f"{row[key]:.3f}" for key in ("median", "min", "max")), describe(changes, "defaults"))
     console.print(table)
     for name in ("of_best", "over_start", "over_defaults"):
         row = result[name]
@@ -248,17 +248,19 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measure and write results/tune.json and tune.png; `--draw` only draws and prints what is stored."""
+    """Run the benchmark and write results/tune.json and tune.png; with `--draw`, only plot and print stored results."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
     from benchmarks.bench_step import publish
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=tuple(SIZES), default="small", help="the model; least: for a look")
-    parser.add_argument("--points", type=int, default=0, help="combinations of the grid to sweep; 0: all")
-    parser.add_argument("--rounds", type=int, default=9, help="in which all are measured in turn")
-    parser.add_argument("--threads", type=int, default=0, help="that compute; 0: torch decides")
-    parser.add_argument("--nvme", help="folder on the drive; default: a temporary one here")
-    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    parser.add_argument(
+        "--size", choices=tuple(SIZES), default="small", help="size of the model; use least to try the benchmark"
+    )
+    parser.add_argument("--points", type=int, default=0, help="number of combinations to sweep; 0: all")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of the final comparison")
+    parser.add_argument("--threads", type=int, default=0, help="compute threads; 0: the default of torch")
+    parser.add_argument("--nvme", help="folder on the drive (default: a temporary folder in the current directory)")
+    parser.add_argument("--draw", action="store_true", help="only plot and print stored results")
     parser.add_argument("--out", type=Path, default=RESULTS / "tune.json")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -1,9 +1,10 @@
-"""`infinity plan` on set-ups that were published: does it fit, and how much of the computation is left?
+"""`infinity plan` for published setups: required space, and the compute throughput that remains.
 
-The models and nodes are those of Rajbhandari et al., "ZeRO-Infinity", 2021 (table 1; DGX-2 nodes of 16 V100 of 32 GB,
-1.5 TB of memory, 28 TB of NVMe at 25 GB/s, 100 GB/s between nodes), and of Liao et al., "LoHan", 2024 (one RTX 4090,
-256 GB of memory, twelve drives). A plan takes an accelerator to reach 40 % of its peak where nothing is waited for;
-that is an assumption, not a result. What is planned is what storage, updates and links leave of it.
+The models and nodes are from Rajbhandari et al., "ZeRO-Infinity", 2021 (table 1; DGX-2 nodes with 16 V100 of 32 GB,
+1.5 TB of memory, 28 TB of NVMe at 25 GB/s, and 100 GB/s between nodes), and from Liao et al., "LoHan", 2024 (one
+RTX 4090, 256 GB of memory and twelve drives). A plan assumes that an accelerator reaches 40 % of its peak when it never
+waits. This is an assumption, not a result. The plan predicts the part of this throughput that remains after storage,
+updates and links.
 
     python benchmarks/paper_plan.py
 """
@@ -27,10 +28,15 @@ DGX2 = {
     "exchange": 100e9,
     "cores": 3,
 }
-"""A node: ranks, drives (how many, read and written by all of them, bytes), bytes of host cache for each rank (of 94
-that it
-has), bytes per second between nodes (a ring goes through each node once, so that all its ranks get what crosses the
-network once), cores of each rank for updates."""
+"""A node.
+
+- `ranks`: ranks per node.
+- `drives`: number of drives, total read and write bandwidth in bytes per second, and total size in bytes.
+- `host_cache`: bytes of host cache per rank, of about 94 GB of memory per rank.
+- `exchange`: bytes per second between nodes. A ring passes through each node once, so data crosses the network once
+  for all ranks of a node.
+- `cores`: cores per rank for updates.
+"""
 RTX4090 = {
     "device": "rtx4090",
     "ranks": 1,
@@ -43,17 +49,17 @@ RTX4090 = {
 
 @dataclass(frozen=True)
 class Published:
-    """A set-up, and what its authors say of it."""
+    """A published setup and its reported throughput."""
 
     name: str
     layers: int
     hidden: int
     sequences: float
-    """Per rank and step, of 1024 tokens."""
+    """Sequences of 1024 tokens, per rank and step."""
     nodes: int
     node: dict[str, Any]
     tflops: float | None = None
-    """Per accelerator, where it was published in words; None where only that it runs."""
+    """Published throughput per accelerator; None if the paper only states that the model trains."""
     source: str = "ZeRO-Infinity, table 1"
 
 
@@ -73,7 +79,7 @@ _VOCABULARY, _SEQUENCE = 50257, 1024
 
 
 def plan(setup: Published) -> dict[str, Any]:
-    """Return what is planned."""
+    """Return the plan of a setup."""
     from infinity.config import Config
     from infinity.estimate.estimate import STORAGE, Workload, estimate
     from infinity.estimate.machine import ACCELERATORS, ACCESS_SECONDS, HASH_RATE, UPDATE_SECONDS, Drives, Machine
@@ -98,7 +104,7 @@ def plan(setup: Published) -> dict[str, Any]:
     tokens = int(setup.sequences * _SEQUENCE) * ranks
     work = Workload(batch_tokens=tokens, sequence=_SEQUENCE, world_size=ranks, checkpointing=True)
     found = estimate(model, work, rates, Config().with_values(**{"memory.host_bytes": setup.node["host_cache"]}))
-    # As published figures count them: each layer's forward twice.
+    # Published figures count the forward of each layer twice, because of recomputation.
     reached = work.flops(model) / found.seconds.step / 1e12
     alone = device.flops / 1e12
     return {
@@ -121,10 +127,10 @@ def plan(setup: Published) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the set-ups as Markdown: what docs/how-to/plan.md has."""
+    """Return the setups as a Markdown table, which docs/how-to/plan.md contains."""
     lines = [
-        "| set-up | space per node, of | bytes per parameter and step | a step | waits for storage | TFLOP/s per "
-        "accelerator | published | ratio |",
+        "| setup | space per node | bytes per parameter and step | step time | waiting for storage | "
+        "TFLOP/s per accelerator | published | planned / published |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in result["setups"]:
@@ -133,7 +139,8 @@ def table(result: dict[str, Any]) -> str:
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
         lines.append(
             f"| {row['name']} | {row['space_per_node_bytes'] / 1e12:.1f} of {row['space_there_bytes'] / 1e12:.0f} TB"
-            f"{'' if row['fits'] else ' (no)'} | {row['bytes_per_parameter']:.1f} | {row['step_seconds']:.0f} s | "
+            f"{'' if row['fits'] else ' (too small)'} | {row['bytes_per_parameter']:.1f} | "
+            f"{row['step_seconds']:.0f} s | "
             f"{row['storage_seconds'] / row['step_seconds']:.0%} | {row['tflops']:.1f} | {said} | "
             f"{ratio} |"
         )
@@ -141,7 +148,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw what is left of the computation."""
+    """Plot planned, assumed and published throughput."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -152,7 +159,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
     names = [row["name"] for row in rows]
     axes.barh(names, [row["tflops"] for row in rows], color="#4477aa", label="planned")
     axes.scatter([row["tflops"] / row["of_assumed"] for row in rows], names, marker="|", s=200, color="#222222",
-                 label="assumed where nothing is waited for")  # fmt: skip
+                 label="assumed maximum, without waiting")  # fmt: skip
     said = [row for row in rows if row["published_tflops"]]
     axes.scatter([row["published_tflops"] for row in said], [row["name"] for row in said], color="#ee6677",
                  zorder=3, label="published")  # fmt: skip
@@ -164,10 +171,10 @@ def draw(result: dict[str, Any], file: Path) -> None:
 
 
 def main() -> None:
-    """Plan and write results/plan-paper.json and its picture."""
+    """Plan all setups and write results/plan-paper.json and its plot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS / "plan-paper.json")
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only JSON")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     from rich.progress import track

@@ -137,7 +137,7 @@ def requirement(name: str, wanted: str) -> str:
 
 
 def clean() -> dict[str, str]:
-    """Return environment variables without those of another checkout or process group."""
+    """Return the environment variables without variables of another checkout or process group."""
     left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RANK", "WORLD_SIZE")
     return {name: value for name, value in os.environ.items() if name not in left_out} | {"OMP_NUM_THREADS": "1"}
 

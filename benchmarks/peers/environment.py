@@ -1,4 +1,4 @@
-"""The environment that DeepSpeed is measured in: its own, so that nothing of it is installed beside infinity."""
+"""Separate environment of DeepSpeed, so that its dependencies are not installed next to infinity."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("deepspeed==0.19.8", "transformers", "accelerate", "ninja")
-"""Beside torch, which `constraints.txt` pins for everybody. DeepSpeed compiles its extensions at their first use."""
+"""Packages in addition to torch, whose version is pinned in `constraints.txt`."""
 VARIABLES = {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 class MissingToolError(RuntimeError):
-    """Something that DeepSpeed needs to compile is not there; the message says what."""
+    """A tool that DeepSpeed needs to compile is missing. The message names it."""
 
 
 def make(folder: Path) -> float:
-    """Install DeepSpeed into an environment of its own, if it is not there; return the seconds that it took.
+    """Install DeepSpeed into a separate environment if it is not installed yet.
+
+    Args:
+        folder: Folder of the environment.
+
+    Returns:
+        Duration of the installation in seconds; 0 if the environment was already complete.
 
     Raises:
-        MissingToolError: no C++ compiler, or no headers of libaio (Debian: g++, libaio-dev).
-        subprocess.CalledProcessError: pip failed.
+        MissingToolError: if the C++ compiler or the headers of libaio are missing (Debian: g++, libaio-dev).
+        subprocess.CalledProcessError: if pip fails.
     """
     if shutil.which("c++") is None:
-        raise MissingToolError("DeepSpeed needs a C++ compiler (g++)")
+        raise MissingToolError("cannot compile DeepSpeed: no C++ compiler. Install g++.")
     if not Path("/usr/include/libaio.h").exists():
-        raise MissingToolError("DeepSpeed needs the headers of libaio (libaio-dev)")
+        raise MissingToolError("cannot compile DeepSpeed: the headers of libaio are missing. Install libaio-dev.")
     done = folder / ".installed"
     wanted = "\n".join(PACKAGES)
     if done.exists() and done.read_text() == wanted:
@@ -44,7 +50,7 @@ def make(folder: Path) -> float:
 
 
 def variables(python: Path, threads: int) -> dict[str, str]:
-    """Return the variables of a process in an environment; its compiled extensions are kept in it."""
+    """Return the environment variables of a process. Compiled extensions are stored in its environment."""
     found = {**os.environ, **VARIABLES, "OMP_NUM_THREADS": str(threads)}
     found["PATH"] = f"{python.parent}{os.pathsep}{found['PATH']}"
     found["TORCH_EXTENSIONS_DIR"] = str(python.parent.parent / "extensions")

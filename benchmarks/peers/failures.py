@@ -1,4 +1,4 @@
-"""What can go wrong, done to a system that trains: each returns in one line what the system did."""
+"""Failures that are injected into a training system. Each function returns a one-line description of the outcome."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 from peers.live import SAVES, Live, SystemFailedError, clear
 
 Start = Callable[..., Any]
-"""Starts the system on its folder, given the number of ranks and `resume=`; a context that yields a `Live`."""
+"""Function that starts the system with a number of ranks and `resume=`; returns a context that yields a `Live`."""
 SAVED, END = 3, 6
-"""Steps that are saved, and where the comparison ends."""
+"""Number of steps before the save, and at the end of the comparison."""
 _SHOWN = 300
 _PLACES = 64
 
 
 def killed(start: Start, work: Path, tokens: int, seq: int) -> str:
-    """Kill it behind a save, and start again."""
+    """Kill the system after a save and resume."""
     wanted = _undisturbed(start, tokens, seq)
     return _again(lambda: start(resume=True), wanted, tokens, seq)
 
 
 def flipped(start: Start, work: Path, tokens: int, seq: int) -> str:
-    """Overwrite 4 KiB in each of 64 places, evenly over the files that it trains from, while it does."""
+    """Overwrite 4 KiB at each of 64 evenly spaced offsets in the files of the state during training."""
     wanted = _undisturbed(start, tokens, seq)
 
     def damage(system: Live) -> None:
@@ -46,7 +46,7 @@ def flipped(start: Start, work: Path, tokens: int, seq: int) -> str:
 
 
 def cut_short(start: Start, work: Path, tokens: int, seq: int) -> str:
-    """Let no write go beyond 1 MiB of a file, as a quota or a limit of file size does."""
+    """Limit file sizes to 1 MiB, so that writes beyond it fail as with a quota."""
     wanted = _undisturbed(start, tokens, seq)
 
     def limit(system: Live) -> None:
@@ -57,7 +57,7 @@ def cut_short(start: Start, work: Path, tokens: int, seq: int) -> str:
 
 
 def second_job(start: Start, work: Path, tokens: int, seq: int) -> str:
-    """Start a second one on the same folder while the first one trains."""
+    """Start a second job on the same folder while the first one trains."""
     wanted = _undisturbed(start, tokens, seq)
     found = []
 
@@ -65,27 +65,27 @@ def second_job(start: Start, work: Path, tokens: int, seq: int) -> str:
         try:
             with start() as other:
                 other.steps(0, 1, tokens, seq)
-            found.append("the second one trains")
+            found.append("the second job trains")
         except SystemFailedError as error:
-            found.append(f"the second one ends: {_short(error)}")
+            found.append(f"the second job fails: {_short(error)}")
 
     first = _disturbed(start, work, begin_another, wanted, tokens, seq)
-    return "; ".join([*found, f"the first one {first}"])
+    return "; ".join([*found, f"the first job {first}"])
 
 
 def other_ranks(start: Start, work: Path, tokens: int, seq: int) -> str:
-    """Go on with two ranks from what one has saved."""
+    """Resume a save of one rank on two ranks."""
     _undisturbed(start, tokens, seq)
     try:
         with start(2, resume=True) as system:
             system.steps(SAVED, END - SAVED, tokens, seq)
     except SystemFailedError as error:
-        return f"ends: {_short(error)}"
-    return "goes on"
+        return f"fails: {_short(error)}"
+    return "continues"
 
 
 def _undisturbed(start: Start, tokens: int, seq: int) -> list[float]:
-    """Train, save, train on, and be killed; return the losses behind the save."""
+    """Train, save, continue, and kill the system; return the losses after the save."""
     with start() as system:
         system.steps(0, SAVED, tokens, seq)
         system.save()
@@ -95,7 +95,7 @@ def _undisturbed(start: Start, tokens: int, seq: int) -> list[float]:
 def _disturbed(
     start: Start, work: Path, disturb: Callable[[Live], None], wanted: list[float], tokens: int, seq: int
 ) -> str:
-    """Do the same again in an empty folder, with something that happens behind the save; return what comes of it."""
+    """Repeat the undisturbed run in an empty folder, with a failure after the save; return the outcome."""
     clear(work)
     try:
         with start() as system:
@@ -104,7 +104,7 @@ def _disturbed(
             disturb(system)
             found = _losses(system, tokens, seq)
     except SystemFailedError as error:
-        return f"ends: {_short(error)}"
+        return f"fails: {_short(error)}"
     return _compared(found, wanted)
 
 
@@ -113,7 +113,7 @@ def _again(start: Callable[[], Any], wanted: list[float], tokens: int, seq: int)
         with start() as system:
             found = _losses(system, tokens, seq)
     except SystemFailedError as error:
-        return f"ends: {_short(error)}"
+        return f"fails: {_short(error)}"
     return _compared(found, wanted)
 
 
@@ -123,8 +123,8 @@ def _losses(system: Live, tokens: int, seq: int) -> list[float]:
 
 def _compared(found: list[float], wanted: list[float]) -> str:
     if found == wanted:
-        return "goes on with the same losses"
-    return f"goes on without a word, with other losses: {found[-1]:.6g} instead of {wanted[-1]:.6g}"
+        return "continues with the same losses"
+    return f"continues without an error, with other losses: {found[-1]:.6g} instead of {wanted[-1]:.6g}"
 
 
 def _short(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Limits by control groups (version 1, as root): the least memory in which a system trains, and slower drives."""
+"""Limits with control groups (version 1, as root): the smallest memory in which a system trains, and slower drives."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ MIB = 1 << 20
 
 
 def why_not() -> str:
-    """Return why memory cannot be limited here; empty where it can."""
+    """Return the reason why memory cannot be limited on this machine, or an empty string if it can."""
     if not (MEMORY / "memory.limit_in_bytes").exists():
-        return "no memory controller of cgroup v1"
-    return "" if os.access(MEMORY, os.W_OK) else "control groups may not be made (root only)"
+        return "the memory controller of cgroup v1 is not available"
+    return "" if os.access(MEMORY, os.W_OK) else "control groups can only be created by root"
 
 
 @contextmanager
 def limited(nbytes: int) -> Iterator[list[str]]:
-    """Make a group with a limit; yield the words that start a command in it. Swap is not used."""
+    """Create a memory control group without swap; yield the command prefix that starts a process in it."""
     group = MEMORY / f"infinity-peers-{os.getpid()}"
     group.mkdir()
     try:
@@ -35,7 +35,16 @@ def limited(nbytes: int) -> Iterator[list[str]]:
 
 
 def smallest(trains: Callable[[list[str]], bool], most: int, step: int = 64 * MIB) -> int | None:
-    """Return the least limit, a multiple of `step`, under which `trains` is true; None if it is not under `most`."""
+    """Return the smallest memory limit under which `trains` succeeds.
+
+    Args:
+        trains: Function that trains with a command prefix and returns whether it succeeded.
+        most: Largest limit, in bytes.
+        step: Resolution, in bytes.
+
+    Returns:
+        A multiple of `step`, in bytes; None if training does not succeed with the largest limit.
+    """
     low, high = 0, -(-most // step)
     with limited(high * step) as within:
         if not trains(within):
@@ -49,10 +58,14 @@ def smallest(trains: Callable[[list[str]], bool], most: int, step: int = 64 * MI
 
 @contextmanager
 def slow_drive(folder: Path, rate: int) -> Iterator[None]:
-    """Let this process and what it starts read, and write, at most so many bytes per second on the drive of a folder.
+    """Limit the bandwidth of the drive of a folder, for this process and its children.
+
+    Args:
+        folder: A folder on the drive.
+        rate: Limit in bytes per second, for reads and for writes.
 
     Raises:
-        OSError: there is no block controller of version 1, or groups may not be made.
+        OSError: if the block controller of version 1 is not available, or the process may not create groups.
     """
     drive = Path(f"/sys/class/block/{locate(str(folder)).drive.name}/dev").read_text().strip()
     group = BLKIO / f"infinity-peers-{os.getpid()}"

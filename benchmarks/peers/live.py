@@ -1,4 +1,4 @@
-"""A system that is alive: the processes of its ranks, what they are told, and what they answer."""
+"""A running system: the processes of its ranks, the commands that they receive, and their answers."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from infinity import torchrun
 WORKER = Path(__file__).with_name("worker.py")
 PATIENCE_SECONDS = 900.0
 SAVES = "checkpoint"
-"""Name of the folder that systems save into, below their own, unless a save is a part of that; see `systems`."""
+"""Name of the folder for saves inside the folder of a system, if the system saves separately; see `systems`."""
 
 
 class SystemFailedError(RuntimeError):
-    """A rank has ended, or said that it failed; the message has its last words."""
+    """A rank has exited or reported an error. The message contains its last output."""
 
 
 class Live:
-    """The ranks of one system on one folder; a context that ends them.
+    """The ranks of one system in one folder, as a context that stops them.
 
     Args:
-        system: name in `systems.SYSTEMS`.
-        python: of the environment that it is installed in.
-        model: folder of the pretrained model.
-        work: its folder on the drive.
-        settings: of the system.
-        ranks: how many processes.
-        threads: of torch, in each.
-        resume: go on from what was saved in `work`.
-        within: what a command is started by, such as a control group.
+        system: Name in `systems.SYSTEMS`.
+        python: Python interpreter of the environment in which the system is installed.
+        model: Folder of the pretrained model.
+        work: Folder of the system on the drive.
+        settings: Settings of the system.
+        ranks: Number of processes.
+        threads: Number of torch threads per process.
+        resume: Whether to resume from the save in `work`.
+        within: Prefix of the command, e.g. to start it in a control group.
     """
 
     def __init__(
@@ -91,19 +91,19 @@ class Live:
 
     @property
     def pids(self) -> list[int]:
-        """Processes by rank."""
+        """Process IDs by rank."""
         return [process.pid for process in self._processes]
 
     def steps(self, first: int, count: int, tokens: int, seq: int) -> dict[str, Any]:
-        """Take steps; return those of rank 0, and bytes and memory of all ranks."""
+        """Take steps; return the steps of rank 0, and the bytes and memory of all ranks."""
         return self._ask({"do": "steps", "first": first, "count": count, "tokens": tokens, "seq": seq})
 
     def save(self) -> dict[str, Any]:
-        """Save what there is; return what it took."""
+        """Save the state and return the cost of the save."""
         return self._ask({"do": "save"})
 
     def end(self) -> None:
-        """End in order; what that takes is not measured."""
+        """Shut down regularly. The shutdown is not measured."""
         self._tell({"do": "end"})
         for process in self._processes:
             process.wait(PATIENCE_SECONDS)
@@ -115,7 +115,7 @@ class Live:
                 process.stdin.write(json.dumps(command).encode() + b"\n")
                 process.stdin.flush()
             except BrokenPipeError:
-                raise SystemFailedError(f"a rank has ended: {self.log(0)[-400:]}") from None
+                raise SystemFailedError(f"a rank exited: {self.log(0)[-400:]}") from None
 
     def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
         self._tell(command)
@@ -129,7 +129,7 @@ class Live:
             line = answers.readline()
             if not line:
                 status = self._processes[rank].wait(60)
-                raise SystemFailedError(f"rank {rank} ended with status {status}: {self.log(rank)[-400:]}")
+                raise SystemFailedError(f"rank {rank} exited with status {status}: {self.log(rank)[-400:]}")
             answer = json.loads(line)
             if "error" in answer:
                 raise SystemFailedError(f"rank {rank}: {answer['error']}")
@@ -138,7 +138,7 @@ class Live:
         return {**found[0], **sums}
 
     def log(self, rank: int) -> str:
-        """Return what a rank has printed."""
+        """Return the output of a rank."""
         return (self.work.parent / f"{self.work.name}-rank{rank}.log").read_text(errors="replace")
 
 

@@ -1,7 +1,8 @@
-"""The systems that are compared: one class each, which builds the model, trains, saves and goes on.
+"""The compared systems: one class each, which builds the model, trains, saves and resumes.
 
-All train the same pretrained weights in bf16 with an fp32 master, recompute activations layer by layer, and update with
-Adam(W) of the same settings. What a class imports is there only in the environment of its system.
+All systems train the same pretrained weights in bf16 with fp32 master weights, recompute activations layer by layer,
+and update with Adam(W) and the same hyperparameters. The imports of a class are only available in the environment of
+its system.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ BETAS, EPS, WEIGHT_DECAY = (0.9, 0.999), 1e-8, 0.01
 
 
 def start_ranks() -> None:
-    """Make the process group of gloo; a single rank has one too, as FSDP2 needs a mesh."""
+    """Initialize the gloo process group. A single rank needs one too, because FSDP2 requires a mesh."""
     if not dist.is_initialized():
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
             os.environ.setdefault(name, value)
@@ -28,12 +29,12 @@ def start_ranks() -> None:
 
 
 def adamw(parameters: Any) -> torch.optim.AdamW:
-    """Return the optimizer of all systems that take one of torch."""
+    """Return the optimizer of all systems that use an optimizer of torch."""
     return torch.optim.AdamW(parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True)
 
 
 class System(ABC):
-    """A model, its optimizer, and where they are kept."""
+    """A model, its optimizer, and the folder that stores them."""
 
     model: Any
     optimizer: Any
@@ -49,15 +50,15 @@ class System(ABC):
 
     @abstractmethod
     def build(self) -> None:
-        """Load the weights and make the optimizer."""
+        """Load the weights and create the optimizer."""
 
     @abstractmethod
     def save(self) -> None:
-        """Put on the drive what the next process needs to go on from here."""
+        """Write the state that a new process needs to resume."""
 
     @abstractmethod
     def resume(self) -> None:
-        """Go on from what was saved; in a new process, behind `build`."""
+        """Restore the saved state in a new process, after `build`."""
 
     def count(self) -> int:
         """Return the number of parameters of the model."""
@@ -72,28 +73,28 @@ class System(ABC):
         loss.backward()
 
     def update(self) -> None:
-        """Apply them, and forget them."""
+        """Apply the gradients and free them."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def flush_updates(self) -> None:
-        """Wait until nothing is on its way to a drive."""
+        """Wait until no transfers are in flight."""
         return None
 
     def close(self) -> None:
-        """End."""
+        """Release the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def load(self) -> Any:
-        """Return the pretrained model, in memory and in fp32, recomputing its activations."""
+        """Return the pretrained model in memory and in fp32, with activation recomputation."""
         from transformers import AutoModelForCausalLM
 
         return self.recomputing(AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32))
 
     @staticmethod
     def recomputing(model: Any) -> Any:
-        """Let the layers of a model keep their inputs only."""
+        """Enable activation recomputation, so that each layer saves only its inputs."""
         model.train()
         model.config.use_cache = False
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -162,7 +163,7 @@ class FsdpCpuOffload(FsdpMemory):
 
 
 class Infinity(System):
-    """This project; the settings are sections of its own."""
+    """This project. `settings` contains sections of its configuration."""
 
     def build(self) -> None:
         import infinity
@@ -177,7 +178,7 @@ class Infinity(System):
         self.optimizer.save_checkpoint()
 
     def resume(self) -> None:
-        """`build` did it."""
+        """Return immediately, because `build` has resumed the run."""
 
     def flush_updates(self) -> None:
         while any(self.optimizer.run.pager.in_flight().values()):
@@ -189,7 +190,7 @@ class Infinity(System):
 
 
 class DeepSpeed(System):
-    """ZeRO-3 of DeepSpeed; where parameters and optimizer state go is of the subclass."""
+    """ZeRO-3 of DeepSpeed. Subclasses define where parameters and optimizer state are stored."""
 
     parameters_on: str
     optimizer_on: str
@@ -207,7 +208,7 @@ class DeepSpeed(System):
         if self.parameters_on == "nvme" and dist.get_world_size() == 1:
             keep_recycled_buffers()
         settings = self.configuration()
-        self._zero3 = HfDeepSpeedConfig(settings)  # transformers looks for it when it loads weights
+        self._zero3 = HfDeepSpeedConfig(settings)  # transformers looks it up when it loads weights
         model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.bfloat16)
         self._count = sum(getattr(param, "ds_numel", param.numel()) for param in model.parameters())
         self.recomputing(model)
@@ -218,15 +219,15 @@ class DeepSpeed(System):
         return self._count
 
     def configuration(self) -> dict[str, Any]:
-        """Return its settings: the best that were found, see docs/reference/results.md."""
+        """Return the configuration: the best settings that were found, see docs/reference/results.md."""
         zero: dict[str, Any] = {
             "stage": 3,
             "overlap_comm": True,
             "contiguous_gradients": True,
             "stage3_max_live_parameters": 60_000_000,
-            "stage3_max_reuse_distance": 0,  # else weights of a small model stay, each in a swap buffer
+            "stage3_max_reuse_distance": 0,  # otherwise weights of a small model stay, each in a swap buffer
             "stage3_prefetch_bucket_size": 20_000_000,
-            "stage3_param_persistence_threshold": 0,  # what persists keeps a swap buffer each
+            "stage3_param_persistence_threshold": 0,  # each persistent parameter occupies a swap buffer
             "sub_group_size": 25_000_000,
         }
         largest = self.settings.get("largest_parameter", 60_000_000)
@@ -237,7 +238,7 @@ class DeepSpeed(System):
             zero["offload_param"] |= {"nvme_path": str(self.work), **buffers}
         zero["offload_optimizer"] = {"device": self.optimizer_on, "pin_memory": False}
         if self.optimizer_on == "nvme":
-            # Both pipelines need the four states of a sub-group three times, where its default is once.
+            # Both pipelines need three sets of the four state tensors of a sub-group; the default is one set.
             pipelined = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
             zero["offload_optimizer"] |= {"nvme_path": str(self.work), **pipelined}
         adam = {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY, "adam_w_mode": True}
@@ -283,16 +284,16 @@ class DeepSpeedOptimizerNvme(DeepSpeed):
 
 
 class DeepSpeedCpu(DeepSpeed):
-    """Its CPU offload."""
+    """CPU offload of parameters and optimizer state."""
 
     parameters_on = optimizer_on = "cpu"
 
 
 def keep_recycled_buffers() -> None:
-    """Mend DeepSpeed on the CPU with one rank: weights alias a swap buffer that is used again, so gradients are wrong.
+    """Work around wrong gradients of DeepSpeed on the CPU with one rank.
 
-    Its handles of a gather that needs no collective let the weight be a view of the buffer; with a copy there, the
-    losses are those of other systems.
+    If a gather needs no collective, DeepSpeed lets the weights be views of a swap buffer, which it reuses while the
+    weights are in use. With a copy in these handles, the losses equal the losses of the other systems.
     """
     from deepspeed.runtime.zero import partition_parameters as theirs
 
@@ -311,7 +312,7 @@ def keep_recycled_buffers() -> None:
 
 
 def layers_of(model: Any) -> Any:
-    """Return the layers of a causal language model, which are the longest list of modules that it has."""
+    """Return the layers of a causal language model: its longest list of modules."""
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     return max(lists, key=len)
 

@@ -1,11 +1,12 @@
-"""One system under comparison, in a process of its own and in the environment that it is installed in.
+"""One compared system, in its own process and in the environment in which it is installed.
 
-Commands come as lines of JSON on stdin, answers go as lines of JSON to the descriptor `--answers`: what a framework
-prints stays out of both. It imports nothing of infinity unless that is the system, so it also runs where only a peer is
-installed. On several ranks each rank is a process of its own, with the variables of `torchrun`.
+Commands arrive as lines of JSON on stdin, and answers are written as lines of JSON to the descriptor `--answers`, so
+that output of a framework interferes with neither. The module does not import infinity unless infinity is the system,
+so it also runs where only another system is installed. With several ranks, each rank is a separate process with the
+variables of `torchrun`.
 
     {"do": "steps", "first": 3, "count": 2, "tokens": 512, "seq": 512}   train these steps, each on its own tokens
-    {"do": "save"}                                                       what must be there to go on after a crash
+    {"do": "save"}                                                       save the state for a restart after a crash
     {"do": "end"}
 """
 
@@ -26,18 +27,18 @@ KIB = 1024
 
 
 def moved() -> tuple[int, int]:
-    """Return the bytes that this process has read from drives and written to them so far."""
+    """Return the bytes that this process has read from drives and written to drives."""
     found = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(found["read_bytes"]), int(found["write_bytes"])
 
 
 def peak_rss() -> int:
-    """Return the most bytes that were resident at once."""
+    """Return the peak resident memory in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
 
 
 def batch(step: int, rank: int, vocabulary: int, tokens: int, seq: int) -> Any:
-    """Return the tokens of a step: the same in all systems, others on each rank."""
+    """Return the tokens of a step, which are the same in all systems and differ between ranks."""
     import torch
 
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -45,7 +46,7 @@ def batch(step: int, rank: int, vocabulary: int, tokens: int, seq: int) -> Any:
 
 
 def train(system: Any, command: dict[str, Any], rank: int) -> list[dict[str, Any]]:
-    """Take steps; return loss and seconds of each, by phase."""
+    """Take steps; return the loss of each and its seconds by phase."""
     found = []
     for step in range(command["first"], command["first"] + command["count"]):
         tokens = batch(step, rank, system.vocabulary, command["tokens"], command["seq"])
@@ -62,13 +63,13 @@ def train(system: Any, command: dict[str, Any], rank: int) -> list[dict[str, Any
 
 
 def main() -> None:
-    """Build the system and serve commands until the end."""
+    """Build the system and execute commands until the end."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--system", required=True)
-    parser.add_argument("--model", required=True, help="folder of a pretrained model")
-    parser.add_argument("--work", required=True, help="folder on the drive, of this system alone")
-    parser.add_argument("--settings", type=json.loads, default={}, help="of the system, as JSON")
-    parser.add_argument("--answers", type=int, required=True, help="descriptor that answers go to")
+    parser.add_argument("--model", required=True, help="folder of the pretrained model")
+    parser.add_argument("--work", required=True, help="folder on the drive, used only by this system")
+    parser.add_argument("--settings", type=json.loads, default={}, help="settings of the system, as JSON")
+    parser.add_argument("--answers", type=int, required=True, help="file descriptor for answers")
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
     answers = os.fdopen(options.answers, "w", buffering=1)
