@@ -1,7 +1,8 @@
 """Access to private names of torch.
 
-No other package touches private names of torch. `tests/fsdp/test_private.py` tests the behavior that is expected of
-each name, so that a torch release that changes it fails a named test.
+Other packages use private names only for tensor subclasses (`torch.utils._pytree`, `_python_dispatch`) and stores.
+`tests/fsdp/test_private.py` tests this, and the behavior that is expected of each name, so that a torch release that
+changes it fails a named test.
 """
 
 from infinity.torch_private.collectives import (
