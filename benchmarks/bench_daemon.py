@@ -168,13 +168,13 @@ def jobs(
 
 def moved_while(runtime: Path, runs: list[str], seconds: float) -> list[float]:
     """Return the throughput of each run in bytes per second, from its stats file."""
-    from infinity.telemetry import BY_NAME, read_stats_page
+    from infinity.telemetry import BY_NAME, read_stats_file
     from infinity.telemetry.stats_cells import label_sets
 
     transfers = BY_NAME["io_bytes_total"]
 
     def now() -> list[float]:
-        pages = [read_stats_page(runtime / f"{run}.rank0.stats") for run in runs]
+        pages = [read_stats_file(runtime / f"{run}.rank0.stats") for run in runs]
         return [
             sum(page.value_at(transfers, values) for values in label_sets(transfers, page.header.devices))
             for page in pages
@@ -197,7 +197,7 @@ def fairness(options: argparse.Namespace, group: Path, folder: Path) -> dict[str
             configs = [
                 {
                     "memory": {"host_bytes": options.host_memory},
-                    "storage": {"queue_depth": depth, "request_bytes": 256 << 10, "weight": weight},
+                    "storage": {"queue_depth": depth, "request_bytes": 256 << 10, "bandwidth_weight": weight},
                     "telemetry": {"runtime_dir": str(runtime)},
                 }
                 for depth, weight in zip(DEPTHS, weights or (1, 1), strict=True)

@@ -52,7 +52,7 @@ class StorageConfig:
         minimum=1,
         maximum=4096,
     )
-    weight: int = setting(
+    bandwidth_weight: int = setting(
         1,
         "Relative share of a drive's bandwidth when several runs use it at the same time: with weights 3 and 1, the "
         "first run gets three quarters. Requires `infinityd`.",
@@ -140,7 +140,7 @@ class UpdateConfig:
         "checkpoint, else the one measured to be faster. Formats other than `fp32` require the CPU.",
     )
 
-    def cores_beside(self, device: str, *, cores: int, computing: int) -> int:
+    def thread_cores(self, device: str, *, cores: int, computing: int) -> int:
         """Return the number of cores of the update thread, or 0 if updates run on the training thread.
 
         Args:

@@ -14,7 +14,7 @@ from infinity.telemetry import BY_NAME
 from infinity.telemetry.exporter import new_family
 from infinity_daemon.drive_bandwidth import LOADS, Profile
 from infinity_daemon.drive_wear import WearWatch
-from infinity_daemon.stats_files import StatsPages
+from infinity_daemon.stats_files import StatsFiles
 
 _COUNTERS: Final = {
     "device_read_bytes_total": "read",
@@ -43,7 +43,7 @@ class DevicesCollector:
         self,
         *,
         paths: Sequence[str],
-        pages: StatsPages,
+        stats_files: StatsFiles,
         reserved: Callable[[], Mapping[str, int]],
         bandwidth: Callable[[Drive], Profile | None],
         wear: WearWatch,
@@ -51,7 +51,7 @@ class DevicesCollector:
     ) -> None:
         self.paths = tuple(paths)
         """Configured paths; replaced when the settings are reloaded."""
-        self._pages = pages
+        self._stats_files = stats_files
         self._reserved, self._bandwidth, self._wear, self._sysfs = reserved, bandwidth, wear, sysfs
 
     def collect(self) -> Iterator[Family]:
@@ -85,7 +85,7 @@ class DevicesCollector:
 
     def known_paths(self) -> tuple[str, ...]:
         """Return the configured paths and the paths of all served ranks, each once."""
-        used = (path for page in self._pages.scan().pages for path in page.header.paths)
+        used = (path for page in self._stats_files.scan().snapshots for path in page.header.paths)
         return tuple(dict.fromkeys((*self.paths, *used)))
 
     def _counters(self, drives: Mapping[str, Drive]) -> dict[str, Samples]:
@@ -109,7 +109,7 @@ class DevicesCollector:
             yield {"device": name}, reserved.get(name, 0)
 
     def _owners(self, places: Mapping[str, Place]) -> Samples:
-        for page in self._pages.scan().pages:
+        for page in self._stats_files.scan().snapshots:
             who = {"run": page.header.run_id, "rank": str(page.header.rank)}
             for device, path in zip(page.header.devices, page.header.paths, strict=False):
                 if path in places:

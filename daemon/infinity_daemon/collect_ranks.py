@@ -10,7 +10,7 @@ from prometheus_client.core import Metric as Family
 from infinity.telemetry import BY_NAME
 from infinity.telemetry.exporter import StatsCollector, new_family
 from infinity.telemetry.metrics import PAGE_STATUSES
-from infinity_daemon.stats_files import StatsPages
+from infinity_daemon.stats_files import StatsFiles
 
 
 class RanksCollector:
@@ -18,15 +18,15 @@ class RanksCollector:
 
     name = "ranks"
 
-    def __init__(self, pages: StatsPages) -> None:
-        self._pages = pages
+    def __init__(self, stats_files: StatsFiles) -> None:
+        self._stats_files = stats_files
 
     def collect(self) -> Iterator[Family]:
         """Yield the families of all live ranks and of ranks that ended recently."""
-        found = self._pages.scan()
-        yield from StatsCollector(lambda: found.pages).collect()
+        found = self._stats_files.scan()
+        yield from StatsCollector(lambda: found.snapshots).collect()
         counts = Counter({"broken": found.broken})
-        counts.update(page.status for page in found.pages)
+        counts.update(page.status for page in found.snapshots)
         ranks = new_family(BY_NAME["daemon_ranks"])
         for status in PAGE_STATUSES:
             ranks.add_sample(ranks.name, {"status": status}, counts[status])

@@ -36,7 +36,7 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PagesConfig:
+class StatsFilesConfig:
     """Stats files of the ranks."""
 
     runtime_dir: str = setting(
@@ -91,7 +91,7 @@ class MeasureConfig:
     state_dir: str = setting(
         "",
         "Folder of the history; changes take effect at the next start. Empty: `$STATE_DIRECTORY` (systemd), "
-        "`pages.runtime_dir` if set, `$XDG_STATE_HOME/infinity`, or `~/.local/state/infinity`.",
+        "`stats_files.runtime_dir` if set, `$XDG_STATE_HOME/infinity`, or `~/.local/state/infinity`.",
     )
 
 
@@ -113,7 +113,8 @@ class FairnessConfig:
     """Drives that are shared by several runs."""
 
     enabled: bool = setting(
-        True, "Limit runs that exceed their share of a drive (`storage.weight`) while other runs are stalled on it."
+        True,
+        "Limit runs that exceed their share of a drive (`storage.bandwidth_weight`) while other runs are stalled on it.",
     )
 
 
@@ -122,7 +123,7 @@ class DaemonConfig:
     """Settings of the daemon."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
-    pages: PagesConfig = field(default_factory=PagesConfig)
+    stats_files: StatsFilesConfig = field(default_factory=StatsFilesConfig)
     drives: DrivesConfig = field(default_factory=DrivesConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     stale: StaleConfig = field(default_factory=StaleConfig)
@@ -131,14 +132,14 @@ class DaemonConfig:
     @property
     def runtime_dir(self) -> Path:
         """Folder of the stats files."""
-        return runtime_dir(TelemetryConfig(runtime_dir=self.pages.runtime_dir))
+        return runtime_dir(TelemetryConfig(runtime_dir=self.stats_files.runtime_dir))
 
     @property
     def state_dir(self) -> Path:
         """Folder of data that is kept across restarts of the node, or the runtime folder if there is no home folder."""
         given = self.measure.state_dir or os.environ.get("STATE_DIRECTORY", "").partition(":")[0]
-        if given or self.pages.runtime_dir:
-            return Path(given or self.pages.runtime_dir)
+        if given or self.stats_files.runtime_dir:
+            return Path(given or self.stats_files.runtime_dir)
         home, state = os.environ.get("HOME", ""), os.environ.get("XDG_STATE_HOME", "")
         if os.path.isabs(state):
             return Path(state) / "infinity"

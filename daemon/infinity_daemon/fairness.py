@@ -44,19 +44,19 @@ class Usage:
     stalled: float
     """Seconds during which the training thread was stalled on storage."""
     weight: float = 1.0
-    """`storage.weight` of the run."""
+    """`storage.bandwidth_weight` of the run."""
 
 
-def usages(pages: Iterable[Snapshot], drive_of: Callable[[str], str | None]) -> dict[Rank, Usage]:
+def usages(snapshots: Iterable[Snapshot], drive_of: Callable[[str], str | None]) -> dict[Rank, Usage]:
     """Return the activity of the ranks of some stats files.
 
     Args:
-        pages: Readings of the stats files.
+        snapshots: Readings of the stats files.
         drive_of: Function that returns the name of the drive of a path, or None.
     """
     found: dict[Rank, Usage] = {}
     stalls, transfers = BY_NAME["stall_seconds_total"], BY_NAME["io_bytes_total"]
-    for page in pages:
+    for page in snapshots:
         devices = page.header.devices
         drives = dict(zip(devices, map(drive_of, page.header.paths), strict=False))
         moved: dict[str, float] = defaultdict(float)

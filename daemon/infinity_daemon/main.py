@@ -49,8 +49,8 @@ def _daemon(
 ) -> None:
     """Serve the metrics of this node's ranks and drives, and answer requests of the ranks."""
     options: dict[str, Any] = {
-        "pages.runtime_dir": runtime_folder,
-        "pages.keep_dead_seconds": keep_dead_seconds,
+        "stats_files.runtime_dir": runtime_folder,
+        "stats_files.keep_dead_seconds": keep_dead_seconds,
         "server.port": port,
         "server.host": host,
         "server.token_file": token_file,

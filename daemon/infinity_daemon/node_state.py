@@ -59,11 +59,11 @@ class NodeState:
         """
         unix = time.time()
         looked, drives = self._drives.found
-        runs = self._runs.look(found.pages, limits, now, unix)
+        runs = self._runs.look(found.snapshots, limits, now, unix)
         reserved = self._reservations.by_drive()
         tree = {
             "time": unix,
-            "node": {**self._about(), "broken_pages": found.broken},
+            "node": {**self._about(), "broken_stats_files": found.broken},
             "runs": runs,
             "drives": [_with_runs(drive, runs, reserved) for drive in drives],
             "drives_time": looked,

@@ -30,7 +30,7 @@ from infinity_daemon.drive_wear import DriveWear
 from infinity_daemon.log import event
 from infinity_daemon.reservations import Owner, Reservations
 from infinity_daemon.stale import StaleRun
-from infinity_daemon.stats_files import StatsPages
+from infinity_daemon.stats_files import StatsFiles
 
 Answer = Mapping[str, object]
 
@@ -50,7 +50,7 @@ class Requests:
     def __init__(
         self,
         *,
-        pages: StatsPages,
+        stats_files: StatsFiles,
         profile: Profiles,
         reservations: Reservations,
         known_paths: Callable[[], tuple[str, ...]],
@@ -63,7 +63,7 @@ class Requests:
         about: Callable[[], Mapping[str, object]],
         state: Callable[[], Mapping[str, object]],
     ) -> None:
-        self._pages, self._profile, self._reservations = pages, profile, reservations
+        self._stats_files, self._profile, self._reservations = stats_files, profile, reservations
         self._known_paths, self._is_alive = known_paths, is_alive
         self._used, self._rates_of, self._about = used, rates_of, about
         self._wear, self._daily_share, self._stale, self._state = wear, daily_share, stale, state
@@ -100,7 +100,7 @@ class Requests:
             return {"error": f"internal error: {type(error).__name__}"}
 
     async def _status(self, _: Owner) -> Answer:
-        found = await asyncio.to_thread(self._pages.scan)
+        found = await asyncio.to_thread(self._stats_files.scan)
         paths = await asyncio.to_thread(self._known_paths)
         return {
             **self._about(),
@@ -113,9 +113,9 @@ class Requests:
                     "status": page.status,
                     "steps": page.value("steps_total"),
                 }
-                for page in found.pages
+                for page in found.snapshots
             ],
-            "broken_pages": found.broken,
+            "broken_stats_files": found.broken,
             "paths": [await asyncio.to_thread(self._describe, path) for path in paths],
             "reservations": [
                 {

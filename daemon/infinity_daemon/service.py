@@ -40,7 +40,7 @@ from infinity_daemon.requests import Requests
 from infinity_daemon.reservations import Reservations
 from infinity_daemon.server import SocketServer
 from infinity_daemon.stale import StaleRuns
-from infinity_daemon.stats_files import StatsPages
+from infinity_daemon.stats_files import StatsFiles
 from infinity_daemon.web import routes
 
 _SWEEP_SECONDS: Final = 1.0
@@ -69,7 +69,7 @@ class Daemon:
     def __init__(self, config: DaemonConfig, token: str, state: Path) -> None:
         self._config, self._token = config, token
         self._started = time.time()
-        self._pages = StatsPages(config.runtime_dir, 0, 0)
+        self._stats_files = StatsFiles(config.runtime_dir, 0, 0)
         self._reservations = Reservations()
         self._profile = Profiles(state)
         self._measuring = Measuring(self._profile, self._reservations)
@@ -78,7 +78,7 @@ class Daemon:
         self._fairness = Fairness()
         self._devices = DevicesCollector(
             paths=(),
-            pages=self._pages,
+            stats_files=self._stats_files,
             reserved=self._reservations.by_drive,
             bandwidth=self._profile.of,
             wear=self._wear,
@@ -87,7 +87,7 @@ class Daemon:
             [
                 BuildCollector(self._started),
                 self._devices,
-                RanksCollector(self._pages),
+                RanksCollector(self._stats_files),
                 StaleCollector(self._stale),
             ]
         )
@@ -96,7 +96,7 @@ class Daemon:
             drives=self._drives, reservations=self._reservations, drive_of=_drive_of, about=self._about_node
         )
         requests = Requests(
-            pages=self._pages,
+            stats_files=self._stats_files,
             profile=self._profile,
             reservations=self._reservations,
             known_paths=self._devices.known_paths,
@@ -134,7 +134,10 @@ class Daemon:
     def _apply(self, config: DaemonConfig) -> None:
         """Apply these settings to the parts, except settings that are used at the start only."""
         self._config = config
-        self._pages.keep = {"dead": config.pages.keep_dead_seconds, "ended": config.pages.keep_ended_seconds}
+        self._stats_files.keep = {
+            "dead": config.stats_files.keep_dead_seconds,
+            "ended": config.stats_files.keep_ended_seconds,
+        }
         self._devices.paths = self._measuring.paths = self._stale.paths = config.drives.paths
         self._measuring.settings, self._stale.settings = config.measure, config.stale
         self._wear.endurance = {locate(path).drive.name: size for path, size in config.drives.endurance.items()}
@@ -197,8 +200,8 @@ class Daemon:
         while not stop.is_set():
             for entry in self._reservations.expire(self._server.is_alive):
                 event(logging.INFO, "space.expired", run=entry.run_id, bytes=entry.size, pid=entry.owner.pid)
-            found = await asyncio.to_thread(self._pages.scan)
-            live = [page for page in found.pages if page.alive]
+            found = await asyncio.to_thread(self._stats_files.scan)
+            live = [page for page in found.snapshots if page.alive]
             now = time.monotonic()
             used = await asyncio.to_thread(usages, live, _drive_of)
             self._fairness.observe(used, now)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from infinity.telemetry import Snapshot, StatsPageError, read_stats_page, stats_page_files
-from infinity.telemetry.stats_file import Status, remove_stats_page
+from infinity.telemetry import Snapshot, StatsFileError, find_stats_files, read_stats_file
+from infinity.telemetry.stats_file import Status, remove_stats_file
 from infinity_daemon.log import event
 
-_MAX_PAGES: Final = 1024
+_MAX_FILES: Final = 1024
 _DRAFT = re.compile(r"\..+\.stats\.\d+")
 
 
@@ -24,11 +24,11 @@ _DRAFT = re.compile(r"\..+\.stats\.\d+")
 class Found:
     """Contents of the folder: readable stats files, and the number of unreadable ones."""
 
-    pages: tuple[Snapshot, ...]
+    snapshots: tuple[Snapshot, ...]
     broken: int
 
 
-class StatsPages:
+class StatsFiles:
     """Read the folder at every `scan`, and remember since when each rank is gone. Threads may share an instance."""
 
     def __init__(self, folder: Path, keep_dead_seconds: float, keep_ended_seconds: float) -> None:
@@ -55,28 +55,28 @@ class StatsPages:
             return self._scan()
 
     def _scan(self) -> Found:
-        pages: list[Snapshot] = []
+        snapshots: list[Snapshot] = []
         gone: dict[tuple[int, int, Status], float] = {}
         complained: dict[Path, str] = {}
-        for path in stats_page_files(self._folder)[:_MAX_PAGES]:
+        for path in find_stats_files(self._folder)[:_MAX_FILES]:
             try:
                 about = path.stat(follow_symlinks=False)
-                page = read_stats_page(path)
-            except (OSError, StatsPageError) as error:
+                snapshot = read_stats_file(path)
+            except (OSError, StatsFileError) as error:
                 complained[path] = str(error)
                 if self._complained.get(path) != str(error):
-                    event(logging.WARNING, "page.broken", reason=str(error))
+                    event(logging.WARNING, "stats_file.broken", reason=str(error))
                 continue
-            if not page.alive:
-                key = (about.st_dev, about.st_ino, page.status)
+            if not snapshot.alive:
+                key = (about.st_dev, about.st_ino, snapshot.status)
                 gone[key] = self._gone_since.get(key, time.monotonic())
-                if time.monotonic() - gone[key] >= self.keep[page.status]:
+                if time.monotonic() - gone[key] >= self.keep[snapshot.status]:
                     _remove(path, about)
                     continue
-            pages.append(page)
+            snapshots.append(snapshot)
         self._gone_since, self._complained = gone, complained
         self._remove_drafts()
-        return Found(pages=tuple(pages), broken=len(complained))
+        return Found(snapshots=tuple(snapshots), broken=len(complained))
 
     def _remove_drafts(self) -> None:
         """Remove drafts that a killed rank left before it renamed them."""
@@ -89,5 +89,5 @@ class StatsPages:
 
 
 def _remove(path: Path, about: os.stat_result) -> None:
-    if remove_stats_page(path, about):
+    if remove_stats_file(path, about):
         event(logging.INFO, "page.removed", file=path.name)

@@ -77,7 +77,7 @@ _BODY = record(
     page_bytes=integer(PAGE_ALIGNMENT, 1 << 40, multiple=PAGE_ALIGNMENT),
     description=DESCRIPTION,
     optimizer=text(r"\S{1,200}"),
-    weights=sequence(number(1e-30, 1e30), least=1),
+    stripe_weights=sequence(number(1e-30, 1e30), least=1),
     pages=table(index, _version),
     scalars=table(index, table(text(), setting)),
     groups=sequence(record(params=sequence(integer(0)), settings=table(text(r"(?!params$)(?s:.*)"), setting))),
@@ -154,7 +154,7 @@ class Manifest:
         created: Unix time in seconds.
         description: Description of the contents of the pages.
         optimizer: Name of the optimizer class.
-        weights: Stripe weights of the paths, which determine the slots. The name of the field on disk is ``weights``.
+        stripe_weights: Stripe weights of the paths, which determine the slots.
         pages: Version of every page except gradients, by index of the page.
         scalars: Scalars of the optimizer state as plain data, by index of the shard.
         groups: Parameter groups of the optimizer: indices of shards (`params`) and `settings`, as plain data.
@@ -174,7 +174,7 @@ class Manifest:
     created: float
     description: RunDescription
     optimizer: str
-    weights: Sequence[float]
+    stripe_weights: Sequence[float]
     pages: dict[int, Version]
     scalars: dict[int, dict[str, Any]]
     groups: Sequence[dict[str, Any]]
@@ -350,7 +350,7 @@ def _check_names(manifest: Manifest, file: Path) -> None:
 def _check_extents(manifest: Manifest) -> None:
     most = manifest.layout.page_bytes
     for page, (path, offset, length) in ((page, version.extent) for page, version in manifest.pages.items()):
-        if path >= len(manifest.weights) or length > most or offset + length > MOST:
+        if path >= len(manifest.stripe_weights) or length > most or offset + length > MOST:
             raise ValueError(f"page {page} cannot be {length} bytes at offset {offset} of path {path}")
     for (path, offset, length), after in pairwise(sorted(version.extent for version in manifest.pages.values())):
         if after.path == path and after.offset < offset + length:
@@ -375,9 +375,9 @@ def check_pages(manifest: Manifest, folder: RunFolder) -> None:
         CheckpointError: if they are not, or if the checkpoint uses another number of paths. The message names the file.
     """
     file = folder.checkpoints / manifest.file_name
-    if len(manifest.weights) != len(folder.roots):
+    if len(manifest.stripe_weights) != len(folder.roots):
         raise CheckpointError(
-            f"run {manifest.run_id} has another number of paths ({len(manifest.weights)} in its manifest, "
+            f"run {manifest.run_id} has another number of paths ({len(manifest.stripe_weights)} in its manifest, "
             f"{len(folder.roots)} given). List all of them in the order of storage.paths."
         )
     ends = [0] * len(folder.roots)

@@ -154,7 +154,7 @@ class CheckpointWriter:
                 created=time.time(),
                 description=self._described,
                 optimizer=self._optimizer,
-                weights=self._stripe_weights,
+                stripe_weights=self._stripe_weights,
                 pages=versions,
                 scalars=model_state.save_scalars(scalars),
                 groups=model_state.save_groups(groups),

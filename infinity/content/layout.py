@@ -81,7 +81,7 @@ class FSDPModuleSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
+class ShardLocation:
     """Location of a shard: elements [start, start + padded) of a segment."""
 
     spec: ShardSpec
@@ -186,7 +186,7 @@ class Layout:
 
     fsdp_modules: tuple[FSDPModuleSpec, ...]
     segments: tuple[Segment, ...]
-    shards: tuple[Placed, ...]
+    shards: tuple[ShardLocation, ...]
     pages: tuple[Page, ...]
     page_bytes: int
 
@@ -301,7 +301,7 @@ def build_layout(fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[str, Stat
     """
     pages: list[Page] = []
     segments: list[Segment] = []
-    shards: list[Placed] = []
+    shards: list[ShardLocation] = []
     for fsdp_module_index, fsdp_module in enumerate(fsdp_modules):
         keys = list(dict.fromkeys(spec.segment_key for spec in fsdp_module.shards))
         extent = dict.fromkeys(keys, 0)
@@ -310,7 +310,7 @@ def build_layout(fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[str, Stat
             key = spec.segment_key
             members[key].append(len(shards))
             shards.append(
-                Placed(
+                ShardLocation(
                     spec=spec, fsdp_module=fsdp_module_index, segment=len(segments) + keys.index(key), start=extent[key]
                 )
             )
@@ -383,12 +383,12 @@ def build_layout(fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[str, Stat
     return Layout(tuple(fsdp_modules), tuple(segments), tuple(shards), tuple(pages), page_bytes)
 
 
-def _within(shards: Sequence[tuple[int, Placed]], page: Page) -> tuple[int, ...]:
+def _within(shards: Sequence[tuple[int, ShardLocation]], page: Page) -> tuple[int, ...]:
     """Return the indices of the shards of a segment that have elements in a page."""
     return tuple(index for index, at in shards if max(at.start, page.start) < min(at.start + at.spec.numel, page.stop))
 
 
-def _shard_ranges(shards: Sequence[tuple[int, Placed]], numel: int) -> tuple[Range, ...]:
+def _shard_ranges(shards: Sequence[tuple[int, ShardLocation]], numel: int) -> tuple[Range, ...]:
     """Return a range for every shard that ends where the next one begins, so that together they cover the segment."""
     starts = [placed.start for _, placed in shards]
     return tuple(
@@ -416,7 +416,7 @@ def _joined(cut: Sequence[int], most: int) -> Sequence[int]:
     return [cut[-(-pieces * page // number)] for page in range(number + 1)]
 
 
-def _between_rows(shards: Sequence[Placed], numel: int, most: int) -> Sequence[int]:
+def _between_rows(shards: Sequence[ShardLocation], numel: int, most: int) -> Sequence[int]:
     """Divide a segment of `numel` elements into pages of at most `most` elements, none of which ends inside a row.
 
     Raises:

@@ -24,10 +24,10 @@ from infinity.memory.limits import device_margin
 from infinity.schedule.link import UPDATE_BYTES, LinkTraffic, link_traffic, share_that_stays
 from infinity.schedule.planner import Plan, Traffic, predict_seconds
 from infinity.schedule.predicted_trace import expected_events
-from infinity.schedule.schedule_choice import choose_plan, placed
+from infinity.schedule.schedule_choice import choose_plan, resolve_schedule
 from infinity.schedule.stack import activation_page, moved_bytes, page_lengths
 from infinity.schedule.tier import is_gpu_resident
-from infinity.schedule.timing import Beside
+from infinity.schedule.timing import OtherResources
 from infinity.schedule.trace import Event, EventKind
 from infinity.schedule.update_schedule import UpdateSchedule
 from infinity.store.extents import SPARE_SLOTS, file_sizes, plan_slots, spread
@@ -187,7 +187,7 @@ class Estimate:
     """Events of one step."""
     update_schedule: str
     """Name of the chosen update schedule."""
-    placed: UpdateSchedule
+    resolved_schedule: UpdateSchedule
     """Update schedule of this step. It also lists the FSDP modules whose weights are prefetched to the GPU or kept
     there, and the GPU-resident FSDP modules.
     """
@@ -237,7 +237,7 @@ class Estimate:
     @cached_property
     def link_traffic(self) -> LinkTraffic:
         """Bytes per step over the link between host and device in each direction, excluding activations."""
-        return link_traffic(self.events, self.layout, self.placed, update_on_device=self.updates_on_device)
+        return link_traffic(self.events, self.layout, self.resolved_schedule, update_on_device=self.updates_on_device)
 
     @cached_property
     def seconds(self) -> Seconds:
@@ -294,7 +294,7 @@ class Estimate:
             self.layout,
             bandwidth=_UNLIMITED_BANDWIDTH if "drives" in without else self._bandwidth(traffic),
             computation=busy["computation"] + busy["collectives"] + busy["fixed"],
-            beside=Beside(
+            beside=OtherResources(
                 updates=0.0 if self.updates_on_device else busy["updates"],
                 weights=busy["weights"],
                 gradients=busy["gradients"],
@@ -403,12 +403,16 @@ class Estimate:
         return found
 
     @cached_property
-    def home_bytes(self) -> dict[Role, int]:
+    def gpu_resident_bytes(self) -> dict[Role, int]:
         """Bytes of GPU-resident pages, by role. Gradients that are consumed by updates in backward are excluded."""
         found = dict.fromkeys(Role, 0)
         for page in self.layout.pages:
-            consumed = page.role is Role.GRAD and page.fsdp_module in self.placed.in_backward
-            if page.fsdp_module in self.placed.gpu_resident and is_gpu_resident(self.layout, page) and not consumed:
+            consumed = page.role is Role.GRAD and page.fsdp_module in self.resolved_schedule.in_backward
+            if (
+                page.fsdp_module in self.resolved_schedule.gpu_resident
+                and is_gpu_resident(self.layout, page)
+                and not consumed
+            ):
                 found[page.role] += page.nbytes
         return found
 
@@ -620,7 +624,7 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
     )  # fmt: skip
     events = _step_events(model, workload)
     wanted = settings.update.schedule
-    name = placed(wanted, events, late=workload.clipping)
+    name = resolve_schedule(wanted, events, late=workload.clipping)
     if wanted == "in_backward" != name:
         raise ConfigError(
             'update.schedule = "in_backward" is impossible with clipping or a loop over micro-batches; set "auto"'
@@ -649,7 +653,7 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
         budget=budget,
         events=events,
         update_schedule=name,
-        placed=update_schedule,
+        resolved_schedule=update_schedule,
         device_bytes=device_bytes,
         updates_on_device=on_device,
         plan=plan,

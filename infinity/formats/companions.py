@@ -54,10 +54,10 @@ class Companions:
         config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
         found = read_json(folder / _NAMES).get("names") if (folder / _NAMES).is_file() else None
         loaded = tuple(map(str, found)) if isinstance(found, list) else None
-        return cls(config, tuple(companion_files(folder)), loaded, _kept_adapters(folder / _ADAPTERS))
+        return cls(config, tuple(companion_files(folder)), loaded, _find_adapters(folder / _ADAPTERS))
 
 
-def _kept_adapters(file: Path) -> tuple[Adapter, ...]:
+def _find_adapters(file: Path) -> tuple[Adapter, ...]:
     if not file.is_file():
         return ()
     try:

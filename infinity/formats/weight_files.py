@@ -175,7 +175,7 @@ def _instead(folder: Path) -> str:
     return "name a folder that save_pretrained wrote"
 
 
-def refuse_quantized(config: Mapping[str, Any], where: object) -> None:
+def check_not_quantized(config: Mapping[str, Any], where: object) -> None:
     """Raise if a configuration says that the weights are quantized, because quantized weights cannot be trained.
 
     Raises:

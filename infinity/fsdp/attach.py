@@ -11,7 +11,7 @@ from torch import nn
 
 from infinity import torch_private
 from infinity.errors import UnsupportedError
-from infinity.fsdp.conversions import refuse_conversions
+from infinity.fsdp.conversions import check_conversions
 from infinity.fsdp.gradient import Gradient, PagedGradient
 from infinity.fsdp.shard import PagedShard, ShardHandle, ShardSource
 from infinity.fsdp.sharded_model import Member, ShardedModel, check_gradient_dtype
@@ -65,7 +65,7 @@ class Attachment:
             # Must come before watch_collectives, which wraps these collectives, and is therefore undone after it.
             undo.callback(torch_private.reuse_reduce_buffers(sharded.groups))
             undo.callback(torch_private.watch_collectives(sharded.groups, partial(ledger.part, "collective")))
-            undo.callback(refuse_conversions(sharded.model))
+            undo.callback(check_conversions(sharded.model))
 
             running: list[nn.Module] = []  # FSDP modules of the running forward, outermost first
 

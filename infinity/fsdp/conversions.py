@@ -21,7 +21,7 @@ from infinity.fsdp.paged_tensor import PagedTensor
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
-def refuse_conversions(model: nn.Module) -> Callable[[], None]:
+def check_conversions(model: nn.Module) -> Callable[[], None]:
     """Make conversions of an offloaded model raise `UnsupportedError`; return a function that allows them again."""
     guarded = list(model.modules())
     fsdp_modules = [module for module in guarded if torch_private.is_sharded_module(module)]

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from infinity import interrupts, torch_private
 from infinity.content.format import MASTER
-from infinity.content.layout import Layout, Page, Placed, overlapping
+from infinity.content.layout import Layout, Page, ShardLocation, overlapping
 from infinity.content.views import Content, bytes_of, put, read_section, section, stored, torch_dtype
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp.staging import GpuPrefetcher
@@ -50,7 +50,7 @@ class _OpenRun(NamedTuple):
     listener: GatherListener
     ledger: Ledger
     gpu_prefetcher: GpuPrefetcher
-    make_room: Callable[[Iterable[int]], None]
+    allow_new_versions: Callable[[Iterable[int]], None]
 
 
 class ShardIO:
@@ -70,7 +70,7 @@ class ShardIO:
         ledger: Ledger,
         *,
         load_limit: int,
-        make_room: Callable[[Iterable[int]], None],
+        allow_new_versions: Callable[[Iterable[int]], None],
     ) -> None:
         """Create the source of a model's shards.
 
@@ -83,12 +83,12 @@ class ShardIO:
             ledger: Ledger that records times and copied bytes.
             load_limit: Maximum number of bytes, outside the host cache, of loaded tensors that are alive at the same
                 time.
-            make_room: Callback that makes space on the drives for new versions of frozen pages. It is called with their
+            allow_new_versions: Callback that makes space on the drives for new versions of frozen pages. It is called with their
                 indices before they are rewritten.
         """
         self._layout, self._device, self._load_limit = layout, device, load_limit
         self._open: _OpenRun | None  # None once closed
-        self._open = _OpenRun(pager, listener, ledger, gpu_prefetcher, make_room)
+        self._open = _OpenRun(pager, listener, ledger, gpu_prefetcher, allow_new_versions)
         self._why_closed = "the optimizer of this model was closed, and the model's values went with it"
         self._loaded = (
             0  # bytes of tensors that `load` has returned, less the entries that `_held` took from `_returned`
@@ -144,7 +144,7 @@ class ShardIO:
             if planned:
                 listener.gathered(shard)
 
-    def _copy_param(self, placed: Placed, destination: torch.Tensor, *, planned: bool) -> None:
+    def _copy_param(self, placed: ShardLocation, destination: torch.Tensor, *, planned: bool) -> None:
         segment = self._layout.segments[placed.segment]
         stream = self._device.current()
         copied = partial(self._device.record_event, stream)
@@ -246,7 +246,7 @@ class ShardIO:
         begin, end = placed.start, placed.start + placed.spec.numel
         if not segment.trainable:
             pages = (*segment.param_pages, *segment.update_pages)
-            self._opened.make_room(page.index for page in pages if page.start < end and page.stop > begin)
+            self._opened.allow_new_versions(page.index for page in pages if page.start < end and page.stop > begin)
         with interrupts.held():
             for component, items in stored(segment.format, name, content.detach().cpu()):
                 for page, _, _ in overlapping(segment.pages(component.role), begin, end):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from infinity.content.layout import Layout, Page, Placed, overlapping
+from infinity.content.layout import Layout, Page, ShardLocation, overlapping
 from infinity.content.views import section, torch_dtype
 from infinity.errors import InfinityError
 from infinity.memory.device import Device, DeviceEvent
@@ -33,7 +33,7 @@ class _Part(NamedTuple):
 
     reservation: Reservation
     page: Page
-    placed: Placed
+    placed: ShardLocation
     first: int
     """Index of the first element in the segment."""
     last: int
@@ -107,7 +107,7 @@ class GpuPrefetcher:
         """Return whether the weights of an FSDP module are prefetched."""
         return fsdp_module in self._prefetched
 
-    def has_room(self, fsdp_module: int) -> bool:
+    def has_free_buffer(self, fsdp_module: int) -> bool:
         """Return whether there is a slot for an FSDP module.
 
         Outside the plan, weights that are prefetched but never gathered keep their slot.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from infinity.errors import ConfigError
-from infinity.formats.weight_files import refuse_quantized
+from infinity.formats.weight_files import check_not_quantized
 from infinity.optional_dependencies import needs
 
 Dtype = torch.dtype | str
@@ -47,7 +47,7 @@ def build(
             f"{config!r:.80} must be a configuration of transformers, but is of type {type(config).__name__}; create "
             "one with AutoConfig.from_pretrained, or call infinity.from_pretrained with a name or a folder"
         )
-    refuse_quantized(config.to_dict(), getattr(config, "_name_or_path", "") or type(config).__name__)
+    check_not_quantized(config.to_dict(), getattr(config, "_name_or_path", "") or type(config).__name__)
     cls, config = _class_for(config, auto_class, trust_remote_code)
     values: dict[str, Any] = {"dtype": _dtype(dtype, config)}
     if attn_implementation is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.errors import ConfigError
-from infinity.formats.weight_files import INDEX, SINGLE, WeightFiles, read_index, refuse_quantized
+from infinity.formats.weight_files import INDEX, SINGLE, WeightFiles, check_not_quantized, read_index
 from infinity.models.building import one_line
 from infinity.optional_dependencies import needs
 
@@ -90,7 +90,7 @@ def find_weights(name: str | os.PathLike[str], config: Any, options: HubOptions)
     Raises:
         ConfigError: If there are no safetensors, a file is malformed, or the weights are quantized.
     """
-    refuse_quantized(config.to_dict(), os.fspath(name))
+    check_not_quantized(config.to_dict(), os.fspath(name))
     folder = Path(name) / options.subfolder if os.path.isdir(name) else _fetch(str(name), config, options)
     WeightFiles(folder)  # raises if a file is malformed
     return folder.absolute()

@@ -76,8 +76,8 @@ class BaseOptimizer:
         torch_private.share_step_hooks(paged, self.optimizer)
         for part in {id(one): one for one in (self.optimizer, *parts(self.optimizer))}.values():
             part.register_step_pre_hook(_reject_step_of_base)
-            part.add_param_group = refuse_group  # type: ignore[method-assign]
-            part.load_state_dict = refuse_loading  # type: ignore[method-assign]
+            part.add_param_group = reject_add_param_group  # type: ignore[method-assign]
+            part.load_state_dict = reject_load_state_dict  # type: ignore[method-assign]
             part.state = state  # type: ignore[assignment]
         self._state = vars(self.optimizer).get("state")
         self._fixed = self._content_of_parts()
@@ -228,7 +228,7 @@ def _reject_step_of_base(optimizer: torch.optim.Optimizer, args: Any, kwargs: An
     )
 
 
-def refuse_group(*_: Any, **__: Any) -> NoReturn:
+def reject_add_param_group(*_: Any, **__: Any) -> NoReturn:
     """Raise an error, because param groups cannot be added.
 
     Raises:
@@ -240,7 +240,7 @@ def refuse_group(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def refuse_loading(*_: Any, **__: Any) -> NoReturn:
+def reject_load_state_dict(*_: Any, **__: Any) -> NoReturn:
     """Raise an error, because a state cannot be loaded.
 
     Raises:

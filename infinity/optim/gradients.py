@@ -367,7 +367,7 @@ class Gradients:
         """Replace the elements. After `step()` has consumed a gradient, this begins a new one."""
         if gradient.held is values:
             return
-        self._begin_anew(gradient)
+        self._restart(gradient)
         if gradient.held is not None and not gradient.stored:
             gradient.held.copy_(values)
             return
@@ -376,13 +376,13 @@ class Gradients:
 
     def clear(self, gradient: OneGradient) -> None:
         """Replace the elements with zeros, which are not stored."""
-        self._begin_anew(gradient)
+        self._restart(gradient)
         self._unstore(gradient)
         gradient.held, gradient.zero, gradient.edits, gradient.length = None, True, [], None
         gradient.arriving = False
         self.changed = True
 
-    def _begin_anew(self, gradient: OneGradient) -> None:
+    def _restart(self, gradient: OneGradient) -> None:
         if gradient.gone in (USED_BY_STEP, CUT_OFF) and self._current.get(gradient.shard) is gradient:
             gradient.gone = ""
         else:

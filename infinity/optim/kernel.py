@@ -2,7 +2,7 @@
 
 This module has no knowledge of specific algorithms such as Adam. A page is updated by running a copy of the user's own
 optimizer on views of the page. The same class with the same settings runs the same kernels and gives the same bits.
-`infinity.optim.probe` detects optimizers for which that does not hold.
+`infinity.optim.slicing_check` detects optimizers for which that does not hold.
 
 [Note: values that advance] Some optimizers count steps in their param groups or attributes instead of in the state of
 each parameter. All pages of a step start from the values before the step. These values are then advanced once per step
@@ -76,7 +76,7 @@ class Piece:
 class UpdateKernel:
     """Run a copy of one optimizer on slices of parameters.
 
-    `infinity.optim.probe.make_kernel` verifies that the optimizer supports this.
+    `infinity.optim.slicing_check.make_kernel` verifies that the optimizer supports this.
 
     Args:
         optimizer: optimizer to copy.
@@ -213,7 +213,7 @@ class UpdateKernel:
         there.update({name: in_place_of(there.get(name), value) for name, value in own.items()})
 
     @property
-    def kept_own(self) -> dict[str, Any]:
+    def persistent_attributes(self) -> dict[str, Any]:
         """Attribute values that a checkpoint stores, i.e. the ones that updates advance."""
         return {name: copied(vars(self._optimizer)[name]) for name in sorted(self.advancing_own)}
 

@@ -10,12 +10,12 @@ from infinity.content.layout import Layout
 from infinity.errors import InfinityError
 from infinity.schedule.pager import Pager
 from infinity.schedule.planner import Plan, make_plan, predict_seconds, prepend
-from infinity.schedule.schedule_choice import choose_plan, placed
+from infinity.schedule.schedule_choice import choose_plan, resolve_schedule
 from infinity.schedule.trace import Event
 from infinity.schedule.update_schedule import UpdateSchedule, expand, expand_pending, next_gather
 from infinity.telemetry.ledger import Ledger
 
-Start = Literal["pending", "nothing", "settling"]
+Start = Literal["pending", "nothing", "flushing"]
 """State at the beginning of a plan: updates left to the next forward, no updates, or updates that are flushed first."""
 
 
@@ -48,7 +48,7 @@ class StepPlanner:
         self._exchanges = exchanges
         self._layout, self._pager, self._ledger = layout, pager, ledger
         self._cache_slots, self._wanted, self._threaded = cache_slots, wanted, threaded
-        self.placed = wanted if wanted in ("in_forward", "after_backward") else "recording"
+        self.schedule = wanted if wanted in ("in_forward", "after_backward") else "recording"
         """Name of the update schedule; ``recording`` until it is selected."""
         self.update_schedule = UpdateSchedule()
         """Update schedule of the current step. It changes only between steps."""
@@ -66,7 +66,7 @@ class StepPlanner:
     @property
     def recording(self) -> bool:
         """``True`` until the update schedule is selected."""
-        return self.placed == "recording"
+        return self.schedule == "recording"
 
     @property
     def automatic(self) -> bool:
@@ -110,20 +110,20 @@ class StepPlanner:
             InfinityError: if the update schedule in the settings is impossible.
         """
         if self.recording:
-            self.placed = placed(self._wanted, events, late=late, exchanges=self._exchanges)
-            if self._wanted == "in_backward" != self.placed:
+            self.schedule = resolve_schedule(self._wanted, events, late=late, exchanges=self._exchanges)
+            if self._wanted == "in_backward" != self.schedule:
                 raise InfinityError(
                     'update.schedule = "in_backward" is impossible here: the step clips or otherwise uses gradients, '
                     'or every FSDP module has several gradients per step; set "auto", "in_forward" or "after_backward"'
                 )
         if events != self.events:
             self.update_schedule, plan = choose_plan(
-                self.placed, events, self._layout, self._cache_slots,
+                self.schedule, events, self._layout, self._cache_slots,
                 threaded=self._threaded, device_bytes=self.device_bytes, update_on_device=self.update_on_device,
                 exchanges=self._exchanges,
             )  # fmt: skip
             if plan.stores_gradients:
-                self._pager.make_room(plan)  # before any update, because the space may not be available
+                self._pager.reserve_space(plan)  # before any update, because the space may not be available
             self._plans = {"pending": plan}
 
     def follow(self, events: tuple[Event, ...], *, waiting: Collection[int]) -> None:
@@ -151,7 +151,7 @@ class StepPlanner:
         else:
             self._pager.begin_step()
         if self.plan is not None:
-            self._pager.make_room(self.plan)  # releases the space of stored gradients that are no longer needed
+            self._pager.reserve_space(self.plan)  # releases the space of stored gradients that are no longer needed
 
     def to_prefetch(self, events: Sequence[Event]) -> int:
         """Return the FSDP module whose weights should now be copied to the GPU, or -1.
@@ -166,7 +166,7 @@ class StepPlanner:
         fsdp_module = self.events[following].fsdp_module if following >= 0 else -1
         return fsdp_module if fsdp_module not in self.update_schedule.gpu_resident else -1
 
-    def settling(self, waiting: Collection[int]) -> None:
+    def flushing(self, waiting: Collection[int]) -> None:
         """Prefetch the pages of pending updates before they are flushed between two steps.
 
         Args:
@@ -175,7 +175,7 @@ class StepPlanner:
         if self._pager.between_steps:
             update_schedule = self.next_schedule(waiting)
             in_transition = update_schedule != self.update_schedule
-            self._pager.install(self._flushed(update_schedule) if in_transition else self._plan_from("settling"))
+            self._pager.install(self._flushed(update_schedule) if in_transition else self._plan_from("flushing"))
 
     def _flushed(self, update_schedule: UpdateSchedule) -> Plan:
         """Return the plan from the end of a step on that first runs the pending updates of `update_schedule`."""
@@ -185,7 +185,7 @@ class StepPlanner:
 
     def _plan_from(self, start: Start) -> Plan:
         """Return the plan from the end of a step on, for a state of pending updates."""
-        if start not in self._plans and start == "settling":
+        if start not in self._plans and start == "flushing":
             self._plans[start] = self._flushed(self.update_schedule)
         elif start not in self._plans:
             prefix = expand(self.events, self._layout, self.update_schedule, pending=False)

@@ -218,7 +218,7 @@ class StepRunner:
             self.updates.run_due(self._layout.shards[shard].fsdp_module)
             following = self.planner.to_prefetch(self._recording.events)
             wanted = following >= 0 and following not in self.updates.begun
-            if wanted and not self._gpu_prefetcher.has(following) and self._gpu_prefetcher.has_room(following):
+            if wanted and not self._gpu_prefetcher.has(following) and self._gpu_prefetcher.has_free_buffer(following):
                 self.updates.run_pending(following)
                 self._gpu_prefetcher.stage(following)
 
@@ -272,7 +272,7 @@ class StepRunner:
     def flush_updates(self) -> None:
         """Run all pending updates, including the ones left to the next forward, before the state is read."""
         if self.updates.waiting:
-            self.planner.settling(self.updates.waiting)
+            self.planner.flushing(self.updates.waiting)
         self.updates.flush_updates()
 
     @_one_at_a_time
@@ -426,9 +426,9 @@ class StepRunner:
         Raises:
             torch.OutOfMemoryError: if GPU memory is exhausted.
         """
-        # Before `house`, so that no FSDP module that moves has prefetched weights.
+        # Before `set_gpu_resident`, so that no FSDP module that moves has prefetched weights.
         self._gpu_prefetcher.provide(self.planner.update_schedule, events)
-        self._pager.house(self.planner.update_schedule.gpu_resident)
+        self._pager.set_gpu_resident(self.planner.update_schedule.gpu_resident)
 
     def _begin(self) -> None:
         """Reset the state of the step."""

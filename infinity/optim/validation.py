@@ -26,7 +26,7 @@ _ZERO_GRADS = (True, True, False, False, True, True)
 """Values of `set_to_none` with which an overridden `zero_grad` is tried."""
 
 
-def check_reach(optimizer: torch.optim.Optimizer) -> None:
+def check_references(optimizer: torch.optim.Optimizer) -> None:
     """Check that an optimizer holds no parameters, and no functions that reference it or its parameters.
 
     Raises:

@@ -121,7 +121,7 @@ class Checkpointer:
             run.pager.flush()
             run.ledger.linked(*run.device.take_copied())  # not part of a step
             self._attachment.check()
-            updates, own = self._runner.updates, self._base_optimizer.kernel.kept_own
+            updates, own = self._runner.updates, self._base_optimizer.kernel.persistent_attributes
             groups = self._base_optimizer.groups_by_shard()
             try:
                 with interrupts.held():  # an interrupt between publishing and freeing would leave old extents allocated

@@ -24,7 +24,7 @@ from infinity.memory.device import open_device
 from infinity.memory.limits import default_host_cache
 from infinity.optim.kernel import StateSpec, UpdateKernel
 from infinity.optim.multi_optimizer import owner
-from infinity.optim.probe import view_shape
+from infinity.optim.slicing_check import view_shape
 from infinity.processor import crawls_in_bf16
 from infinity.ranks import Ranks
 

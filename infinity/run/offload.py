@@ -29,7 +29,7 @@ from infinity.optim.base_optimizer import BaseOptimizer
 from infinity.optim.full_parameter import FullParameters, open_slices
 from infinity.optim.kernel import UpdateKernel
 from infinity.optim.multi_optimizer import Optimizers, name_of
-from infinity.optim.probe import make_kernel
+from infinity.optim.slicing_check import make_kernel
 from infinity.optim.states import StateReader
 from infinity.optim.step import StepRunner
 from infinity.ranks import Ranks
@@ -229,10 +229,10 @@ def _make_steps(
     load_limit = max(_LOAD_LIMIT, run.host_bytes // 2)
     shards = ShardIO(
         run.layout, run.pager, run.device, gpu_prefetcher, runner, run.ledger,
-        load_limit=load_limit, make_room=run.store.allow_edits,
+        load_limit=load_limit, allow_new_versions=run.store.allow_edits,
     )  # fmt: skip
     run.undo.push(shards.close)
-    run.refuse_in_child += [runner.end, shards.close]
+    run.check_not_forked += [runner.end, shards.close]
     described = describe(run, sharded)
     checkpoint_writer = make_checkpoint_writer(run, sharded, described, optimizer)
     return _Steps(base_optimizer, kernel.builds, parameters, runner, shards, described, checkpoint_writer)

@@ -23,7 +23,7 @@ from infinity.checkpoint.model_state import ResumedState
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
 from infinity.formats.dcp import DcpExport
 from infinity.formats.safetensors import FILE_BYTES, export_safetensors, file_size
-from infinity.optim.base_optimizer import NO_ENTRIES, BaseOptimizer, refuse_group, refuse_loading
+from infinity.optim.base_optimizer import NO_ENTRIES, BaseOptimizer, reject_add_param_group, reject_load_state_dict
 from infinity.optim.kernel import MODES
 from infinity.optim.states import NO_COPIES, PagedStates, StateReader
 from infinity.optim.step import StepRunner
@@ -210,7 +210,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             UnsupportedError: always.
         """
         if self._made:  # the constructor of the base class adds the existing groups
-            refuse_group()
+            reject_add_param_group()
 
     def state_dict(self) -> dict[str, Any]:
         """Raise an error, because the state is stored on NVMe and may exceed host memory.
@@ -232,7 +232,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedError: always.
         """
-        refuse_loading()
+        reject_load_state_dict()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Raise `UnsupportedError`, because a copy would share the run."""
@@ -430,7 +430,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     @property
     def update_schedule(self) -> str:
         """Update schedule: ``in_backward``, ``in_forward``, ``after_backward``, or ``recording`` in the first step."""
-        return self._runner.planner.placed
+        return self._runner.planner.schedule
 
     @property
     def update_device(self) -> str:

@@ -126,7 +126,7 @@ class Run:
         """Pages of this rank."""
         self.undo = Undo()
         """Release steps of all open components."""
-        self.refuse_in_child: list[Callable[[str], object]] = []
+        self.check_not_forked: list[Callable[[str], object]] = []
         """Callbacks that disable components in a forked child; they receive the reason."""
         self._process = os.getpid()  # the process that opened the run
         # Set if a drive or device does not respond: memory and files that it may still access are not released.
@@ -134,7 +134,7 @@ class Run:
         self.device = open_device(device)
         """Device that computes."""
         cores, computing = _cores(ranks), torch.get_num_threads()
-        self.update_cores = settings.update.cores_beside(device.type, cores=cores, computing=computing)
+        self.update_cores = settings.update.thread_cores(device.type, cores=cores, computing=computing)
         """Number of cores of the update thread; 0 if updates run on the training thread."""
         self.hashers = hash_threads(cores - self.update_cores - (computing if device.type == "cpu" else 1))
         """Checksum threads per direction that run on idle cores; 0 if no cores are idle."""
@@ -215,7 +215,7 @@ class Run:
             engine = PacedEngine(moving)
             self.undo.push(partial(self._close_engine, engine))
             loads = PathLoads(len(files))
-            stats = _stats_page(settings, self.ranks, folder.run_id, engine.name, self.directory.paths)
+            stats = _stats_file(settings, self.ranks, folder.run_id, engine.name, self.directory.paths)
             self.undo.push_under(partial(_close_page, stats))  # closed last, because the engine counts until it ends
             timeline = _timeline(settings, self.ranks, layout)
             ledger = Ledger(stats, timeline)
@@ -348,7 +348,7 @@ class Run:
         Threads, drives and counters belong to the parent. The child could only wait forever or disturb the parent.
         """
         self.pager.leave_to_parent(InfinityError(_NOT_HERE))
-        for refuse in self.refuse_in_child:
+        for refuse in self.check_not_forked:
             refuse(_NOT_HERE)
 
     def abandon(self, error: BaseException) -> None:
@@ -439,7 +439,7 @@ def _timeline(settings: Config, ranks: Ranks, layout: Layout) -> Timeline | None
     return Timeline(Path(wanted.timeline), rank=ranks.rank, limit=wanted.timeline_events, page_name=layout.page_name)
 
 
-def _stats_page(settings: Config, ranks: Ranks, run_id: str, engine: str, folders: Sequence[str]) -> Stats:
+def _stats_file(settings: Config, ranks: Ranks, run_id: str, engine: str, folders: Sequence[str]) -> Stats:
     """Create the stats file of this rank. Without a usable folder, the counters stay private to this process."""
     paths = [str(Path(path).resolve()) for path in folders]
     create = partial(
@@ -454,7 +454,7 @@ def _stats_page(settings: Config, ranks: Ranks, run_id: str, engine: str, folder
             "torch_version": torch.__version__,
             "io_engine": engine,
             "paths": json.dumps(paths),
-            "weight": str(settings.storage.weight),
+            "weight": str(settings.storage.bandwidth_weight),
         },
     )
     try:

@@ -125,7 +125,7 @@ class RunDirectory:
             there = list_checkpoints(roots, ranks, wanted.resume_step)
             if not lies_otherwise(roots, folder, there[-1], layout, ranks):
                 checkpoints = find_checkpoints(folder, ranks, layout, optimizer, there)
-                return cls(folder, lock, ranks, list(checkpoints[-1].weights), checkpoints, None)
+                return cls(folder, lock, ranks, list(checkpoints[-1].stripe_weights), checkpoints, None)
             reader = ranks.together("reading the checkpoint", lambda: CheckpointReader(roots, there[-1]))
             source = ReshardSource(reader, ranks)
             if ranks.rank == 0:

@@ -164,7 +164,7 @@ class ActivationPages:
             part = content[number * self._page_bytes : (number + 1) * self._page_bytes]
             use = (Use(page, Mode.WRITE),)
             with self._transfers.lock:
-                self._make_room()
+                self._evict_oldest()
                 self._cache.acquire(use, threaded=False)
                 self._cache_slots.pages[page].resident = True
                 self._unwritten[page] = None
@@ -303,7 +303,7 @@ class ActivationPages:
                 self._free[self._pages[page].nbytes].append(page)
         self._cache.prefetch()
 
-    def _make_room(self) -> None:
+    def _evict_oldest(self) -> None:
         """Write the oldest pages until one more page can stay. Under the lock.
 
         Raises:

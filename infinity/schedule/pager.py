@@ -13,7 +13,7 @@ The pager consists of parts, each with its own state, all under one lock (`trans
 `Pager` is the interface for other packages: accesses of the training thread, reservations for other threads, and
 operations between steps.
 
-[Note: GPU-resident FSDP modules] All pages of an FSDP module can be on the device (`house`). An access to such pages is
+[Note: GPU-resident FSDP modules] All pages of an FSDP module can be on the device (`set_gpu_resident`). An access to such pages is
 not part of a plan, needs no cache slots, and gets the bytes on the device. Otherwise accesses and reservations behave
 as for all other pages. The pages are copied into cache slots, one after another, only if modified pages must be in the
 store (`flush`) or if the FSDP module is no longer GPU-resident. From the cache slots they are written back in the same
@@ -111,7 +111,7 @@ class Pager:
     suspends the plan until the next `begin_step`. `drain` ends the pager. After the first error, every call that can
     wait raises this error.
 
-    `access`, `reservation`, `install`, `begin_step`, `house`, `flush` and `discard` must be called on the training
+    `access`, `reservation`, `install`, `begin_step`, `set_gpu_resident`, `flush` and `discard` must be called on the training
     thread. Every attribute is read and changed under the lock of `Transfers`.
 
     Args:
@@ -228,7 +228,7 @@ class Pager:
                 state.reservations += 1
         return Reservation(self, uses, cursor, access, earlier=earlier, threaded=threaded, copies=copies)
 
-    def make_room(self, plan: Plan) -> None:
+    def reserve_space(self, plan: Plan) -> None:
         """Reserve space on the drives for gradients if the steps of a plan store them, and release it if not.
 
         Args:
@@ -348,7 +348,7 @@ class Pager:
         """Return ``True`` if an FSDP module is GPU-resident. For the training thread."""
         return fsdp_module in self._gpu_resident_pages.fsdp_modules
 
-    def house(self, fsdp_modules: frozenset[int]) -> None:
+    def set_gpu_resident(self, fsdp_modules: frozenset[int]) -> None:
         """Make exactly these FSDP modules GPU-resident. Must be called between steps.
 
         Args:

@@ -44,7 +44,7 @@ from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import BudgetError
 from infinity.schedule.cycle import Cycle, Moves, Uses, windows, windows_of_all
-from infinity.schedule.timing import NOTHING, Beside, StagedComputation, Timing
+from infinity.schedule.timing import NOTHING, OtherResources, StagedComputation, Timing
 from infinity.schedule.trace import Access
 from infinity.units import format_setting, format_size
 
@@ -443,7 +443,7 @@ def _moving(draft: _Draft) -> int:
 
 
 def lengths(
-    plan: Plan, layout: Layout, works: Sequence[float], *, beside: Beside = NOTHING, threaded: bool
+    plan: Plan, layout: Layout, works: Sequence[float], *, beside: OtherResources = NOTHING, threaded: bool
 ) -> list[float]:
     """Return the time of a steady step for each of several computation times. See `Timing.lengths`.
 
@@ -467,7 +467,7 @@ def predict_seconds(
     *,
     bandwidth: float,
     computation: float,
-    beside: Beside = NOTHING,
+    beside: OtherResources = NOTHING,
     activations: float = 0.0,
     threaded: bool,
 ) -> float:

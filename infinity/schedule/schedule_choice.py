@@ -13,7 +13,7 @@ from infinity.schedule.trace import Access, Event
 from infinity.schedule.update_schedule import UpdateSchedule, eligible_for_backward, expand
 
 
-def placed(wanted: str, events: Sequence[Event], *, late: bool = False, exchanges: bool = False) -> str:
+def resolve_schedule(wanted: str, events: Sequence[Event], *, late: bool = False, exchanges: bool = False) -> str:
     """Return the name of the update schedule for a step: a value of the setting `update.schedule`, except ``auto``.
 
     Args:
@@ -45,7 +45,7 @@ def choose_plan(
     """Return the update schedule and the plan for a step.
 
     Args:
-        name: return value of `placed`.
+        name: return value of `resolve_schedule`.
         events: one step.
         layout: pages of this rank.
         cache_slots: number of cache slots of the host cache.

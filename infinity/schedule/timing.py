@@ -6,7 +6,7 @@ the bytes that the drive could have moved meanwhile. Therefore no measurement is
 machine, and a comparison of plans holds for any drive: computation that takes as long as the transfers hides them only
 if the window reaches far enough. The planner compares plans by this simulation alone.
 
-If more is known about a machine (`Beside`), the simulation takes it into account. Each resource does one thing at a
+If more is known about a machine (`OtherResources`), the simulation takes it into account. Each resource does one thing at a
 time, and is represented by the time at which it will have finished all work that it was given:
 
 - Updates run on a thread of their own or on the training thread.
@@ -54,7 +54,7 @@ enters is read, the time that the access takes, and the number of bytes that eac
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
+class OtherResources:
     """Resources other than the drive and computation, each as the time per step that it would need alone.
 
     All fields have one unit of time: seconds, or bytes that the drive could move meanwhile. 0 means that the resource
@@ -82,7 +82,7 @@ class Beside:
     backward. 0 means no limit.
     """
 
-    def times(self, factor: float) -> Beside:
+    def times(self, factor: float) -> OtherResources:
         """Return the same resources in another unit of time.
 
         Args:
@@ -114,7 +114,7 @@ class Beside:
         return max(self.weights + self.read, self.gradients + self.changed, self.verifying, self.hashing)
 
 
-NOTHING = Beside()
+NOTHING = OtherResources()
 """No resources: only the drive and computation take time."""
 
 
@@ -340,7 +340,12 @@ class Timing:
                 self._awaited.setdefault(position % cycle.length, []).append((fsdp_module, share))
 
     def lengths(
-        self, reach: Sequence[int], moves: Moves, cache_slots: int, works: Sequence[float], beside: Beside = NOTHING
+        self,
+        reach: Sequence[int],
+        moves: Moves,
+        cache_slots: int,
+        works: Sequence[float],
+        beside: OtherResources = NOTHING,
     ) -> list[float]:
         """Return the time of a steady step for each of several computation times.
 
@@ -474,7 +479,7 @@ class _Link:
     when all of them have been copied, and are used up by an update of their FSDP module.
     """
 
-    def __init__(self, sides: Sequence[_Side], beside: Beside) -> None:
+    def __init__(self, sides: Sequence[_Side], beside: OtherResources) -> None:
         """Start with an idle link.
 
         Args:

@@ -26,7 +26,7 @@ from infinity.errors import CheckpointError, ConfigError
 from infinity.formats.dcp import EXTRA, GROUPS, METADATA, STATE, STEP, ReadOne, open_checkpoint
 from infinity.fsdp.sharded_model import Member, local_bounds
 from infinity.optim.multi_optimizer import OWNER, name_of
-from infinity.optim.probe import make_kernel
+from infinity.optim.slicing_check import make_kernel
 from infinity.sources.first_values import FirstValues, ValueOf, convertible
 
 _log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from infinity.formats import transformers_names as names
 from infinity.formats.adapters import base_names
 from infinity.formats.quantized import Quantized, QuantizedLinear
 from infinity.formats.transformers_names import Conversion
-from infinity.formats.weight_files import WeightFiles, WeightReader, read_json, refuse_quantized
+from infinity.formats.weight_files import WeightFiles, WeightReader, check_not_quantized, read_json
 from infinity.fsdp.sharded_model import Member, local_bounds, local_slice
 from infinity.sources.first_values import FirstValues, ValueOf, convertible
 
@@ -115,7 +115,7 @@ class PretrainedFolder(FirstValues):
     def _refuse_quantized(self) -> None:
         config = self._files.folder / "config.json"
         if config.is_file():
-            refuse_quantized(read_json(config), self._files.path)
+            check_not_quantized(read_json(config), self._files.path)
 
     def _compare_tied(self, entries: Mapping[tuple[str, ...], torch.Tensor]) -> None:
         """Check that tensors that are one tied parameter in the model are equal in the folder."""

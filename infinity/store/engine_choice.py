@@ -102,10 +102,10 @@ def measure_engines(storage: StorageConfig, point: Point) -> Found:
         bench.through("io_uring", point) as rings,
         bench.through("threads", point) as threads,
     ):
-        return in_turn(lambda: _speed(threads, point), lambda: _speed(rings, point))
+        return alternate(lambda: _speed(threads, point), lambda: _speed(rings, point))
 
 
-def in_turn(threads: Callable[[], float], rings: Callable[[], float]) -> Found:
+def alternate(threads: Callable[[], float], rings: Callable[[], float]) -> Found:
     """Return the result of alternating measurements.
 
     The order of the two measurements alternates between rounds.

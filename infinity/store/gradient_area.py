@@ -110,7 +110,7 @@ class GradientSpace:
         del self._taken[extent]
         self._own.give(extent)
 
-    def make_room(self, paths: Sequence[int]) -> None:
+    def reserve_space(self, paths: Sequence[int]) -> None:
         """If there is an area, add the slots that gradients need on other paths. The caller holds `growing`.
 
         Raises:

@@ -302,8 +302,8 @@ class PageStore:
             StorageError: if a drive fails.
         """
         with self._gradients.growing:
-            self._make_room(paths, self._edited)
-            self._gradients.make_room(paths)
+            self._reserve_space(paths, self._edited)
+            self._gradients.reserve_space(paths)
             self._paths = list(paths)
 
     def add(self, pages: Sequence[Page], path_of: Callable[[Page], int]) -> None:
@@ -335,10 +335,10 @@ class PageStore:
         fixed = {page for page in pages if self._pages[page].fixed} - self._edited
         if fixed:
             with self._gradients.growing:
-                self._make_room(self._paths, self._edited | fixed)
+                self._reserve_space(self._paths, self._edited | fixed)
                 self._edited |= fixed
 
-    def _make_room(self, paths: Sequence[int], edited: Collection[int]) -> None:
+    def _reserve_space(self, paths: Sequence[int], edited: Collection[int]) -> None:
         """Allocate missing slots. The caller holds `growing`."""
         on = [{old, new} for old, new in zip(self._paths, paths, strict=True)]
         with self._lock:

@@ -6,7 +6,7 @@ prometheus-client.
 
 from infinity.telemetry.metrics import BY_NAME, METRICS, PREFIX, Metric, error_reason
 from infinity.telemetry.stats import Stats
-from infinity.telemetry.stats_file import Snapshot, StatsPageError, read_stats_page, stats_page_files
+from infinity.telemetry.stats_file import Snapshot, StatsFileError, find_stats_files, read_stats_file
 
 __all__ = [
     "BY_NAME",
@@ -15,8 +15,8 @@ __all__ = [
     "Metric",
     "Snapshot",
     "Stats",
-    "StatsPageError",
+    "StatsFileError",
     "error_reason",
-    "read_stats_page",
-    "stats_page_files",
+    "find_stats_files",
+    "read_stats_file",
 ]

@@ -25,7 +25,7 @@ Buckets = tuple[list[tuple[str, float]], float]
 class StatsCollector(Collector):
     """Convert snapshots to metric families with the prefix on every name and ``run`` and ``rank`` on every sample.
 
-    Each rank of a run has one stats file (`read_stats_page` checks its name), so no two samples share a series.
+    Each rank of a run has one stats file (`read_stats_file` checks its name), so no two samples share a series.
     """
 
     def __init__(self, source: Source) -> None:

@@ -25,15 +25,15 @@ from infinity.telemetry.stats_cells import CLOSED_CELL, cells_of
 from infinity.telemetry.stats_file import (
     SUFFIX,
     Snapshot,
+    StatsFileError,
     StatsHeader,
-    StatsPageError,
     encode_head,
+    find_stats_files,
     pid_namespace,
     process_start,
-    read_stats_page,
-    remove_stats_page,
-    stats_page_files,
-    stats_page_name,
+    read_stats_file,
+    remove_stats_file,
+    stats_file_name,
 )
 from infinity.untrusted_files import own_folder
 
@@ -152,7 +152,7 @@ class Stats:
         size = len(head) + 8 * cells_of(header.devices).length
         if path is None:
             return cls(header, mmap.mmap(-1, size), len(head), None, -1)
-        file, memory, place = _new_file(Path(path), stats_page_name(run_id, rank), head, size)
+        file, memory, place = _new_file(Path(path), stats_file_name(run_id, rank), head, size)
         _remove_closed(Path(path), run_id)
         return cls(header, memory, len(head), place, file)
 
@@ -201,7 +201,7 @@ class Stats:
         fcntl.flock(self._file, fcntl.LOCK_UN)
         os.close(self._file)
         if not keep:
-            remove_stats_page(self._path, about)
+            remove_stats_file(self._path, about)
 
     def _index(self, metric: Metric, labels: Mapping[str, str]) -> int:
         known = metric.label_names
@@ -261,10 +261,10 @@ def _remove_closed(folder: Path, run_id: str) -> None:
 
     Files of the current run are kept, because its starting or resuming ranks are replacing them.
     """
-    for file in stats_page_files(folder):
-        with contextlib.suppress(OSError, StatsPageError):
-            about, page = file.stat(follow_symlinks=False), read_stats_page(file)
+    for file in find_stats_files(folder):
+        with contextlib.suppress(OSError, StatsFileError):
+            about, page = file.stat(follow_symlinks=False), read_stats_file(file)
             stepped = page.value("step_last_completed_timestamp_seconds")
             last = page.values[CLOSED_CELL] if page.status == "ended" else max(about.st_mtime, stepped)
             if not page.alive and time.time() - last >= KEEP_CLOSED_SECONDS and page.header.run_id != run_id:
-                remove_stats_page(file, about)
+                remove_stats_file(file, about)

@@ -49,7 +49,7 @@ Status = Literal["live", "ended", "dead"]
 """Status of the writing rank: it runs, it has closed the file, or it ended without closing it."""
 
 
-class StatsPageError(InfinityError):
+class StatsFileError(InfinityError):
     """Raised if a file is not a stats file that this version can read. The message gives path and reason."""
 
 
@@ -88,7 +88,7 @@ class StatsHeader:
 
     @property
     def weight(self) -> float:
-        """Weight relative to other runs (`storage.weight`), at least 1; 1 if the writer did not record it."""
+        """Weight relative to other runs (`storage.bandwidth_weight`), at least 1; 1 if the writer did not record it."""
         told = self.info.get("weight", "")
         return float(told) if told.isascii() and told.isdigit() and 0 < len(told) <= 4 and int(told) else 1.0
 
@@ -150,16 +150,16 @@ def encode_head(header: StatsHeader) -> bytes:
     return head.ljust(align_up(len(head), 64), b"\0")
 
 
-def stats_page_name(run_id: str, rank: int) -> str:
+def stats_file_name(run_id: str, rank: int) -> str:
     """Return the file name of a rank's stats file."""
     return f"{run_id}.rank{rank}{SUFFIX}"
 
 
-def read_stats_page(path: str | os.PathLike[str]) -> Snapshot:
+def read_stats_file(path: str | os.PathLike[str]) -> Snapshot:
     """Return a snapshot of a stats file. The contents of the file are not trusted.
 
     Raises:
-        StatsPageError: if the file is missing, unreadable, not a regular file, owned by another user (except for root),
+        StatsFileError: if the file is missing, unreadable, not a regular file, owned by another user (except for root),
             truncated, malformed, written by a version with another table of metrics, or not named after its run and
             rank. The last check prevents two files of one rank from producing the same series twice.
     """
@@ -169,14 +169,14 @@ def read_stats_page(path: str | os.PathLike[str]) -> Snapshot:
         descriptor = open_own(name, os.O_RDONLY) if os.geteuid() else open_regular(name, os.O_RDONLY)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise StatsPageError(f"{name}: cannot be opened: {reason}") from error
+        raise StatsFileError(f"{name}: cannot be opened: {reason}") from error
     try:
         page = _read_open_page(descriptor)
-        if Path(name).name != (expected := stats_page_name(page.header.run_id, page.header.rank)):
+        if Path(name).name != (expected := stats_file_name(page.header.run_id, page.header.rank)):
             raise ValueError(f"wrong file name: the contents belong to {expected}")
         return page
     except (OSError, ValueError) as error:
-        raise StatsPageError(f"{name}: {error}") from error
+        raise StatsFileError(f"{name}: {error}") from error
     finally:
         os.close(descriptor)
 
@@ -292,15 +292,15 @@ def _status(header: StatsHeader, closed: float, descriptor: int) -> Status:
     return "dead"
 
 
-def stats_page_files(folder: str | os.PathLike[str]) -> list[Path]:
+def find_stats_files(folder: str | os.PathLike[str]) -> list[Path]:
     """Return the files in a folder that are named like stats files, sorted. Empty if the folder does not exist."""
     try:
-        return sorted(path for path in Path(folder).iterdir() if _is_stats_page(path.name))
+        return sorted(path for path in Path(folder).iterdir() if _is_stats_file(path.name))
     except OSError:
         return []
 
 
-def remove_stats_page(path: Path, about: os.stat_result) -> bool:
+def remove_stats_file(path: Path, about: os.stat_result) -> bool:
     """Remove a stats file and return ``True``, unless it is locked or another file has taken its name since `about`."""
     with contextlib.suppress(OSError):
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -314,5 +314,5 @@ def remove_stats_page(path: Path, about: os.stat_result) -> bool:
     return False
 
 
-def _is_stats_page(name: str) -> bool:
+def _is_stats_file(name: str) -> bool:
     return name.endswith(SUFFIX) and not name.startswith(".")

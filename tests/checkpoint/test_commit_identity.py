@@ -27,7 +27,7 @@ from infinity.store.folder import RunFolder
 from infinity.store.page_store import PageStore
 from support.ranks import RankPool
 from support.session import Session, reference
-from support.tables import in_turn
+from support.tables import alternate
 
 LATEST = {"resume": "latest", "retained_checkpoints": 2}
 
@@ -197,7 +197,7 @@ def once_published(patch: pytest.MonkeyPatch, action: Callable[[], None]) -> Non
     patch.setattr(CheckpointSpace, "took", then)
 
 
-@pytest.mark.parametrize(("what", "checkpointed"), in_turn(INTERRUPTIONS, [True, False]))
+@pytest.mark.parametrize(("what", "checkpointed"), alternate(INTERRUPTIONS, [True, False]))
 def test_a_rank_that_does_not_know_how_a_checkpoint_ended_removes_nothing(
     what: str, checkpointed: bool, pair: RankPool, tmp_path: Path
 ) -> None:

@@ -28,12 +28,12 @@ from infinity.errors import (
     StorageError,
 )
 from infinity.store.folder import FolderLock
-from infinity.telemetry import read_stats_page
+from infinity.telemetry import read_stats_file
 from support import models
 from support.fault_engine import Fault, FaultKind
 from support.ranks import RankPool
 from support.session import EVERY, KILLS, STEPS, Session, killed, reference
-from support.tables import all_but, in_turn
+from support.tables import all_but, alternate
 from support.train import MIB, Paging, Recipe, batch, faulty, make_optimizer, settings
 
 LATEST = {"resume": "latest"}
@@ -283,7 +283,7 @@ def nonsense(data: bytes) -> bytes:
     return b'{"checksum": 5, "body": [1, 2]}'
 
 
-@pytest.mark.parametrize(("damage", "suffix"), in_turn([torn, emptied, flipped, nonsense], ["json", "safetensors"]))
+@pytest.mark.parametrize(("damage", "suffix"), alternate([torn, emptied, flipped, nonsense], ["json", "safetensors"]))
 def test_a_damaged_checkpoint_is_an_error(
     suffix: str, damage: Callable[[bytes], bytes], undisturbed: list[float], tmp_path: Path
 ) -> None:
@@ -401,7 +401,7 @@ def test_what_is_left_after_close(keep: str, checkpoint: bool, left: int, tmp_pa
         session.run(2, every=1 if checkpoint else 0)
     assert len(list((tmp_path / "nvme0").iterdir())) == left
     (page,) = [file for file in (tmp_path / "runtime").rglob("*") if file.is_file()]
-    found = read_stats_page(page)
+    found = read_stats_file(page)
     assert (found.status, found.value("steps_total")) == ("ended", 2)
 
 

@@ -33,7 +33,7 @@ KEPT: dict[str, Any] = {
 }
 loop: list[Any] = []
 loop.append(loop)
-REFUSED: tuple[tuple[Any, str], ...] = (
+UNSUPPORTED: tuple[tuple[Any, str], ...] = (
     ({30: 1}, "extra is {30: 1}.* dict"),
     ({"a": [{"b": {(1, 2): 1}}]}, r"extra\['a'\]\[0\]\['b'\] has the key \(1, 2\)"),
     ({"a": {b"x": 1}}, r"a key of extra\['a'\] .*\bbytes"),
@@ -67,7 +67,7 @@ def test_what_would_come_back_changed_is_refused(tmp_path: Path, monkeypatch: py
     with Session(tmp_path) as session:
         session.step()
         monkeypatch.setattr(Pager, "flush", lambda _: pytest.fail("pages are written"))
-        for extra, reason in REFUSED:
+        for extra, reason in UNSUPPORTED:
             with pytest.raises(CheckpointError, match=reason):
                 session.optimizer.save_checkpoint(extra)
         monkeypatch.undo()

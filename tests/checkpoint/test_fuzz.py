@@ -326,7 +326,7 @@ def resume(place: Path, losses: list[float]) -> None:
 def test_a_run_is_resumed_from_what_was_checkpointed(stored: Stored, data: st.DataObject) -> None:
     """The whole start, with a manifest that lies about its pages: an error, or the loss of the next step."""
     body = stored.body(stored.manifest)
-    part = {key: body[key] for key in ("pages", "weights")}
+    part = {key: body[key] for key in ("pages", "stripe_weights")}
     for _ in range(data.draw(st.integers(1, 3))):
         deform(data.draw, part)
     copied = stored.place.parent / "copied"
@@ -378,8 +378,8 @@ MANIFEST_LIES = {
         lambda body: body["pages"].update({"00": body["pages"]["0"]}),
         r"pages\.a key = '00' must be a string that matches",
     ),
-    "no weights": (_set("weights", to=[]), "weights"),
-    "an infinite weight": (_set("weights", 0, to=float("inf")), r"weights\.0 = inf must be a number"),
+    "no stripe weights": (_set("stripe_weights", to=[]), "stripe_weights"),
+    "an infinite weight": (_set("stripe_weights", 0, to=float("inf")), r"stripe_weights\.0 = inf must be a number"),
     "parameters among settings": (
         lambda body: body["groups"][0]["settings"].update(params=[]),
         r"groups\.0\.settings\.a key = 'params' must",

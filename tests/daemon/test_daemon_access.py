@@ -22,9 +22,9 @@ from infinity.daemon_client import SOCKET_NAME
 from infinity.errors import ConfigError
 from infinity.store import path_bandwidth
 from infinity.store.host_records import remember
-from infinity.telemetry import Stats, read_stats_page
+from infinity.telemetry import Stats, read_stats_file
 from infinity.telemetry.exporter import serve
-from infinity.telemetry.stats_file import StatsPageError
+from infinity.telemetry.stats_file import StatsFileError
 from infinity_daemon.drive_bandwidth import FILE_NAME
 from support.daemon_process import daemon, get, start_second, talk, until
 
@@ -165,7 +165,7 @@ def test_what_is_planted_in_the_runtime_folder_is_not_used(tmp_path, plant):
         assert found[0]["ok"]
         assert json.loads((runtime / FILE_NAME).read_text())["measurements"]
         (status,) = talk(runtime, {"op": "status"})
-        assert status["broken_pages"] == 1
+        assert status["broken_stats_files"] == 1
     assert victim.read_bytes() == precious
 
 
@@ -253,7 +253,7 @@ def test_a_runtime_folder_that_is_not_ones_own_is_refused(tmp_path):
 def test_a_page_of_another_user_is_read_by_root_only(tmp_path):
     stats = make_stats(tmp_path)
     os.chown(stats.path, OTHER_USER, -1)
-    assert read_stats_page(stats.path).alive
+    assert read_stats_file(stats.path).alive
     os.chown(stats.path, OTHER_USER - 1, -1)
     stats.path.chmod(0o644)
     tmp_path.chmod(0o755)
@@ -264,8 +264,8 @@ def test_a_page_of_another_user_is_read_by_root_only(tmp_path):
     if not child:
         os.setuid(OTHER_USER)
         try:
-            read_stats_page(stats.path)
-        except StatsPageError as error:
+            read_stats_file(stats.path)
+        except StatsFileError as error:
             os._exit("belongs to user" not in str(error))
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

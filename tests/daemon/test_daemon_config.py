@@ -39,11 +39,11 @@ def test_a_file_and_options_over_it(tmp_path: Path) -> None:
     (tmp_path / "drive").mkdir()
     file = tmp_path / "infinityd.toml"
     file.write_text(
-        f'[server]\nport = 9\n[pages]\nkeep_dead_seconds = 60\n[drives]\nendurance = {{"{tmp_path}/drive" = "600TB"}}\n'
+        f'[server]\nport = 9\n[stats_files]\nkeep_dead_seconds = 60\n[drives]\nendurance = {{"{tmp_path}/drive" = "600TB"}}\n'
     )
     config = load_daemon_config(file, {"server.port": 0, "drives.paths": [str(tmp_path)]})
     assert (config.server.port, config.server.host) == (0, "127.0.0.1")
-    assert (config.pages.keep_dead_seconds, config.pages.keep_ended_seconds) == (60, 120)
+    assert (config.stats_files.keep_dead_seconds, config.stats_files.keep_ended_seconds) == (60, 120)
     assert config.drives.endurance == {f"{tmp_path}/drive": 600 * 10**12}
     assert config.drives.paths == (str(tmp_path),)
 
@@ -54,7 +54,7 @@ def test_a_file_and_options_over_it(tmp_path: Path) -> None:
         ("[sever]\nport = 1", "unknown setting sever; did you mean server?"),
         ("[server]\nprot = 1", "unknown setting server.prot; did you mean server.port?"),
         ("[server]\nport = 70000", "server.port = 70000 is above the maximum of 65535"),
-        ("[pages]\nhost = '::'", "unknown setting pages.host; did you mean server.host?"),
+        ("[stats_files]\nhost = '::'", "unknown setting stats_files.host; did you mean server.host?"),
         ("[drives]\npaths = ['/nope']", "drives.paths: '/nope' is not a folder"),
         ("[drives]\nendurance = {'/nope' = '1TB'}", "drives.endurance: '/nope' is not a folder"),
         ("[drives]\nendurance = {'/' = 'much'}", "drives.endurance./ = 'much' is not a size"),
@@ -81,16 +81,16 @@ def test_where_the_history_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.delenv("STATE_DIRECTORY", raising=False)
     monkeypatch.setenv("HOME", "/home/me")
-    given = {"measure.state_dir": "/given", "pages.runtime_dir": "/pages"}
+    given = {"measure.state_dir": "/given", "stats_files.runtime_dir": "/pages"}
     assert load_daemon_config(None, given).state_dir == Path("/given")
-    assert load_daemon_config(None, {"pages.runtime_dir": "/pages"}).state_dir == Path("/pages")
+    assert load_daemon_config(None, {"stats_files.runtime_dir": "/pages"}).state_dir == Path("/pages")
     assert load_daemon_config(None, {}).state_dir == Path("/home/me/.local/state/infinity")
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
     assert load_daemon_config(None, {}).state_dir == Path("/state/infinity")
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
     assert load_daemon_config(None, {}).state_dir == Path("/home/me/.local/state/infinity")
     monkeypatch.setenv("STATE_DIRECTORY", "/var/lib/infinity:/var/lib/other")
-    assert load_daemon_config(None, {"pages.runtime_dir": "/pages"}).state_dir == Path("/var/lib/infinity")
+    assert load_daemon_config(None, {"stats_files.runtime_dir": "/pages"}).state_dir == Path("/var/lib/infinity")
     monkeypatch.delenv("STATE_DIRECTORY")
     monkeypatch.setenv("HOME", "")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -103,7 +103,7 @@ def test_a_state_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ConfigError, match=r"state folder .* cannot be used: .*measure\.state_dir"):
         _state_folder(load_daemon_config(None, {"measure.state_dir": str(tmp_path / "file/state")}))
     monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path / "file/state"))
-    given = {"pages.runtime_dir": str(tmp_path)}
+    given = {"stats_files.runtime_dir": str(tmp_path)}
     assert _state_folder(load_daemon_config(None, given)) == tmp_path
     monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path / "made/state"))
     assert _state_folder(load_daemon_config(None, given)) == tmp_path / "made/state"
@@ -194,7 +194,7 @@ def test_the_daemonset_starts_what_there_is() -> None:
     from infinity_daemon.daemon_config import _SETTINGS
 
     loaded = _SETTINGS.load(tomllib.loads(text))
-    assert loaded.pages.runtime_dir == "/run/infinity"
+    assert loaded.stats_files.runtime_dir == "/run/infinity"
     spec = daemonset["spec"]["template"]["spec"]
     volumes = {volume["name"] for volume in spec["volumes"]}
     for container in (*spec["initContainers"], *spec["containers"]):
@@ -204,6 +204,6 @@ def test_the_daemonset_starts_what_there_is() -> None:
 
 def test_the_weight_of_a_run_is_a_setting_of_the_run() -> None:
     """From 1 on."""
-    assert load_config({"storage": {"weight": 3}}).storage.weight == 3
-    with pytest.raises(ConfigError, match=r"storage\.weight = 0 is below the minimum of 1"):
-        load_config({"storage": {"weight": 0}})
+    assert load_config({"storage": {"bandwidth_weight": 3}}).storage.bandwidth_weight == 3
+    with pytest.raises(ConfigError, match=r"storage\.bandwidth_weight = 0 is below the minimum of 1"):
+        load_config({"storage": {"bandwidth_weight": 0}})

@@ -16,14 +16,14 @@ from prometheus_client.core import GaugeMetricFamily
 from infinity.errors import BudgetError
 from infinity.io.block_devices import Drive, Place, counters, locate, space, wear_ratio
 from infinity.telemetry import Stats
-from infinity.telemetry import stats_file as stats_page
+from infinity.telemetry import stats_file as stats_file
 from infinity_daemon.collect_devices import DevicesCollector
 from infinity_daemon.collect_ranks import RanksCollector
 from infinity_daemon.collection import Collection
 from infinity_daemon.drive_wear import WearWatch
 from infinity_daemon.reservations import Owner, Reservations
 from infinity_daemon.server import SocketServer
-from infinity_daemon.stats_files import StatsPages
+from infinity_daemon.stats_files import StatsFiles
 
 DRIVE = Drive(name="nvme0n1", identity="wwid-0")
 ALICE, BOB = Owner(pid=10, process_started=1), Owner(pid=11, process_started=1)
@@ -185,7 +185,7 @@ def test_each_counter_of_a_drive_is_what_the_kernel_counts(tmp_path):
     fake_sysfs(tmp_path / "sys", os.stat(tmp_path).st_dev)
     (tmp_path / "sys/devices/pci/nvme7/nvme7n1/stat").write_text("5 0 100 7000 6 0 2048 9000 0 11000 0 0 0 0 0 0 0\n")
     collector = DevicesCollector(
-        paths=[str(tmp_path), "/proc"], pages=StatsPages(tmp_path / "none", 60, 60), reserved=dict,
+        paths=[str(tmp_path), "/proc"], stats_files=StatsFiles(tmp_path / "none", 60, 60), reserved=dict,
         bandwidth=lambda drive: None, wear=WearWatch({}, sysfs=tmp_path / "sys"), sysfs=tmp_path / "sys",
     )  # fmt: skip
     _, text = scrape(collector)
@@ -221,7 +221,7 @@ def test_a_folder_without_a_block_device_has_a_name_too(tmp_path):
 def devices_text(tmp_path, paths, pages=None):
     collector = DevicesCollector(
         paths=paths,
-        pages=pages or StatsPages(tmp_path / "none", 60, 60),
+        stats_files=pages or StatsFiles(tmp_path / "none", 60, 60),
         reserved=dict,
         bandwidth=lambda drive: None,
         wear=WearWatch({}),
@@ -251,7 +251,7 @@ def test_paths_of_live_ranks_are_found_and_a_missing_own_path_is_a_failure(tmp_p
     stats = Stats.create(
         tmp_path, run_id="r", rank=2, local_rank=0, world_size=4, devices=["nvme0", "nvme1"], info=info
     )
-    pages, name = StatsPages(tmp_path, 60, 60), locate(str(used)).drive.name
+    pages, name = StatsFiles(tmp_path, 60, 60), locate(str(used)).drive.name
     collection, text = devices_text(tmp_path, [], pages)
     assert collection.health == {"devices": True}  # a rank's missing path is the rank's affair
     assert f'infinity_rank_device_info{{block_device="{name}",device="nvme0",rank="2",run="r"}} 1.0' in text
@@ -274,7 +274,7 @@ def test_ranks_are_counted_by_status_and_none_hides_another(tmp_path):
     ended.close()
     (tmp_path / "broken.stats").write_text("no page")
     (tmp_path / "copy.rank0.stats").write_bytes(live.path.read_bytes())
-    _, text = scrape(RanksCollector(StatsPages(tmp_path, 60, 60)))
+    _, text = scrape(RanksCollector(StatsFiles(tmp_path, 60, 60)))
     found = text()
     for status, count in {"live": 2, "ended": 1, "dead": 0, "broken": 2}.items():
         assert f'infinity_daemon_ranks{{status="{status}"}} {count}.0' in found
@@ -287,33 +287,33 @@ def test_ranks_are_counted_by_status_and_none_hides_another(tmp_path):
 def test_the_page_of_a_rank_that_ended_is_served_to_its_last_value_and_removed_then(tmp_path, monkeypatch):
     clock = time.monotonic()
     monkeypatch.setattr("infinity_daemon.stats_files.time.monotonic", lambda: clock)
-    stats, pages = make(tmp_path, 0), StatsPages(tmp_path, 900, 120)
+    stats, pages = make(tmp_path, 0), StatsFiles(tmp_path, 900, 120)
     steps = stats.counter("steps_total")
     steps.add(57)
-    assert [page.value("steps_total") for page in pages.scan().pages] == [57]
+    assert [page.value("steps_total") for page in pages.scan().snapshots] == [57]
     steps.add(3)
     stats.close()
     for _ in range(3):  # scrapes, 50 s apart
-        assert [(page.status, page.value("steps_total")) for page in pages.scan().pages] == [("ended", 60)]
+        assert [(page.status, page.value("steps_total")) for page in pages.scan().snapshots] == [("ended", 60)]
         clock += 50
-    assert pages.scan().pages == ()
+    assert pages.scan().snapshots == ()
     assert os.listdir(tmp_path) == []
 
 
 def test_pages_of_the_long_dead_are_removed_but_never_those_of_the_living(tmp_path, monkeypatch):
     live, dead = make(tmp_path, 0), make(tmp_path, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(stats_page, "process_start", lambda pid: 0)
-        assert {page.status for page in StatsPages(tmp_path, 60, 0).scan().pages} == {"dead"}
-        StatsPages(tmp_path, 0, 60).scan()  # both are held by this process's locks
+        patch.setattr(stats_file, "process_start", lambda pid: 0)
+        assert {page.status for page in StatsFiles(tmp_path, 60, 0).scan().snapshots} == {"dead"}
+        StatsFiles(tmp_path, 0, 60).scan()  # both are held by this process's locks
     assert len(os.listdir(tmp_path)) == 2
     fcntl.flock(dead._file, fcntl.LOCK_UN)
     (tmp_path / ".run.rank2.stats.123").write_text("left by a killed rank")
     with monkeypatch.context() as patch:
-        patch.setattr(stats_page, "process_start", lambda pid: 0)
-        StatsPages(tmp_path, 0, 60).scan()
+        patch.setattr(stats_file, "process_start", lambda pid: 0)
+        StatsFiles(tmp_path, 0, 60).scan()
     assert os.listdir(tmp_path) == [live.path.name]
-    assert [page.status for page in StatsPages(tmp_path, 0, 0).scan().pages] == ["live"]
+    assert [page.status for page in StatsFiles(tmp_path, 0, 0).scan().snapshots] == ["live"]
     live.close()
 
 

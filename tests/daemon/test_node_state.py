@@ -268,11 +268,11 @@ def test_the_state_is_json_whatever_a_page_says(tmp_path):
     state, reservations = None, Reservations()
     reservations.reserve(Owner(pid=7, process_started=1), "odd", locate(str(tmp_path)), 1000, free=2000)
     state = state_of(reservations)
-    state.observe(Found(pages=(rank.stats.snapshot(),), broken=3), {}, 0.0)
+    state.observe(Found(snapshots=(rank.stats.snapshot(),), broken=3), {}, 0.0)
     tree = json.loads(state.text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     (run,) = tree["runs"]
     assert (run["loss"], run["gradient_norm"], run["learning_rate"]) == ("nan", "-inf", 1e308)
-    assert (tree["node"]["host"], tree["node"]["broken_pages"]) == ("node", 3)
+    assert (tree["node"]["host"], tree["node"]["broken_stats_files"]) == ("node", 3)
     (entry,) = tree["reservations"]
     assert (entry["run"], entry["bytes"], entry["path"], entry["pid"]) == ("odd", 1000, str(tmp_path), 7)
 
@@ -293,7 +293,7 @@ def test_no_numbers_of_a_page_are_too_odd(values):
                 cell = rank.stats.counter if metric.kind == "counter" else rank.stats.histogram
                 counted = cell(metric.name, **named)
                 counted.add(value) if metric.kind == "counter" else counted.observe(value)
-        state.observe(Found(pages=(rank.stats.snapshot(),), broken=0), {}, next(chosen))
+        state.observe(Found(snapshots=(rank.stats.snapshot(),), broken=0), {}, next(chosen))
     tree = json.loads(state.text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert len(tree["runs"]) == 1
 
@@ -330,13 +330,13 @@ def test_however_many_look_a_state_is_written_once(monkeypatch):
         "infinity_daemon.node_state.json.dumps", lambda *given, **how: written.append(1) or dumps(*given, **how)
     )
     state = state_of()
-    state.observe(Found(pages=(), broken=0), {}, 0.0)
+    state.observe(Found(snapshots=(), broken=0), {}, 0.0)
     readers = [state.texts() for _ in range(20)]
     assert len({next(reader) for reader in readers}) == 1
     assert len(written) == 1
     for broken in (1, 2, 3):
-        state.observe(Found(pages=(), broken=broken), {}, float(broken))
-    assert [json.loads(next(reader))["node"]["broken_pages"] for reader in readers] == [3] * 20
+        state.observe(Found(snapshots=(), broken=broken), {}, float(broken))
+    assert [json.loads(next(reader))["node"]["broken_stats_files"] for reader in readers] == [3] * 20
     assert len(written) == 2
 
 
@@ -346,7 +346,7 @@ def test_who_asks_on_the_socket_gets_the_state_without_its_curves():
     assert state.now() == {}
     for now in range(3):
         rank.step(loss=math.nan, when=UNIX + now)
-        state.observe(Found(pages=(rank.stats.snapshot(),), broken=0), {}, float(now))
+        state.observe(Found(snapshots=(rank.stats.snapshot(),), broken=0), {}, float(now))
     told, page = state.now(), json.loads(state.text())
     assert page["runs"][0].pop("history")["rows"]
     assert told == page
@@ -359,7 +359,7 @@ def test_a_stream_without_news_is_not_silent(monkeypatch):
     assert next(state.texts()) == b""
     assert state.text() == b"{}"
     monkeypatch.setattr("infinity_daemon.node_state._BEAT_SECONDS", 300.0)
-    later = threading.Timer(0.05, state.observe, (Found(pages=(), broken=0), {}, 0.0))
+    later = threading.Timer(0.05, state.observe, (Found(snapshots=(), broken=0), {}, 0.0))
     later.start()
     assert json.loads(next(state.texts()))["runs"] == []
     later.join()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.telemetry import read_stats_page, stats_page_files
+from infinity.telemetry import find_stats_files, read_stats_file
 from support.browser import PROGRAM, Tab, browser
 from support.counted_rank import CountedRank
 from support.daemon_process import ENVIRONMENT, daemon, talk, until
@@ -104,8 +104,8 @@ def test_the_numbers_of_a_training_run_change_on_it(tab, tmp_path):
             run.send_signal(signal.SIGTERM)
             run.wait(300)
             tab.until("document.querySelector('#runs .badge').innerText === 'ended'")
-            (page,) = stats_page_files(tmp_path)
-            counted = read_stats_page(page)
+            (page,) = find_stats_files(tmp_path)
+            counted = read_stats_file(page)
             tab.until(f"{figure('Steps')} === {format(int(counted.value('steps_total')), ',')!r}")
             assert float(tab.value(figure("Loss"))) == pytest.approx(counted.value("training_loss"), rel=1e-3)
             assert tab.value("window.mark") == "not reloaded"

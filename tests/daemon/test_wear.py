@@ -11,7 +11,7 @@ from infinity.telemetry import Stats
 from infinity_daemon.collect_devices import DevicesCollector
 from infinity_daemon.collection import Collection
 from infinity_daemon.drive_wear import DAY, Health, WearWatch, health_of
-from infinity_daemon.stats_files import StatsPages
+from infinity_daemon.stats_files import StatsFiles
 
 DRIVE = Drive(name="nvme9n1", identity="wwid-9")
 GIB = 1 << 30
@@ -150,9 +150,9 @@ def test_wear_is_served(tmp_path, programs, monkeypatch):
     now = 0.0
     monkeypatch.setattr("infinity_daemon.drive_wear.time.monotonic", lambda: now)
     watch = WearWatch({drive.name: 600 * 10**12}, sysfs=tmp_path / "sys")
-    pages = StatsPages(tmp_path, 60, 60)
+    pages = StatsFiles(tmp_path, 60, 60)
     collector = DevicesCollector(
-        paths=[str(tmp_path)], pages=pages, reserved=dict, bandwidth=lambda drive: None, wear=watch
+        paths=[str(tmp_path)], stats_files=pages, reserved=dict, bandwidth=lambda drive: None, wear=watch
     )
     registry = CollectorRegistry()
     registry.register(Collection([collector]))
@@ -173,7 +173,11 @@ def test_the_drive_of_a_rank_that_has_ended_is_still_told(tmp_path):
     stats = Stats.create(tmp_path, run_id="r", rank=0, local_rank=0, world_size=1, devices=["nvme0"], info=info)
     stats.close()
     collector = DevicesCollector(
-        paths=[], pages=StatsPages(tmp_path, 60, 60), reserved=dict, bandwidth=lambda drive: None, wear=WearWatch({})
+        paths=[],
+        stats_files=StatsFiles(tmp_path, 60, 60),
+        reserved=dict,
+        bandwidth=lambda drive: None,
+        wear=WearWatch({}),
     )
     served = {family.name: family.samples for family in collector.collect()}
     (sample,) = served["infinity_rank_device_info"]

@@ -9,7 +9,7 @@ import pytest
 
 from support import models
 from support.device.simulation import KINDS, simulation
-from support.layouts import home_bytes
+from support.layouts import gpu_resident_bytes
 from support.tables import one_of, variants
 from support.train import Paging, Recipe, batch, in_memory, offloaded
 
@@ -87,7 +87,9 @@ def test_bytes_of_fsdp_modules_that_live_on_the_device(micro: int, tmp_path: Pat
         assert found(run.stats.snapshot(), "plan_predicted_link_bytes_per_step") == [0, 0]
         assert [(record.read_bytes, record.written_bytes) for record in optimizer.records[3:]] == [(0, 0)] * (STEPS - 3)
         assert optimizer.predict_seconds(1e9, 1.0) == pytest.approx(1.0)
-        sent = sum(home_bytes(run.layout, fsdp_module) for fsdp_module in run.planner.update_schedule.gpu_resident)
+        sent = sum(
+            gpu_resident_bytes(run.layout, fsdp_module) for fsdp_module in run.planner.update_schedule.gpu_resident
+        )
         for expected in (sent, 0):  # nothing has changed since the first one
             written, copied = run.ledger.total_bytes["write"], found(run.stats.snapshot(), "link_bytes_total")
             optimizer.save_checkpoint()

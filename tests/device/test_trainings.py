@@ -16,7 +16,7 @@ from support.device.simulation import KINDS
 from support.device.tables import ALL, FEW, GPU_RESIDENT_PAGES, PAGINGS, RECIPES
 from support.ranks import RankPool
 from support.session import Session
-from support.tables import in_turn, one_of, variants
+from support.tables import alternate, one_of, variants
 from support.train import Paging, Recipe, compare
 
 EDITS = {name: RECIPES[name] for name in ("clip-by-torch", "edit", "edit-clip")}
@@ -67,7 +67,7 @@ def test_fsdp_modules_that_live_on_the_devices_of_two_ranks(
 
 
 @pytest.mark.parametrize(
-    ("paging", "kind"), in_turn(("least-auto", "middle-forward", "least-after", "least-auto"), KINDS)
+    ("paging", "kind"), alternate(("least-auto", "middle-forward", "least-after", "least-auto"), KINDS)
 )
 def test_parameters_that_are_updated_whole(paging: str, kind: str, tmp_path: Path) -> None:
     """Put together where they are updated: on the host, or on the device."""
@@ -87,7 +87,7 @@ def test_two_ranks(recipe: Recipe, paging: Paging, kind: str, tmp_path: Path, pa
     assert pair.run(compared, kind, recipe, paging, str(tmp_path)) == [[], []]
 
 
-@pytest.mark.parametrize(("where", "kind"), one_of(2, in_turn(("forward", "backward", "step", "between"), KINDS)))
+@pytest.mark.parametrize(("where", "kind"), one_of(2, alternate(("forward", "backward", "step", "between"), KINDS)))
 def test_a_training_that_ends_early_is_resumed(where: str, kind: str, tmp_path: Path) -> None:
     """From its last checkpoint, bit for bit; what is closed while it is being copied is waited for."""
     (tmp_path / "undisturbed").mkdir()
@@ -100,7 +100,7 @@ def test_a_training_that_ends_early_is_resumed(where: str, kind: str, tmp_path: 
 
 @pytest.mark.parametrize(
     ("where", "home"),
-    one_of(2, in_turn(("forward", "backward", "step", "between"), (("order-updates", FEW), ("late-updates", ALL)))),
+    one_of(2, alternate(("forward", "backward", "step", "between"), (("order-updates", FEW), ("late-updates", ALL)))),
 )
 def test_fsdp_modules_that_live_on_the_device_are_resumed(where: str, home: tuple[str, int], tmp_path: Path) -> None:
     """From what a checkpoint has sent to the drives; they are loaded once, behind the first step."""

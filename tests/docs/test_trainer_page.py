@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.integrations.transformers.unsupported_arguments import REFUSED
+from infinity.integrations.transformers.unsupported_arguments import UNSUPPORTED
 from support.trainers import build, dataset
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "trainer.md").read_text()
@@ -37,7 +37,7 @@ def test_the_releases_are_those_of_the_extra() -> None:
 def test_the_table_has_all_that_is_refused() -> None:
     """Name and reason, in the same words."""
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", PAGE, re.MULTILINE)
-    assert rows[1:] == [(name, reason) for name, _, reason in REFUSED]
+    assert rows[1:] == [(name, reason) for name, _, reason in UNSUPPORTED]
 
 
 def test_the_model_says_that_it_is_placed(tmp_path: Path) -> None:

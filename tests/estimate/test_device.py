@@ -24,7 +24,7 @@ from infinity.estimate.machine import ACCESS_SECONDS, HASH_RATE, UPDATE_SECONDS,
 from infinity.estimate.model import decoder
 from infinity.schedule.planner import Plan, predict_seconds
 from infinity.schedule.schedule_choice import choose_plan
-from infinity.schedule.timing import BACKWARD, Beside
+from infinity.schedule.timing import BACKWARD, OtherResources
 from infinity.units import GIB
 
 MODELS = {
@@ -98,8 +98,8 @@ def test_resources_are_busy_as_long_as_on_paper(
 ) -> None:
     """Weights twice but those of the root, gradients in 32 bits, eight operations per weight and token; attention."""
     found = planned(name, 4, HOST_CACHES[name], device_bytes=SLOTS_ONLY[name])
-    assert found.placed.prefetched
-    assert not found.placed.kept
+    assert found.resolved_schedule.prefetched
+    assert not found.resolved_schedule.kept
     layer = 2 * found.model.layers[0].numel / found.machine.device.link
     assert layer == pytest.approx(of_layer, rel=0.03)
     assert found.seconds.weights.busy == pytest.approx(weights, rel=0.05)
@@ -112,11 +112,11 @@ def test_weights_stay_where_the_device_has_room() -> None:
     for name in MODELS:
         found, none = planned(name, 1, 16 * GIB), planned(name, 1, 16 * GIB, device_bytes=SLOTS_ONLY[name])
         assert found.device_bytes < found.machine.device.memory_bytes - found.working_bytes
-        stay = sum(2 * found.model.fsdp_modules[fsdp_module].numel for fsdp_module in found.placed.kept)
+        stay = sum(2 * found.model.fsdp_modules[fsdp_module].numel for fsdp_module in found.resolved_schedule.kept)
         assert 0 < stay < found.device_bytes
         assert none.link_traffic.weights - found.link_traffic.weights == pytest.approx(stay, rel=0.01)
         assert found.traffic.read_bytes < none.traffic.read_bytes  # by less: host memory keeps some of them as well
-    assert len(planned("8B", 1, 16 * GIB).placed.kept) == len(MODELS["8B"].layers)
+    assert len(planned("8B", 1, 16 * GIB).resolved_schedule.kept) == len(MODELS["8B"].layers)
 
 
 @pytest.mark.parametrize(("device", "cores", "expected"), [
@@ -131,7 +131,9 @@ def test_updates_are_where_a_run_has_them(device: str, cores: int, expected: boo
     assert again.updates_on_device is expected
     pages = again.link_traffic.read + again.link_traffic.changed
     trained = found.model.trainable_parameters
-    gpu_resident = sum(found.model.fsdp_modules[fsdp_module].numel for fsdp_module in again.placed.gpu_resident)
+    gpu_resident = sum(
+        found.model.fsdp_modules[fsdp_module].numel for fsdp_module in again.resolved_schedule.gpu_resident
+    )
     assert (gpu_resident > 0) is expected
     assert pages == (
         pytest.approx(26 * (trained - gpu_resident), rel=0.01) if expected else 0
@@ -186,7 +188,7 @@ def test_weights_that_are_copied_when_they_are_due_are_exposed(name: str) -> Non
     assert not found.traffic.total_bytes
 
     def step(plan: Plan) -> float:
-        beside = Beside(weights=seconds.weights.busy, gradients=seconds.gradients.busy, behind=2)
+        beside = OtherResources(weights=seconds.weights.busy, gradients=seconds.gradients.busy, behind=2)
         return predict_seconds(
             plan, found.layout, bandwidth=1e9, computation=seconds.computation.busy, beside=beside, threaded=True
         )
@@ -222,7 +224,7 @@ def test_a_machine_without_a_link_is_what_it_was() -> None:
         found.layout,
         bandwidth=found.bandwidth,
         computation=seconds.computation.busy,
-        beside=Beside(updates=seconds.updates.busy),
+        beside=OtherResources(updates=seconds.updates.busy),
         threaded=True,
     )
     assert seconds.step == alone

@@ -56,7 +56,7 @@ def test_bytes_are_those_of_the_formula() -> None:
     """
     found = planned("128MiB", memory__device_bytes=1)
     assert found.update_schedule == "in_backward"
-    assert not found.placed.prefetched
+    assert not found.resolved_schedule.prefetched
     assert not found.resident_bytes[Role.UPDATE]
     saved = 3 * found.resident_bytes[Role.PARAM]
     assert found.traffic.total_bytes == pytest.approx(30 * MODEL.parameters - saved, rel=0.02)

@@ -12,7 +12,7 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.estimate.model import OPTIMIZERS, decoder, with_lora, with_trainable_share
-from infinity.optim.probe import make_kernel
+from infinity.optim.slicing_check import make_kernel
 
 SMALL = {"parameters": 1e6, "layers": 4, "hidden": 64, "vocabulary": 500}
 

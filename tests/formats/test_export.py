@@ -17,7 +17,7 @@ from infinity.formats.safetensors import export_safetensors
 from infinity.store.folder import RunFolder
 from support import models
 from support.ranks import RankPool
-from support.tables import in_turn
+from support.tables import alternate
 from support.train import Paging, Recipe, in_memory, make_optimizer, offloaded, train
 
 MODELS = ("llama", "tied", "gpt2", "frozen", "spare")
@@ -56,7 +56,7 @@ def differing(recipe: Recipe, folder: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("name", "policy"), in_turn(MODELS, ["bf16", "fp32"]))
+@pytest.mark.parametrize(("name", "policy"), alternate(MODELS, ["bf16", "fp32"]))
 def test_whole_parameters_are_those_of_memory(name: str, policy: str, tmp_path: Path) -> None:
     """Read from pages and checksums alone."""
     assert differing(Recipe(model=name, policy=policy, steps=2), str(tmp_path)) == []
@@ -68,7 +68,7 @@ def test_whole_parameters_of_two_ranks(name: str, pair: RankPool, tmp_path: Path
     assert pair.run(differing, Recipe(model=name, steps=2), str(tmp_path)) == [[], []]
 
 
-@pytest.mark.parametrize(("name", "file_bytes"), in_turn(["llama", "tied", "gpt2"], [64 << 10, 64 * MIB]))
+@pytest.mark.parametrize(("name", "file_bytes"), alternate(["llama", "tied", "gpt2"], [64 << 10, 64 * MIB]))
 def test_transformers_loads_the_same_model(name: str, file_bytes: int, tmp_path: Path) -> None:
     """The logits of `from_pretrained` equal those of a run that never left memory, bit for bit."""
     from support.train import Outcome

@@ -22,7 +22,7 @@ from infinity.accumulation.slicing import Slicing
 from infinity.errors import ConfigError, UnsupportedError
 from support import models
 from support.ranks import RankPool
-from support.tables import in_turn, variants
+from support.tables import alternate, variants
 from support.train import Outcome, Paging, Recipe, batch, compare, evaluate, in_memory, local, offloaded, train
 
 LEAST = {"least": Paging(host_cache="least")}
@@ -86,7 +86,7 @@ def test_paging_changes_no_bit_on_two_ranks(recipe: Recipe, paging: Paging, tmp_
 # The order of summation #
 
 
-@pytest.mark.parametrize(("model", "policy"), in_turn(["llama", "gpt2", "tied", "toy"], ["bf16", "fp32"]))
+@pytest.mark.parametrize(("model", "policy"), alternate(["llama", "gpt2", "tied", "toy"], ["bf16", "fp32"]))
 def test_one_slice_is_the_whole_batch_to_the_bit(model: str, policy: str) -> None:
     """Nothing but recomputation, with the same random numbers."""
     whole = in_memory(Recipe(model=model, policy=policy, steps=4))

@@ -21,7 +21,7 @@ from infinity.errors import InfinityError, UnsupportedError
 from infinity.fsdp.gradient import PagedGradient
 from support import models
 from support.ranks import RankPool
-from support.tables import all_but, in_turn, one_of
+from support.tables import all_but, alternate, one_of
 from support.train import Paging, Recipe, batch, build, local, make_optimizer, offloaded, state_in_memory, state_on_nvme
 
 Use = Callable[[nn.Module, torch.optim.Optimizer], Any]
@@ -403,7 +403,7 @@ LOOPS: dict[str, Loop] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("loop", "update_schedule"), one_of(2, in_turn(LOOPS, KEPT)))
+@pytest.mark.parametrize(("loop", "update_schedule"), one_of(2, alternate(LOOPS, KEPT)))
 def test_loops_are_as_in_memory(loop: str, update_schedule: str, tmp_path: Path) -> None:
     """What is seen, weights, moments and step counts."""
     assert compare(LOOPS[loop], update_schedule, tmp_path) == []

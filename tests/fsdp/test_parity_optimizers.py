@@ -30,19 +30,19 @@ def test_an_optimizer_without_master_weights_keeps_its_bits(optimizer: str, tmp_
     assert compare(recipe, Paging(host_cache="least"), str(tmp_path)) == []
 
 
-REFUSED = {
+UNSUPPORTED = {
     "Adafactor": (lambda p: torch.optim.Adafactor(p), "element-wise|slice"),
     "LBFGS": (lambda p: torch.optim.LBFGS(p), "element-wise|slice|closure"),
     "SparseAdam": (lambda p: torch.optim.SparseAdam(p), "dense|element-wise"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_other_optimizers_are_refused_with_a_reason(name: str, tmp_path: Path) -> None:
     """The error names the optimizer, and nothing is left on disk."""
     if not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")
-    make, reason = REFUSED[name]
+    make, reason = UNSUPPORTED[name]
     model = models.build("toy")
     for param in model.parameters():
         param.requires_grad_(param.ndim == 2)

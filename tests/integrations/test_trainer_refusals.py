@@ -40,7 +40,7 @@ ALTERED: dict[str, dict[str, Any]] = {
 
 def test_everything_that_is_refused_is_tried() -> None:
     """Once, below."""
-    assert {name for name, _, _ in unsupported_arguments.REFUSED} == {*ARGUMENTS, *ALTERED}
+    assert {name for name, _, _ in unsupported_arguments.UNSUPPORTED} == {*ARGUMENTS, *ALTERED}
 
 
 @pytest.mark.parametrize("name", [*ARGUMENTS, *ALTERED])
@@ -50,7 +50,7 @@ def test_refused(name: str, tmp_path: Path) -> None:
     for place, value in ALTERED.get(name, {}).items():
         of, _, key = place.rpartition(".")
         setattr(trainer.args if of else trainer, key, value)
-    (reason,) = (reason for refused, _, reason in unsupported_arguments.REFUSED if refused == name)
+    (reason,) = (reason for refused, _, reason in unsupported_arguments.UNSUPPORTED if refused == name)
     kind = type(trainer)
     with pytest.raises(UnsupportedError) as caught:
         attach(trainer, settings(tmp_path / "nvme"))

@@ -291,7 +291,7 @@ def _another_model(folder: Path) -> None:
     save_file({"a": torch.ones(2)}, folder / "model.safetensors")
 
 
-REFUSED: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], str]] = {
+UNSUPPORTED: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], str]] = {
     "pickles": (_pickled, {}, "pytorch_model.bin.*from_pretrained"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), {}, "has neither model.safetensors nor"),
     "malformed weights": (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), {}, "read as safetensors"),
@@ -322,10 +322,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], str]] 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_a_folder_is_refused(name: str, tmp_path: Path) -> None:
     """In one line that says what to do, before anything is read of the weights."""
-    change, options, words = REFUSED[name]
+    change, options, words = UNSUPPORTED[name]
     saved(tmp_path / "model")
     if change is not None:
         change(tmp_path / "model")

@@ -13,7 +13,7 @@ from torch import nn
 import infinity
 from infinity.errors import InfinityError, UnsupportedError
 from infinity.optim.kernel import UpdateKernel
-from infinity.optim.probe import make_kernel
+from infinity.optim.slicing_check import make_kernel
 from infinity.optim.update import Update
 from support import models
 from support.optimizers import build, groups_of

@@ -19,7 +19,7 @@ from infinity.telemetry.metrics import PARTS
 from support import models
 from support.fault_engine import Fault, FaultKind
 from support.ranks import RankPool
-from support.tables import in_turn, one_of
+from support.tables import alternate, one_of
 from support.train import Outcome, Paging, Recipe, batch, faulty, offloaded, train
 
 RECIPE = Recipe(model="even", steps=2)
@@ -87,7 +87,7 @@ def delay_copy(patch: pytest.MonkeyPatch, model: torch.nn.Module) -> float:
 
 @pytest.mark.parametrize(
     ("slow", "update_schedule"),
-    in_turn(
+    alternate(
         [("compute", delay_compute), ("update", delay_update), ("copy", delay_copy), ("python", None)],
         ["in_backward", "in_forward", "after_backward"],
     ),

@@ -31,7 +31,7 @@ STAGES = (
     "space_reservation.reserve",
     "run.HostCache",
     "run.open_engine",
-    "run._stats_page",
+    "run._stats_file",
     "run.Ledger",
     "run.PageStore",
     "run.Pager",

@@ -23,9 +23,9 @@ from support.command import run_here
      ("cpu", 1, 0), ("cpu", 2, 0), ("cpu", 3, 1), ("cpu", 64, 1)],
 )  # fmt: skip
 def test_what_is_left_of_the_cores(device: str, cores: int, expected: int) -> None:
-    """Beside a GPU all but three, up to eight; beside a CPU that computes on two, one if there is one."""
-    assert UpdateConfig().cores_beside(device, cores=cores, computing=2) == expected
-    assert UpdateConfig(cores=5).cores_beside(device, cores=cores, computing=2) == 5
+    """OtherResources a GPU all but three, up to eight; beside a CPU that computes on two, one if there is one."""
+    assert UpdateConfig().thread_cores(device, cores=cores, computing=2) == expected
+    assert UpdateConfig(cores=5).thread_cores(device, cores=cores, computing=2) == 5
 
 
 @pytest.mark.parametrize(("cores", "expected", "hashers"), [(1, 0, 0), (2, 1, 0), (5, 1, 0), (6, 1, 2), (64, 1, 4)])

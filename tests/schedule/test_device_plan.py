@@ -24,13 +24,13 @@ from infinity.schedule.timing import staged_computation
 from infinity.schedule.trace import Access, Event, EventKind, Mode
 from infinity.schedule.update_schedule import UpdateSchedule, expand, expand_pending, next_gather
 from infinity.units import parse_size
-from support.layouts import FORMATS, home_bytes, layouts, steps, transformer, transformer_step, update_schedules
+from support.layouts import FORMATS, gpu_resident_bytes, layouts, steps, transformer, transformer_step, update_schedules
 
 LAYERS = 5
 LAYOUT = transformer(LAYERS, 3 * 4096, 64 << 10)
 EVENTS = transformer_step(LAYERS)
 FSDP_MODULE = fsdp_module_bytes(LAYOUT, 0)
-HOME = home_bytes(LAYOUT, 0)
+HOME = gpu_resident_bytes(LAYOUT, 0)
 GRADS = sum(page.nbytes for page in LAYOUT.pages if page.fsdp_module == 0 and page.role is Role.GRAD)
 UPDATE_SCHEDULES = [
     replace(UpdateSchedule.of(name, EVENTS), overlapped=overlapped)

@@ -18,7 +18,7 @@ from infinity.schedule.trace import Access, Event, Mode
 from infinity.schedule.update_schedule import UpdateSchedule, eligible_for_backward, expand
 from support.layouts import transformer, transformer_step, update_schedules
 from support.plans import plans
-from support.tables import in_turn
+from support.tables import alternate
 
 KIB = 1 << 10
 CYCLES = 5
@@ -209,7 +209,7 @@ def waiting(plan: Plan, layout: Layout, events: Sequence[Event], update_schedule
     return found
 
 
-@pytest.mark.parametrize(("share", "update_schedule"), in_turn([0.1, 0.25, 0.5, 0.75, 0.9], LAWS))
+@pytest.mark.parametrize(("share", "update_schedule"), alternate([0.1, 0.25, 0.5, 0.75, 0.9], LAWS))
 def test_a_transformer_reaches_the_closed_form(share: float, update_schedule: str) -> None:
     """To within one page per role: bytes that stay save all of their transfers, bytes that wait at a turn one."""
     layout = transformer(LAYERS, ELEMENTS, PAGE)

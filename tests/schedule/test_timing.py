@@ -14,7 +14,7 @@ from infinity.content.layout import Layout
 from infinity.schedule.planner import Plan, lengths, make_plan, predict_seconds, preferred
 from infinity.schedule.schedule_choice import choose_plan
 from infinity.schedule.tier import SLOTS, fsdp_module_bytes
-from infinity.schedule.timing import BACKWARD, Beside, Clockwork, computation, staged_computation, updating
+from infinity.schedule.timing import BACKWARD, Clockwork, OtherResources, computation, staged_computation, updating
 from infinity.schedule.trace import Access
 from infinity.schedule.update_schedule import UpdateSchedule, expand
 from support.layouts import transformer, transformer_step
@@ -167,9 +167,9 @@ def test_updates_take_their_time(threaded: bool) -> None:
     plan = make_plan(trace, layout, len(layout.pages), threaded=threaded)
     work = 1e9
     (alone,) = lengths(plan, layout, [work], threaded=threaded)
-    (found,) = lengths(plan, layout, [work], beside=Beside(updates=work / 2), threaded=threaded)
+    (found,) = lengths(plan, layout, [work], beside=OtherResources(updates=work / 2), threaded=threaded)
     assert found == pytest.approx(alone + work / 2) if not threaded else alone <= found <= alone + work / 2
-    (slow,) = lengths(plan, layout, [work], beside=Beside(updates=3 * work), threaded=threaded)
+    (slow,) = lengths(plan, layout, [work], beside=OtherResources(updates=3 * work), threaded=threaded)
     assert slow >= 3 * work
     assert sum(updating(trace, layout)) == pytest.approx(1.0)
 
@@ -190,7 +190,7 @@ def length(drawn: tuple[Plan, Layout], work: float = ALONE, **beside: float) -> 
     """Return how long a step takes."""
     plan, layout = drawn
     behind = int(beside.pop("behind", 0))
-    (found,) = lengths(plan, layout, [work], beside=Beside(**beside, behind=behind), threaded=True)
+    (found,) = lengths(plan, layout, [work], beside=OtherResources(**beside, behind=behind), threaded=True)
     return found
 
 
@@ -214,7 +214,7 @@ def test_nothing_makes_a_step_shorter_or_longer_than_all_of_it_one_after_the_oth
     plan = replace(plan, prefix=(), reach=tuple(position - lead for position in plan.reach[lead:]))
     work = float(plan.traffic.total_bytes or layout.state_bytes)
     times = {name: share * work for name, share in shares.items()}
-    beside = Beside(**times, behind=behind)
+    beside = OtherResources(**times, behind=behind)
     (found,) = lengths(plan, layout, [work], beside=beside, threaded=threaded)
     left_over = plan.cache_slots * layout.page_bytes
     most = work + plan.traffic.total_bytes + left_over + 2 * sum(times.values())
@@ -230,7 +230,7 @@ def test_room_on_a_device_is_nothing_without_copies(drawn: tuple[Plan, Layout], 
     lead = len(plan.prefix)
     plan = replace(plan, prefix=(), reach=tuple(position - lead for position in plan.reach[lead:]))
     works = [0.0, float(plan.traffic.total_bytes)]
-    with_room = lengths(plan, layout, works, beside=Beside(behind=2), threaded=threaded)
+    with_room = lengths(plan, layout, works, beside=OtherResources(behind=2), threaded=threaded)
     assert with_room == lengths(plan, layout, works, threaded=threaded)
 
 
@@ -306,8 +306,10 @@ def test_copies_are_hidden_beside_transfers_too() -> None:
     plan, layout = prefetched(cache_slots=96)
     _, not_prefetched = choose_plan("in_backward", transformer_step(LAYERS), layout, 96, threaded=True)
     moved = plan.traffic.total_bytes
-    works, copies = [float(moved)], Beside(weights=0.3 * moved)
-    (alone,), (copied,) = (lengths(plan, layout, works, beside=beside, threaded=True) for beside in (Beside(), copies))
+    works, copies = [float(moved)], OtherResources(weights=0.3 * moved)
+    (alone,), (copied,) = (
+        lengths(plan, layout, works, beside=beside, threaded=True) for beside in (OtherResources(), copies)
+    )
     (waiting,) = lengths(not_prefetched, layout, works, beside=copies, threaded=True)
     assert copied < 1.05 * alone < 0.95 * waiting
 
@@ -365,7 +367,7 @@ def test_python_is_a_part_of_the_time_of_whoever_needs_pages() -> None:
     """All of it if that is the training thread; else what is there of gathers, and what updates then take."""
     trace, layout = step()
     plan = make_plan(trace, layout, len(layout.pages))
-    (alone,) = lengths(plan, layout, [ALONE], beside=Beside(interpreter=0.1 * ALONE), threaded=False)
+    (alone,) = lengths(plan, layout, [ALONE], beside=OtherResources(interpreter=0.1 * ALONE), threaded=False)
     assert alone == pytest.approx(1.1 * ALONE)
     assert ALONE < length(in_memory(), interpreter=0.1 * ALONE) < alone
 
@@ -389,7 +391,7 @@ def test_checksums_that_take_longer_than_the_drive_are_what_a_step_takes() -> No
     moved = plan.traffic.total_bytes
     (alone,) = lengths(plan, layout, [0.5 * moved], threaded=True)
     (hidden,), (exposed,) = (
-        lengths(plan, layout, [0.5 * moved], beside=Beside(verifying=share * moved), threaded=True)
+        lengths(plan, layout, [0.5 * moved], beside=OtherResources(verifying=share * moved), threaded=True)
         for share in (0.3, 2.0)
     )
     assert hidden < 1.05 * alone

@@ -10,14 +10,14 @@ import pytest
 import infinity
 from support.layouts import UPDATE_SCHEDULES
 from support.ranks import RankPool
-from support.tables import all_but, in_turn
+from support.tables import all_but, alternate
 from support.traffic import STEADY, WARM, as_planned, close, kernel_bytes, traffic
 from support.train import PAGE, Outcome, Paging, Recipe, offloaded, train
 
 
 @pytest.mark.parametrize(
     ("model_and_host_cache", "update_schedule"),
-    in_turn([("even", "least"), ("even", "middle"), ("even", "all"), ("toy", "least")], UPDATE_SCHEDULES),
+    alternate([("even", "least"), ("even", "middle"), ("even", "all"), ("toy", "least")], UPDATE_SCHEDULES),
 )
 def test_measured_bytes_are_the_planned_ones(
     model_and_host_cache: tuple[str, str], update_schedule: str, tmp_path: Path
@@ -32,7 +32,7 @@ def test_measured_bytes_are_the_planned_ones(
     assert (seen["read"] == 0) == (seen["written"] == 0) == (host_cache == "all")
 
 
-@pytest.mark.parametrize(("share", "update_schedule"), in_turn([10, 25, 50, 75, 90], UPDATE_SCHEDULES))
+@pytest.mark.parametrize(("share", "update_schedule"), alternate([10, 25, 50, 75, 90], UPDATE_SCHEDULES))
 def test_measured_bytes_at_every_share(share: int, update_schedule: str, tmp_path: Path) -> None:
     """Within 1 %, above and below, in host caches of a tenth to nine tenths of the state.
 

@@ -17,7 +17,7 @@ from infinity.io.probe import targets
 from infinity.io.probe.points import Load, Point
 from infinity.io.ring import Ring, RingRefusedError
 from infinity.store import engine_choice
-from infinity.store.engine_choice import CACHE_NAME, LEAST_STATE, ROUNDS, EngineChoice, Found, choose_engine, in_turn
+from infinity.store.engine_choice import CACHE_NAME, LEAST_STATE, ROUNDS, EngineChoice, Found, alternate, choose_engine
 from support.ranks import RankPool
 from support.train import Outcome, Paging, Recipe, offloaded, train
 
@@ -38,7 +38,7 @@ def rounds_of(*ratios: float) -> tuple[Found, int]:
         order.append("io_uring")
         return 100.0
 
-    found = in_turn(threads, rings)
+    found = alternate(threads, rings)
     assert order == [*["threads", "io_uring", "io_uring", "threads"] * ROUNDS][: len(order)]  # neither is always first
     return found, len(order) // 2
 

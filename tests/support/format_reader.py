@@ -537,7 +537,7 @@ BODY = record(
     layout=hex16,
     page_bytes=integer(4096, 2**40, multiple=4096),
     optimizer=text(r"\S{1,200}"),
-    weights=items(number(1e-30, 1e30), least=1),
+    stripe_weights=items(number(1e-30, 1e30), least=1),
     pages=table(index, row(integer(), integer(multiple=4096), integer(4096, multiple=4096), hex16)),
     scalars=table(index, table(text(), setting)),
     groups=items(record(params=items(integer()), settings=table(text(r"(?!params$)(?s:.*)"), setting))),
@@ -619,7 +619,7 @@ def read_manifest(checkpoint: Checkpoint, rank: int) -> Manifest:
 
 def check_pages(run: Run, body: dict[str, Any], segments: list[Segment]) -> None:
     """Check that the pages are those of the layout and lie within the data files, each in bytes of its own."""
-    need(len(body["weights"]) == len(run.folders), "the run has another number of paths")
+    need(len(body["stripe_weights"]) == len(run.folders), "the run has another number of paths")
     lengths = {n: page.length for segment in segments for n, page in segment.pages.items() if page.role != "GRAD"}
     need({n: length for n, (_, _, length, _) in body["pages"].items()} == lengths, "the pages are not the layout's")
     end, ends = (0, 0), {}

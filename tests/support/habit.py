@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import infinity
 from support import models
-from support.rows import EQUAL, REFUSED, Row
+from support.rows import EQUAL, UNSUPPORTED, Row
 from support.train import OPTIMIZERS, Paging, batch, host_bytes, settings, state_in_memory, state_on_nvme
 
 STEPS = 5
@@ -138,7 +138,7 @@ def habit(
 
     Args:
         name: of the row.
-        outcome: `EQUAL` or `REFUSED`, the latter with an error that `words` matches.
+        outcome: `EQUAL` or `UNSUPPORTED`, the latter with an error that `words` matches.
         early: expression that the error matches with which the loop is refused where updates run in backward by
             `update.schedule`; empty where it ends there as elsewhere. It makes a second row.
         note: for the reader of the table.
@@ -153,7 +153,7 @@ def habit(
         if early:
             row = Row(
                 name=f"{name}; in_backward is asked for",
-                outcome=REFUSED,
+                outcome=UNSUPPORTED,
                 words=early,
                 note="`auto`, `in_forward` or `after_backward`: equal",
                 slow=True,
@@ -207,7 +207,7 @@ def problems(name: str, update_schedule: str) -> list[str]:
         if found.error is not None:
             return [*listed, f"{type(found.error).__name__}: {found.error}"]
         listed += left_otherwise(expected.left, found.left)
-    if row.outcome == REFUSED:
+    if row.outcome == UNSUPPORTED:
         if found.error is None:
             listed.append("not refused")
         elif not re.search(row.words, str(found.error)):

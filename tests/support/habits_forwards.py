@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from support import models
-from support.habit import EARLY, LATE, REFUSED, STEPS, UPDATE_SCHEDULE, Loop, habit
+from support.habit import EARLY, LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDULE, Loop, habit
 from support.train import OPTIMIZERS, batch, evaluate
 
 BETWEEN = r"between backward and step|" + UPDATE_SCHEDULE
@@ -90,14 +90,14 @@ def before_step(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-habit("evaluation between backward and step(); in_backward is asked for", REFUSED, BETWEEN, update_schedules=EARLY)(
+habit("evaluation between backward and step(); in_backward is asked for", UNSUPPORTED, BETWEEN, update_schedules=EARLY)(
     before_step
 )
 
 
 @habit(
     "evaluation between backward and step() now and then; update schedule auto",
-    REFUSED,
+    UNSUPPORTED,
     BETWEEN,
     update_schedules=("auto",),
 )
@@ -160,7 +160,7 @@ def forward_before_step(loop: Loop) -> None:
 
 habit(
     "a forward with gradients between backward and step(); in_backward is asked for",
-    REFUSED,
+    UNSUPPORTED,
     BETWEEN,
     update_schedules=EARLY,
 )(forward_before_step)
@@ -179,7 +179,10 @@ def forward_ahead(loop: Loop) -> None:
 
 
 habit(
-    "the next batch's forward runs before step(); in_backward is asked for", REFUSED, BETWEEN, update_schedules=EARLY
+    "the next batch's forward runs before step(); in_backward is asked for",
+    UNSUPPORTED,
+    BETWEEN,
+    update_schedules=EARLY,
 )(forward_ahead)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from infinity.errors import InfinityError
 from support import models
-from support.habit import EARLY, LATE, REFUSED, STEPS, UPDATE_SCHEDULE, Loop, habit
+from support.habit import EARLY, LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDULE, Loop, habit
 from support.train import OPTIMIZERS, batch
 
 USED = r"step\(\).*zero_grad\(\)"
@@ -108,13 +108,13 @@ def dropped_to_zero(loop: Loop) -> None:
 
 habit(
     "zero_grad(set_to_none=False) between backward and step() drops a bad batch; updates run in backward",
-    REFUSED,
+    UNSUPPORTED,
     UPDATE_SCHEDULE,
     update_schedules=("auto", *EARLY),
 )(dropped_to_zero)
 
 
-@habit("never zero_grad: gradients of all steps add up", REFUSED, USED)
+@habit("never zero_grad: gradients of all steps add up", UNSUPPORTED, USED)
 def never(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -122,7 +122,7 @@ def never(loop: Loop) -> None:
         optimizer.step()
 
 
-@habit("zero_grad after every second step", REFUSED, USED)
+@habit("zero_grad after every second step", UNSUPPORTED, USED)
 def seldom(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -132,7 +132,7 @@ def seldom(loop: Loop) -> None:
             optimizer.zero_grad()
 
 
-@habit("zero_grad only of half of the parameters", REFUSED, USED, slow=True)
+@habit("zero_grad only of half of the parameters", UNSUPPORTED, USED, slow=True)
 def in_part(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -323,7 +323,7 @@ def clip_late(loop: Loop) -> None:
 
 habit(
     "clipping begins in the middle of training; update schedule auto",
-    REFUSED,
+    UNSUPPORTED,
     UPDATE_SCHEDULE,
     update_schedules=("auto",),
 )(clip_late)
@@ -437,7 +437,7 @@ def log_extremes(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("p.grad looked at only after step()", REFUSED, "read it before")
+@habit("p.grad looked at only after step()", UNSUPPORTED, "read it before")
 def log_after_step(loop: Loop) -> None:
     """In memory it is still there."""
     model, optimizer = loop.begin()
@@ -488,7 +488,7 @@ def keep_clones(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a reference to p.grad kept beyond step and zero_grad", REFUSED, "clone")
+@habit("a reference to p.grad kept beyond step and zero_grad", UNSUPPORTED, "clone")
 def keep_references(loop: Loop) -> None:
     """In memory the tensor stays as it was, since zero_grad only lets go of it."""
     model, optimizer = loop.begin()
@@ -651,7 +651,7 @@ def by_hand(loop: Loop) -> None:
     added_by_hand(loop, clone=True)
 
 
-@habit("references to gradients kept over p.grad = None, added up and given back", REFUSED, "clone", slow=True)
+@habit("references to gradients kept over p.grad = None, added up and given back", UNSUPPORTED, "clone", slow=True)
 def by_hand_referenced(loop: Loop) -> None:
     added_by_hand(loop, clone=False)
 
@@ -846,7 +846,7 @@ def more_batches(loop: Loop) -> None:
 
 habit(
     "one batch per step, then several; updates run in backward",
-    REFUSED,
+    UNSUPPORTED,
     UPDATE_SCHEDULE,
     update_schedules=("auto", *EARLY),
 )(more_batches)
@@ -935,7 +935,7 @@ def drop_bad(loop: Loop) -> None:
 
 habit(
     "model.zero_grad() drops a bad batch after backward; update schedule auto",
-    REFUSED,
+    UNSUPPORTED,
     UPDATE_SCHEDULE,
     update_schedules=("auto",),
 )(drop_bad)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 from support import models
-from support.habit import EARLY, LATE, REFUSED, STEPS, UPDATE_SCHEDULE, Loop, habit
+from support.habit import EARLY, LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDULE, Loop, habit
 from support.train import OPTIMIZERS, batch
 
 
@@ -144,7 +144,7 @@ def lr_after_backward(loop: Loop) -> None:
 
 habit(
     "lr set by hand between backward and step(); in_backward is asked for",
-    REFUSED,
+    UNSUPPORTED,
     "lr was changed.*before backward",
     update_schedules=EARLY,
 )(lr_after_backward)
@@ -152,7 +152,7 @@ habit(
 
 @habit(
     "lr set by hand between backward and step() now and then; update schedule auto",
-    REFUSED,
+    UNSUPPORTED,
     "lr was changed",
     update_schedules=("auto",),
 )
@@ -234,7 +234,7 @@ def extra_keys(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("add_param_group after offload", REFUSED, "before offload|offload")
+@habit("add_param_group after offload", UNSUPPORTED, "before offload|offload")
 def add_group(loop: Loop) -> None:
     model = models.build("toy")
     model.head.requires_grad_(False)
@@ -247,7 +247,7 @@ def add_group(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("add_param_group on the optimizer that was passed in", REFUSED, "before offload|offload", slow=True)
+@habit("add_param_group on the optimizer that was passed in", UNSUPPORTED, "before offload|offload", slow=True)
 def add_group_to_base(loop: Loop) -> None:
     model = models.build("toy")
     model.head.requires_grad_(False)
@@ -260,7 +260,7 @@ def add_group_to_base(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("groups appended to param_groups by hand", REFUSED, "offload", slow=True)
+@habit("groups appended to param_groups by hand", UNSUPPORTED, "offload", slow=True)
 def append_group(loop: Loop) -> None:
     model = models.build("toy")
     model.head.requires_grad_(False)
@@ -273,7 +273,7 @@ def append_group(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("parameters moved from one group to another", REFUSED, "offload", slow=True)
+@habit("parameters moved from one group to another", UNSUPPORTED, "offload", slow=True)
 def move_between_groups(loop: Loop) -> None:
     model = models.build("toy")
     head = list(model.head.parameters())
@@ -286,7 +286,7 @@ def move_between_groups(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("parameters taken out of their group", REFUSED, "offload")
+@habit("parameters taken out of their group", UNSUPPORTED, "offload")
 def out_of_group(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -325,7 +325,7 @@ def freeze_some(loop: Loop) -> None:
     model.requires_grad_(True)
 
 
-@habit("parameters in the optimizer that are unfrozen after offload", REFUSED, "offload")
+@habit("parameters in the optimizer that are unfrozen after offload", UNSUPPORTED, "offload")
 def unfreeze(loop: Loop) -> None:
     model = models.build("toy", policy="fp32")
     model.blocks[0].requires_grad_(False)
@@ -336,7 +336,7 @@ def unfreeze(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("everything frozen but the head, then everything unfrozen", REFUSED, "offload", slow=True)
+@habit("everything frozen but the head, then everything unfrozen", UNSUPPORTED, "offload", slow=True)
 def unfreeze_all(loop: Loop) -> None:
     model = models.build("toy", policy="fp32")
     model.requires_grad_(False)
@@ -386,7 +386,7 @@ def closure_clipped(loop: Loop) -> None:
         optimizer.step(evaluate)
 
 
-@habit("LBFGS", REFUSED, "LBFGS")
+@habit("LBFGS", UNSUPPORTED, "LBFGS")
 def lbfgs(loop: Loop) -> None:
     model = models.build("toy")
     optimizer = loop.offload(model, torch.optim.LBFGS(model.parameters(), max_iter=2))
@@ -402,7 +402,7 @@ def lbfgs(loop: Loop) -> None:
     loop.trained.clear()
 
 
-@habit("step() twice with the same gradients", REFUSED, "zero_grad")
+@habit("step() twice with the same gradients", UNSUPPORTED, "zero_grad")
 def step_twice(loop: Loop) -> None:
     """In memory the gradients are applied twice."""
     model, optimizer = loop.begin()
@@ -433,7 +433,7 @@ def step_early(loop: Loop) -> None:
     optimizer.step()
 
 
-@habit("step() of the optimizer that was passed in", REFUSED, "offload")
+@habit("step() of the optimizer that was passed in", UNSUPPORTED, "offload")
 def step_of_base(loop: Loop) -> None:
     model = models.build("toy")
     given = OPTIMIZERS["adamw"](model.parameters())
@@ -455,7 +455,7 @@ def zero_of_base(loop: Loop) -> None:
         given.zero_grad()
 
 
-@habit("two optimizers over one model", REFUSED, "optimizer")
+@habit("two optimizers over one model", UNSUPPORTED, "optimizer")
 def two_optimizers(loop: Loop) -> None:
     model = models.build("toy")
     body = [p for part in (model.embedding, model.blocks) for p in part.parameters()]
@@ -488,7 +488,7 @@ def step_hooks_before(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("an entry of optimizer.state set", REFUSED, "state", slow=True)
+@habit("an entry of optimizer.state set", UNSUPPORTED, "state", slow=True)
 def set_state(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -498,7 +498,7 @@ def set_state(loop: Loop) -> None:
             state["exp_avg"] = torch.zeros_like(state["exp_avg"])
 
 
-@habit("optimizer.state = defaultdict(dict)", REFUSED, "state")
+@habit("optimizer.state = defaultdict(dict)", UNSUPPORTED, "state")
 def replace_state(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -531,7 +531,7 @@ def write_state(loop: Loop) -> None:
                 optimizer.state[param]["step"] -= 1
 
 
-@habit("optimizer.state cleared, for a fresh start of the moments", REFUSED, "state")
+@habit("optimizer.state cleared, for a fresh start of the moments", UNSUPPORTED, "state")
 def clear_state(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -555,13 +555,13 @@ def new_optimizer(loop: Loop) -> None:
 
 habit(
     "a new optimizer of torch made over the model in the middle of training; updates run in backward",
-    REFUSED,
+    UNSUPPORTED,
     r"step\(\) has not been|update\.schedule",
     update_schedules=("auto", *EARLY),
 )(new_optimizer)
 
 
-@habit("optimizer.state_dict()", REFUSED, "checkpoint")
+@habit("optimizer.state_dict()", UNSUPPORTED, "checkpoint")
 def state_dict(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -570,7 +570,7 @@ def state_dict(loop: Loop) -> None:
             loop.see("state", len(optimizer.state_dict()["state"]))
 
 
-@habit("optimizer.load_state_dict()", REFUSED, "resume|dcp")
+@habit("optimizer.load_state_dict()", UNSUPPORTED, "resume|dcp")
 def load_state_dict(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -581,7 +581,7 @@ def load_state_dict(loop: Loop) -> None:
             optimizer.load_state_dict({"state": {}, "param_groups": [{**group, "params": numbers}]})
 
 
-@habit("get_state_dict of torch.distributed.checkpoint", REFUSED, "checkpoint")
+@habit("get_state_dict of torch.distributed.checkpoint", UNSUPPORTED, "checkpoint")
 def distributed_state(loop: Loop) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -709,7 +709,7 @@ def retry(loop: Loop) -> None:
 
 habit(
     "a backward that fails is tried again; updates run in backward",
-    REFUSED,
+    UNSUPPORTED,
     UPDATE_SCHEDULE,
     update_schedules=("auto", *EARLY),
 )(retry)
@@ -896,7 +896,7 @@ def gan_dropped_by_model(loop: Loop) -> None:
 
 habit(
     "GAN, the discriminator's gradients of the generator's loss dropped; updates run in backward",
-    REFUSED,
+    UNSUPPORTED,
     UPDATE_SCHEDULE,
     update_schedules=("auto", *EARLY),
 )(gan_dropped)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from support import models
-from support.habit import EARLY, LATE, REFUSED, STEPS, UPDATE_SCHEDULE, Loop, habit
+from support.habit import EARLY, LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDULE, Loop, habit
 from support.habits_forwards import BETWEEN
 from support.train import OPTIMIZERS
 
@@ -37,9 +37,9 @@ def read_before_step(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-habit("weights read between backward and step(); in_backward is asked for", REFUSED, BETWEEN, update_schedules=EARLY)(
-    read_before_step
-)
+habit(
+    "weights read between backward and step(); in_backward is asked for", UNSUPPORTED, BETWEEN, update_schedules=EARLY
+)(read_before_step)
 
 
 @habit("ratio of update to weight logged", update_schedules=LATE)
@@ -143,7 +143,7 @@ def lookahead(loop: Loop) -> None:
 
 @habit(
     "AveragedModel of torch.optim.swa_utils",
-    REFUSED,
+    UNSUPPORTED,
     "FSDP does not support deepcopy",
     note="by FSDP2 itself",
     slow=True,
@@ -169,7 +169,7 @@ def averaged_before(loop: Loop) -> None:
     loop.look(mean)
 
 
-@habit("deepcopy of the model, for a teacher", REFUSED, "FSDP does not support deepcopy", note="by FSDP2 itself")
+@habit("deepcopy of the model, for a teacher", UNSUPPORTED, "FSDP does not support deepcopy", note="by FSDP2 itself")
 def teacher(loop: Loop) -> None:
     model, optimizer = loop.begin()
     loop.step(model, optimizer, 0)
@@ -230,7 +230,7 @@ def best_copied(loop: Loop) -> None:
             model.load_state_dict(kept)
 
 
-@habit("load_state_dict(assign=True)", REFUSED, "assign|copy_")
+@habit("load_state_dict(assign=True)", UNSUPPORTED, "assign|copy_")
 def assign(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -354,7 +354,7 @@ def element_of_view(loop: Loop) -> None:
     in_place(loop, lambda model: model.head.weight.to_local().view(-1)[5:50].fill_(0.5))
 
 
-@habit("weights changed through .numpy()", REFUSED, "read-only", note="the array is a copy")
+@habit("weights changed through .numpy()", UNSUPPORTED, "read-only", note="the array is a copy")
 def through_numpy(loop: Loop) -> None:
     def change(model: nn.Module) -> None:
         model.head.bias.to_local().detach().numpy()[:] = 0.25
@@ -448,13 +448,13 @@ def copied_before_step(loop: Loop) -> None:
 
 habit(
     "weights changed by p.copy_ between backward and step(); updates run in backward",
-    REFUSED,
+    UNSUPPORTED,
     BETWEEN,
     update_schedules=("auto", *EARLY),
 )(copied_before_step)
 
 
-@habit("model.to(bfloat16) after training", REFUSED, "offload")
+@habit("model.to(bfloat16) after training", UNSUPPORTED, "offload")
 def to_bf16(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -463,7 +463,7 @@ def to_bf16(loop: Loop) -> None:
     loop.look(model)
 
 
-@habit("model.double() after training", REFUSED, "offload", slow=True)
+@habit("model.double() after training", UNSUPPORTED, "offload", slow=True)
 def to_double(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):

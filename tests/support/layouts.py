@@ -99,7 +99,7 @@ def transformer_step(layers: int) -> tuple[Event, ...]:
     return (*forward, *backward, Event(EventKind.STEP))
 
 
-def home_bytes(layout: Layout, fsdp_module: int) -> int:
+def gpu_resident_bytes(layout: Layout, fsdp_module: int) -> int:
     """Return the bytes of the weights and the state of an FSDP module that lives on the device, as far as steps use
     them.
     """

@@ -19,8 +19,8 @@ def plans(draw: st.DrawFn) -> tuple[Plan, Layout]:
     update_schedule = draw(update_schedules(layout, events))
     trace = expand(events, layout, update_schedule)
     assume(trace)
-    before = draw(st.sampled_from(["pending", "nothing", "settling"]))  # as the optimizer does it
-    prefix = expand_pending(events, layout, update_schedule) if before == "settling" else ()
+    before = draw(st.sampled_from(["pending", "nothing", "flushing"]))  # as the optimizer does it
+    prefix = expand_pending(events, layout, update_schedule) if before == "flushing" else ()
     if before != "pending":
         prefix += expand(events, layout, update_schedule, pending=False)
     least = least_cache_slots(max(len(access) for access in trace))

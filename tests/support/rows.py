@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-EQUAL, REFUSED = "equal", "refused"
+EQUAL, UNSUPPORTED = "equal", "refused"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One optimizer, model family or habit.
 
-    `outcome` is `EQUAL` (the same bits as plain FSDP2 in memory) or `REFUSED` (an error, before anything is wrong, that
+    `outcome` is `EQUAL` (the same bits as plain FSDP2 in memory) or `UNSUPPORTED` (an error, before anything is wrong, that
     says why and what to do). `words` is a regular expression that the error of a refusal matches; `note` is what a
     reader of the documentation should know. Rows that are `slow`, or need packages that only the wide suite installs,
     run behind ``make test-wide``.

@@ -12,7 +12,7 @@ from support.train import Paging, Recipe
 WIDE = pytest.mark.wide
 
 
-def in_turn(rows: Iterable[Any], columns: Iterable[Any]) -> list[Any]:
+def alternate(rows: Iterable[Any], columns: Iterable[Any]) -> list[Any]:
     """Return parameters for every row with every column, all but a part of them marked `wide`.
 
     What is left meets every row and every column at least once: of 6 rows and 3 columns row 0 goes with column 0,
@@ -28,7 +28,7 @@ def in_turn(rows: Iterable[Any], columns: Iterable[Any]) -> list[Any]:
 
 
 def variants(recipes: dict[str, Recipe], pagings: dict[str, Paging], *, wide: bool = False) -> list[Any]:
-    """Return (recipe, paging) for every recipe with every paging, readably named; `in_turn`, or all `wide`."""
+    """Return (recipe, paging) for every recipe with every paging, readably named; `alternate`, or all `wide`."""
     return [
         pytest.param(
             recipes[recipe],
@@ -37,7 +37,7 @@ def variants(recipes: dict[str, Recipe], pagings: dict[str, Paging], *, wide: bo
             marks=WIDE if wide else marks,
         )
         for (recipe, paging), marks in (
-            (parameters.values, parameters.marks) for parameters in in_turn(recipes, pagings)
+            (parameters.values, parameters.marks) for parameters in alternate(recipes, pagings)
         )
     ]
 

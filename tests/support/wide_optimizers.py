@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from support.rows import EQUAL, REFUSED, Row
+from support.rows import EQUAL, UNSUPPORTED, Row
 
 WHOLE = "updates whole parameters"
 OTHER_PARAMETERS = "depends on gradients, values or settings of other"
@@ -54,7 +54,7 @@ def _row(package: str, kind: str, words: str = "", note: str = "", *, name: str 
     flags = {key: given.pop(key) for key in ("counting", "groups", "page", "train_mode") if key in given}
     return OptimizerRow(
         name=f"{package} {name or kind}",
-        outcome=REFUSED if words else EQUAL,
+        outcome=UNSUPPORTED if words else EQUAL,
         words=words,
         note=note,
         slow=True,

@@ -72,7 +72,7 @@ def test_head_of_a_stream_has_an_end():
 
 
 def test_streams_are_bounded_and_keep_nobody_out():
-    """Beside as many as there may be, everything else is answered; one more is told so, until one ends."""
+    """OtherResources as many as there may be, everything else is answered; one more is told so, until one ends."""
     with serve_routes(0, ROUTES) as server, contextlib.ExitStack() as stack:
         peers = [stack.enter_context(open_stream(server.port)) for _ in range(module.MAX_STREAMS)]
         for _ in range(3):

@@ -96,7 +96,7 @@ def test_what_is_written_is_what_is_said_and_a_run_takes_it(tmp_path: Path) -> N
 
 
 def test_what_lives_on_the_accelerator_is_in_the_table() -> None:
-    """Beside what stays in host memory; storage that nothing moves over is hidden whatever the batch."""
+    """OtherResources what stays in host memory; storage that nothing moves over is hidden whatever the batch."""
     line = "plan --model llama-1b --gpu h100 --host-memory 4GiB --nvme-bandwidth 7GB/5GB --no-changes"
     words = run_here(*line.split()).output.split()
     text = " ".join(words)
@@ -107,10 +107,10 @@ def test_what_lives_on_the_accelerator_is_in_the_table() -> None:
     ):  # fmt: skip
         assert row in text
     said = planned(line)
-    assert said["device"]["home_bytes"]["param"] == said["bytes"]["param"]
+    assert said["device"]["gpu_resident_bytes"]["param"] == said["bytes"]["param"]
     partly = planned(f"{line} --gpu-memory 12GiB")
-    assert 0 < partly["device"]["home_bytes"]["update"] < partly["bytes"]["update"]
-    assert sum(partly["device"]["home_bytes"].values()) <= partly["device"]["bytes"]
+    assert 0 < partly["device"]["gpu_resident_bytes"]["update"] < partly["bytes"]["update"]
+    assert sum(partly["device"]["gpu_resident_bytes"].values()) <= partly["device"]["bytes"]
     assert "size in host memory on device" not in " ".join(
         run_here(*QUICK.split(), "--gpu-memory", "3GiB").output.split()
     )

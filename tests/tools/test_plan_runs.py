@@ -88,7 +88,7 @@ def plan_and_run(
                 assert found.layout.fingerprint == run.layout.fingerprint
                 assert found.layout.pages == run.layout.pages
                 assert found.events == run.planner.events
-                assert found.update_schedule == run.planner.placed
+                assert found.update_schedule == run.planner.schedule
                 assert found.plan == run.plan
                 assert found.drive_bytes == run.stats.snapshot().value("tier_capacity_bytes", tier="nvme")
                 assert found.budget.host_bytes == run.host_bytes

@@ -12,7 +12,7 @@ from infinity.errors import ConfigError
 from infinity.io.probe.latency import Latencies
 from infinity.io.probe.points import Load, Measurement, Point
 from infinity_tools.probe.recommendation import Choice, best_size, mixed_speeds, settings_block, usual_size
-from infinity_tools.probe.rounds import ROUNDS, Turns, in_turn
+from infinity_tools.probe.rounds import ROUNDS, AlternatingRounds, alternate
 
 MIB = 1 << 20
 USUAL = (StorageConfig().request_bytes, StorageConfig().queue_depth)
@@ -64,13 +64,13 @@ def test_two_ways_are_measured_in_turn() -> None:
         order.append(name)
         return next(speeds)
 
-    turns = in_turn(lambda: way("a"), lambda: way("b"))
+    turns = alternate(lambda: way("a"), lambda: way("b"))
     assert order == ["a", "b"] * ROUNDS
     assert turns.ratio == pytest.approx(1.0)
     assert not turns.is_first_faster()
-    assert not Turns(first=(103.0,), second=(100.0,)).is_first_faster()
-    assert Turns(first=(103.1,), second=(100.0,)).is_first_faster()
-    assert Turns(first=(1.0,), second=(0.0,)).ratio == 0.0
+    assert not AlternatingRounds(first=(103.0,), second=(100.0,)).is_first_faster()
+    assert AlternatingRounds(first=(103.1,), second=(100.0,)).is_first_faster()
+    assert AlternatingRounds(first=(1.0,), second=(0.0,)).ratio == 0.0
 
 
 def choice(path: str, **values: object) -> Choice:
@@ -114,7 +114,7 @@ def test_settings_that_infinity_refuses_are_not_recommended(values: dict[str, ob
 def test_it_says_why(tmp_path: Path) -> None:
     """And where there is nothing to change."""
     path = str(tmp_path)
-    faster, slower = Turns(first=(2.0,), second=(1.0,)), Turns(first=(1.0,), second=(2.0,))
+    faster, slower = AlternatingRounds(first=(2.0,), second=(1.0,)), AlternatingRounds(first=(1.0,), second=(2.0,))
     said = " ".join(choice(path, engines=slower).reasons())
     assert "2 MiB, 32 in flight, the defaults: " in said
     assert "3%" in said

@@ -16,7 +16,7 @@ from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import InfinityError
 from infinity.formats.safetensors import export_safetensors
 from support.fine_tune import adamw, load, loss_of, seed, shard, train
-from support.rows import REFUSED
+from support.rows import UNSUPPORTED
 from support.train import Outcome, Paging, differences, host_bytes, settings, state_in_memory, state_on_nvme, whole
 from support.values import unlike
 from support.wide_models import ROWS, ModelRow, build
@@ -99,7 +99,7 @@ def test_a_family(row: ModelRow, tmp_path: Path) -> None:
     """From config: as transformers initializes it. From weights: trains, is exported and loaded, bit for bit."""
     seed(1)
     source = build(row)
-    if row.outcome == REFUSED:
+    if row.outcome == UNSUPPORTED:
         with pytest.raises(InfinityError, match=row.words):
             first_values(row, tmp_path / "first", source)
         return

@@ -25,8 +25,8 @@ from infinity import Config, PagedOptimizer
 from infinity.config import runtime_dir
 from infinity.errors import ConfigError, InfinityError, is_lost_connection
 from infinity.ranks import Ranks
-from infinity.telemetry import read_stats_page
-from infinity.telemetry.stats_file import Snapshot, StatsPageError, stats_page_files
+from infinity.telemetry import read_stats_file
+from infinity.telemetry.stats_file import Snapshot, StatsFileError, find_stats_files
 from infinity.units import format_size
 from infinity_tools.evaluation import Evaluation
 from infinity_tools.lora_options import add_lora, named
@@ -47,9 +47,9 @@ from infinity_tools.resume import (
     agreed_recipe,
     drawn_before,
     finished,
-    kept_options,
     last_step,
     next_commands,
+    recorded_options,
     taken_up,
 )
 from infinity_tools.samples.pack import IGNORED
@@ -127,7 +127,7 @@ def run_training(options: TrainOptions, settings: Config) -> int:
             "data": data.facts,
             "computation": {"dtype": options.dtype, "state.format": settings.state.format},
             "model_config": json.loads(source.config.to_json_string()),
-            "options": kept_options(options),
+            "options": recorded_options(options),
         }
         recipe = agreed_recipe(recipe, paged, facts, options, ranks)
         if recipe.max_grad_norm is not None:
@@ -210,11 +210,11 @@ class LocalPages:
     def __call__(self) -> list[Snapshot]:
         """Read them."""
         found = []
-        for file in stats_page_files(self._folder):
+        for file in find_stats_files(self._folder):
             if self.run_id and file.name.startswith(f"{self.run_id}."):
                 try:
-                    found.append(read_stats_page(file))
-                except StatsPageError:  # a rank of the run as it is now has not made its page
+                    found.append(read_stats_file(file))
+                except StatsFileError:  # a rank of the run as it is now has not made its page
                     continue
         return found
 

@@ -45,7 +45,7 @@ _KEPT = (
 _PATHS = {"data", "eval_data", "tokenizer"}
 
 
-def kept_options(options: TrainOptions) -> dict[str, Any]:
+def recorded_options(options: TrainOptions) -> dict[str, Any]:
     """Return the options that a checkpoint stores, with absolute paths so that they hold in any working directory."""
 
     def plain(name: str, value: Any) -> Any:

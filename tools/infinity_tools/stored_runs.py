@@ -304,7 +304,7 @@ class Check:
             manifest = self._manifest(step, rank, file)
             if manifest is None:
                 continue
-            self._require(run, len(manifest.weights))
+            self._require(run, len(manifest.stripe_weights))
             for page, version in sorted(manifest.pages.items()):
                 self._work.setdefault((manifest.rank, page, version), []).append(file)
         self.pages = len(self._work)

@@ -407,7 +407,7 @@ function show(state) {
   space.show(state.reservations);
   const failed = Object.entries(node.collectors).filter(([, well]) => !well).map(([name]) => name);
   const about = [`infinityd ${node.version}`, `up ${whole(now - node.started)}`];
-  if (node.broken_pages) about.push(`${plural(node.broken_pages, "unreadable stats file")} in the runtime folder`);
+  if (node.broken_stats_files) about.push(`${plural(node.broken_stats_files, "unreadable stats file")} in the runtime folder`);
   if (failed.length) about.push(`failed collectors: ${failed.join(", ")}`);
   put(byId("daemon"), `${about.join(" · ")} · `);
 }

@@ -11,7 +11,7 @@ from infinity.errors import ConfigError, UnsupportedError
 
 _WHOLE = ("lomo", "adalomo", "galore", "apollo", "adamw_torch_4bit", "adamw_torch_8bit")
 """Prefixes of optimizer names that are not supported; others are probed when they are offloaded."""
-REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "deepspeed",
         lambda trainer: trainer.is_deepspeed_enabled,
@@ -88,7 +88,7 @@ def check(trainer: Any) -> None:
         UnsupportedError: if it does. The message lists all of them.
         ConfigError: if it would keep checkpoints without a limit.
     """
-    found = [f"{name}: {reason}" for name, asked, reason in REFUSED if asked(trainer)]
+    found = [f"{name}: {reason}" for name, asked, reason in UNSUPPORTED if asked(trainer)]
     if found:
         raise UnsupportedError(
             f"the Trainer uses features that are not supported with its state on NVMe: {'; '.join(found)}"

@@ -109,7 +109,7 @@ def _leave_home(recipe: Recipe, paging: Paging, folder: Path) -> None:
     """Let FSDP modules live on the device, and then no longer, and train on."""
     with offloaded(recipe, paging, folder) as (model, optimizer):
         train(recipe, model, optimizer, Outcome())
-        optimizer.run.pager.house(frozenset())
+        optimizer.run.pager.set_gpu_resident(frozenset())
         torch.zeros(8).add_(1)
         train(replace(recipe, steps=recipe.steps + 1), model, optimizer, Outcome(), first=recipe.steps)
 

@@ -12,7 +12,7 @@ from infinity_tools.migrate import toml_output
 from infinity_tools.migrate.code import taken_of
 from infinity_tools.migrate.keys import Key, Status
 from infinity_tools.migrate.keys_around import TABLE
-from infinity_tools.migrate.optimizers import BY_HAND, REFUSED, TAKEN
+from infinity_tools.migrate.optimizers import BY_HAND, TAKEN, UNSUPPORTED
 from infinity_tools.migrate.read import Found
 from infinity_tools.migrate.schedulers import OF_TORCH, SCHEDULERS
 
@@ -104,8 +104,8 @@ def _optimizer(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answ
     if lower in BY_HAND:
         becomes, why = BY_HAND[lower]
         return Status.NO_COUNTERPART, becomes, why, True
-    if lower in REFUSED:
-        return Status.NO_COUNTERPART, "torch.optim.AdamW", f"{value} is not supported: {REFUSED[lower]}", True
+    if lower in UNSUPPORTED:
+        return Status.NO_COUNTERPART, "torch.optim.AdamW", f"{value} is not supported: {UNSUPPORTED[lower]}", True
     if lower not in TAKEN:
         why = f"{brief(value)} is not a known optimizer of DeepSpeed or torch ({', '.join(TAKEN)})"
         return Status.NO_COUNTERPART, "create your own; infinity.offload reports whether it is supported", why, True

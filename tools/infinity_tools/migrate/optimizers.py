@@ -66,7 +66,7 @@ BY_HAND = {
     ),
 }
 """Supported optimizers that need code which the configuration does not determine: the code and the reason."""
-REFUSED = {
+UNSUPPORTED = {
     "onebitadam": _COMPRESSED,
     "zerooneadam": _COMPRESSED,
     "onebitlamb": _COMPRESSED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from infinity_tools.migrate.keys import Key, Status
 from infinity_tools.migrate.keys_around import GROUPS
-from infinity_tools.migrate.optimizers import BY_HAND, REFUSED, TAKEN
+from infinity_tools.migrate.optimizers import BY_HAND, TAKEN, UNSUPPORTED
 from infinity_tools.migrate.schedulers import OF_TORCH, SCHEDULERS
 
 _HEAD = """\
@@ -77,7 +77,7 @@ def markdown() -> str:
             lines += ["| `optimizer.type` (case-insensitive) | counterpart | reason |", "|---|---|---|"]
             lines += [f"| `{name}` | `{optimizer.call}` | |" for name, optimizer in TAKEN.items()]
             lines += [f"| `{name}` | in your code: `{becomes}` | {why} |" for name, (becomes, why) in BY_HAND.items()]
-            lines += [*(f"| `{name}` | **not supported** | {why} |" for name, why in REFUSED.items()), ""]
+            lines += [*(f"| `{name}` | **not supported** | {why} |" for name, why in UNSUPPORTED.items()), ""]
         if title == "Scheduler":
             lines += [f"`scheduler.type` is {', '.join(f'`{name}`' for name in SCHEDULERS)}, or one of torch's own: "
                       f"{', '.join(f'`{name}`' for name in OF_TORCH)}.", ""]  # fmt: skip

@@ -293,7 +293,7 @@ def _machine(asked: Asked, device: Accelerator, drives: Drives, settings: Config
     kind = "cuda" if device.memory_bytes or device.link else "cpu"
     mine = os.sched_getaffinity(0)  # cores of this machine, even if another one is planned
     cores = max(1, share_of_cores(mine, [mine] * asked.ranks, cores_of_groups()))
-    beside = settings.update.cores_beside(kind, cores=cores, computing=cores)
+    beside = settings.update.thread_cores(kind, cores=cores, computing=cores)
     return Machine(
         drives=drives,
         ranks_per_node=asked.ranks,

@@ -97,14 +97,16 @@ def sizes_of(found: Estimate) -> dict[Role, tuple[int, int, int]]:
 
     Activations are included if they are paged.
     """
-    sizes = {role: (found.layout.bytes_of(role), found.resident_bytes[role], found.home_bytes[role]) for role in Role}
+    sizes = {
+        role: (found.layout.bytes_of(role), found.resident_bytes[role], found.gpu_resident_bytes[role]) for role in Role
+    }
     kept, moved = found.activations.kept, found.activations.moved
     sizes[Role.ACTIVATION] = kept, kept - moved, 0
     return {role: size for role, size in sizes.items() if role is not Role.ACTIVATION or kept}
 
 
 def _places(found: Estimate) -> Table:
-    traffic, gpu_resident = found.traffic, any(found.home_bytes.values())
+    traffic, gpu_resident = found.traffic, any(found.gpu_resident_bytes.values())
     sizes = {
         ROLES[role]: (size, stays, *([lives] if gpu_resident else []), traffic.read[role], traffic.written[role])
         for role, (size, stays, lives) in sizes_of(found).items()
@@ -198,14 +200,14 @@ def _facts(found: Estimate) -> Table:
 
 def _stays_there(found: Estimate) -> str:
     """Return the use of the device memory that computation does not take."""
-    placed, fsdp_modules = found.placed, len(found.model.fsdp_modules)
+    schedule, fsdp_modules = found.resolved_schedule, len(found.model.fsdp_modules)
     parts = []
-    if placed.prefetched:
+    if schedule.prefetched:
         parts.append("prefetched weights of the next FSDP module")
-    if placed.kept:
-        parts.append(f"weights of {len(placed.kept)} of {fsdp_modules} FSDP modules kept from forward to backward")
-    if placed.gpu_resident:
-        parts.append(f"{len(placed.gpu_resident)} of {fsdp_modules} FSDP modules GPU-resident, with their state")
+    if schedule.kept:
+        parts.append(f"weights of {len(schedule.kept)} of {fsdp_modules} FSDP modules kept from forward to backward")
+    if schedule.gpu_resident:
+        parts.append(f"{len(schedule.gpu_resident)} of {fsdp_modules} FSDP modules GPU-resident, with their state")
     return ", ".join(parts) or "too small for the weights of two FSDP modules, so weights are copied on demand"
 
 
@@ -242,10 +244,10 @@ def document(found: Estimate, changes: Sequence[Change], assumptions: Sequence[s
         "updates_on_device": found.updates_on_device,
         "device": {
             "bytes": found.device_bytes,
-            "staged": found.placed.prefetched,
-            "kept_fsdp_modules": len(found.placed.kept),
-            "fsdp_modules_at_home": len(found.placed.gpu_resident),
-            "home_bytes": by_role(found.home_bytes),
+            "prefetched": found.resolved_schedule.prefetched,
+            "fsdp_modules_with_kept_weights": len(found.resolved_schedule.kept),
+            "gpu_resident_fsdp_modules": len(found.resolved_schedule.gpu_resident),
+            "gpu_resident_bytes": by_role(found.gpu_resident_bytes),
             "to_device_bytes_per_step": (found.link_traffic.to_device + found.activations.kept) * linked,
             "from_device_bytes_per_step": (found.link_traffic.from_device + found.activations.kept) * linked,
         },

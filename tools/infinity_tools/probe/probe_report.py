@@ -11,7 +11,7 @@ from infinity.io.probe.points import Load, Measurement, Point
 from infinity.io.probe.sustained import FALLEN, Sustained
 from infinity.units import format_size
 from infinity_tools.probe.recommendation import Choice
-from infinity_tools.probe.rounds import ROUNDS, Turns
+from infinity_tools.probe.rounds import ROUNDS, AlternatingRounds
 
 Found = Mapping[str, tuple[Measurement, ...]]
 """Measurements by folder."""
@@ -98,7 +98,7 @@ class Report:
     alone: Found
     """Measurements of each folder alone. Empty for a single folder."""
     choice: Choice
-    fio: Mapping[Load, Turns]
+    fio: Mapping[Load, AlternatingRounds]
     """Throughput of infinity and fio in alternating rounds, on the first folder. Empty without fio."""
     fio_error: str
     """Reason why a requested comparison with fio is missing, or an empty string."""

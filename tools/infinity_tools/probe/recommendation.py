@@ -16,7 +16,7 @@ from typing import Any
 from infinity.config import StorageConfig, check_config, load_config
 from infinity.io.probe.points import MARGIN, Load, Measurement
 from infinity.units import format_size
-from infinity_tools.probe.rounds import Turns
+from infinity_tools.probe.rounds import AlternatingRounds
 from infinity_tools.toml import tree_toml
 
 Size = tuple[int, int]
@@ -59,9 +59,9 @@ class Choice:
     """Mixed throughput of all folders together, as in the table."""
     usual_measured: bool
     """``True`` if the default size and depth were measured."""
-    sizes: Turns | None
+    sizes: AlternatingRounds | None
     """The recommended size in alternation with the default. None if they are equal or were not compared."""
-    engines: Turns | None
+    engines: AlternatingRounds | None
     """The threads engine in alternation with io_uring. None if the engine was fixed."""
 
     @property

@@ -13,7 +13,7 @@ ROUNDS: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turns:
+class AlternatingRounds:
     """Throughput of two variants, in bytes per second, with one value of each per round."""
 
     first: tuple[float, ...]
@@ -37,7 +37,7 @@ class Turns:
         }
 
 
-def in_turn(first: Callable[[], float], second: Callable[[], float]) -> Turns:
+def alternate(first: Callable[[], float], second: Callable[[], float]) -> AlternatingRounds:
     """Measure both variants `ROUNDS` times."""
     found = [(first(), second()) for _ in range(ROUNDS)]
-    return Turns(first=tuple(one for one, _ in found), second=tuple(one for _, one in found))
+    return AlternatingRounds(first=tuple(one for one, _ in found), second=tuple(one for _, one in found))

@@ -23,7 +23,7 @@ from infinity_tools.probe.recommendation import (
     settings_block,
     usual_size,
 )
-from infinity_tools.probe.rounds import Turns, in_turn
+from infinity_tools.probe.rounds import AlternatingRounds, alternate
 from infinity_tools.probe.stored_results import end_measuring, tell_daemon
 
 
@@ -111,7 +111,7 @@ class _Work:
         speeds, usual = mixed_speeds(together.values()), usual_size()
         size, sizes = best_size(speeds), None
         if size != usual and usual in speeds:
-            sizes = in_turn(lambda: self._mixed(self._bench, size), lambda: self._mixed(self._bench, usual))
+            sizes = alternate(lambda: self._mixed(self._bench, size), lambda: self._mixed(self._bench, usual))
             if not sizes.is_first_faster():
                 size, sizes = usual, None
         engines = self._engines(size)
@@ -126,17 +126,17 @@ class _Work:
             engines=engines,
         )
 
-    def _engines(self, size: Size) -> Turns | None:
+    def _engines(self, size: Size) -> AlternatingRounds | None:
         """Measure the threads engine in alternation with io_uring, if both may be chosen."""
         used = {target.engine.name for target in self._bench.targets.values()}
         if self._ask.engine != StorageConfig().engine or used != {"io_uring"}:
             return None
         with self._bench.through("threads", _mixed_point(size)) as threads:
-            return in_turn(lambda: self._mixed(threads, size), lambda: self._mixed(self._bench, size))
+            return alternate(lambda: self._mixed(threads, size), lambda: self._mixed(self._bench, size))
 
-    def against_fio(self, choice: Choice) -> tuple[dict[Load, Turns], str]:
+    def against_fio(self, choice: Choice) -> tuple[dict[Load, AlternatingRounds], str]:
         """Measure the first folder alone in alternation with fio, or return the reason why that failed."""
-        found: dict[Load, Turns] = {}
+        found: dict[Load, AlternatingRounds] = {}
         if (program := self._ask.fio) is None:
             return found, ""
         path, seconds = self._ask.paths[0], self._ask.seconds
@@ -151,7 +151,7 @@ class _Work:
 
         try:
             for point in _at(choice):
-                found[point.load] = in_turn(
+                found[point.load] = alternate(
                     lambda point=point: self._once(self._bench, point, path)[path].bytes_per_second,  # type: ignore[misc]
                     lambda point=point: by_fio(point),  # type: ignore[misc]
                 )

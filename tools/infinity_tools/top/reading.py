@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from infinity.daemon_client import NodeDaemon
 from infinity.telemetry import Snapshot as Page
-from infinity.telemetry import StatsPageError, read_stats_page, stats_page_files
+from infinity.telemetry import StatsFileError, find_stats_files, read_stats_file
 from infinity.telemetry.drive_views import DriveLooks
 from infinity.telemetry.metrics import PARTS
 from infinity.telemetry.run_views import Runs
@@ -147,10 +147,10 @@ class Reader:
         """Return the stats files of the folder, except long-ended ones, and remarks about unreadable files."""
         found: list[Page] = []
         wrong: list[str] = []
-        for path in stats_page_files(self._folder)[:_MOST_PAGES]:
+        for path in find_stats_files(self._folder)[:_MOST_PAGES]:
             try:
-                page = read_stats_page(path)
-            except StatsPageError as error:
+                page = read_stats_file(path)
+            except StatsFileError as error:
                 wrong.append(_text(str(error).removeprefix(f"{self._folder}/")))
                 continue
             if page.status != "ended" or time.time() - page.values[CLOSED_CELL] < KEEP_CLOSED_SECONDS:
@@ -159,7 +159,7 @@ class Reader:
         return found, [f"ignored {wrong[0]}{more}"] if wrong else []
 
     def _daemon_notes(self, tree: Tree) -> list[str]:
-        broken = _number(tree, "node", "broken_pages")
+        broken = _number(tree, "node", "broken_stats_files")
         if not broken:
             return []
         files = "a file that is not a stats file" if broken == 1 else f"{broken:.0f} files that are not stats files"

@@ -17,7 +17,7 @@ from pathlib import Path
 from infinity.config import TelemetryConfig, runtime_dir
 from infinity.errors import ConfigError
 from infinity.store.marker import is_run_id
-from infinity.telemetry.stats_file import stats_page_files
+from infinity.telemetry.stats_file import find_stats_files
 
 PREFIX = ".infinity-tune-"
 _LOCK = "lock"
@@ -107,7 +107,7 @@ def empty(folder: Path, telemetry: TelemetryConfig, runs: Iterable[str] = ()) ->
 
 def _remove_pages(runs: set[str], telemetry: TelemetryConfig) -> None:
     with suppress(OSError):
-        for file in stats_page_files(runtime_dir(telemetry)) if runs else ():
+        for file in find_stats_files(runtime_dir(telemetry)) if runs else ():
             if file.name.partition(".")[0] in runs:
                 file.unlink()
 

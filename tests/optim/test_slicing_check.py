@@ -13,8 +13,8 @@ from torch import nn
 import infinity
 from infinity.content.layout import FSDPModuleSpec, ShardSpec, build_layout
 from infinity.errors import BudgetError, UnsupportedError
-from infinity.optim import probe
-from infinity.optim.probe import make_kernel
+from infinity.optim import slicing_check
+from infinity.optim.slicing_check import make_kernel
 from support import models
 from support import optimizers as own
 from support.layouts import FORMATS
@@ -36,7 +36,7 @@ EQUAL: dict[str, own.Make] = {
     "own_zero_grad": lambda p: own.Dropping(p, lr=0.1),
 }
 COUNTING = ["counter_in_group", "counter_on_self"]
-REFUSED: dict[str, tuple[own.Make, str]] = {
+UNSUPPORTED: dict[str, tuple[own.Make, str]] = {
     "global_norm": (
         lambda p: own.GlobalNorm(p, lr=0.1),
         "GlobalNorm.*depends on gradients, values or settings of other groups",
@@ -116,10 +116,10 @@ def test_a_step_that_is_skipped_counts_nothing_and_one_without_gradients_does(
         assert [name for name in weights if not torch.equal(weights[name], paged_weights[name])] == []
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_cannot_be_served_is_refused(name: str, tmp_path: Path) -> None:
     """The error says what depends on what, and nothing is left on disk."""
-    make, words = REFUSED[name]
+    make, words = UNSUPPORTED[name]
     model = build()
     with pytest.raises(UnsupportedError, match=f"(?s){words}.*use an element-wise optimizer"):
         infinity.offload(model, make(groups_of(model)), settings(tmp_path, Paging(), 64 << 20))
@@ -347,9 +347,9 @@ class Quiet(torch.optim.AdamW):
 
 def test_what_was_found_of_an_optimizer_of_torch_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one that is equal in all that updates depend on; of every other, and of other classes, it is tried anew."""
-    tried, run = [], probe._Probe.run
-    monkeypatch.setattr(probe, "_FOUND", {})
-    monkeypatch.setattr(probe._Probe, "run", lambda self: tried.append(1) or run(self))
+    tried, run = [], slicing_check._SlicingCheck.run
+    monkeypatch.setattr(slicing_check, "_FOUND", {})
+    monkeypatch.setattr(slicing_check._SlicingCheck, "run", lambda self: tried.append(1) or run(self))
 
     def tries(optimizer: torch.optim.Optimizer) -> int:
         tried.clear()

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.errors import ConfigError, CorruptPageError, StallError, StorageError
-from infinity.telemetry import BY_NAME, Stats, StatsPageError, error_reason, read_stats_page, stats_page_files
+from infinity.telemetry import BY_NAME, Stats, StatsFileError, error_reason, find_stats_files, read_stats_file
 from infinity.telemetry.stats import KEEP_CLOSED_SECONDS
 from infinity.telemetry.stats_cells import CLOSED_CELL
 
@@ -38,7 +38,7 @@ def test_increments_of_the_writer_are_seen_by_the_reader(tmp_path):
     gauge.set(7)
     for seconds in (0.0005, 0.0006, 1e9):
         histogram.observe(seconds)
-    page = read_stats_page(stats.path)
+    page = read_stats_file(stats.path)
     assert page.alive
     assert page.header.paths == ("/a", "/b")
     assert page.value("io_bytes_total", **LABELS) == 4097
@@ -67,7 +67,7 @@ def test_close_marks_the_page_which_stays_and_late_counting_is_harmless(tmp_path
     counter.add()
     stats.close()
     counter.add()
-    page = read_stats_page(stats.path)
+    page = read_stats_file(stats.path)
     assert page.status == "ended"
     assert page.values[CLOSED_CELL] > 0
 
@@ -77,7 +77,7 @@ def test_close_does_not_remove_the_page_of_a_successor(tmp_path):
     second = make(tmp_path)
     first.close(keep=False)
     assert second.path.exists()
-    assert read_stats_page(second.path).alive
+    assert read_stats_file(second.path).alive
 
 
 def test_pages_that_were_closed_long_ago_go_when_a_rank_of_another_run_makes_its_own(tmp_path, monkeypatch):
@@ -88,7 +88,7 @@ def test_pages_that_were_closed_long_ago_go_when_a_rank_of_another_run_makes_its
     with monkeypatch.context() as patch:
         patch.setattr("infinity.telemetry.stats_file._status", lambda *_: "dead")
         make(tmp_path, run_id="run-b")
-    assert len(stats_page_files(tmp_path)) == 4
+    assert len(find_stats_files(tmp_path)) == 4
     later = time.time() + KEEP_CLOSED_SECONDS - 60
     monkeypatch.setattr(time, "time", lambda: later)
     make(tmp_path, run_id="run-b")
@@ -103,8 +103,8 @@ def test_a_page_under_the_name_of_another_is_refused(tmp_path):
     stats = make(tmp_path)
     copy = tmp_path / "run-a.rank1.stats"
     copy.write_bytes(stats.path.read_bytes())
-    with pytest.raises(StatsPageError, match=r"run-a\.rank0\.stats"):
-        read_stats_page(copy)
+    with pytest.raises(StatsFileError, match=r"run-a\.rank0\.stats"):
+        read_stats_file(copy)
 
 
 def test_anonymous_page_has_no_file():
@@ -193,11 +193,11 @@ def test_killed_rank_leaves_its_counts_and_is_dead(tmp_path):
     )
     path = tmp_path / "k.rank0.stats"
     with rank_process(code, tmp_path) as rank:
-        assert read_stats_page(path).alive
+        assert read_stats_file(path).alive
         os.kill(rank.pid, signal.SIGKILL)
         os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)  # a zombie now, still in /proc
-        assert read_stats_page(path).status == "dead"
-    page = read_stats_page(path)
+        assert read_stats_file(path).status == "dead"
+    page = read_stats_file(path)
     assert page.status == "dead"
     assert page.value("steps_total") == 11
     make(tmp_path)
@@ -215,25 +215,25 @@ def test_a_recycled_process_number_is_not_taken_for_the_rank(tmp_path):
     copy = tmp_path / "copy" / stats.path.name
     copy.parent.mkdir()
     copy.write_bytes(data[:at] + other + data[at + 1 :])
-    assert read_stats_page(copy).status == "dead"
+    assert read_stats_file(copy).status == "dead"
 
 
 def test_a_rank_of_another_pid_namespace_is_told_by_its_lock(tmp_path, monkeypatch):
     stats = make(tmp_path)
     monkeypatch.setattr("infinity.telemetry.stats_file.pid_namespace", lambda: 1)
-    assert read_stats_page(stats.path).status == "live"
+    assert read_stats_file(stats.path).status == "live"
     copy = tmp_path / "copy" / stats.path.name
     copy.parent.mkdir()
     copy.write_bytes(stats.path.read_bytes())  # the same content, but nobody holds it
-    assert read_stats_page(copy).status == "dead"
+    assert read_stats_file(copy).status == "dead"
 
 
 @pytest.mark.parametrize("content", [b"", b"INFSTATS", b"{}" * 500, b"\0" * 4096, b"INFSTATS" + b"\xff" * 4096])
 def test_foreign_files_are_refused_with_a_named_error(tmp_path, content):
     path = tmp_path / "x.stats"
     path.write_bytes(content)
-    with pytest.raises(StatsPageError, match=r"x\.stats"):
-        read_stats_page(path)
+    with pytest.raises(StatsFileError, match=r"x\.stats"):
+        read_stats_file(path)
 
 
 def test_what_is_no_regular_file_is_refused_and_does_not_block(tmp_path):
@@ -242,10 +242,10 @@ def test_what_is_no_regular_file_is_refused_and_does_not_block(tmp_path):
     stats = make(tmp_path)
     (tmp_path / "link.stats").symlink_to(stats.path)
     for name in ("fifo.stats", "folder.stats", "link.stats", "missing.stats", "a\0b"):
-        with pytest.raises(StatsPageError):
-            read_stats_page(tmp_path / name)
-    assert len(stats_page_files(tmp_path)) == 4
-    assert stats_page_files(tmp_path / "nowhere") == []
+        with pytest.raises(StatsFileError):
+            read_stats_file(tmp_path / name)
+    assert len(find_stats_files(tmp_path)) == 4
+    assert find_stats_files(tmp_path / "nowhere") == []
 
 
 @pytest.fixture(scope="module")
@@ -269,8 +269,8 @@ def test_random_corruption_is_read_or_refused_but_never_crashes(intact, data):
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(page[: data.draw(st.one_of(st.just(len(page)), st.integers(0, len(page))))])
     try:
-        found = read_stats_page(path)
-    except StatsPageError:
+        found = read_stats_file(path)
+    except StatsFileError:
         return
     assert found.value("steps_total") >= 0
     assert isinstance(found.header.paths, tuple)
@@ -296,8 +296,8 @@ def test_any_json_in_the_header_is_read_or_refused(intact, key, value):
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(head.ljust(-(-len(head) // 64) * 64, b"\0") + cells)
     try:
-        page = read_stats_page(path)
-    except StatsPageError:
+        page = read_stats_file(path)
+    except StatsFileError:
         return
     "".join([page.header.run_id, *page.header.devices, *page.header.info.values()]).encode()
 
@@ -306,11 +306,11 @@ def test_a_counter_no_counting_can_have_made_is_refused(tmp_path):
     stats = make(tmp_path)
     for wrong in (-1.0, float("nan"), float("inf")):
         stats.gauge("cache_slots", status="free").set(wrong)  # any value is a gauge's own business
-        read_stats_page(stats.path)
+        read_stats_file(stats.path)
         counter = stats.counter("steps_total")
         counter.add(wrong)
-        with pytest.raises(StatsPageError, match="steps_total"):
-            read_stats_page(stats.path)
+        with pytest.raises(StatsFileError, match="steps_total"):
+            read_stats_file(stats.path)
         counter._cells[counter._index] = 0.0
 
 
@@ -329,7 +329,7 @@ def test_a_reader_never_sees_half_a_double(tmp_path):
     )
     both = [struct.unpack("<d", bytes([byte]) * 8)[0] for byte in (0x2A, 0xD4)]
     with rank_process(code, tmp_path, *map(repr, both)) as rank:
-        pages = (read_stats_page(tmp_path / "t.rank0.stats") for _ in range(3000))
+        pages = (read_stats_file(tmp_path / "t.rank0.stats") for _ in range(3000))
         seen = {page.value("cache_slots", status="free") for page in pages}
         rank.kill()
     assert seen == set(both)

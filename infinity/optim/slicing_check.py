@@ -25,7 +25,7 @@ from infinity.content.views import dtype_name
 from infinity.errors import UnsupportedError
 from infinity.optim.kernel import MODES, Own, Piece, Scalars, StateSpec, UpdateKernel
 from infinity.optim.optimizer_clone import Groups, attributes, bits, content, copied, is_plain, settings_of
-from infinity.optim.validation import WatchedNames, WatchedParameter, check_reach, check_zero_grad
+from infinity.optim.validation import WatchedNames, WatchedParameter, check_references, check_zero_grad
 from infinity.units import align_up
 
 _FEW_STEPS, _STEPS = 6, 24
@@ -50,7 +50,7 @@ Case = tuple[int, torch.dtype, int]
 """Number of a param group, dtype, and number of dimensions."""
 
 _FOUND: dict[Hashable, tuple[dict[Case, StateSpec], frozenset[str], frozenset[str], bool]] = {}
-"""Results for torch's own optimizers in this process, by all inputs of the probe, so that later models start faster."""
+"""Results for torch's own optimizers in this process, by all inputs of the check, so that later models start faster."""
 
 
 def make_kernel(optimizer: torch.optim.Optimizer) -> UpdateKernel:
@@ -63,22 +63,22 @@ def make_kernel(optimizer: torch.optim.Optimizer) -> UpdateKernel:
         UnsupportedError: if it cannot update pages one at a time; the message names the dependency.
     """
     kernel = UpdateKernel(optimizer)
-    probe = _Probe(kernel, optimizer)
-    key = probe.key()
+    check = _SlicingCheck(kernel, optimizer)
+    key = check.key()
     if key in _FOUND:
         kernel.layouts, kernel.advancing, kernel.advancing_own, kernel.uses_closure = _FOUND[key]
     else:
         try:
-            kernel.layouts = probe.run()
+            kernel.layouts = check.run()
         except UnsupportedError:
             if not kernel.modes:
                 raise
             kernel.modes = False  # modes cannot be switched on pages; a later switch raises an error
             kernel.reset()
-            kernel.layouts = _Probe(kernel, optimizer).run()
+            kernel.layouts = _SlicingCheck(kernel, optimizer).run()
         if key:
             _FOUND[key] = kernel.layouts, kernel.advancing, kernel.advancing_own, kernel.uses_closure
-    check_reach(optimizer)
+    check_references(optimizer)
     check_zero_grad(optimizer, kernel.template)
     return kernel
 
@@ -88,7 +88,7 @@ class _Subject:
     """A small parameter on which the optimizer is tried."""
 
     case: Case  # the kind of parameter that it represents
-    group: int  # index among the probed groups
+    group: int  # index among the checked groups
     shape: tuple[int, ...]  # shape of the full parameter
     sometimes_missing: bool = False  # has no gradient in the steps `_MISSING`
 
@@ -135,7 +135,7 @@ class _Trained:
     others: list[str] = field(default_factory=list)  # keys of the state that are not parameters
 
 
-class _Probe:
+class _SlicingCheck:
     """One optimizer, and the small parameters on which it is tried."""
 
     def __init__(self, kernel: UpdateKernel, optimizer: torch.optim.Optimizer) -> None:
@@ -143,8 +143,8 @@ class _Probe:
         self._before = [settings_of(group) for group in optimizer.param_groups]  # at `infinity.offload`
         if kernel.modes:
             kernel.switch_values(self._before, {}, "train")
-        alike: dict[str, int] = {}  # groups that differ only in settings that training loops change are probed once
-        numbers = []  # by group, the group that is probed in its place
+        alike: dict[str, int] = {}  # groups that differ only in settings that training loops change are checked once
+        numbers = []  # by group, the group that is checked in its place
         for number, group in enumerate(self._before):
             key = repr(content({k: v for k, v in group.items() if k not in ("lr", "initial_lr", "param_names")}))
             numbers.append(alike.setdefault(key, number))
