@@ -1,4 +1,4 @@
-"""The storage tier for PyTorch FSDP2: train models larger than memory, with their state on NVMe."""
+"""NVMe storage tier for PyTorch FSDP2: train models whose state exceeds GPU and host memory."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ __all__ = [
 
 use_for_tensors()
 
-# Imported on first use: the daemon and the telemetry import this package and must not import torch.
+# Imported on first use, because the daemon and the telemetry import this package and must not import torch.
 _DEFINED_IN = {
     "PagedOptimizer": "infinity.run.optimizer",
     "close_all": "infinity.run.open_runs",

@@ -1,4 +1,4 @@
-"""Memory budget of a rank: page size, number of cache slots, and the error raised if host memory does not suffice."""
+"""Memory budget of a rank: page size, number of cache slots, and the error for insufficient host memory."""
 
 from __future__ import annotations
 
@@ -16,48 +16,55 @@ from infinity.schedule.trace import range_access
 from infinity.units import KIB, MIB, align_up, format_setting, format_size
 
 _LARGEST_PAGE = 8 * MIB
-"""Larger pages are not faster to transfer, so they are used only to reduce the number of pages."""
+"""Default maximum page size. Larger pages are not faster to transfer, so they are used only to reduce the number of
+pages.
+"""
 _MOST_PAGES = 4096
 """Number of pages above which larger pages are used. Planning time and Python overhead per step grow with it."""
 _LARGEST_OF_MANY = 256 * MIB
-"""Largest page of a state with many pages. It is still a small part of an FSDP module of such a state."""
+"""Maximum page size for a state with many pages, whose FSDP modules are much larger than such a page."""
 _MOST_PAGES_OF_DEVICE = 1024
 _LARGEST_OF_DEVICE = 64 * MIB
-"""The same limits if a GPU computes. A GPU is faster, so Python overhead per page matters earlier, and it has memory
-for several large pages in updates. [ACCESS_SECONDS of infinity/estimate/machine.py]"""
+"""The same limits for training on a GPU. A GPU is faster, so Python overhead per page matters earlier, and an update
+needs GPU memory for several of these pages. [ACCESS_SECONDS of infinity/estimate/machine.py]
+"""
 _CACHE_SLOTS_OF_MANY = 256
-"""Minimum number of cache slots when pages are enlarged, so that additional traffic stays small."""
+"""Minimum number of cache slots when pages are enlarged, so that NVMe traffic increases only slightly."""
 _SMALLEST_PAGE = 64 * KIB
 _WANTED_CACHE_SLOTS = 32
 _LEAST_FILLED = 0.8
 _ACTIVATION_PART: Final = 8
-"""Default ratio of the host cache to the part for activations. A resident page of weights saves as much traffic."""
+"""Default size of the host cache relative to its part for activations. A cache slot that permanently holds a page of
+weights saves as much traffic as one for activations, so a larger part has no advantage."""
 TOGETHER: Final = 4
-"""Maximum number of ranges that are updated in one call of the optimizer, to share the fixed cost of a call.
+"""Maximum number of ranges updated in one optimizer call, to share the fixed cost of a call.
 
-Encoded formats take several calls for each range, so they do not benefit.
+Encoded formats take several calls per range, so they do not benefit.
 """
 BATCHES: Final = 2
-"""Number of such calls whose pages are on a device at the same time: one is computed while the other is copied."""
+"""Number of optimizer calls whose pages are on the device at the same time: one is computed while the pages of the
+other are copied.
+"""
 FETCHED: Final = 6
-"""Ranges whose gradients fit in host memory in addition to the host cache if a device computes: the ranges of one call
-of the optimizer, and two that arrive meanwhile."""
+"""Number of ranges whose gradients fit in host memory in addition to the host cache, for updates on a device: the
+ranges of one optimizer call, and two more that arrive in the meantime.
+"""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Use of a rank's host memory."""
+    """Division of a rank's host memory."""
 
     layout: Layout
-    """Page layout of this rank."""
+    """Page layout of the rank."""
     cache_slots: int
-    """Number of cache slots, each of the size of the largest page."""
+    """Number of cache slots, each as large as the largest page."""
     activation_cache_slots: int = 0
     """Number of additional cache slots for activations."""
 
     @property
     def host_bytes(self) -> int:
-        """Size of the host cache, in bytes."""
+        """Size of the host cache in bytes."""
         return (self.cache_slots + self.activation_cache_slots) * self.layout.page_bytes
 
 
@@ -76,13 +83,13 @@ def choose_budget(
         fsdp_modules: FSDP modules of the model, with the shards of this rank.
         formats: state formats by segment key.
         host_bytes: host memory available to this rank.
-        page_bytes: largest page. 0 chooses the largest size from 8 MiB, 4 MiB, … 64 KiB with which the host cache has
-            enough cache slots and pages are well filled. Larger pages are chosen for a state with very many pages (on a
-            device, with fewer), or if the optimizer updates complete rows that need them, such as the matrices of a
-            stack.
-        device: whether a device other than the CPU computes. Gradients in transit from the device take a part of the
-            memory.
-        activations: settings of activations, which may take a part of the memory.
+        page_bytes: maximum page size. 0 chooses the largest size from 8 MiB, 4 MiB, … 64 KiB for which the host cache
+            has enough cache slots and pages are well filled. Pages are larger for a state with very many pages (with
+            fewer pages if a device is used), and for optimizers that update whole rows that do not fit in 8 MiB, such
+            as the matrices of a stack.
+        device: whether the model trains on a device other than the CPU. Gradients in transit from the device then use
+            part of the memory.
+        activations: settings of activations, which may use part of the memory.
 
     Raises:
         BudgetError: if the host cache is too small. The message contains the required size and the setting to change.
@@ -115,7 +122,7 @@ def activation_cache_slots(settings: ActivationsConfig, host_bytes: int, page_by
     """Return the number of cache slots for activations.
 
     Raises:
-        BudgetError: if `activations.host_bytes` is set to fewer than the minimum.
+        BudgetError: if `activations.host_bytes` is set and too small for the minimum number of cache slots.
     """
     if settings.tier == "device":
         return 0
@@ -123,8 +130,8 @@ def activation_cache_slots(settings: ActivationsConfig, host_bytes: int, page_by
     cache_slots = wanted // page_bytes
     if settings.host_bytes and cache_slots < LEAST_CACHE_SLOTS:
         raise BudgetError(
-            f"activations.host_bytes = {format_size(wanted)} is too small: {cache_slots} pages of "
-            f"{format_size(page_bytes)} fit, at least {LEAST_CACHE_SLOTS} are required; set it to "
+            f"activations.host_bytes = {format_size(wanted)} is too small: it holds {cache_slots} instead of "
+            f"at least {LEAST_CACHE_SLOTS} pages of {format_size(page_bytes)}; set it to "
             f"{format_setting(LEAST_CACHE_SLOTS * page_bytes)} or more, or reduce memory.page_bytes"
         )
     return max(cache_slots, LEAST_CACHE_SLOTS)
@@ -134,7 +141,7 @@ def _with_room_for_rows(fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[st
     """Return a layout with the default page size, or with larger pages if an indivisible row requires them.
 
     Raises:
-        BudgetError: if a row does not fit in any page.
+        BudgetError: if a row does not fit in a page of any size.
     """
     page_bytes = _LARGEST_PAGE
     while True:
@@ -147,7 +154,6 @@ def _with_room_for_rows(fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[st
 
 
 def _with_fewer_pages(layout: Layout, host_bytes: int, *, device: bool) -> Layout:
-    """Return a layout with doubled page sizes until there are few enough pages or the host cache is too small."""
     formats = {shard.spec.segment_key: layout.segments[shard.segment].format for shard in layout.shards}
     most, largest = (_MOST_PAGES_OF_DEVICE, _LARGEST_OF_DEVICE) if device else (_MOST_PAGES, _LARGEST_OF_MANY)
     while len(layout.pages) > most and layout.page_bytes < largest:
@@ -167,7 +173,7 @@ def _good(layout: Layout, host_bytes: int) -> bool:
 
 
 def range_gradient_bytes(layout: Layout) -> int:
-    """Return the bytes of the gradients of the longest range. They have the dtype that is trained."""
+    """Return the size, in bytes, of the gradients of the longest range, in the dtype of the master weights."""
     longest = max(
         (
             item.count * ITEMSIZE[segment.format.dtypes[MASTER]]
@@ -181,10 +187,11 @@ def range_gradient_bytes(layout: Layout) -> int:
 
 
 def whole_bytes(layout: Layout) -> int:
-    """Return the bytes needed in addition to pages to update the largest full parameter, or 0 without full parameters.
+    """Return the number of bytes needed in addition to pages to update the largest full parameter, or 0.
 
-    They consist of its assembled master weights, gradient and states, about as much again for temporaries of the
-    optimizer (as in Muon), and this rank's slice of one of these tensors on its way to other ranks.
+    The memory holds the parameter's assembled master weights, gradient and optimizer state, about as much again for
+    temporaries of the optimizer (as in Muon), and this rank's slice of one of these tensors while it is sent to other
+    ranks.
     """
     return align_up(max((_whole_bytes(layout, shard) for shard in _whole_shards(layout)), default=0), PAGE_ALIGNMENT)
 
@@ -200,15 +207,15 @@ def _whole_bytes(layout: Layout, shard: int) -> int:
 
 
 def device_update_bytes(layout: Layout) -> int:
-    """Return the maximum memory that updates take on a device.
+    """Return the maximum device memory, in bytes, that updates use.
 
-    It consists of the pages of `BATCHES` calls, and temporaries of the optimizer for one call.
+    It consists of the pages of `BATCHES` optimizer calls, and the temporaries of one call.
     """
     return (BATCHES + 1) * TOGETHER * widest_access(layout) * layout.page_bytes
 
 
 def widest_access(layout: Layout) -> int:
-    """Return the largest number of pages that are needed at the same time."""
+    """Return the maximum number of pages that must be in memory at the same time."""
     return max(
         (
             len(range_access(segment, position, components=len(segment.grad_pages)))
@@ -224,7 +231,7 @@ def _explain(layout: Layout, host_bytes: int, least: int, beside: int, settings:
     page_bytes = layout.page_bytes
     least = min(least, len(layout.pages))
     need, activations = least * page_bytes + beside, 0
-    # The part for activations may grow with the host cache, but more slowly, so this converges.
+    # The part for activations may grow with the host cache, but more slowly, so this loop converges.
     while (
         settings
         and (more := activation_cache_slots(settings, need + activations, page_bytes) * page_bytes) > activations
@@ -234,14 +241,14 @@ def _explain(layout: Layout, host_bytes: int, least: int, beside: int, settings:
     lower = "" if layout.page_bytes <= _SMALLEST_PAGE else ", or reduce memory.page_bytes"
     whole = whole_bytes(layout)
     gradients = beside - whole
-    others = f", plus {format_size(gradients)} for gradients from the device" if gradients else ""
+    others = f", plus {format_size(gradients)} for gradients copied from the device" if gradients else ""
     others += f", plus {format_size(activations)} for activations" if activations else ""
     if whole:
         largest = max(_whole_shards(layout), key=lambda shard: _whole_bytes(layout, shard))
         others += f", plus {format_size(whole)} to update {layout.shards[largest].spec.name} as a full parameter"
     weights, update, stored = (format_size(layout.bytes_of(role)) for role in (Role.PARAM, Role.UPDATE, Role.GRAD))
     return (
-        f"the host cache is too small for this model: it has {format_size(host_bytes)} and needs at least "
+        f"the host cache is too small for this model: its size is {format_size(host_bytes)}, but it needs at least "
         f"{format_size(need)} ({least} pages of {format_size(layout.page_bytes)}{others}); set "
         "memory.host_bytes to "
         f"{format_setting(need)} or more{lower}\n"

@@ -1,4 +1,4 @@
-"""Release of resources: run all release steps, and report the first error."""
+"""Resource cleanup: run all cleanup steps, and report the first error."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def end_all(*steps: Callable[[], object], cause: BaseException | None = None) ->
 
     Args:
         steps: functions to call.
-        cause: exception that is being handled, if any. It takes precedence, so errors of the steps are logged instead
-            of raised.
+        cause: exception that is currently being handled, if any. It takes precedence, so errors in steps are logged
+            instead of raised.
 
     Raises:
-        BaseException: the first error of a step if `cause` is None; later errors are logged. An interrupt such as
-            `KeyboardInterrupt` is raised after the last step even if there is a `cause`.
+        BaseException: the first error in a step if `cause` is None; later errors are logged. An interrupt such as
+            `KeyboardInterrupt` is raised after the last step even if `cause` is set.
     """
     first, interrupt = cause, None
     for step in steps:
@@ -38,20 +38,20 @@ def end_all(*steps: Callable[[], object], cause: BaseException | None = None) ->
 
 
 class Undo:
-    """Stack of release steps for open resources, released in reverse order of opening."""
+    """Stack of cleanup steps for open resources, which are closed in reverse order of opening."""
 
     def __init__(self) -> None:
-        self._steps: list[Callable[[], object]] = []  # the oldest first
+        self._steps: list[Callable[[], object]] = []  # oldest first
 
     def push(self, step: Callable[[], object]) -> None:
-        """Add the release step of the resource that was opened last."""
+        """Add the cleanup step for the most recently opened resource."""
         self._steps.append(step)
 
     def push_under(self, step: Callable[[], object]) -> None:
-        """Add a release step that runs after all steps added so far, for a resource that they may use."""
+        """Add a cleanup step that runs after all steps added so far, for a resource that they may use."""
         self._steps.insert(0, step)
 
     def take(self) -> tuple[Callable[[], object], ...]:
-        """Return all steps in the order in which to call them (see `end_all`), and clear the stack."""
+        """Clear the stack and return its steps in the order in which `end_all` must call them."""
         steps, self._steps = tuple(reversed(self._steps)), []
         return steps

@@ -1,7 +1,7 @@
-"""Shared parts of the console scripts: `--version`, help layout, and user-facing errors. It requires typer.
+"""Shared parts of the console scripts: `--version`, help layout, and user-facing errors. Requires typer.
 
 A usage error prints one line to stderr, without a traceback, and exits with status 2. If several ranks fail for the
-same reason, one of them prints it.
+same reason, only one of them prints it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _BEFORE_WORK = (ConfigError, BudgetError, UnsupportedError, FolderBusyError, CheckpointError, MissingPackageError)
-_PATIENCE = timedelta(seconds=3)  # for another rank to print the message; only a duplicate message waits this long
+_PATIENCE = timedelta(seconds=3)  # for another rank to print the message; only duplicate messages wait this long
 _SAID = "said"
-_NAMES = 26  # width of the column of option names in help
+_NAMES = 26  # width of the option column in the help
 
 
 def _show_version(context: typer.Context, asked: bool) -> None:
@@ -53,47 +53,41 @@ def _show_version(context: typer.Context, asked: bool) -> None:
 Version = Annotated[
     bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
 ]
-"""Option `--version` of a command. The command itself ignores its value."""
+"""Option `--version` for commands. The command ignores its value."""
 
 HELP = {"help_option_names": ["-h", "--help"]}
-"""`context_settings` of every command."""
+"""Value of `context_settings` for every command."""
 
 
 class Command(TyperCommand):
-    """A command that prints errors on one line and does not truncate option names in its help."""
+    """Command that prints each error on one line and does not truncate option names in its help."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help."""
+        """Write the help text."""
         _write_help(self, ctx, formatter)
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
-        """Run the command. Exits the process unless `standalone_mode` is off."""
+        """Run the command. Exits the process if `standalone_mode` is ``True``."""
         return _main(super().main, args, *rest, standalone=standalone_mode, **extra)
 
 
 class Commands(TyperGroup):
-    """A command group with the same error and help handling as `Command`."""
+    """Command group with the same error handling and help layout as `Command`."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help."""
+        """Write the help text."""
         _write_help(self, ctx, formatter)
         with formatter.section("Commands"):
             for name, command in self.commands.items():
                 _write_definition(formatter, name, (command.help or "").partition("\n\n")[0])
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
-        """Run the selected command. Exits the process unless `standalone_mode` is off."""
+        """Run the selected command. Exits the process if `standalone_mode` is ``True``."""
         return _main(super().main, args, *rest, standalone=standalone_mode, **extra)
 
 
 def _write_help(command: Any, context: Any, formatter: Any) -> None:
-    """Write usage, description and options. typer's own tables truncate option names on an 80-column terminal.
-
-    Args:
-        command: command to describe.
-        context: context of the command.
-        formatter: click's formatter.
-    """
+    """Write usage, description and options. typer's own tables truncate option names on 80 columns."""
     command.format_usage(context, formatter)
     for paragraph in (command.help or "").split("\n\n"):
         formatter.write("\n" + _wrapped(paragraph, formatter.width, "  ") + "\n")
@@ -109,7 +103,6 @@ def _write_help(command: Any, context: Any, formatter: Any) -> None:
 
 
 def _write_definition(formatter: Any, name: str, text: str) -> None:
-    """Write a name and its description. A long name gets its own line."""
     before, indent = " " * formatter.current_indent, " " * _NAMES
     lines = _wrapped(text, formatter.width, indent)
     if len(before + name) > len(indent) - 2:
@@ -119,7 +112,7 @@ def _write_definition(formatter: Any, name: str, text: str) -> None:
 
 
 def _wrapped(text: str, width: int, indent: str) -> str:
-    """Wrap text at spaces only, so that options are not broken at their hyphens."""
+    """Wrap text at spaces only, so that no option is broken at a hyphen."""
     return textwrap.fill(
         " ".join(text.split()), width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False,
         break_long_words=False,
@@ -127,7 +120,6 @@ def _wrapped(text: str, width: int, indent: str) -> str:
 
 
 def _main(run: Callable[..., Any], args: Sequence[str] | None, *rest: Any, standalone: bool, **extra: Any) -> Any:
-    """Run a command, and exit the process with its status if `standalone` is set."""
     if not standalone:
         return run(args, *rest, standalone_mode=False, **extra)
     words = sys.argv[1:] if args is None else args
@@ -138,7 +130,7 @@ def _main(run: Callable[..., Any], args: Sequence[str] | None, *rest: Any, stand
     except typer.Exit as ending:
         status = ending.exit_code
     except typer.Abort:
-        typer.echo("aborted, no changes made", err=True)
+        typer.echo("aborted; no changes were made", err=True)
         status = 1
     except Exception as error:  # click's ClickException, which newer versions of typer vendor
         if not hasattr(error, "format_message"):
@@ -152,17 +144,16 @@ def _main(run: Callable[..., Any], args: Sequence[str] | None, *rest: Any, stand
 
 
 def _refuse_empty(words: Sequence[str]) -> None:
-    """Reject an empty argument: it is usually an unset variable, and an empty path would be the current folder."""
+    """Reject an empty argument, which is usually an unset variable. An empty path would mean the current folder."""
     for before, word in zip(["", *words], words, strict=False):
         name, equals, value = word.partition("=")
         named = name.startswith("--") and equals
         if not (value if named else word).strip():
             where = (name if named else before) or "the command"
-            raise ConfigError(f"empty value after {where}. Pass a value or omit it.")
+            raise ConfigError(f"empty value after {where}. Pass a value or omit the argument.")
 
 
 def _usage(error: Any, args: Sequence[str]) -> str:
-    """Return a usage error in one line: the option, the given value and the reason."""
     if isinstance(error, typer.BadParameter) and error.param is not None and error.message:
         typed = " ".join(map(repr, _typed(error.param.opts, args)))
         message = f"{max(error.param.opts, key=len)} {typed or 'value'}: {error.message}"
@@ -174,13 +165,12 @@ def _usage(error: Any, args: Sequence[str]) -> str:
 
 
 def _typed(names: Sequence[str], args: Sequence[str]) -> list[str]:
-    """Return all values that a command line passes to an option. Positional arguments have none."""
     given = [value for word, value in pairwise(args) if word in names]
     return given + [word.partition("=")[2] for word in args if word.partition("=")[0] in names and "=" in word]
 
 
 def setting(name: str) -> Callable[[Any], Any]:
-    """Return a callback that validates an option like the setting of that name."""
+    """Return a callback that validates an option in the same way as the setting `name`."""
 
     def check(value: Any) -> Any:
         if value is not None:
@@ -194,18 +184,21 @@ def setting(name: str) -> Callable[[Any], Any]:
 
 
 def at_most(limit: float) -> Callable[[Any], Any]:
-    """Return a callback that rejects NaN, infinity and values above a limit that is too large to show in help."""
+    """Return a callback that rejects NaN, infinity and values above `limit`.
+
+    Use it for limits that are too large to show in the help.
+    """
 
     def check(value: Any) -> Any:
         if value is not None and value > limit:
-            raise typer.BadParameter(f"{value} is above {limit:g}")
+            raise typer.BadParameter(f"{value} is above the maximum of {limit:g}")
         return finite(value)
 
     return check
 
 
 def finite(value: float | None) -> float | None:
-    """Return a value unchanged.
+    """Return the value unchanged.
 
     Raises:
         typer.BadParameter: if the value is NaN or infinite, which range checks do not reject.
@@ -217,15 +210,15 @@ def finite(value: float | None) -> float | None:
 
 @contextmanager
 def failures(*, debug: bool = False) -> Iterator[None]:
-    """Turn errors that are raised on purpose into a message on stderr and an exit status.
+    """Turn expected errors into a message on stderr and an exit status.
 
-    The status is 2 if the request must be changed, else 1.
+    The status is 2 if the user must change the request, otherwise 1.
 
     Args:
         debug: also print the traceback.
 
     Raises:
-        typer.Exit: with that status.
+        typer.Exit: with this status.
     """
     try:
         with needs("cli", "this command"):
@@ -238,9 +231,7 @@ def failures(*, debug: bool = False) -> Iterator[None]:
     except RuntimeError as error:
         if debug or not is_lost_connection(error):
             raise
-        complain(
-            "the connection to another rank was lost; see the message of that rank for the reason", consequence=True
-        )
+        complain("the connection to another rank was lost; see that rank's message for the reason", consequence=True)
         raise typer.Exit(1) from error
 
 
@@ -248,8 +239,8 @@ def complain(message: str, *, consequence: bool = False) -> None:
     """Print an error to stderr, unless another rank prints the same error or the error that caused it.
 
     Args:
-        message: the error.
-        consequence: whether it is a consequence of another rank's error.
+        message: text of the error.
+        consequence: whether the error is a consequence of another rank's error.
     """
     store = _store_of_ranks()
     if store is not None and _is_said_elsewhere(store, message, consequence):
@@ -262,7 +253,6 @@ def complain(message: str, *, consequence: bool = False) -> None:
 
 
 def _store_of_ranks() -> Store | None:
-    """Return the store that torchrun's agent provides to the ranks, or None."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     try:
@@ -279,7 +269,7 @@ def _is_said_elsewhere(store: Store, message: str, consequence: bool) -> bool:
     try:
         if not consequence and store.add(hashlib.sha256(message.encode(errors="replace")).hexdigest(), 1) == 1:
             return False
-        store.wait([_SAID], _PATIENCE)  # do not exit earlier, because torchrun then terminates the other ranks
+        store.wait([_SAID], _PATIENCE)  # do not exit earlier, because torchrun would terminate the other ranks
         return True
     except RuntimeError:  # no rank has printed a message in time, or the store is gone
         return False

@@ -1,4 +1,4 @@
-"""Settings of a run: a frozen tree of dataclasses that is read from TOML, with all sizes in bytes.
+"""Settings of a run, as a tree of frozen dataclasses that can be read from a TOML file. All sizes are in bytes.
 
 Every field carries its documentation. `make docs` generates `docs/reference/settings.md` from this module.
 """
@@ -19,28 +19,31 @@ from infinity.untrusted_files import whose_folder, why_not_written
 
 _SYSTEM = Path("/run/infinity")
 _LEFT_CORES = 3
-"""Cores of a rank that updates leave to the training thread, transfers, checksums and data loaders."""
+"""Number of a rank's cores left to the training thread, transfers, checksums and data loaders."""
 _MOST_UPDATE_CORES = 8
-"""Most cores that updates use by default. More cores gain little because updates are bound by memory and drives."""
+"""Maximum number of cores for updates by default. More cores gain little because updates are limited by memory and
+drives.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorageConfig:
-    """NVMe paths that store the pages, and the engine that transfers them."""
+    """Storage paths on NVMe drives, and the I/O engine that reads and writes them."""
 
     paths: tuple[str, ...] = setting(
         (),
-        "One or more folders on NVMe drives. Pages are striped over all of them. A missing folder is created if its "
+        "One or more folders on NVMe drives. Pages are striped across all of them. A missing folder is created if its "
         "parent exists.",
     )
     engine: Literal["auto", "io_uring", "threads"] = setting(
         "auto",
-        "I/O engine. `auto` uses io_uring unless it is unavailable or threads measure over 3 % faster. A state of 1 "
-        "GiB or more is measured once (about 2 s), and the result is kept in the runtime folder.",
+        "I/O engine. `auto` uses io_uring if it is available and the `threads` engine is not measured to be more than "
+        "3% faster. Both are measured once if the state is 1 GiB or larger (about 2 s), and the result is stored in "
+        "the runtime folder.",
     )
     request_bytes: int = setting(
         2 * MIB,
-        "Largest single request to a drive. Larger pages are transferred as several requests.",
+        "Maximum size of a single request to a drive. Larger pages are transferred in several requests.",
         size=True,
         minimum=4 * KIB,
         maximum=GIB,
@@ -54,24 +57,25 @@ class StorageConfig:
     )
     bandwidth_weight: int = setting(
         1,
-        "Relative share of a drive's bandwidth when several runs use it at the same time: with weights 3 and 1, the "
-        "first run gets three quarters. Requires `infinityd`.",
+        "Relative share of a drive's bandwidth when several runs use the drive at the same time. For example, of two "
+        "runs with weights 3 and 1, the first gets three quarters. Requires `infinityd`.",
         minimum=1,
         maximum=1000,
     )
     balance: bool = setting(
         True,
-        "Rebalance pages between paths when the bandwidth of a path changes. A page moves when it is next written. "
-        "Data files grow for this if there is free space.",
+        "Rebalance pages between paths when the bandwidth of a path changes. A page moves the next time it is "
+        "written. Rebalancing enlarges the data files, so it requires free space on the drives.",
     )
     retries: int = setting(
         3,
-        "Number of times to retry a page transfer that failed with EIO or a checksum mismatch before the run fails.",
+        "Number of times to retry a page transfer after EIO or a checksum mismatch before the run fails.",
         maximum=1000,
     )
     timeout_seconds: int = setting(
         120,
-        "Time limit for a transfer. If it is exceeded, the run fails with a report that names the pending operation.",
+        "Time limit for a transfer. If it is exceeded, the run fails with an error that describes the pending "
+        "operation.",
         minimum=1,
         maximum=10**6,
     )
@@ -79,74 +83,82 @@ class StorageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """Memory that caches pages. `host_bytes` bounds the pinned host cache. `device_bytes` bounds a part of GPU memory,
-    which holds the weights of the next FSDP module ahead of its all-gather. The rest of it keeps complete GPU-resident
-    FSDP modules (with their state if updates run on the GPU), and weights of other FSDP modules from one all-gather of
-    a step to the next."""
+    """Memory for pages, which are the pieces in which state is transferred and cached. `host_bytes` sets the size of
+    the pinned host cache. `device_bytes` limits the GPU memory for weights that are prefetched before the all-gather
+    of their FSDP module. The rest of this GPU memory keeps whole FSDP modules permanently on the GPU (GPU-resident,
+    together with their optimizer state if updates run on the GPU), and keeps the weights of other FSDP modules
+    between two all-gathers within a step.
+    """
 
     host_bytes: int = setting(
         0,
-        "Size of this rank's pinned host cache, allocated once. 0: a quarter of the memory that is free within the "
-        "cgroup limits (containers, Slurm, systemd), divided among the node's ranks.",
+        "Size of the pinned host cache of each rank, allocated once at startup. 0: a quarter of the available memory "
+        "(the free memory of the machine, or less if a cgroup limit of a container, Slurm or systemd is lower), "
+        "divided equally among the node's ranks.",
         size=True,
     )
     page_bytes: int = setting(
         0,
-        "Largest page and size of a cache slot. 0: chosen from the host cache and the model, up to 8 MiB; up to 256 "
-        "MiB above 4096 pages on a CPU, up to 64 MiB above 1024 pages on a GPU.",
+        "Size of a cache slot and maximum size of a page. 0: chosen to suit the host cache and the model, at most 8 "
+        "MiB. If this results in too many pages, larger ones are used: up to 256 MiB on a CPU (above 4,096 pages), up "
+        "to 64 MiB on a GPU (above 1,024 pages).",
         size=True,
     )
     device_bytes: int = setting(
         0,
-        "GPU memory for prefetched weights and GPU-resident FSDP modules. 0: the memory free after the first step "
-        "minus a reserve of a tenth of the GPU, at least 1 GiB. Ignored on the CPU.",
+        "GPU memory for prefetched weights and GPU-resident FSDP modules. 0: the memory that is free after the first "
+        "step, minus a reserve of one tenth of the GPU's memory (at least 1 GiB). Ignored on the CPU.",
         size=True,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateConfig:
-    """On-disk format of parameters and optimizer state. Sizes assume bf16 weights, an fp32 master copy and Adam."""
+    """On-disk format of parameters and optimizer state. Sizes assume bf16 weights, fp32 master weights and Adam."""
 
     format: Literal["fp32", "split", "bf16-moments", "8bit"] = setting(
         "fp32",
-        "Bytes per parameter: `fp32` 14; `split` 12.125, bitwise equal; `bf16-moments` 8.125, stochastic rounding; "
-        "`8bit` 6.1875, a scale per 64 values. A checkpoint in another format is converted.",
+        "`fp32`: 14 bytes per parameter. `split`: 12.125 bytes, with bitwise identical results. `bf16-moments`: 8.125 "
+        "bytes, with stochastic rounding. `8bit`: 6.1875 bytes, with one scale per 64 values. A checkpoint in a "
+        "different format is converted when a run resumes from it.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateConfig:
-    """Time and device of the optimizer update; all combinations give bitwise equal results. With `in_backward`, an FSDP
-    module is updated as soon as its gradients are reduced, with `in_forward` when the next forward gathers it, and with
-    `after_backward` in `step()`. `auto` chooses `after_backward` if ranks exchange full parameters for the update."""
+    """Schedule and device of optimizer updates. All combinations give bitwise identical results. `auto` selects the
+    schedule `after_backward` if ranks must exchange full parameters for an update.
+    """
 
     schedule: Literal["auto", "in_backward", "in_forward", "after_backward"] = setting(
         "auto",
-        "Time of updates: once gradients are reduced, in the next forward, or in `step()`. `auto`: `in_backward` if "
-        "the first step has no clipping and a single backward, else `in_forward`.",
+        "When parameters are updated. `in_backward`: as soon as their gradients are reduced. `in_forward`: in the "
+        "next forward pass. `after_backward`: in `step()`. `auto`: `in_backward` if the first step has a single "
+        "backward pass and does not clip gradients, otherwise `in_forward`.",
     )
     cores: int = setting(
         -1,
-        "Cores for updates, on a separate thread; 0: the training thread. -1: with a GPU, this rank's share of the "
-        "cores minus 3, from 1 to 8; on a CPU, 1 if torch leaves a core idle, else 0.",
+        "Number of CPU cores for updates, which then run on a separate thread. 0: run updates on the training thread. "
+        "-1: when training on a GPU, this rank's share of the cores minus 3 (at least 1, at most 8); when training on "
+        "a CPU, 1 if PyTorch leaves a core idle, otherwise 0.",
         minimum=-1,
         maximum=4096,
     )
 
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto",
-        "Device of updates. `cpu`: in the host cache. `cuda`: on copies in GPU memory. `auto`: as in the resumed "
-        "checkpoint, else the one measured to be faster. Formats other than `fp32` require the CPU.",
+        "Device on which updates run. `cpu`: on the CPU, in the host cache. `cuda`: on the GPU, on copies of the "
+        "state in GPU memory. `auto`: the device recorded in the checkpoint when resuming, otherwise the one that is "
+        "measured to be faster. State formats other than `fp32` require the CPU.",
     )
 
     def thread_cores(self, device: str, *, cores: int, computing: int) -> int:
-        """Return the number of cores of the update thread, or 0 if updates run on the training thread.
+        """Return the number of cores for the update thread, or 0 if updates run on the training thread.
 
         Args:
-            device: device type that computes, ``cuda`` or ``cpu``.
+            device: type of the device that trains, ``cuda`` or ``cpu``.
             cores: this rank's share of the node's cores.
-            computing: number of cores that torch computes on if the device is a CPU.
+            computing: number of cores that PyTorch computes on if the device is a CPU.
         """
         if self.cores >= 0:
             return self.cores
@@ -157,69 +169,75 @@ class UpdateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationsConfig:
-    """Storage of the activations that a forward pass saves for its backward pass."""
+    """Storage of activations that the forward pass saves for the backward pass."""
 
     tier: Literal["device", "host", "nvme"] = setting(
         "device",
-        "Storage of layer inputs kept by activation checkpointing or `micro_batches`. `device`: as in plain FSDP2. "
-        "`host`: host cache (GPU only). `nvme`: host cache, then NVMe. Results are bitwise equal.",
+        "Where to keep the layer inputs that activation checkpointing or `micro_batches` saves. `device`: on the "
+        "device, as in plain FSDP2. `host`: in the host cache (GPU training only). `nvme`: in the host cache, and on "
+        "NVMe when it is full. All choices give bitwise identical results.",
     )
     host_bytes: int = setting(
         0,
-        "Part of `memory.host_bytes` that is used for activations. 0: one eighth. Ignored if `tier` is `device`.",
+        "Part of `memory.host_bytes` that is reserved for activations. 0: one eighth of it. Ignored if `tier` is "
+        "`device`.",
         size=True,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Seed, resuming and retention of checkpoints. If the number of ranks, the page size or the paths differ from the
-    checkpoint, a new run starts from it; this requires that all files of the old run are accessible."""
+    """Random seed, resuming, and checkpoint retention. If the number of ranks, the page size or the paths differ from
+    the checkpoint, resuming creates a new run that starts from the checkpoint. This requires access to all files of
+    the old run.
+    """
 
-    seed: int = setting(0, "Random seed for the initialization of models on the meta device.")
+    seed: int = setting(0, "Random seed for initializing models that were created on the meta device.")
     resume: str = setting(
         "",
-        "Run to resume from its last checkpoint: a run id, or `latest`. `auto`: `latest`, or a new run if there is no "
-        "checkpoint; a damaged or mismatched checkpoint is still an error. Empty: a new run.",
+        "Run to resume: a run id, or `latest` for the newest run with a complete checkpoint. `auto`: like `latest`, "
+        "but start a new run if there is no checkpoint (a damaged or mismatched checkpoint still raises an error). "
+        "Empty: start a new run.",
     )
     resume_paths: tuple[str, ...] = setting(
         (),
-        "Folders of the run to resume from, in the order of its `storage.paths`, if they differ from the current ones. "
-        "The old run stays there. Empty: `storage.paths`.",
+        "Folders of the run to resume, in the order of that run's `storage.paths`, if they differ from the current "
+        "`storage.paths`. The old run is left in place. Empty: `storage.paths`.",
     )
     resume_step: int = setting(
         -1,
-        "Step of the checkpoint to resume from; -1: the newest. Checkpoints of later steps are removed.",
+        "Step of the checkpoint to resume from. -1: the newest checkpoint. Checkpoints of later steps are removed.",
         minimum=-1,
     )
     retained_checkpoints: int = setting(
         1,
-        "Number of newest checkpoints to keep. Each one takes the size of the state on NVMe again. 0: no space is "
-        "reserved, and `save_checkpoint()` raises an error.",
+        "Number of most recent checkpoints to keep. Each one takes as much NVMe space as the state. 0: no space is "
+        "reserved for checkpoints, and `save_checkpoint()` raises an error.",
         minimum=0,
     )
     keep: Literal["auto", "always", "never"] = setting(
         "auto",
-        "Files kept by `close()`. `auto`: keep a run that has a checkpoint, remove one without. `always`: keep all "
+        "Whether `close()` keeps the files of the run. `auto`: only if the run has a checkpoint. `always`: keep all "
         "files. `never`: remove all files, including checkpoints.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
-    """Counters for the daemon and the exporter, and an optional timeline."""
+    """Metrics for the daemon and the exporter, and an optional timeline."""
 
     runtime_dir: str = setting(
         "",
-        "Folder of the stats files that `infinityd` reads, writable only by its owner. Empty: the first usable of "
-        "`$XDG_RUNTIME_DIR/infinity`, `/run/infinity` and `infinity-<user id>` in the temporary folder.",
+        "Folder for the stats files that `infinityd` reads. Only its owner may have write access. Empty: the first "
+        "usable folder among `$XDG_RUNTIME_DIR/infinity`, `/run/infinity` and `infinity-<user id>` in the temporary "
+        "folder.",
     )
     timeline: str = setting(
         "",
-        "Trace file for ui.perfetto.dev, written by each rank at exit: page transfers, gathers, updates and stalls. "
-        "Ranks above 0 add their rank to the file name. Empty: no trace.",
+        "File to which each rank, at exit, writes a trace of page transfers, gathers, updates and stalls. Open it in "
+        "ui.perfetto.dev. Ranks other than 0 append their rank to the file name. Empty: no trace.",
     )
-    timeline_events: int = setting(200_000, "Number of most recent events that the timeline keeps.", minimum=1)
+    timeline_events: int = setting(200_000, "Number of most recent events to keep in the timeline.", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +259,7 @@ class Config:
             dotted: new values by setting name, ``section.key``.
 
         Raises:
-            ConfigError: if a setting is unknown, or a value has the wrong type or is out of range.
+            ConfigError: if a setting is unknown, or if a value has the wrong type or is out of range.
         """
         return _SETTINGS.with_values(self, dotted)
 
@@ -250,7 +268,7 @@ _SETTINGS = Settings(Config)
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Return a copy with absolute paths, which stay valid if the program changes its working directory."""
+    """Return a copy with absolute paths, which remain valid if the process changes its working directory."""
     storage, telemetry = config.storage, config.telemetry
     named = {name: getattr(telemetry, name) for name in ("runtime_dir", "timeline")}
     absolute = {name: os.path.abspath(path) for name, path in named.items() if path}
@@ -262,11 +280,11 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def runtime_dir(config: TelemetryConfig) -> Path:
-    """Return the folder of the stats files. The caller creates and checks it (`untrusted_files.own_folder`)."""
+    """Return the folder for stats files. The caller creates and checks it with `untrusted_files.own_folder`."""
     if config.runtime_dir:
         return Path(config.runtime_dir)
     session = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    if session.is_absolute() and _is_own(session):  # after `su` it still belongs to the other user
+    if session.is_absolute() and _is_own(session):  # after `su`, it still belongs to the other user
         return session / "infinity"
     if _is_own(_SYSTEM):
         return _SYSTEM
@@ -281,23 +299,23 @@ def _is_own(folder: Path) -> bool:
 
 
 def load_config(source: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
-    """Return the settings of a TOML file, a nested mapping or a `Config`, or the defaults if `source` is None.
+    """Return the settings from a TOML file, a nested mapping or a `Config`, or the defaults if `source` is None.
 
     Args:
-        source: path of a TOML file, a mapping from sections to settings, a `Config`, or None.
+        source: path to a TOML file, a mapping from sections to settings, a `Config`, or None.
 
     Raises:
-        ConfigError: if a key is unknown (the message names the nearest known key), a value has the wrong type or is out
-            of range, or the file is missing or is not valid TOML.
+        ConfigError: if a key is unknown (the message suggests the most similar known key), if a value has the wrong
+            type or is out of range, or if the file is missing or is not valid TOML.
     """
     return _SETTINGS.load(source)
 
 
 def check_config(config: Config) -> None:
-    """Check constraints between settings, and between settings and this machine.
+    """Check that settings are consistent with each other and with this machine.
 
     Raises:
-        ConfigError: if a constraint is violated. The message names the setting and the fix.
+        ConfigError: if they are inconsistent. The message contains the setting and the fix.
     """
     if not config.storage.paths:
         raise ConfigError('storage.paths is empty. Set it to one or more folders on NVMe, e.g. ["/nvme0/run"].')
@@ -308,7 +326,7 @@ def check_config(config: Config) -> None:
                 "NVMe."
             )
         if os.path.lexists(path) and not os.path.isdir(path):
-            raise ConfigError(f"storage.paths: {path!r} is not a folder. Choose another path.")
+            raise ConfigError(f"storage.paths: {path!r} is not a folder. Choose a different path.")
         if not os.path.isdir(Path(path).parent):
             raise ConfigError(f"storage.paths: {path!r} cannot be created: {str(Path(path).parent)!r} is not a folder")
     for path in config.run.resume_paths:
@@ -326,23 +344,27 @@ def check_config(config: Config) -> None:
     if config.run.resume == "auto" and (config.run.resume_paths or config.run.resume_step >= 0):
         name = "run.resume_paths" if config.run.resume_paths else "run.resume_step"
         raise ConfigError(
-            f'{name} with run.resume = "auto" would resume from the same point at every start. Use run.resume = '
-            '"latest" for the first start.'
+            f'{name} cannot be combined with run.resume = "auto", which would resume from the same checkpoint at every '
+            'start. Set run.resume to "latest" for the first start.'
         )
     if (timeline := config.telemetry.timeline) and (why := why_not_written(Path(timeline))):
-        raise ConfigError(f"telemetry.timeline = {timeline!r} cannot be written: {why}. Choose another file.")
+        raise ConfigError(f"telemetry.timeline = {timeline!r} cannot be written: {why}. Choose a different file.")
     resolved = [str(Path(path).resolve()) for path in config.storage.paths]
     if len(set(resolved)) != len(resolved):
-        raise ConfigError(f"storage.paths contains the same folder twice: {list(config.storage.paths)}")
+        raise ConfigError(
+            f"storage.paths contains the same folder twice: {list(config.storage.paths)}. Remove the duplicate."
+        )
     page, host = config.memory.page_bytes, config.memory.host_bytes
     if page and (page % (64 * KIB) or page < 64 * KIB):
         raise ConfigError(
             f"memory.page_bytes = {page} is not a multiple of 64 KiB. Use {max(1, page // 65536) * 65536}, for example."
         )
     if page and host and host < page:
-        raise ConfigError(f"memory.host_bytes = {host} is smaller than one page (memory.page_bytes = {page})")
+        raise ConfigError(
+            f"memory.host_bytes = {host} is smaller than one page (memory.page_bytes = {page}). Increase it."
+        )
     if config.storage.request_bytes % 4096:
-        raise ConfigError(f"storage.request_bytes = {config.storage.request_bytes} must be a multiple of 4096")
+        raise ConfigError(f"storage.request_bytes = {config.storage.request_bytes} is not a multiple of 4096")
 
 
 def settings_markdown() -> str:

@@ -1,7 +1,7 @@
 """Trees of settings: frozen dataclasses, one per section, read from TOML, a mapping or a command line.
 
-`infinity.config` declares the settings of a run, `infinity_daemon.daemon_config` the settings of the node daemon. Every
-field carries its documentation, from which the settings pages are generated.
+`infinity.config` declares the settings of a run, and `infinity_daemon.daemon_config` declares the settings of the
+node daemon. Every field carries its documentation, from which the reference pages are generated.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def setting(default: Any, doc: str, *, size: bool = False, minimum: int = 0, max
 
     Args:
         default: default value.
-        doc: description of the setting, one or more sentences.
-        size: whether the value is a size in bytes, which may be written as text such as ``"64MiB"``.
-        minimum: smallest allowed number or size; for a mapping, of each of its values.
-        maximum: largest allowed number or size; for a mapping, of each of its values.
+        doc: description of the setting, in one or more sentences.
+        size: whether the value is a size in bytes, which can also be written as text such as ``"64MiB"``.
+        minimum: smallest allowed number or size; for a mapping, it applies to each value.
+        maximum: largest allowed number or size; for a mapping, it applies to each value.
     """
     metadata = {"doc": doc, "size": size, "minimum": minimum, "maximum": maximum}
     if isinstance(default, dict):
@@ -40,15 +40,15 @@ def setting(default: Any, doc: str, *, size: bool = False, minimum: int = 0, max
 
 
 class Settings(Generic[T]):
-    """Reader of settings trees of one dataclass, whose fields are sections and whose sections' fields are settings.
+    """Reader for settings trees of dataclass `kind`, whose fields are sections. The fields of a section are settings.
 
-    A setting is an int, a float, a bool, a str, one of several strings (`Literal`), a tuple of str, or a `Mapping` from
-    names to numbers or sizes.
+    A setting is an int, a float, a bool, a str, one of several strings (`Literal`), a tuple of str, or a `Mapping`
+    from names to numbers or sizes.
     """
 
     def __init__(self, kind: type[T]) -> None:
         self._kind = kind
-        # Rules by section and setting.
+        # Validation rules by section and setting.
         self._rules = {
             section: {item.name: _rule_of(typing.get_type_hints(of)[item.name], item.metadata) for item in fields(of)}
             for section, of in typing.get_type_hints(kind).items()
@@ -57,24 +57,24 @@ class Settings(Generic[T]):
         self._record = record(lacking=sections, **sections)  # type: ignore[arg-type]
 
     def load(self, source: T | Mapping[str, Any] | str | os.PathLike[str] | None) -> T:
-        """Return the settings of a TOML file, a nested mapping or a ready tree, or the defaults if `source` is None.
+        """Return the settings from a TOML file, a nested mapping or a settings tree, or the defaults for None.
 
         Args:
-            source: path of a TOML file, a mapping from sections to settings, a ready tree, or None.
+            source: path to a TOML file, a mapping from sections to settings, a settings tree, or None.
 
         Raises:
-            ConfigError: if a key is unknown (the message names the nearest known key), a value has the wrong type or is
-                out of range, or the file is missing or is not valid TOML.
+            ConfigError: if a key is unknown (the message suggests the most similar known key), if a value has the
+                wrong type or is out of range, or if the file is missing or is not valid TOML.
         """
         if source is None:
             return self._kind()
         if isinstance(source, self._kind):
-            return self.merged(self._kind(), _plain(source))  # a dataclass does not check its values
+            return self.merged(self._kind(), _plain(source))  # a dataclass does not validate its values
         if isinstance(source, Mapping):
             return self.merged(self._kind(), source)
         if not isinstance(source, str | os.PathLike):
             raise ConfigError(
-                f"config = {source!r:.80} is not a path of a TOML file, a mapping or a {self._kind.__name__}"
+                f"config = {source!r:.80} must be the path to a TOML file, a mapping or a {self._kind.__name__}"
             )
         try:
             data = tomllib.loads(read_regular(os.path.realpath(source), _FILE_LIMIT).decode())
@@ -85,10 +85,11 @@ class Settings(Generic[T]):
         return self.merged(self._kind(), data)
 
     def with_values(self, base: T, dotted: Mapping[str, Any]) -> T:
-        """Return a copy of `base` with the settings replaced that `dotted` names, such as ``memory.host_bytes``.
+        """Return a copy of `base` in which the settings in `dotted` (``memory.host_bytes``, for example) are
+        replaced.
 
         Raises:
-            ConfigError: if a setting is unknown, or a value has the wrong type or is out of range.
+            ConfigError: if a setting is unknown, or if a value has the wrong type or is out of range.
         """
         tree: dict[str, Any] = {}
         for name, value in dotted.items():
@@ -100,10 +101,10 @@ class Settings(Generic[T]):
         return self.merged(base, tree)
 
     def merged(self, base: T, values: Mapping[str, Any]) -> T:
-        """Return a copy of `base` with the settings replaced that the nested mapping `values` contains.
+        """Return a copy of `base` in which the settings in the nested mapping `values` are replaced.
 
         Raises:
-            ConfigError: if a setting is unknown, or a value has the wrong type or is out of range.
+            ConfigError: if a setting is unknown, or if a value has the wrong type or is out of range.
         """
         try:
             changed = self._record(values)
@@ -121,7 +122,7 @@ class Settings(Generic[T]):
         return replace(base, **sections)  # type: ignore[type-var]
 
     def _nearest(self, key: str, value: Any, prefix: str) -> str:
-        """Return the most similar section or setting, or an empty string. An equal key in another section wins."""
+        """Return the most similar section or setting, or "". An identical key in another section takes precedence."""
         rules = self._rules
         if not prefix and isinstance(value, Mapping):
             return "".join(difflib.get_close_matches(key, rules, n=1, cutoff=0.4))
@@ -169,7 +170,7 @@ def _word(value: Any) -> str:
 
 
 def _words(value: Any) -> tuple[str, ...]:
-    # Python callers may pass tuples and pathlib objects.
+    # Python callers may pass tuples and `pathlib.Path` objects.
     if not isinstance(value, list | tuple) or not all(isinstance(item, str | os.PathLike) for item in value):
         raise Mismatch(value, "must be a list of strings")
     return tuple(_word(os.fspath(item)) for item in value)
@@ -191,7 +192,6 @@ def _rule_of(kind: Any, metadata: Mapping[str, Any]) -> Rule:
 
 
 def _range(metadata: Mapping[str, Any]) -> str:
-    """Return the bounds of a number as text."""
     shown = format_setting if metadata["size"] else str
     if metadata["maximum"] == LARGEST:
         return f"{shown(metadata['minimum'])} or more"
@@ -199,7 +199,6 @@ def _range(metadata: Mapping[str, Any]) -> str:
 
 
 def _plain(tree: Any) -> dict[str, Any]:
-    """Return a settings tree as the nested mapping that a TOML file would contain."""
     return {
         section.name: {
             name: list(value) if isinstance(value, tuple) else value

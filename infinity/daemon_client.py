@@ -1,6 +1,6 @@
 """Client of the node daemon.
 
-The daemon is optional: if it fails in any way, queries are unanswered and training continues.
+The daemon is optional: if it fails in any way, requests remain unanswered and training continues.
 """
 
 from __future__ import annotations
@@ -21,42 +21,47 @@ from infinity.untrusted_files import trusted
 SOCKET_NAME = "infinityd.sock"
 _ANSWER_SECONDS = 2.0
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 3.0, 0.2
-"""Time limit and interval for repeating a space reservation."""
+"""Time limit and interval, in seconds, for retrying a space reservation."""
 _MOST_BYTES = 1 << 20
-"""Maximum size of an answer. The status of a thousand ranks is shorter."""
+"""Maximum size of a response. The status of a thousand ranks is shorter."""
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _log = logging.getLogger("infinity")
 
 
 class NodeDaemon:
-    """Client of the daemon of a runtime folder, running or not. Thread-safe: each query has its own connection."""
+    """Client of the daemon in a runtime folder, which may not be running.
+
+    Thread-safe: each request uses its own connection.
+    """
 
     def __init__(self, runtime: Path) -> None:
         self._socket = runtime / SOCKET_NAME
-        self._warned = False  # set after warning about a daemon of another user
+        self._warned = False  # set after a warning that the daemon belongs to another user
 
     def ask(self, op: str, **values: object) -> dict[str, Any] | None:
-        """Return the answer to a query, or None.
+        """Return the response to a request, or None.
 
-        The result is None if no daemon of this user or root is running, it does not answer within two seconds, or it
-        rejects the query. The content of an answer is untrusted, so callers must validate it.
+        The result is None if no daemon of this user or of root is running, if it does not respond within two seconds,
+        or if it rejects the request. The content of a response is untrusted, so callers must validate it.
         """
         answer = self._answer(op, values)
         return answer if answer.get("ok") is True else None
 
     @contextmanager
     def space_reserved(self, path: str, size: int, run_id: str) -> Iterator[None]:
-        """Reserve `size` bytes on the file system of a folder against other runs until they have been allocated.
+        """Protect `size` bytes on the file system of folder `path` from other runs until the end of the block.
 
-        Without a daemon there is no reservation. If space runs out, an allocation then fails in the file system.
+        The block allocates the space. Without a daemon nothing is reserved, so the allocation fails if another run
+        uses the space first.
 
         Raises:
-            BudgetError: if the space does not fit next to other reservations. The message names their owners.
+            BudgetError: if the free space does not suffice for this and all other reservations. The message lists the
+                owners of the other reservations.
         """
         answer = self._answer("reserve", {"path": path, "bytes": size, "run_id": run_id}) if size > 0 else {}
         end = time.monotonic() + _PATIENCE_SECONDS
         while answer.get("no_room") is True:
-            # A run that is allocating counts twice, through its reservation and through the decrease in free space.
+            # A run that is allocating counts twice: through its reservation, and through the decrease in free space.
             if time.monotonic() > end:
                 raise BudgetError(f"{answer.get('error')}")
             time.sleep(_PAUSE_SECONDS)
@@ -68,7 +73,6 @@ class NodeDaemon:
                 self._answer("release", {"path": path, "run_id": run_id})
 
     def _answer(self, op: str, values: Mapping[str, object]) -> dict[str, Any]:
-        """Return the answer, or an empty dict without one."""
         try:
             answer = json.loads(self._exchange(json.dumps({"op": op, **values}).encode() + b"\n"))
         except (OSError, ValueError, RecursionError):
@@ -76,10 +80,10 @@ class NodeDaemon:
         return answer if isinstance(answer, dict) else {}
 
     def _exchange(self, message: bytes) -> bytes:
-        """Return one line of answer.
+        """Return one line of response.
 
         Raises:
-            OSError: if there is no complete answer in time, or the daemon belongs to another user.
+            OSError: if there is no complete response in time, or if the daemon belongs to another user.
         """
         end = time.monotonic() + _ANSWER_SECONDS
 
@@ -91,13 +95,13 @@ class NodeDaemon:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(left())
             connection.connect(str(self._socket))
-            # The kernel reports the owner of the listening process, even if the socket file was linked or replaced.
+            # The kernel reports the owner of the listening process, even if the socket file is a link or was replaced.
             peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             _, uid, _ = _CREDENTIALS.unpack(peer)
             if not trusted(uid):
                 if not self._warned:
                     self._warned = True
-                    _log.warning("%s belongs to user %d and is not used", self._socket, uid)
+                    _log.warning("ignoring %s because it belongs to user %d", self._socket, uid)
                 raise PermissionError(f"{self._socket} belongs to user {uid}")
             connection.sendall(message)
             answer = b""

@@ -1,4 +1,4 @@
-"""Waiting with a time limit, in a process that may be stopped meanwhile."""
+"""Time limits that ignore periods in which the process is stopped."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _LONGEST: Final = 1.0
 def wait_a_while(condition: Condition, seconds: float) -> float:
     """Wait on a condition for at most `seconds` and at most one second.
 
-    The clock keeps running while a process is stopped (Ctrl-Z, a suspended job, a paused container), and notifications
-    cannot arrive during that time. Such time must not count towards a time limit.
+    The clock continues while a process is stopped (Ctrl-Z, a suspended job, a paused container), but notifications
+    cannot arrive during that time. Therefore this time must not count towards a time limit.
 
     Returns:
-        Excess of the elapsed time over the requested time, in seconds, which does not count as waiting.
+        Elapsed time in excess of the requested time, in seconds. The caller adds it to its deadline.
     """
     wanted, began = min(seconds, _LONGEST), time.perf_counter()
     condition.wait(wanted)

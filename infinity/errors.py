@@ -1,7 +1,7 @@
-"""Errors that `infinity` raises on purpose.
+"""Errors that `infinity` raises deliberately.
 
-Each message names the offending value and the fix. `ValueError`-like mistakes derive from `ConfigError`. No error is
-raised through `assert`.
+Each message contains the offending value and the fix. Invalid values raise `ConfigError`, which is also a
+`ValueError`. No error is raised through `assert`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 
 
 class InfinityError(RuntimeError):
-    """Base class of all errors that this package raises."""
+    """Base class of all errors raised by this package."""
 
     told_elsewhere = False
     """``True`` if another rank reports the same error."""
@@ -22,30 +22,30 @@ class ConfigError(InfinityError, ValueError):
 
 
 class BudgetError(InfinityError):
-    """The model does not fit the host cache or the space on the NVMe paths."""
+    """The model does not fit in the host cache, or its state does not fit on the NVMe paths."""
 
 
 class UnsupportedError(InfinityError):
-    """A model, optimizer or call that paging does not support. The message contains the reason."""
+    """`infinity` does not support a model, optimizer or call. The message contains the reason."""
 
 
 class MissingPackageError(InfinityError):
-    """A package that an optional part of `infinity` needs is not installed.
+    """An optional part of `infinity` requires a package that is not installed.
 
-    The message names the extra that contains it.
+    The message contains the extra that installs it.
     """
 
 
 class FolderBusyError(InfinityError):
-    """Another live run owns the folder. The message names the run."""
+    """The folder is in use by another live run. The message identifies that run."""
 
 
 class CheckpointError(InfinityError):
-    """A checkpoint is missing, malformed or belongs to another model."""
+    """A checkpoint is missing, malformed or belongs to a different model."""
 
 
 class StorageError(InfinityError):
-    """A transfer failed. The message contains operation, path, offset, length and errno."""
+    """A transfer failed. The message contains the operation, path, offset, length and errno."""
 
     def __init__(self, op: str, path: str, offset: int, length: int, errno: int | None, detail: str = "") -> None:
         self.op, self.path, self.offset, self.length, self.errno = op, path, offset, length, errno
@@ -73,11 +73,11 @@ class CorruptPageError(StorageError):
 
 
 class StallError(InfinityError):
-    """A transfer or a cache slot was not available within the time limit."""
+    """A transfer did not complete, or no cache slot became free, within the time limit."""
 
 
 class LostRankError(InfinityError):
-    """Another rank failed or exited. The message names the rank and, if known, the reason."""
+    """Another rank failed or exited. The message contains its rank and, if known, the reason."""
 
     told_elsewhere = True
 
@@ -86,5 +86,5 @@ _LOST_CONNECTION = ("gloo", "NCCL", "TCPStore", "Connection closed by peer", "Co
 
 
 def is_lost_connection(error: BaseException | None) -> bool:
-    """Return whether a collective failed because another rank exited. torch reports it in the message only."""
+    """Return whether a collective failed because another rank exited. PyTorch reports this only in the message."""
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_CONNECTION)

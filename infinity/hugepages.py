@@ -1,8 +1,9 @@
-"""Memory in huge pages, where the kernel supports them.
+"""Memory in huge pages, if the operating system supports them.
 
 For transfers: a request from memory in 4 KiB pages consists of hundreds of physical segments, which drives split into
-several commands; from huge pages it is a single segment (`make bench-io`). For tensors: FSDP2 allocates the weights and
-gradients of every FSDP module again in each pass, and the kernel clears the memory page by page.
+several commands. A request from a huge page is a single segment (`make bench-io`). For tensors: FSDP2 allocates the
+weights and gradients of every FSDP module again in each pass, and the operating system zeroes this memory page by
+page.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ _MADV_WIPEONFORK = 18
 
 
 def use_for_tensors() -> None:
-    """Let torch allocate CPU tensors of 2 MiB and more in huge pages, unless the user has configured this already.
+    """Let PyTorch allocate CPU tensors of 2 MiB or more in huge pages, unless the user has already configured this.
 
-    It must be called before torch allocates its first tensor, because torch reads the variable then.
+    Call this function before PyTorch allocates its first tensor, because PyTorch reads the environment variable at
+    that time.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
@@ -30,13 +32,13 @@ def use_for_tensors() -> None:
 def transfer_memory(nbytes: int) -> memoryview:
     """Return `nbytes` bytes of zeroed, populated private memory. `nbytes` must be a multiple of 4096.
 
-    The memory is unmapped with its last view. A forked child sees zeros.
+    The memory is unmapped when its last view is released. A forked child process sees zeros.
 
     Raises:
         OSError, ValueError, OverflowError: if there is not enough memory.
     """
     area, start = _mapped(nbytes)
-    with contextlib.suppress(OSError):  # without this, the kernel copies pinned memory at fork
+    with contextlib.suppress(OSError):  # otherwise the kernel copies pinned memory at fork
         area.madvise(_MADV_WIPEONFORK)
     memory = memoryview(area)[start : start + nbytes]
     try:
@@ -48,10 +50,10 @@ def transfer_memory(nbytes: int) -> memoryview:
 
 
 def block(nbytes: int) -> memoryview:
-    """Return `nbytes` bytes of zeroed private memory that is returned to the kernel with its last view.
+    """Return `nbytes` bytes of zeroed private memory, which is unmapped when its last view is released.
 
-    Use it for large, short-lived buffers. The heap of the C library would need one contiguous block, which freed small
-    blocks do not provide, so the process would grow by the size of the buffer permanently.
+    Use this function for large, short-lived buffers. On the C library's heap, such a buffer requires one contiguous
+    block. Freed small blocks cannot provide it, so the process would permanently grow by the size of the buffer.
 
     Raises:
         OSError, ValueError, OverflowError: if there is not enough memory.
@@ -61,10 +63,10 @@ def block(nbytes: int) -> memoryview:
 
 
 def _mapped(nbytes: int) -> tuple[mmap.mmap, int]:
-    """Map memory for `nbytes` bytes in huge pages, and return it with the offset of the first byte."""
-    # The slack, which is never touched, allows the memory to start at a huge page boundary.
+    """Map memory for `nbytes` bytes in huge pages, and return it with the offset of the first usable byte."""
+    # The additional memory, which is never touched, lets the block start at a huge page boundary.
     area = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % _HUGE_PAGE
-    with contextlib.suppress(OSError):  # kernel without huge pages
+    with contextlib.suppress(OSError):  # the kernel does not support huge pages
         area.madvise(mmap.MADV_HUGEPAGE, start, align_down(nbytes, _HUGE_PAGE))
     return area, start

@@ -1,4 +1,4 @@
-"""Optional packages, the extras that install them, and supported releases."""
+"""Optional packages, the extras that install them, and supported versions."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ EXTRAS = {
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
 }
-"""Import names of packages by extra."""
+"""Import names of the packages in each extra."""
 
 OLDEST = {"python": "3.11", "torch": "2.11", "transformers": "5.14"}
-"""Oldest supported releases, as in pyproject.toml."""
+"""Oldest supported versions, as in pyproject.toml."""
 
 NEWEST_TORCH = "2.15"
-"""Newest torch release with which the parity tests pass. They also pass with the oldest supported release."""
+"""Newest torch version with which the parity tests pass. They also pass with the oldest supported version."""
 
 
 @contextmanager
 def needs(extra: str, what: str) -> Iterator[None]:
-    """Turn a failed import of an optional package into an error that names the package to install.
+    """Turn a failed import of an optional package into an error that tells the user what to install.
 
     Args:
-        extra: extra whose packages are imported in the block.
-        what: name of the feature that needs them, which starts the message.
+        extra: extra that contains the packages imported in the block.
+        what: name of the feature that requires the packages. It is the first part of the message.
 
     Raises:
         MissingPackageError: if one of the packages is not installed.
@@ -57,9 +57,9 @@ def needs(extra: str, what: str) -> Iterator[None]:
 
 
 def run_command(name: str, extra: str, module: str) -> None:
-    """Run a console script: the `main` function of a module whose imports need an extra.
+    """Run a console script: the `main` function of a module whose imports require an extra.
 
-    If a package is missing, it prints one line to stderr on one rank per node and exits with status 2.
+    If a package is missing, one rank per node prints one line to stderr, and the process exits with status 2.
     """
     try:
         with needs(extra, f"the command {name}"):

@@ -1,15 +1,15 @@
-"""Failure propagation between the ranks of a run: a failure of one rank ends all ranks, with its reason.
+"""Failure propagation between the ranks of a run: if one rank fails, all ranks end and report its reason.
 
-An error is raised in the failing rank's process only. The other ranks wait for it in a collective: under gloo until its
-process exits, under NCCL until the watchdog times out. Therefore every rank has a thread that sleeps until something
-happens.
+An error is raised only in the process of the failing rank. The other ranks wait for it in a collective: under gloo
+until its process exits, under NCCL until the watchdog times out. Therefore every rank has a thread that sleeps until
+it is notified of a failure.
 
-[Note: how a failure travels] A rank that fails posts its reason in the store of the process group; the first reason
-counts. A killed rank posts no reason. The other ranks of its node hold a pidfd of its process, which signals its exit
-immediately, and post on its behalf. If pidfds are not available, they check every second whether the process exists. A
-rank that closes in order leaves a note before it exits. A rank that finds a reason raises it on its next access to a
-page. A thread that is still in a collective never reaches one, and a collective cannot be aborted (gloo does not
-support it), so a process that has not closed after `GRACE_SECONDS` is terminated.
+[Note: how a failure travels] A failing rank publishes the reason in the store of the process group; the first reason
+counts. A killed rank cannot publish a reason. The other ranks on its node hold a pidfd of its process, which signals
+its exit immediately, and publish the reason on its behalf. If pidfds are not available, they check every second
+whether the process still exists. A rank that closes normally leaves a note before it exits. The other ranks raise the
+reason at their next access to a page. A thread that waits in a collective never gets there, and a collective cannot
+be aborted (gloo does not support it). Therefore a process that has not closed after `GRACE_SECONDS` is terminated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from infinity.telemetry.stats_file import process_start
 _log = logging.getLogger("infinity")
 
 GRACE_SECONDS = 10.0
-"""Time in which a rank that knows of a failure must leave its collective and close, in seconds."""
+"""Time, in seconds, within which a rank that knows of a failure must leave its collective and close."""
 _LOOK_SECONDS = 1.0
 _STORE_SECONDS = 5.0
 _EXPLAIN_SECONDS = 5.0
@@ -42,11 +42,11 @@ _LONGEST_REASON = 4000
 
 
 class Peers:
-    """Reports the failure of this rank to the other ranks, and failures of other ranks to this one.
+    """Reports failures of this rank to the other ranks, and failures of other ranks to this one.
 
-    It watches from its construction, by all ranks together, until `leave`. With a single rank it does nothing. `_lock`
-    guards `_reason` and `_leaving`, which this rank reports. `_failure` and `_deadline` belong to the thread until
-    `_known` is set.
+    All ranks construct the object together. It watches until `leave`. With a single rank it does nothing. `_lock`
+    guards `_reason` and `_leaving`, which this rank reports. Only the watching thread uses `_failure` and `_deadline`
+    until `_known` is set.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -63,34 +63,35 @@ class Peers:
         group = dist.group.WORLD
         if group is None:
             raise LostRankError("the process group has been destroyed")
-        # A separate connection, so that calls do not wait for each other. torch's type stubs lack `clone`.
+        # Use a separate connection, so that calls do not wait for each other. PyTorch's type stubs lack `clone`.
         self._store = group.get_group_store().clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         places = ranks.collect((_node(), os.getpid(), process_start(os.getpid()), secrets.token_hex(8)))
-        self._prefix = f"infinity/{places[0][3]}"  # of this run's keys in the store
+        self._prefix = f"infinity/{places[0][3]}"  # prefix of this run's keys in the store
         self._processes: dict[int, tuple[int, int]] = {}
-        """By pidfd of another process on this node: (rank, process id)."""
+        """(rank, process id) of each other process on this node, by its pidfd."""
         self._watched: dict[int, tuple[int, int]] = {}
-        """By rank on this node without a pidfd: (process id, start time)."""
+        """(process id, start time) of each rank on this node for which there is no pidfd, by rank."""
         refused = ""
         for rank, (node, pid, started, _) in enumerate(places):
             if node == _node() and rank != ranks.rank:
                 try:
                     self._processes[os.pidfd_open(pid)] = (rank, pid)
                 except (OSError, AttributeError) as error:
-                    # A seccomp profile, an old kernel, a Python built without it, or a process that has just exited.
+                    # Possible reasons: a seccomp profile, an old kernel, a Python built without it, or a process that
+                    # has just exited.
                     self._watched[rank] = (pid, started)
                     refused = getattr(error, "strerror", None) or str(error)
         if refused:
             _log.warning(
-                "pidfd_open failed (%s): other ranks of this node are checked in /proc every %.0f s instead",
+                "pidfd_open failed (%s); checking the other ranks on this node in /proc every %.0f s instead",
                 refused, _LOOK_SECONDS,
             )  # fmt: skip
         self._lock = threading.Lock()
-        self._reason: str | None = None  # failure of this rank, to be posted
-        self._leaving = False  # set when this rank leaves, or the thread has ended
+        self._reason: str | None = None  # failure of this rank, to be published
+        self._leaving = False  # set when this rank leaves or the thread has ended
         self._failure: LostRankError | None = None  # failure of another rank
-        self._deadline = 0.0  # `time.monotonic` at which this process is terminated if it has not closed
+        self._deadline = 0.0  # time, from `time.monotonic`, at which this process is terminated unless it has closed
         self._known = threading.Event()  # set after `_failure`
         # Wakes the thread when `_reason` or `_leaving` is set.
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
@@ -98,13 +99,13 @@ class Peers:
         self._thread.start()
 
     def tell(self, told: Callable[[LostRankError], None]) -> None:
-        """Call `told` from the watching thread when another rank fails, or immediately if one has failed."""
+        """Call `told` from the watching thread when another rank fails, or immediately if one has already failed."""
         self._told = told
         if self._thread is not None and self._failure is not None:
             told(self._failure)
 
     def report(self, error: BaseException) -> None:
-        """Report to the other ranks that `error` ends this one. Never blocks."""
+        """Report to the other ranks that this rank fails with `error`. Never blocks."""
         if self._thread is None or isinstance(error, LostRankError):
             return
         with self._lock:
@@ -115,15 +116,14 @@ class Peers:
                 os.eventfd_write(self._wake, 1)
 
     def explain(self, error: BaseException | None) -> LostRankError | None:
-        """Return the failure of another rank that caused the lost connection `error`, or None if there is no such
-        failure."""
+        """Return the failure of another rank that caused the lost connection `error`, or None if none is known."""
         if self._thread is None or not is_lost_connection(error):
             return None
         self._known.wait(_EXPLAIN_SECONDS)
         return self._failure
 
     def leave(self, error: BaseException | None) -> None:
-        """Stop watching, because this rank ends normally or due to `error`. Idempotent."""
+        """Stop watching, because this rank ends normally or fails with `error`. Idempotent."""
         if self._thread is None:
             return
         if error is not None and not _is_orderly(error):
@@ -157,7 +157,8 @@ class Peers:
             while not self._look(ended):
                 sleep()
         except RuntimeError as error:
-            # The host of the store has exited, perhaps normally. That is no failure, but may explain a later error.
+            # The process that hosts the store has exited, possibly normally. This is not a failure, but may explain a
+            # later error.
             _log.debug("the store of the process group does not respond: %s", error)
             if not ended:
                 sleep()  # connections close shortly before the process exits
@@ -167,11 +168,11 @@ class Peers:
             for descriptor in self._processes:
                 os.close(descriptor)
             with self._lock:
-                self._leaving = True  # no other thread wakes it any more
+                self._leaving = True  # no other thread will wake this one
                 os.close(self._wake)
 
     def _look(self, ended: list[tuple[int, int]]) -> bool:
-        """Post this rank's state and read the state of the others. Return ``True`` if the thread should end."""
+        """Publish this rank's state and read the state of the others. Return ``True`` if the thread should end."""
         with self._lock:
             reason, leaving = self._reason, self._leaving
         if reason is not None:
@@ -191,7 +192,7 @@ class Peers:
                     self._told(failure)
         elif self._failure is not None and time.monotonic() > self._deadline:
             _log.critical(
-                "%s; rank %d is still in a collective %.0f s later and is terminated",
+                "%s; rank %d is still waiting in a collective after %.0f s and will be terminated",
                 self._failure, self._rank, GRACE_SECONDS,
             )  # fmt: skip
             os._exit(1)
@@ -215,7 +216,7 @@ def _is_orderly(error: BaseException) -> bool:
 
 
 def _node() -> tuple[str, str]:
-    """Return an identifier that is equal for processes that can see each other's process ids."""
+    """Return an identifier that is equal for all processes that can see each other's process ids."""
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:  # not readable in some containers

@@ -1,4 +1,4 @@
-"""Capabilities of the processor and the number of cores per rank, as reported by the kernel."""
+"""CPU features and number of cores per rank, as reported by the operating system."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WIDE = {"avx512bw", "avx512dq", "avx512vl"}
 
 
 def multiplies_bf16(root: Path = Path("/")) -> bool:
-    """Return whether the processor multiplies bf16 matrices natively. Emulation is several times slower than fp32.
+    """Return whether the CPU supports bf16 matrix multiplication, whose emulation is several times slower than fp32.
 
     Args:
         root: folder that contains `proc`.
@@ -21,9 +21,9 @@ def multiplies_bf16(root: Path = Path("/")) -> bool:
 
 
 def crawls_in_bf16(root: Path = Path("/")) -> bool:
-    """Return whether torch has only unoptimized bf16 loops on this processor, about 100 times slower than fp32.
+    """Return whether PyTorch has only unoptimized bf16 loops for this CPU, about 100 times slower than fp32.
 
-    The kernels with which torch emulates bf16 need AVX-512, which many processors lack.
+    PyTorch's optimized kernels that emulate bf16 require AVX-512, which many CPUs lack.
 
     Args:
         root: folder that contains `proc`.
@@ -33,7 +33,7 @@ def crawls_in_bf16(root: Path = Path("/")) -> bool:
 
 
 def flags(root: Path = Path("/")) -> set[str]:
-    """Return all words in the kernel's description of the processors, or an empty set if it is not readable."""
+    """Return all words in ``/proc/cpuinfo``, or an empty set if the file cannot be read."""
     try:
         return set((root / "proc/cpuinfo").read_text().split())
     except OSError:
@@ -41,12 +41,12 @@ def flags(root: Path = Path("/")) -> set[str]:
 
 
 def share_of_cores(mine: AbstractSet[int], of_node: Sequence[AbstractSet[int]], limit: float) -> int:
-    """Return the number of cores of a rank, considering that launchers may bind ranks to overlapping sets of cores.
+    """Return the number of cores of a rank. Launchers may bind ranks to overlapping sets of cores.
 
     Args:
-        mine: cores that this rank may run on.
-        of_node: cores that each rank of the node may run on, including this rank.
-        limit: CPU time limit for all ranks of the node together, in cores, as returned by
+        mine: cores on which this rank may run.
+        of_node: cores on which each rank of the node may run, including this rank.
+        limit: CPU limit for all ranks of the node together, in cores, as returned by
             `memory.cgroups.cores_of_groups`.
     """
     share = sum(1 / sum(core in cores for cores in of_node) for core in mine)

@@ -1,4 +1,4 @@
-"""The ranks of a run, and the small collectives that they use to agree."""
+"""Ranks of a run, and small collectives by which they agree on values and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Ranks:
     local_rank: int
     """Rank on this node."""
     world_size: int
-    """Number of ranks."""
+    """Total number of ranks."""
 
     @classmethod
     def current(cls) -> Ranks:
@@ -63,30 +63,30 @@ class Ranks:
         return "cpu" in dist.get_backend_config()
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
-        """Send a contiguous tensor to a rank, which must call `receive`. Raises `LostRankError` if that rank exits."""
+        """Send a contiguous tensor to a rank that calls `receive`. Raises `LostRankError` if that rank exits."""
         with naming_loss():
             dist.send(tensor, rank)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
-        """Receive a tensor from a rank into a contiguous tensor. Raises `LostRankError` if that rank exits."""
+        """Receive a contiguous tensor from a rank that calls `send`. Raises `LostRankError` if that rank exits."""
         with naming_loss():
             dist.recv(tensor, rank)
 
     def together(self, what: str, action: Callable[[], T], undo: Callable[[], None] | None = None) -> T:
-        """Run `action` on every rank. If it fails on one rank, raise an error on all ranks.
+        """Run `action` on every rank. If it fails on any rank, raise an error on all ranks.
 
         Args:
             what: name of the action, for messages.
             action: function to run on this rank.
-            undo: called if the action is known to have failed on any rank, or was interrupted on this rank. It is not
-                called if the exchange of results was interrupted or lost its connection, because other ranks may have
-                seen a success.
+            undo: function to call if the action is known to have failed on any rank, or was interrupted on this rank.
+                It is not called if the exchange of results is interrupted or loses its connection, because other
+                ranks may have seen a success.
 
         Returns:
             Result of `action` on this rank.
 
         Raises:
-            InfinityError: if `action` failed on another rank. On the failing rank, its own error is raised.
+            InfinityError: if `action` failed on another rank. A rank on which it failed raises its own error.
         """
         failure: Exception | None = None
         result: T | None = None
@@ -133,24 +133,24 @@ class Ranks:
             action: function with a picklable result.
 
         Raises:
-            InfinityError: if `action` failed. On rank 0, its own error is raised.
+            InfinityError: if `action` failed. Rank 0 raises its own error.
         """
         result: T = self.agree(self.together(what, action if self.rank == 0 else _nothing))
         return result
 
 
 def _nothing() -> Any:
-    """Stand in for the action on ranks other than 0."""
+    """Replace the action on ranks other than 0."""
 
 
 @contextmanager
 def naming_loss() -> Iterator[None]:
-    """Raise `LostRankError` if a collective fails because another rank exited."""
+    """Raise `LostRankError` if a collective in the block fails because another rank exited."""
     try:
         yield
     except RuntimeError as error:
         if not is_lost_connection(error):
             raise
         raise LostRankError(
-            f"the connection to another rank was lost; see the message of that rank for the reason ({error})"
+            f"the connection to another rank was lost; see that rank's message for the reason ({error})"
         ) from error

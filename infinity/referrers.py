@@ -11,19 +11,20 @@ from functools import lru_cache
 from types import FrameType, FunctionType, ModuleType, TracebackType
 
 _NO_USERS = ("infinity.", "torch.distributed.fsdp.", "IPython.", "ipykernel.", "traitlets.")
-"""Packages whose objects do not count as users, because they serve an object or only display it."""
+"""Packages whose objects do not count as users, because they manage or only display an object."""
 _SHOWN = re.compile(r"_+\d*|Out|_oh")
-"""Variables in which interpreters keep recent outputs."""
+"""Variables in which interactive interpreters keep recent outputs."""
 _PASSED_OVER = (ModuleType, FrameType, TracebackType)
-"""Types that are not followed: modules are searched one by one, and inactive frames belong to exceptions and debuggers.
+"""Types that the search does not follow: modules are searched separately, and inactive frames belong to exceptions
+and debuggers.
 """
 
 
 def variables_of(target: object, apart: Sequence[type] = ()) -> list[str]:
-    """Return the variables of running functions and of modules through which Python can reach `target`.
+    """Return the variables of running functions and of modules through which Python code can reach `target`.
 
-    The search takes about one second per million objects. References held only by C code, such as the graph of a loss,
-    are not found.
+    The search takes about one second per million objects. It does not find references held only by C code, such as
+    the autograd graph of a loss.
 
     Args:
         target: object to search for.
@@ -37,7 +38,7 @@ def variables_of(target: object, apart: Sequence[type] = ()) -> list[str]:
     far = (
         (name, f" of {place}", value)
         for place, module in modules.items()
-        if not _serves(place) and place != "builtins" and vars(module) is not main  # listed in `near` already
+        if not _serves(place) and place != "builtins" and vars(module) is not main  # these are already in `near`
         for name, value in list(vars(module).items())
     )
     for variables in (near, far):
@@ -52,7 +53,7 @@ def variables_of(target: object, apart: Sequence[type] = ()) -> list[str]:
 
 
 def _running() -> Iterator[tuple[str, str, object]]:
-    """Yield (name, place, value) of the variables of all running functions in all threads, innermost first."""
+    """Yield (name, description of the place, value) for the variables of all running functions, innermost first."""
     frames = sys._current_frames()
     own = frames.pop(threading.get_ident(), None)
     for start in (own, *frames.values()):
@@ -66,7 +67,7 @@ def _running() -> Iterator[tuple[str, str, object]]:
 
 
 def _leads(value: object, target: object, seen: set[int], passed: tuple[type, ...]) -> bool:
-    """Return whether a value is the target or refers to it, directly or indirectly. `seen` objects are not followed."""
+    """Return whether `value` is the target or refers to it, possibly indirectly. Objects in `seen` are not followed."""
     found = False
     stack = [value]
     while stack:

@@ -1,9 +1,10 @@
-"""Validation of plain data: settings, manifests, stats files and requests to the daemon are declared with these rules.
+"""Validation of plain data: rules that declare settings, manifests, stats files and requests to the daemon.
 
-A *rule* takes a value of TOML or JSON and returns the value to use in its place. For an invalid value it raises a
-`Mismatch` with place, value and problem: ``pages.0.1 = 512 is not a multiple of 4096``. Rules are composed of rules:
-`record` creates objects of a class, `sequence` tuples, `table` dicts. Validation is bounded: time and memory are
-proportional to the value, and recursion depth is the depth of the rule.
+A *rule* takes a value from TOML or JSON and returns the value to use in its place. If the value is invalid, the rule
+raises a `Mismatch` with the place, value and problem: ``pages.0.1 = 512 is not a multiple of 4096``. Rules are
+composed of other rules: `record` creates objects of a class, `sequence` creates tuples, and `table` creates dicts.
+The cost of validation is bounded: time and memory are proportional to the size of the value, and the recursion depth
+is the depth of the rule.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Mismatch(ValueError):
     """A value violates a rule.
 
     Attributes:
-        value: the value, as `brief` shows it.
+        value: the value, as returned by `brief`.
         problem: the violation, a phrase that follows the value.
-        place: path to the value from the outermost one: keys and positions, joined by dots.
+        place: path from the outermost value: keys and positions, joined by dots.
     """
 
     def __init__(self, value: Any, problem: str) -> None:
@@ -47,7 +48,7 @@ class Mismatch(ValueError):
 
 
 class UnknownKey(Mismatch):
-    """A record contains a key (`key`) that is not one of its fields (`known`)."""
+    """A record contains a key that is not one of the `known` fields."""
 
     def __init__(self, value: Any, key: str, known: Collection[str]) -> None:
         self.key, self.known = key, known
@@ -56,7 +57,7 @@ class UnknownKey(Mismatch):
 
 
 def at(place: object, rule: Rule, value: Any) -> Any:
-    """Apply a rule to the value at a place. Raises `Mismatch`, with `place` prepended to its path."""
+    """Apply a rule to the value at a place. Raises `Mismatch` with `place` prepended to its path."""
     try:
         return rule(value)
     except Mismatch as error:
@@ -65,7 +66,7 @@ def at(place: object, rule: Rule, value: Any) -> Any:
 
 
 def nearest(value: Any, known: Collection[str], cutoff: float = 0.6) -> str:
-    """Return ``; did you mean X?`` if a known string is similar to the value, else an empty string."""
+    """Return ``; did you mean X?`` if a known string is similar to the value, otherwise an empty string."""
     near = difflib.get_close_matches(value[:80], known, n=1, cutoff=cutoff) if isinstance(value, str) else []
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -159,7 +160,7 @@ def printable(least: int = 0, most: int = MOST) -> Rule:
 
 
 def one_of(*values: str) -> Rule:
-    """Return a rule for one of several strings. The error names the most similar one."""
+    """Return a rule for one of several strings. The error suggests the most similar one."""
 
     def check(value: Any) -> str:
         if not isinstance(value, str) or value not in values:
@@ -170,12 +171,12 @@ def one_of(*values: str) -> Rule:
 
 
 def optional(rule: Rule) -> Rule:
-    """Return a rule for null or a value that follows `rule`."""
+    """Return a rule that accepts null, and any value that `rule` accepts."""
     return lambda value: None if value is None else rule(value)
 
 
 def index(value: Any) -> int:
-    """Accept a key that is a non-negative integer in decimal, because JSON keys are strings."""
+    """Accept a key that is a non-negative decimal integer, because JSON keys are strings. Returns the integer."""
     return int(_index(value))
 
 
@@ -183,7 +184,7 @@ _index = text(r"0|[1-9][0-9]{0,17}")
 
 
 def sequence(item: Rule, *, least: int = 0, most: int = MOST) -> Rule:
-    """Return a rule for a list of `least` to `most` items that follow one rule. The result is a tuple."""
+    """Return a rule for a list of `least` to `most` items, each validated by `item`. The result is a tuple."""
 
     def check(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list) or not least <= len(value) <= most:
@@ -196,7 +197,7 @@ def sequence(item: Rule, *, least: int = 0, most: int = MOST) -> Rule:
 
 
 def row(*rules: Rule) -> Rule:
-    """Return a rule for a list with one item per rule. The result is a tuple."""
+    """Return a rule for a list with exactly one item per rule. The result is a tuple."""
 
     def check(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list) or len(value) != len(rules):
@@ -207,7 +208,7 @@ def row(*rules: Rule) -> Rule:
 
 
 def table(key: Rule, item: Rule) -> Rule:
-    """Return a rule for an object whose keys follow one rule and whose values follow another. The result is a dict."""
+    """Return a rule for an object whose keys are validated by `key` and values by `item`. The result is a dict."""
 
     def check(value: Any) -> dict[Any, Any]:
         if not isinstance(value, dict):
@@ -247,7 +248,7 @@ def distinct(rule: Rule) -> Rule:
     def check(value: Any) -> Any:
         found = rule(value)
         if len(set(found)) != len(found):
-            raise Mismatch(value, "contains an item twice")
+            raise Mismatch(value, "contains a duplicate item")
         return found
 
     return check

@@ -1,4 +1,4 @@
-"""Environment variables that torchrun, or an equivalent launcher, sets for a rank."""
+"""Environment variables that torchrun or an equivalent launcher sets for each rank."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 from infinity.errors import ConfigError
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_FIX = "launch with torchrun, which sets it, or unset it"
+_FIX = "launch with torchrun, or unset the variable"
 
 
 def number(name: str, default: int) -> int:
-    """Return the value of a variable as a non-negative integer, or `default` if it is not set.
+    """Return the value of an environment variable as a non-negative integer, or `default` if it is not set.
 
     Raises:
         ConfigError: if the value is not a non-negative integer.
@@ -25,7 +25,7 @@ def number(name: str, default: int) -> int:
 
 
 def variables(rank: int, count: int, port: int) -> dict[str, str]:
-    """Return the variables for one of `count` ranks on this machine that rendezvous at a local port."""
+    """Return the environment variables for one of `count` ranks on this machine that rendezvous at a local port."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -37,7 +37,7 @@ def variables(rank: int, count: int, port: int) -> dict[str, str]:
 
 
 def launched() -> bool:
-    """Return whether this process is one of several ranks, or is launched as if it were one.
+    """Return whether the environment says that a launcher started this process as a rank.
 
     Raises:
         ConfigError: if the variables are incomplete or contradict each other.
@@ -45,15 +45,15 @@ def launched() -> bool:
     world_size = number("WORLD_SIZE", 1)
     if "RANK" not in os.environ:
         if world_size > 1:
-            raise ConfigError(f"WORLD_SIZE={world_size} in the environment, but RANK is not set; {_FIX}")
+            raise ConfigError(f"WORLD_SIZE={world_size} is set in the environment, but RANK is not set; {_FIX}")
         return False
     if missing := [name for name in _NEEDED if not os.environ.get(name)]:
-        raise ConfigError(f"RANK is set in the environment, but not {', '.join(missing)}; launch with torchrun")
+        raise ConfigError(f"RANK is set in the environment without {', '.join(missing)}; launch with torchrun")
     if not 0 < number("MASTER_PORT", 0) < 1 << 16:
         raise ConfigError(f"MASTER_PORT={os.environ['MASTER_PORT']!r} in the environment is not a valid port; {_FIX}")
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if number(rank, 0) >= number(size, world_size):
             raise ConfigError(
-                f"{rank}={number(rank, 0)} in the environment must be below {size}={number(size, world_size)}; {_FIX}"
+                f"{rank}={number(rank, 0)} in the environment is not below {size}={number(size, world_size)}; {_FIX}"
             )
     return True

@@ -1,8 +1,9 @@
-"""Conversion of sizes: integers in bytes inside the program, text such as ``"64MiB"`` in settings and messages."""
+"""Conversion of sizes: integers in bytes in the code, text such as ``"64MiB"`` in settings and messages."""
 
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from infinity.errors import ConfigError
 
@@ -22,7 +23,7 @@ _SIZE = re.compile(r"\s*(\d{1,19}(?:\.\d{1,19})?)\s*([a-zA-Z]{0,3})\s*", re.ASCI
 
 
 def parse_size(value: int | str, *, name: str = "size") -> int:
-    """Return a size in bytes from an integer or from text such as ``"64MiB"`` or ``"1.5 GB"``.
+    """Return a size in bytes, given as an integer or as text such as ``"64MiB"`` or ``"1.5 GB"``.
 
     Raises:
         ConfigError: if the value is not a size. The message contains `name` and the value.
@@ -34,7 +35,7 @@ def parse_size(value: int | str, *, name: str = "size") -> int:
 
 
 def size_of(value: object) -> int:
-    """Return a size in bytes as `parse_size` does.
+    """Return a size in bytes, like `parse_size`.
 
     Raises:
         ValueError: if the value is not a size. The message is a phrase that follows the value.
@@ -45,14 +46,14 @@ def size_of(value: object) -> int:
         match = _SIZE.fullmatch(value) if isinstance(value, str) else None
         factor = _SUFFIX.get(match[2].lower()) if match else None
         if match is None or factor is None:
-            raise ValueError("is not a size; write bytes or text such as '64MiB' or '2GiB'")
+            raise ValueError("is not a size; use a number of bytes or text such as '64MiB' or '2GiB'")
         size = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
         if size == 0 and float(match[1]):
-            raise ValueError("is less than a byte; write bytes or text such as '64MiB' or '2GiB'")
+            raise ValueError("is less than a byte; use a number of bytes or text such as '64MiB' or '2GiB'")
     if size < 0:
-        raise ValueError("is negative; write bytes or text such as '64MiB' or '2GiB'")
+        raise ValueError("is negative; use a number of bytes or text such as '64MiB' or '2GiB'")
     if size > LARGEST:
-        raise ValueError("exceeds the maximum of 2^63 - 1 bytes; write a size such as '64MiB' or '2GiB'")
+        raise ValueError("exceeds the maximum of 2^63 - 1 bytes; use a size such as '64MiB' or '2GiB'")
     return size
 
 
@@ -67,6 +68,11 @@ def format_size(size: float) -> str:
 
 def _digits(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def format_number(value: float) -> str:
+    """Return a number with three significant digits, or with all integer digits, and never with an exponent."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{Decimal(f'{value:.3g}'):f}"
 
 
 def format_setting(size: int) -> str:

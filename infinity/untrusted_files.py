@@ -1,7 +1,7 @@
-"""Access to files and folders that other users may have tampered with: never follow, wait for or overwrite them.
+"""Safe access to files and folders that other users may have tampered with.
 
-All functions raise `OSError`. A file that violates the expectations raises a `PermissionError` whose `strerror`
-contains the reason.
+The functions never follow a malicious link, block on a pipe or overwrite the file of another user. All of them raise
+`OSError`. If a file violates these expectations, they raise a `PermissionError` whose `strerror` contains the reason.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 _TRIES = 100
-_CAREFUL = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: opening a pipe would wait for a peer
+_CAREFUL = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK, because opening a pipe would wait for a peer
 
 
 def open_regular(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file of any owner and return its descriptor.
+    """Open a regular file, regardless of its owner, and return its descriptor.
 
     Raises:
         OSError: if the file cannot be opened.
@@ -39,7 +39,7 @@ def open_regular(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def open_own(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file of this user and return its descriptor.
+    """Open a regular file that belongs to this user or to root, and return its descriptor.
 
     With ``O_CREAT``, a missing file is created with mode 0600.
 
@@ -69,29 +69,29 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
-    """Return the content of a regular file of any owner.
+    """Return the content of a regular file, regardless of its owner.
 
     Raises:
-        OSError: as `open_regular`, and if the file is longer than `limit` bytes.
+        OSError: if `open_regular` fails, or if the file is longer than `limit` bytes.
     """
     return _content(open_regular(path, os.O_RDONLY), path, limit)
 
 
 def read_own(path: str | os.PathLike[str], limit: int) -> bytes:
-    """Return the content of a file of this user.
+    """Return the content of a file that belongs to this user or to root.
 
     Raises:
-        OSError: as `open_own`, and if the file is longer than `limit` bytes.
+        OSError: if `open_own` fails, or if the file is longer than `limit` bytes.
     """
     return _content(open_own(path, os.O_RDONLY), path, limit)
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str], mode: int) -> Iterator[BinaryIO]:
-    """Yield a new file that replaces `path` atomically at the end of the block. It is not flushed to the device.
+    """Yield a new file that atomically replaces `path` at the end of the block. It is not flushed to the drive.
 
     Args:
-        path: destination. An existing entry of that name is replaced and not followed.
+        path: destination. If it is a link, the link itself is replaced.
         mode: mode of the new file before the umask is applied.
 
     Raises:
@@ -111,7 +111,7 @@ def replacing(path: str | os.PathLike[str], mode: int) -> Iterator[BinaryIO]:
 
 
 def write_own(path: str | os.PathLike[str], data: bytes, *, durable: bool = False) -> None:
-    """Replace a file atomically by one of mode 0600. With `durable`, the new content survives a loss of power.
+    """Atomically replace a file with one of mode 0600. With `durable`, the new content survives a power loss.
 
     Raises:
         OSError: if the file cannot be written.
@@ -143,8 +143,8 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
 def own_folder(path: str | os.PathLike[str], *, parents: bool) -> None:
     """Create a folder with mode 0700 if it is missing, and check that only this user and root can change its entries.
 
-    A folder with the sticky bit is accepted: all users may create files there, but cannot remove or rename files of
-    others.
+    A folder with the sticky bit is accepted: all users may create files there, but cannot remove or rename the
+    files of other users.
 
     Args:
         path: the folder.
@@ -152,7 +152,7 @@ def own_folder(path: str | os.PathLike[str], *, parents: bool) -> None:
 
     Raises:
         OSError: if the folder cannot be created.
-        PermissionError: if it is a link, belongs to another user, or is writable by others.
+        PermissionError: if it is a link, belongs to another user, or is writable by other users.
     """
     Path(path).mkdir(mode=0o700, parents=parents, exist_ok=True)
     if reason := whose_folder(path):
@@ -163,18 +163,18 @@ def whose_folder(path: str | os.PathLike[str]) -> str:
     """Return the reason why an existing folder is not controlled by this user alone, or an empty string.
 
     Raises:
-        OSError: if the folder cannot be read.
+        OSError: if the folder cannot be inspected.
     """
     about = os.lstat(path)
     if not stat.S_ISDIR(about.st_mode):
         return "it is a link" if stat.S_ISLNK(about.st_mode) else "it is not a folder"
     if about.st_mode & 0o022 and not about.st_mode & stat.S_ISVTX:
-        return f"others may write to it (mode {stat.S_IMODE(about.st_mode):04o})"
+        return f"other users can write to it (mode {stat.S_IMODE(about.st_mode):04o})"
     return _foreign(about.st_uid)
 
 
 def trusted(uid: int) -> bool:
-    """Return whether files of a user are trusted: this user, and root, who has full access anyway."""
+    """Return whether files owned by a user are trusted: files of this user, and of root, who has full access anyway."""
     return uid in (0, os.geteuid())
 
 
@@ -189,7 +189,7 @@ def _refused(path: str | os.PathLike[str], reason: str) -> OSError:
 def _content(descriptor: int, path: str | os.PathLike[str], limit: int) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         size = os.fstat(descriptor).st_size
-        data = file.read(size + 1) if size <= limit else b""  # not `limit`, which would be allocated in full
+        data = file.read(size + 1) if size <= limit else b""  # reading `limit` bytes would allocate all of them
     if max(size, len(data)) > limit:
         raise OSError(errno.EFBIG, f"it is longer than {limit} bytes", os.fspath(path))
     return data

@@ -1,5 +1,5 @@
-"""`infinityd`, the daemon of a node.
+"""`infinityd`, a daemon that runs once per node.
 
-The daemon reads the stats files of the ranks, exports them to Prometheus, and answers requests about the drives over a
-Unix socket. Training does not depend on it. This package does not import torch.
+The daemon reads the stats files of the ranks, exports their metrics to Prometheus, and answers requests about drives
+over a Unix socket. Training also works without it. This package does not import torch.
 """

@@ -1,10 +1,10 @@
-"""The console script `infinityd`, and `python -m infinity_daemon`."""
+"""Entry point of the console script `infinityd` and of `python -m infinity_daemon`."""
 
 from infinity.optional_dependencies import run_command
 
 
 def main() -> None:
-    """Run the daemon. If required packages are missing, print how to install them."""
+    """Run the daemon, or print installation instructions if required packages are missing."""
     run_command("infinityd", "daemon", "infinity_daemon.main")
 
 

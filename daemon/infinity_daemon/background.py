@@ -1,4 +1,4 @@
-"""Background work of the daemon in threads, so that a drive that hangs blocks only its own thread."""
+"""Background threads of the daemon, one per task, so that an unresponsive drive blocks only one task."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Callable
 from infinity_daemon.log import event
 
 _JOIN_SECONDS = 5.0
-"""Maximum wait at shutdown for work that has been asked to stop, because it may hang on a drive."""
+"""Maximum time to wait for the thread at shutdown, because it may be blocked by an unresponsive drive."""
 
 
 class Background:
-    """Call `act` repeatedly in a separate thread, from `start` to `close`, with `seconds` between two calls.
+    """Thread that calls `act` repeatedly from `start` to `close`, and waits `seconds` after each call.
 
-    An error is logged once, until a call succeeds or fails for another reason. The next call is made in any case.
+    An exception does not stop the thread. It is logged unless the previous call failed with the same exception.
     """
 
     def __init__(self, name: str, act: Callable[[], None], seconds: float) -> None:
         self._name, self._act, self._seconds = name, act, seconds
-        self._said = ""  # last logged error; changed by the thread
+        self._said = ""  # last logged error; only the thread uses it
         self._ended = threading.Event()  # set by `close`
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -29,7 +29,7 @@ class Background:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread. A call that hangs is abandoned. Idempotent."""
+        """Stop the thread. A call that does not return is abandoned. Idempotent."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(_JOIN_SECONDS)

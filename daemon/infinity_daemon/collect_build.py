@@ -1,4 +1,4 @@
-"""Collector `build`: version and start time of the daemon."""
+"""`build` collector: version and start time of the daemon."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infinity.telemetry.exporter import new_family
 
 
 class BuildCollector:
-    """Serve ``daemon_build_info`` and ``daemon_start_time_seconds``. `started` is a Unix time."""
+    """Collects ``daemon_build_info`` and ``daemon_start_time_seconds``. `started` is a Unix time."""
 
     name = "build"
 
@@ -21,7 +21,7 @@ class BuildCollector:
         self._started = started
 
     def collect(self) -> Iterator[Family]:
-        """Yield both families."""
+        """Yield both metric families."""
         info = new_family(BY_NAME["daemon_build_info"])
         info.add_sample(info.name, {"version": __version__, "python_version": platform.python_version()}, 1)
         yield info

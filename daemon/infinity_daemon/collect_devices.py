@@ -1,4 +1,4 @@
-"""Collector `devices`: drives of the configured paths and of the paths in use by ranks."""
+"""`devices` collector: drives of the configured paths and of the paths that ranks use."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _COUNTERS: Final = {
     "device_write_seconds_total": "write_seconds",
     "device_busy_seconds_total": "busy_seconds",
 }
-"""Metrics that are kernel counters, and the attribute of each."""
+"""Attribute of `DriveCounters` for each metric that is an operating system counter."""
 
 Samples = Iterable[tuple[dict[str, str], float]]
 
 
 class DevicesCollector:
-    """Serve the ``device_*`` metrics, once per drive regardless of the number of paths on it.
+    """Collects the ``device_*`` metrics, once per drive even if several paths are on the same drive.
 
-    `reserved` returns the reserved bytes by drive name, and `bandwidth` the profile of a drive or None. `wear` is
-    sampled here.
+    `reserved` returns the reserved bytes by drive name, and `bandwidth` returns the profile of a drive, or None. Each
+    collection also takes a sample of `wear`.
     """
 
     name = "devices"
@@ -50,12 +50,12 @@ class DevicesCollector:
         sysfs: Path = SYSFS,
     ) -> None:
         self.paths = tuple(paths)
-        """Configured paths; replaced when the settings are reloaded."""
+        """Configured paths. Replaced when the settings are reloaded."""
         self._stats_files = stats_files
         self._reserved, self._bandwidth, self._wear, self._sysfs = reserved, bandwidth, wear, sysfs
 
     def collect(self) -> Iterator[Family]:
-        """Yield the families. Raises OSError at the end if a configured path cannot be read."""
+        """Yield the metric families, then raise `OSError` if a configured path could not be read."""
         places: dict[str, Place] = {}
         failed: list[OSError] = []
         for path in self.known_paths():
@@ -84,8 +84,8 @@ class DevicesCollector:
             raise failed[0]
 
     def known_paths(self) -> tuple[str, ...]:
-        """Return the configured paths and the paths of all served ranks, each once."""
-        used = (path for page in self._stats_files.scan().snapshots for path in page.header.paths)
+        """Return the configured paths and the paths of all ranks with a stats file, without duplicates."""
+        used = (path for snapshot in self._stats_files.scan().snapshots for path in snapshot.header.paths)
         return tuple(dict.fromkeys((*self.paths, *used)))
 
     def _counters(self, drives: Mapping[str, Drive]) -> dict[str, Samples]:
@@ -109,9 +109,9 @@ class DevicesCollector:
             yield {"device": name}, reserved.get(name, 0)
 
     def _owners(self, places: Mapping[str, Place]) -> Samples:
-        for page in self._stats_files.scan().snapshots:
-            who = {"run": page.header.run_id, "rank": str(page.header.rank)}
-            for device, path in zip(page.header.devices, page.header.paths, strict=False):
+        for snapshot in self._stats_files.scan().snapshots:
+            who = {"run": snapshot.header.run_id, "rank": str(snapshot.header.rank)}
+            for device, path in zip(snapshot.header.devices, snapshot.header.paths, strict=False):
                 if path in places:
                     block = places[path].drive.name
                     yield {**who, "device": device, "block_device": block}, 1
@@ -124,7 +124,7 @@ def _known(values: Iterable[tuple[str, float | None]]) -> Samples:
 
 
 def _spaces(places: Iterable[Place], side: str) -> Samples:
-    """Yield the bytes of each drive, summed over its file systems. Each file system is counted once."""
+    """Yield the bytes of each drive, summed over its file systems. A file system with several paths is counted once."""
     one_path = {place.file_system: place for place in places}
     total: dict[str, float] = defaultdict(float)
     for place in one_path.values():

@@ -1,4 +1,4 @@
-"""Collector `ranks`: all metrics of the ranks, and the number of stats files."""
+"""`ranks` collector: all metrics of the ranks, and the number of stats files."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from prometheus_client.core import Metric as Family
 
 from infinity.telemetry import BY_NAME
 from infinity.telemetry.exporter import StatsCollector, new_family
-from infinity.telemetry.metrics import PAGE_STATUSES
+from infinity.telemetry.metrics import STATS_FILE_STATUSES
 from infinity_daemon.stats_files import StatsFiles
 
 
 class RanksCollector:
-    """Serve the metrics of the ranks and ``daemon_ranks``."""
+    """Collects the metrics of the ranks and ``daemon_ranks``."""
 
     name = "ranks"
 
@@ -22,12 +22,12 @@ class RanksCollector:
         self._stats_files = stats_files
 
     def collect(self) -> Iterator[Family]:
-        """Yield the families of all live ranks and of ranks that ended recently."""
+        """Yield the metric families of the ranks that are live or have exited recently."""
         found = self._stats_files.scan()
         yield from StatsCollector(lambda: found.snapshots).collect()
         counts = Counter({"broken": found.broken})
-        counts.update(page.status for page in found.snapshots)
+        counts.update(snapshot.status for snapshot in found.snapshots)
         ranks = new_family(BY_NAME["daemon_ranks"])
-        for status in PAGE_STATUSES:
+        for status in STATS_FILE_STATUSES:
             ranks.add_sample(ranks.name, {"status": status}, counts[status])
         yield ranks

@@ -1,4 +1,4 @@
-"""Collector `stale`: stale runs on the configured drives."""
+"""`stale` collector: stale runs on the configured drives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from infinity_daemon.stale import StaleRuns, by_drive
 
 
 class StaleCollector:
-    """Serve ``device_stale_runs`` and ``device_stale_bytes`` from the last search."""
+    """Collects ``device_stale_runs`` and ``device_stale_bytes``, as found by the last search for stale runs."""
 
     name = "stale"
 
@@ -20,7 +20,7 @@ class StaleCollector:
         self._stale = stale
 
     def collect(self) -> Iterator[Family]:
-        """Yield both families."""
+        """Yield both metric families."""
         counted = by_drive(self._stale.drives, self._stale.found)
         for position, name in enumerate(("device_stale_runs", "device_stale_bytes")):
             family = new_family(BY_NAME[name])

@@ -1,4 +1,4 @@
-"""Collection of all metrics at a scrape, with each collector timed and isolated from the others."""
+"""Collection of all metrics on each scrape. Collectors are timed and isolated from each other."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ _TIMEOUT_SECONDS: Final = 5.0
 
 
 class NodeCollector(Protocol):
-    """A source of metric families."""
+    """Source of metric families."""
 
     @property
     def name(self) -> str:
-        """Value of the label ``collector``."""
+        """Value of the ``collector`` label."""
 
     def collect(self) -> Iterable[Family]:
-        """Yield metric families. Families yielded before an exception are still served."""
+        """Yield metric families. If an exception is raised, the families already yielded are still served."""
 
 
 @dataclass(kw_only=True)
 class _Outcome:
-    """Result of a collector's run: the families it yielded, the error that ended it (or None), and its duration."""
+    """Result of running a collector: the families that it yielded, the exception that it raised (or None), and its
+    duration in seconds."""
 
     families: list[Family] = field(default_factory=list)
     error: Exception | None = None
@@ -40,15 +41,15 @@ class _Outcome:
 
 
 class _Isolated:
-    """Run a collector in a thread, so that one that hangs on a dead drive can be abandoned.
+    """Run a collector in a separate thread, so that it can be abandoned if it is blocked by an unresponsive drive.
 
-    `Collection` holds its lock, so there is one run at a time. A run that hangs keeps its `_Outcome` to itself. Later
-    runs return an error until its thread has ended.
+    `Collection` calls `run` with its lock held, so calls do not overlap. While the thread of an abandoned run is
+    blocked, later runs return an error. Its `_Outcome` is discarded.
     """
 
     def __init__(self, collector: NodeCollector, timeout: float) -> None:
         self.name = collector.name
-        self.success = True  # result of the last run; read without a lock by ``/healthz``
+        self.success = True  # whether the last run succeeded; read without a lock by ``/healthz``
         self._collector, self._timeout = collector, timeout
         self._thread: threading.Thread | None = None  # thread of the last run
 
@@ -71,7 +72,7 @@ class _Isolated:
         try:
             for family in self._collector.collect():
                 outcome.families.append(family)
-        except Exception as error:  # isolation: no exception may affect the other collectors
+        except Exception as error:  # no exception may affect the other collectors
             outcome.error = error
 
     def _judged(self, outcome: _Outcome) -> _Outcome:
@@ -83,14 +84,14 @@ class _Isolated:
 
 
 class Collection(Collector):
-    """All collectors as one, plus metrics on the success and the duration of each."""
+    """Combination of all collectors, with additional metrics for the success and duration of each."""
 
     def __init__(self, collectors: Sequence[NodeCollector], timeout: float = _TIMEOUT_SECONDS) -> None:
         """Initialize without collecting.
 
         Args:
-            collectors: Collectors in the order in which they are served.
-            timeout: Maximum seconds of each collector in one scrape.
+            collectors: Collectors, in output order.
+            timeout: Maximum duration of each collector per scrape, in seconds.
         """
         self._isolated = [_Isolated(collector, timeout) for collector in collectors]
         self._lock = threading.Lock()  # one scrape at a time
@@ -101,7 +102,7 @@ class Collection(Collector):
 
     @property
     def health(self) -> dict[str, bool]:
-        """Success of the last run of each collector."""
+        """Success of the last run of each collector, by name."""
         return {one.name: one.success for one in self._isolated}
 
     def collect(self) -> Iterator[Family]:

@@ -1,4 +1,4 @@
-"""Current figures of the node's drives, read once per second by a separate thread."""
+"""Current figures for the drives of the node, updated once per second by a separate thread."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ _LOOK_SECONDS: Final = 1.0
 
 
 class Drives:
-    """Watch the drives of some paths, from `start` to `stop`.
+    """Monitor the drives on which `paths` are stored, from `start` to `stop`.
 
-    A query of a dead drive may block forever. Only this thread is then blocked: the last figures stay available,
-    together with the time at which they were read.
+    Querying an unresponsive drive may block forever. In that case, only the monitoring thread is blocked: the last
+    figures remain available together with the time at which they were read.
     """
 
     def __init__(self, *, bandwidth: Callable[[Drive], Profile | None], wear: WearWatch, sysfs: Path = SYSFS) -> None:
-        """Start without drives. `bandwidth` returns the profile of a drive or None; `wear` is sampled here."""
+        """Initialize without drives. `bandwidth` returns a drive's profile, or None. Updates also sample `wear`."""
         self.paths: tuple[str, ...] = ()
-        """Replaced by other threads when paths change; read by the thread."""
+        """Monitored paths. Other threads replace the tuple when the paths change."""
         self._bandwidth, self._wear = bandwidth, wear
-        self._looks = DriveLooks(sysfs)  # used by the thread only
+        self._looks = DriveLooks(sysfs)  # only used by the monitoring thread
         self._found: tuple[float, list[Tree]] = (0.0, [])
-        """Unix time of the last reading and its figures; replaced by the thread, read by all."""
+        """Unix time of the last reading, and its figures. Only replaced as a whole, because other threads read it."""
         self._watching = Background("drives", lambda: self.look(time.monotonic()), _LOOK_SECONDS)
 
     @property
     def found(self) -> tuple[float, list[Tree]]:
-        """Unix time of the last reading (0: never) and the figures of each drive."""
+        """Unix time of the last reading (0 before the first one), and the figures for each drive."""
         return self._found
 
     def start(self) -> None:
-        """Start watching."""
+        """Start the thread."""
         self._watching.start()
 
     def stop(self) -> None:
-        """Stop watching. A query that hangs is abandoned."""
+        """Stop the thread. A query that does not return is abandoned."""
         self._watching.close()
 
     def look(self, now: float) -> None:
-        """Read the drives. `now` is the current time in monotonic seconds."""
+        """Update the figures. `now` is the current monotonic time in seconds."""
         looked = self._looks.look(self.paths, now)
         self._wear.look(drive for drive, _ in looked if drive is not None)
         self._found = (

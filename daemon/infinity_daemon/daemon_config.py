@@ -1,6 +1,6 @@
 """Settings of the daemon, in the same format as the settings of a run.
 
-`docs/reference/daemon-settings.md` is generated from them.
+`docs/reference/daemon-settings.md` is generated from this module.
 """
 
 from __future__ import annotations
@@ -23,98 +23,107 @@ _DAY: Final = 86_400
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Addresses of the daemon. Changes take effect at the next start."""
+    """Addresses and access control of the daemon. Changes take effect when the daemon is restarted."""
 
-    host: str = setting(LOOPBACK, "Address to listen on; 0.0.0.0 means all addresses. In that case, set `token_file`.")
+    host: str = setting(
+        LOOPBACK, "Address to listen on; 0.0.0.0 for all addresses. If other machines can connect, set `token_file`."
+    )
     port: int = setting(9470, "TCP port of the dashboard, /metrics and /healthz; 0 for any free port.", maximum=65535)
     token_file: str = setting(
         "",
-        "File with a token that HTTP clients must send as `Authorization: Bearer <token>`, except for /healthz. "
-        "Read at start; must not be readable by other users. Empty: no token.",
+        "File with a token that HTTP clients must send as `Authorization: Bearer <token>`, except to /healthz. "
+        "It must not be readable by other users and is read at startup. Empty: no token is required.",
     )
-    socket: str = setting("", f"Unix socket for ranks. Empty: `{SOCKET_NAME}` in the runtime folder.")
+    socket: str = setting(
+        "", f"Path of the Unix socket for requests from ranks. Empty: `{SOCKET_NAME}` in the runtime folder."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatsFilesConfig:
-    """Stats files of the ranks."""
+    """Stats files in which ranks record their metrics."""
 
     runtime_dir: str = setting(
         "",
-        "Folder of the stats files; changes take effect at the next start. Empty: default of `telemetry.runtime_dir`.",
+        "Runtime folder that contains the stats files. Changes take effect when the daemon is restarted. Empty: the "
+        "default of `telemetry.runtime_dir`.",
     )
-    keep_dead_seconds: int = setting(900, "Time for which the metrics of a dead rank are still served.")
+    keep_dead_seconds: int = setting(900, "Time for which the metrics of a rank are still exported after it has died.")
     keep_ended_seconds: int = setting(
-        120, "Time for which the metrics of an ended rank are still served. Allow for two scrapes."
+        120,
+        "Time for which the metrics of a rank are still exported after it has ended. Allow for at least two scrapes.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrivesConfig:
-    """Drives of the node."""
+    """Drives on this node."""
 
     paths: tuple[str, ...] = setting(
         (),
-        "Folders on NVMe drives, the same as `storage.paths` of runs. Their drives are reported, measured and "
-        "searched for stale runs. Drives of live ranks are found automatically.",
+        "Folders on NVMe drives, usually the same as `storage.paths` of runs. The daemon reports and measures their "
+        "drives, and searches the folders for stale runs. It also reports drives used by live ranks.",
     )
     endurance: Mapping[str, int] = setting(
         {},
-        'Rated endurance of a drive in bytes (TBW), by a folder on it: `"/nvme0" = "1200000GB"`.',
+        'Rated endurance (TBW) of each drive, by a folder on the drive, e.g. `"/nvme0" = "1200000GB"`.',
         size=True,
         minimum=1,
     )
     daily_share: float = setting(
         0.001,
-        "Fraction of `endurance` that a run may write per day before a warning. 0: no warning.",
+        "Fraction of `endurance` that a run may write per day without a warning. 0: no warning.",
         maximum=1,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureConfig:
-    """Bandwidth measurement of idle drives, and the history of all measurements."""
+    """Bandwidth measurements of idle drives, and the history of all measurements."""
 
-    enabled: bool = setting(True, "Measure the drives of `drives.paths`, each alone and all together.")
-    every_seconds: int = setting(86_400, "Maximum age of a measurement before it is repeated.", minimum=60)
-    idle_seconds: int = setting(60, "Time for which a drive must be idle before it is measured.", minimum=1)
+    enabled: bool = setting(True, "Measure the drives in `drives.paths`: each drive alone, then all of them together.")
+    every_seconds: int = setting(86_400, "Interval between two measurements of a drive.", minimum=60)
+    idle_seconds: int = setting(60, "Time for which a drive must have been idle before it is measured.", minimum=1)
     load_seconds: int = setting(
-        1, "Maximum duration of the measurement of each load (read, write, mixed).", minimum=1, maximum=60
+        1, "Maximum duration of the measurement for each load (read, write and mixed).", minimum=1, maximum=60
     )
     most_bytes: int = setting(
         3 * GIB,
-        "Maximum bytes written to a drive by one measurement round (alone and with the others). The temporary file "
-        "takes a sixth of it.",
+        "Maximum bytes written to each drive per round of measurements (alone, and together with the others). The "
+        "temporary file uses one sixth of this size.",
         size=True,
         minimum=96 * MIB,
     )
     state_dir: str = setting(
         "",
-        "Folder of the history; changes take effect at the next start. Empty: `$STATE_DIRECTORY` (systemd), "
-        "`stats_files.runtime_dir` if set, `$XDG_STATE_HOME/infinity`, or `~/.local/state/infinity`.",
+        "Folder for the history. Changes take effect when the daemon is restarted. Empty: the first that is set of "
+        "`$STATE_DIRECTORY` (set by systemd), `stats_files.runtime_dir` and `$XDG_STATE_HOME/infinity`, or else "
+        "`~/.local/state/infinity`.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StaleConfig:
-    """Runs in `drives.paths` without a live process. By default they are only listed; a removed run is lost."""
+    """Runs in `drives.paths` without a live process. By default, they are reported but never removed."""
 
     remove_after_seconds: int = setting(
-        0, "Time since the last change after which a stale run without a checkpoint is removed. 0: never."
+        0, "Remove a stale run without a checkpoint if it has not changed for this time. 0: never."
     )
     remove_checkpointed_after_seconds: int = setting(
         0,
-        "The same for a stale run with a checkpoint, which could still be resumed; at least a day (86400). 0: never.",
+        "Remove a stale run with a checkpoint, which could still be resumed, if it has not changed for this time; at "
+        "least 86400 (one day). 0: never.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class FairnessConfig:
-    """Drives that are shared by several runs."""
+    """Bandwidth of drives that several runs share."""
 
     enabled: bool = setting(
         True,
-        "Limit runs that exceed their share of a drive (`storage.bandwidth_weight`) while other runs are stalled on it.",
+        "Limit the bandwidth of runs that exceed their share of a drive (see `storage.bandwidth_weight`) while other "
+        "runs are stalled on it.",
     )
 
 
@@ -131,12 +140,12 @@ class DaemonConfig:
 
     @property
     def runtime_dir(self) -> Path:
-        """Folder of the stats files."""
+        """Runtime folder, which contains the stats files."""
         return runtime_dir(TelemetryConfig(runtime_dir=self.stats_files.runtime_dir))
 
     @property
     def state_dir(self) -> Path:
-        """Folder of data that is kept across restarts of the node, or the runtime folder if there is no home folder."""
+        """Folder for data that outlives a restart of the node; the runtime folder if the user has no home folder."""
         given = self.measure.state_dir or os.environ.get("STATE_DIRECTORY", "").partition(":")[0]
         if given or self.stats_files.runtime_dir:
             return Path(given or self.stats_files.runtime_dir)
@@ -155,26 +164,26 @@ _SETTINGS = Settings(DaemonConfig)
 
 
 def load_daemon_config(source: str | os.PathLike[str] | None, given: Mapping[str, Any]) -> DaemonConfig:
-    """Return the settings in a TOML file, or the defaults, with the `given` values replaced.
+    """Return the settings of the daemon from a TOML file and from overrides.
 
     Args:
         source: Path of the TOML file, or None for the defaults.
-        given: Values that override the file, by dotted name.
+        given: Settings that override the file, by dotted name.
 
     Raises:
-        ConfigError: as `infinity.config.load_config`; or if a folder of a drive does not exist, or checkpoints would be
-            removed in less than a day.
+        ConfigError: if a setting is unknown or invalid, if a folder on a drive does not exist, or if checkpoints would
+            be removed in less than one day.
     """
     config = _SETTINGS.with_values(_SETTINGS.load(source), given)
     if 0 < (grace := config.stale.remove_checkpointed_after_seconds) < _DAY:
         raise ConfigError(
-            f"stale.remove_checkpointed_after_seconds = {grace} is less than a day ({_DAY}), so an ended run would "
-            "soon lose its checkpoints. Set at least a day, or 0 for never"
+            f"stale.remove_checkpointed_after_seconds = {grace} would soon delete the checkpoints of a finished run; "
+            f"set it to at least {_DAY} (one day), or to 0 to keep them"
         )
     for name, paths in (("paths", config.drives.paths), ("endurance", config.drives.endurance)):
         for path in paths:
             if not os.path.isdir(path):
-                raise ConfigError(f"drives.{name}: {path!r} is not a folder. Name a folder on a mounted drive")
+                raise ConfigError(f"drives.{name}: {path!r} is not a folder; use an existing folder on a mounted drive")
     return config
 
 

@@ -1,12 +1,12 @@
-"""Bandwidth of drives: a history of measurements in one JSON file, and the profiles derived from it.
+"""Bandwidth of drives: a history of measurements, stored in a JSON file, and profiles derived from it.
 
-[Note: profiles] A measurement holds the bytes per second of one drive, or of several drives that were busy at the same
-time, under one to three loads: reads, writes, and both mixed. The daemon runs its own measurements
-(`drive_measurement.py`); `infinity probe` and runs report theirs. All sources count the same. For each load, the
-profile of a drive is the median of the `RECENT` newest measurements of that drive alone, so a measurement that was
-disturbed, or taken with a full SLC cache, does not change the profile. If a drive was only measured together with
-others, those measurements are used. Several drives have a joint profile if exactly these drives were measured at the
-same time, because they may share a bus that limits each of them.
+[Note: profiles] A measurement contains the throughput of one drive, or of several drives measured at the same time,
+under one to three loads: reads, writes, and a mix of both. Measurements by the daemon (`drive_measurement.py`), by
+`infinity probe` and by runs are treated equally. For each load, the profile of a drive is the median of the `RECENT`
+newest measurements of that drive alone, so that a single measurement that was disturbed, or taken with a full SLC
+cache, does not affect it. If a drive was only measured together with other drives, the profile is derived from these
+measurements. A set of drives has a joint profile if exactly these drives were measured at the same time, because they
+may share a bus that limits their total throughput.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from infinity_daemon.log import event
 
 FILE_NAME: Final = "bandwidth.json"
 RECENT: Final = 5
-"""Number of measurements per profile."""
+"""Number of measurements from which a profile is computed."""
 LOADS: Final = ("read", "write", "mixed")
 SOURCES: Final = ("daemon", "probe", "run")
 _MOST_KEPT: Final = 512
-"""Maximum number of measurements. Each combination of drives keeps `RECENT` of each source."""
+"""Maximum number of measurements in the history. For each set of drives, it keeps the `RECENT` newest per source."""
 _MAX_FILE: Final = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Bytes per second under each load; None if it was not measured. `mixed` is the sum of both directions."""
+    """Throughput in bytes per second by load; None if not measured. `mixed` is the sum of reads and writes."""
 
     read: float | None = None
     write: float | None = None
@@ -48,10 +48,10 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A measurement of one or more drives that were busy at the same time."""
+    """Measurement of one drive, or of several drives at the same time."""
 
     rates: Mapping[str, Rates]
-    """Rates by identity of the drive."""
+    """Throughput by drive identity."""
     source: str
     """Source of the measurement: one of `SOURCES`."""
     measured: float
@@ -65,23 +65,23 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(Rates):
-    """Bandwidth of a drive, and the Unix time of the newest measurement used. [Note: profiles]"""
+    """Bandwidth of a drive, and the Unix time of the newest measurement that it is derived from. [Note: profiles]"""
 
     measured: float
 
 
 def rate(value: Any) -> float:
-    """Return `value` as a finite number above 0, for example bytes per second. Raises `Mismatch`."""
+    """Return `value` as a float. Raises `Mismatch` unless it is a finite number greater than 0."""
     if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise Mismatch(value, "must be bytes per second above 0")
+        raise Mismatch(value, "must be a finite number greater than 0")
     return float(value)
 
 
 def rates(value: Any) -> Rates:
-    """Return `value` as an object with one to three loads. Raises `Mismatch`."""
+    """Return `value`, a JSON object, as `Rates`. Raises `Mismatch` unless it contains at least one load."""
     found: Rates = _RATES(value)
     if found == Rates():
-        raise Mismatch(value, f"must have one of {', '.join(LOADS)}")
+        raise Mismatch(value, f"must contain at least one of {', '.join(LOADS)}")
     return found
 
 
@@ -91,34 +91,34 @@ _FILE = record(measurements=sequence(_MEASURED, most=_MOST_KEPT))
 
 
 class Profiles:
-    """History of measurements in a file in `folder`, and the profiles. Threads may share an instance."""
+    """History of measurements, stored in a file in `folder`, and the profiles derived from it. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / FILE_NAME
         self._kept: tuple[Measured, ...] = ()
-        """Newest first. Replaced under `_lock` and never modified, so that it can be read without the lock."""
+        """Measurements, newest first. The tuple is replaced with `_lock` held, and can be read without the lock."""
         self._lock = threading.Lock()
-        """Held while a measurement is added and the file is written, so that the last write holds the newest data."""
+        """Held while a measurement is added and the file is written, so that the file ends up with the newest data."""
 
     def of(self, drive: Drive) -> Profile | None:
-        """Return the profile of a drive, or None if it was never measured."""
+        """Return the profile of a drive, or None if the drive has not been measured."""
         name = drive.identity
         return _profile(name, [one for one in self._kept if one.drives == {name}]) or _profile(name, self._kept)
 
     def together(self, drives: Collection[str]) -> dict[str, Profile] | None:
-        """Return the joint profiles of drives by identity, or None if they were never measured together."""
+        """Return the joint profile by drive identity, or None if these drives have not been measured together."""
         same = [one for one in self._kept if one.drives == frozenset(drives)]
         found = {drive: _profile(drive, same) for drive in drives}
         known = {drive: profile for drive, profile in found.items() if profile is not None}
         return known if known and len(known) == len(found) else None
 
     def measured(self, drives: Collection[str], source: str) -> float:
-        """Return the Unix time of the last measurement of exactly these drives by `source`, or 0."""
+        """Return the Unix time of the last measurement of exactly these drives by `source`, or 0 if there is none."""
         wanted = frozenset(drives)
         return max((one.measured for one in self._kept if one.drives == wanted and one.source == source), default=0.0)
 
     def load(self) -> None:
-        """Read the file. If it is missing or malformed, the history stays empty; a malformed file is logged."""
+        """Read the history from the file. If the file is malformed, log a warning and continue without it."""
         try:
             found = _FILE(json.loads(read_own(self._file, _MAX_FILE)))["measurements"]
         except FileNotFoundError:
@@ -130,10 +130,10 @@ class Profiles:
             self._kept = _newest([*self._kept, *found])
 
     def record(self, measured: Measured) -> None:
-        """Add a measurement and write the file.
+        """Add a measurement to the history, and write the file.
 
         Raises:
-            OSError: if the file cannot be written. The measurement is then kept in memory only.
+            OSError: if the file cannot be written. In that case, the measurement is kept in memory only.
         """
         with self._lock:
             self._kept = _newest([measured, *self._kept])
@@ -143,7 +143,7 @@ class Profiles:
 
 
 def _newest(measurements: Iterable[Measured]) -> tuple[Measured, ...]:
-    """Return the measurements to keep, newest first."""
+    """Return the measurements to keep in the history, newest first."""
     kept, counts = [], dict[tuple[frozenset[str], str], int]()
     for one in sorted(measurements, key=lambda one: -one.measured):
         key = one.drives, one.source
@@ -154,7 +154,7 @@ def _newest(measurements: Iterable[Measured]) -> tuple[Measured, ...]:
 
 
 def _profile(drive: str, measurements: Iterable[Measured]) -> Profile | None:
-    """Return the profile derived from measurements, which must be ordered newest first. [Note: profiles]"""
+    """Return the profile of a drive, or None. The measurements must be sorted, newest first. [Note: profiles]"""
     found = [(one.measured, one.rates[drive]) for one in measurements if drive in one.rates]
     recent = {load: list(islice(((t, r) for t, one in found if (r := getattr(one, load))), RECENT)) for load in LOADS}
     times = [when for values in recent.values() for when, _ in values]

@@ -1,13 +1,14 @@
 """Bandwidth measurement of idle drives by the daemon.
 
-[Note: when a drive is idle] A drive is in use while a live rank has a path on it, while space on it is reserved, and
-when a rank has just asked for its profile, which is the first request of a starting run. Other users show up in the
-kernel's counters: more than `NOISE` per second is use. A measurement begins only after all of its drives have been idle
-for `measure.idle_seconds`, and ends at once when a run starts. If the counters then show more than the bytes of the
-measurement itself, another process was active and the measurement is discarded.
+[Note: when a drive is idle] A drive is in use while a live rank has a path on it or while space on it is reserved. It
+is also in use when a rank requests its profile, because that is the first request of a run that is starting. Other
+processes are detected through the operating system's I/O counters: a drive that transfers more than `NOISE` bytes per
+second is in use. A measurement starts only after all of its drives have been idle for `measure.idle_seconds`, and is
+stopped as soon as a run starts. If the counters increase by more than the bytes of the measurement itself, another
+process was using the drive, and the result is discarded.
 
-Each drive is measured alone and, if there are several, all of them together. Each measurement is repeated after
-`measure.every_seconds`.
+Each drive is measured alone. If there are several drives, they are also measured together. Measurements are repeated
+after `measure.every_seconds`.
 """
 
 from __future__ import annotations
@@ -35,55 +36,56 @@ from infinity_daemon.log import event
 from infinity_daemon.reservations import Owner, Reservations
 
 LOOK_SECONDS: Final = 1.0
-"""Interval between two checks for due measurements."""
+"""Interval between two checks for measurements that are due."""
 NOISE: Final = 4.0 * MIB
-"""Bytes per second that do not count as use of a drive: logs, and the file system's own work."""
+"""Throughput below which a drive counts as idle, in bytes per second; allows for logs and file system maintenance."""
 _FOREIGN_SHARE: Final = 0.1
-"""Bytes of other processes, as a fraction of a measurement's own bytes, that are too few to change its result."""
+"""Tolerated traffic of other processes, as a fraction of the bytes of the measurement."""
 _LEAST_SEEN: Final = 0.25
-"""Fraction of a measurement's bytes that the counters must show: one drive of several may see only a part."""
+"""Minimum fraction of the measured bytes that must reach the drive. It is below 1 because a file system may distribute
+them across several drives."""
 RUN_ID: Final = "infinityd"
-"""Run id of the space reservation during a measurement."""
+"""Run id under which the daemon reserves space for a measurement."""
 _POINTS: Final = points_of(list(Load), [MIB], [8])
-_PARTS: Final = 6  # per round: one file and two loads that write, for each drive alone and for all together
-_RESERVE_BESIDE: Final = 16 * MIB  # for the metadata of the file system
+_PARTS: Final = 6  # files written per round: the test file and two writing loads, both alone and together
+_RESERVE_BESIDE: Final = 16 * MIB  # additionally reserved for file system metadata
 _AGAIN_SECONDS: Final = 600.0
-"""Time until a failed measurement is retried. It doubles after each failure up to `measure.every_seconds`, because each
-try writes to the drive."""
+"""Time until a failed measurement is retried. It doubles after each failure, up to `measure.every_seconds`, because
+each attempt writes to the drive."""
 
 
 @dataclass(kw_only=True)
 class _Watched:
-    """Last known state of a drive."""
+    """State of a drive at the last check."""
 
     place: Place
     """First configured folder on the drive."""
     moved: int | None
-    """Bytes read and written since boot, or None if the kernel does not count them."""
+    """Bytes read and written since boot, or None if there are no counters for the drive."""
     looked: float
-    """Time of the last check, in monotonic seconds."""
+    """Monotonic time of the last check, in seconds."""
     idle_since: float
-    """Time at which the drive became idle, in monotonic seconds."""
+    """Monotonic time at which the drive became idle, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Foreign:
-    """Detect bytes that other processes moved on the drives of a measurement. Called after each of its parts."""
+    """Detect traffic of other processes on the measured drives. `look` is called after each part of a measurement."""
 
     places: Mapping[str, Place]
-    """Measured places, by path."""
+    """Location of each measured path."""
     moved: Callable[[Drive], int | None]
-    """Return the bytes moved by a drive since boot."""
+    """Function that returns the bytes read and written by a drive since boot."""
     before: dict[str, int | None] = field(default_factory=dict)
-    """Bytes moved by each path's drive at the end of the previous part."""
+    """Value of `moved` for the drive of each path, at the end of the previous part."""
     found: list[str] = field(default_factory=list)
-    """Names of drives that other processes have used."""
+    """Names of the drives on which other processes have been active."""
 
     def look(self, progress: Progress) -> None:
-        """Compare the bytes moved by the drives with the measured bytes.
+        """Compare the traffic of each drive with the traffic of the measurement.
 
         Raises:
-            InfinityError: if the bytes did not reach the drive, so that only memory was measured.
+            InfinityError: if most bytes did not reach the drive, so that memory was measured instead.
         """
         for path, place in self.places.items():
             before, now = self.before.get(path), self.moved(place.drive)
@@ -100,9 +102,10 @@ class _Foreign:
 
 
 class Measuring:
-    """Measure the drives of some folders. One thread calls `look` once a second; any thread may call `used` and `end`.
+    """Measure the drives on which `paths` are stored, while they are idle.
 
-    `settings` and `paths` are replaced when the settings are reloaded.
+    `look` is called once per second by a single thread; other methods are thread-safe. `settings` and `paths` are
+    replaced when the settings are reloaded.
     """
 
     def __init__(self, profiles: Profiles, reservations: Reservations, sysfs: Path = SYSFS) -> None:
@@ -110,22 +113,22 @@ class Measuring:
         self.paths: tuple[str, ...] = ()
         self._profiles, self._reservations, self._sysfs = profiles, reservations, sysfs
         self.owner = Owner(pid=os.getpid(), process_started=process_start(os.getpid()))
-        """Owner of the space reservations."""
-        self._tidied: set[str] = set()  # paths whose leftover files were removed; used by the thread
+        """Owner of the daemon's own space reservations."""
+        self._tidied: set[str] = set()  # paths in which leftover files have been removed; only used in `look`
         self._again: dict[frozenset[str], float] = {}
-        """Monotonic time from which drives (by identity) may be measured again; used by the thread."""
+        """Monotonic time before which a set of drives (by identity) is not measured again; only used in `look`."""
         self._tries: dict[frozenset[str], int] = {}
-        """Number of consecutive failed measurements of drives (by identity); used by the thread."""
-        self._said: set[str] = set()  # drives that are logged as not measurable; used by the thread
+        """Number of consecutive failed measurements of a set of drives (by identity); only used in `look`."""
+        self._said: set[str] = set()  # drives that have been logged as not measurable; only used in `look`
         self._lock = threading.Lock()
-        """Protects the following attributes; held only briefly."""
-        self._watched: dict[str, _Watched] = {}  # by drive name; filled and read by the thread
-        self._measured: frozenset[str] = frozenset()  # names of the drives that are being measured
+        """Protects the attributes below. Held only briefly."""
+        self._watched: dict[str, _Watched] = {}  # by drive name; only `look` adds entries
+        self._measured: frozenset[str] = frozenset()  # names of the drives being measured
         self._stop = threading.Event()  # stops the current measurement; each measurement has its own event
-        self._ended = False  # set by `end`: no further measurement begins
+        self._ended = False  # set by `end`, after which no measurement starts
 
     def used(self, drives: Iterable[str]) -> None:
-        """Record that runs are using these drives (by name), and stop a measurement of any of them."""
+        """Record that runs are using the drives with these names, and stop any measurement of them."""
         with self._lock:
             for name in drives:
                 if name in self._watched:
@@ -134,13 +137,13 @@ class Measuring:
                     self._stop.set()
 
     def end(self) -> None:
-        """Stop the current measurement and begin no other."""
+        """Stop the current measurement, and do not start another one."""
         with self._lock:
             self._ended = True
             self._stop.set()
 
     def look(self) -> None:
-        """Find idle drives and run a measurement that is due. Returns when it has ended."""
+        """Check which drives are idle, and run at most one measurement that is due. Blocks until it has finished."""
         settings, now = self.settings, time.monotonic()
         if not settings.enabled:
             return
@@ -153,7 +156,7 @@ class Measuring:
     def _watch(self, now: float) -> None:
         found: dict[str, Place] = {}
         for path in self.paths:
-            with suppress(OSError):  # reported by the collector of drives
+            with suppress(OSError):  # reported by the `devices` collector
                 place = locate(path, self._sysfs)
                 found.setdefault(place.drive.name, place)
                 if path not in self._tidied:
@@ -171,7 +174,7 @@ class Measuring:
                 one.place, one.moved, one.looked = place, moved, now
 
     def _targets(self) -> list[list[Place]]:
-        """Return the sets of places to measure: each drive alone, and all together."""
+        """Return the sets of drives to measure, by location: each drive alone, then all of them."""
         usable = []
         for name, one in self._watched.items():
             if one.place.in_memory or one.moved is None:
@@ -198,7 +201,7 @@ class Measuring:
     def _measure(self, target: Sequence[Place], settings: MeasureConfig) -> None:
         names = [place.drive.name for place in target]
         with self._lock:
-            if self._ended or not self._is_idle(target, settings):  # a run has started in the meantime
+            if self._ended or not self._is_idle(target, settings):  # a run has started since the check
                 return
             self._stop, self._measured = threading.Event(), frozenset(names)
         drives, said = _identities(target), {"devices": ",".join(names)}
@@ -220,14 +223,14 @@ class Measuring:
         finally:
             with self._lock:
                 self._measured = frozenset()
-                for place in target:  # bytes of the measurement itself do not count as use
+                for place in target:  # the measurement's own traffic does not count as use
                     self._watched[place.drive.name].moved = self._moved(place.drive)
                     self._watched[place.drive.name].looked = time.monotonic()
 
     def _results(
         self, target: Sequence[Place], settings: MeasureConfig
     ) -> tuple[list[str], dict[str, tuple[Measurement, ...]]]:
-        """Measure the drives. Return the drives that other processes used in the meantime, and the results by path."""
+        """Measure the drives. Return the drives on which other processes were active, and the results by path."""
         paths = [place.path for place in target]
         part = align_down(settings.most_bytes // _PARTS, MIB)
         foreign = _Foreign(places=dict(zip(paths, target, strict=True)), moved=self._moved)

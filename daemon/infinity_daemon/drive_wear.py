@@ -1,4 +1,4 @@
-"""Wear of drives: bytes written, rated endurance, and the health data that drives report."""
+"""Wear of drives, from bytes written, rated endurance and the health data that drives report."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from infinity_daemon.log import event
 
 DAY: Final = 86_400.0
 _ASK_SECONDS: Final = 600.0
-"""Interval between two reads of a drive's health log. The log counts whole percents, so it changes slowly."""
+"""Interval between two queries of a drive's health log, which changes slowly because it reports whole percentages."""
 _ANSWER_SECONDS: Final = 5.0
 _SAMPLE_SECONDS: Final = 60.0
 _WINDOW_SECONDS: Final = 3_600.0
 _DATA_UNIT_BYTES: Final = 512_000  # unit of the NVMe health log
 _MOST_PERCENT: Final = 255  # one byte in the NVMe health log; above 100, the rated life is exceeded
 
-# By program: its arguments before the device, and the paths in its output of the percentage of the rated life used.
+# For each program: its arguments before the device, and the possible locations of the percentage used in its output.
 _PROGRAMS: Final[Mapping[str, tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]]] = {
     "nvme": (("smart-log", "-o", "json"), (("percent_used",), ("percentage_used",))),
     "smartctl": (
@@ -42,7 +42,7 @@ _WRITTEN: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """Health data reported by a drive: fraction of its rated life used, and bytes written. None if unknown."""
+    """Health data reported by a drive: the used fraction of its rated life, and bytes written. None if unknown."""
 
     ratio: float | None = None
     written: int | None = None
@@ -53,44 +53,44 @@ class DriveWear:
     """Wear of a drive. Unknown values are None."""
 
     ratio: float | None
-    """Fraction of its rated life used, as reported by the drive."""
+    """Used fraction of the drive's rated life, as reported by the drive."""
     rated: int | None
-    """Rated endurance in bytes (TBW), as configured."""
+    """Configured rated endurance (TBW), in bytes."""
     bytes_per_second: float | None
-    """Bytes per second written by all processes in the last hour or since the daemon started."""
+    """Write rate of all processes over the last hour or since the daemon started, in bytes per second."""
     left: int | None
-    """Bytes left of the rated endurance."""
+    """Bytes that can be written before the rated endurance is reached."""
     days: float | None
-    """Days until the rated endurance is reached at this rate."""
+    """Days until the rated endurance is reached at this write rate."""
 
 
 class WearWatch:
-    """Track the wear of drives. Every scrape calls `look`. Threads may share an instance.
+    """Track the wear of drives. Thread-safe.
 
-    A separate thread reads health logs, one drive after the other, so that no caller waits for a drive.
+    A separate thread queries the health logs, one drive after another, so that callers never wait for a drive.
     """
 
     def __init__(self, endurance: Mapping[str, int], sysfs: Path = SYSFS) -> None:
-        """Start without drives.
+        """Initialize without drives.
 
         Args:
-            endurance: Rated endurance of each drive in bytes, by drive name.
-            sysfs: Root of sysfs.
+            endurance: Rated endurance in bytes, by drive name.
+            sysfs: Root folder of sysfs.
         """
         self.endurance = dict(endurance)
-        """Replaced when the settings are reloaded."""
+        """Rated endurance in bytes, by drive name. Replaced when the settings are reloaded."""
         self._sysfs = sysfs
         self._samples: dict[str, deque[tuple[float, int]]] = {}
-        """Samples of the last hour by drive, at most one per minute: monotonic seconds and bytes written since boot.
-        Protected by `_lock`."""
-        self._health: dict[str, Health] = {}  # by drive; protected by `_lock`
-        self._asked: dict[str, float] = {}  # monotonic time of the last health query by drive; protected by `_lock`
-        self._asking: threading.Thread | None = None  # current or last query thread; protected by `_lock`
+        """Samples of the last hour by drive name, at most one per minute: monotonic time in seconds, and bytes written
+        since boot. Protected by `_lock`."""
+        self._health: dict[str, Health] = {}  # by drive name; protected by `_lock`
+        self._asked: dict[str, float] = {}  # monotonic time of the last health query; likewise
+        self._asking: threading.Thread | None = None  # the last query thread; protected by `_lock`
         self._lock = threading.Lock()
-        """Held only briefly: no drive is queried under it."""
+        """Held only briefly: no drive is queried while it is held."""
 
     def look(self, drives: Iterable[Drive]) -> None:
-        """Take samples that are due, and start a query of the drives whose health data is out of date."""
+        """Take the samples that are due, and start to query drives whose health data is outdated. Call it regularly."""
         now = time.monotonic()
         drives = list(drives)
         with self._lock:
@@ -108,7 +108,7 @@ class WearWatch:
             return
         found = counters(drive, self._sysfs)
         if found is None or (samples and found.written < samples[-1][1]):
-            samples.clear()  # the name now belongs to another drive
+            samples.clear()  # a different drive now has this name
         if found is not None:
             samples.append((now, found.written))
         while len(samples) > 2 and now - samples[0][0] > _WINDOW_SECONDS:
@@ -131,7 +131,7 @@ class WearWatch:
             rate = (last - first) / (end - start)
         left = None
         if rated is not None:
-            # Bytes written before boot are known only if the drive reports them.
+            # Bytes written before the last boot are known only if the drive reports them.
             used = health.written if health.written is not None else samples[-1][1] if samples else 0
             if health.ratio is not None:
                 used = max(used, int(health.ratio * rated))
@@ -141,7 +141,7 @@ class WearWatch:
 
 
 def health_of(drive: Drive, sysfs: Path = SYSFS) -> Health:
-    """Return a drive's health data from sysfs, or else from `nvme` or `smartctl` if one is installed and permitted."""
+    """Return a drive's health data from sysfs or, if it is not there, from the program `nvme` or `smartctl`."""
     ratio = wear_ratio(drive, sysfs)
     if ratio is not None:
         return Health(ratio=ratio)
@@ -159,7 +159,7 @@ def _told_to(program: str, device: str) -> Health:
         return Health()
     before, places = _PROGRAMS[program]
     try:
-        # The exit status is ignored: smartctl sets bits in it for problems of the drive even if the output is complete.
+        # Ignore the exit status: smartctl uses it to report problems of the drive, even if the output is complete.
         done = subprocess.run(
             [path, *before, device], stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_SECONDS, check=False
         )
@@ -178,7 +178,7 @@ def _told_to(program: str, device: str) -> Health:
 
 
 def _number_at(tree: Any, place: tuple[str, ...]) -> int | None:
-    """Return the non-negative integer at a path in the output. Some programs write large numbers as strings."""
+    """Return the non-negative integer at a location in the output, or None. Large numbers may be given as strings."""
     for key in place:
         tree = tree.get(key) if isinstance(tree, dict) else None
     if isinstance(tree, str) and tree.isascii() and tree.isdigit() and len(tree) < 40:

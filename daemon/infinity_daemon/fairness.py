@@ -1,10 +1,10 @@
 """Bandwidth limits for runs that share a drive.
 
-The goal is weighted max-min fairness. Among the runs that are stalled on the drive, the one with the least bandwidth
-relative to its weight runs unlimited, and no other run may exceed it relative to its own weight. The bandwidth of the
-drive need not be known, no bandwidth is left unused, and a run that is alone is never limited. Limits move towards the
-goal by one twentieth per second (`Fairness.observe`), because a run that mostly computes is stalled only now and then:
-it gets the bandwidth it needs, and the other runs get the rest.
+The goal is weighted max-min fairness. Among the runs that are stalled on a drive, the *slowest run* is the one with the
+least bandwidth relative to its weight. It is not limited, and no other run may have more bandwidth relative to its own
+weight. It does not require the drive's bandwidth to be known, leaves no bandwidth unused, and never limits a run that
+has the drive to itself. Limits approach the goal by 5% per second, because a run that mostly computes is stalled
+only occasionally: it gets the bandwidth it needs, and the other runs get the rest.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ Rank = tuple[str, int]
 """Run id and rank."""
 
 SMOOTH_SECONDS: Final = 3.0
-"""Averaging time of a run's activity: a few passes of a short step."""
+"""Time constant for averaging a run's activity."""
 _WANTS: Final = 0.1
-"""Fraction of stalled time from which a run counts as needing more bandwidth."""
+"""A run needs more bandwidth if it is stalled for at least this fraction of the time."""
 _AHEAD: Final = 1.03
-"""Tolerated lead over the run with the least bandwidth, so that noise slows no run down."""
+"""Factor by which a run may exceed the slowest run, so that noise does not lead to limits."""
 _DOWN: Final = 0.95
 _UP: Final = 1.05
-"""Maximum change of a limit per second."""
+"""Minimum and maximum factor by which a limit changes per second."""
 _BEHIND: Final = 1.1
-"""Factor by which the limit of the run with the least bandwidth rises per second."""
+"""Factor by which the limit of the slowest run rises per second."""
 _UNUSED: Final = 0.8
-"""A limit of which a run uses less than this fraction has no effect. It is removed once no run needs more."""
+"""A limit has no effect if its run uses less than this fraction of it. It is removed once no run needs more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Activity of a rank since its start, from its stats file."""
+    """Cumulative activity of a rank since it started, from its stats file."""
 
     moved: Mapping[str, float]
     """Bytes read and written, by drive."""
@@ -48,59 +48,59 @@ class Usage:
 
 
 def usages(snapshots: Iterable[Snapshot], drive_of: Callable[[str], str | None]) -> dict[Rank, Usage]:
-    """Return the activity of the ranks of some stats files.
+    """Return the activity of each rank from its stats file.
 
     Args:
-        snapshots: Readings of the stats files.
-        drive_of: Function that returns the name of the drive of a path, or None.
+        snapshots: Snapshots of the stats files.
+        drive_of: Function that returns the name of the drive that stores a path, or None if unknown.
     """
     found: dict[Rank, Usage] = {}
     stalls, transfers = BY_NAME["stall_seconds_total"], BY_NAME["io_bytes_total"]
-    for page in snapshots:
-        devices = page.header.devices
-        drives = dict(zip(devices, map(drive_of, page.header.paths), strict=False))
+    for snapshot in snapshots:
+        devices = snapshot.header.devices
+        drives = dict(zip(devices, map(drive_of, snapshot.header.paths), strict=False))
         moved: dict[str, float] = defaultdict(float)
         for values in label_sets(transfers, devices):
             drive = drives.get(dict(zip(transfers.label_names, values, strict=True))["device"])
             if drive is not None:
-                moved[drive] += page.value_at(transfers, values)
-        stalled = sum(page.value_at(stalls, values) for values in label_sets(stalls, devices))
-        found[page.header.run_id, page.header.rank] = Usage(
-            moved=dict(moved), stalled=stalled, weight=page.header.weight
+                moved[drive] += snapshot.value_at(transfers, values)
+        stalled = sum(snapshot.value_at(stalls, values) for values in label_sets(stalls, devices))
+        found[snapshot.header.run_id, snapshot.header.rank] = Usage(
+            moved=dict(moved), stalled=stalled, weight=snapshot.header.weight
         )
     return found
 
 
 @dataclass(kw_only=True)
 class _Run:
-    """Averaged activity of a run on its drives. Changed by `Fairness.observe`."""
+    """Averaged activity of a run."""
 
     ranks: dict[int, Usage] = field(default_factory=dict)
-    """Last observed activity of the live ranks, by rank."""
+    """Last observed activity of each live rank."""
     rate: dict[str, float] = field(default_factory=dict)
-    """Bytes per second of all ranks together, by drive."""
+    """Total throughput of all ranks in bytes per second, by drive."""
     stalled: float = 0.0
-    """Fraction of time during which the most stalled rank was stalled."""
+    """Fraction of the time for which the most stalled rank was stalled."""
 
 
 class Fairness:
-    """Bandwidth limits of runs, computed from the traffic of their ranks. Used from the event loop only."""
+    """Computes the bandwidth limits of runs from the activity of their ranks. Only used on the event loop."""
 
     def __init__(self) -> None:
         self._runs: dict[str, _Run] = {}
-        """Runs with live ranks, by id."""
+        """Runs with live ranks, by run id."""
         self._observed = 0.0
-        """Time of the last observation, in monotonic seconds."""
+        """Monotonic time of the last observation, in seconds."""
         self._rates: dict[str, dict[str, float]] = {}
-        """Limits in bytes per second, by drive and run. Runs without a limit have no entry."""
+        """Limits in bytes per second, by drive and run id. Unlimited runs are absent."""
 
     def rates_of(self, run: str) -> dict[str, float]:
-        """Return the limits of each rank of a run in bytes per second, by drive; unlimited drives have no entry."""
+        """Return the limit for each rank of a run in bytes per second, by drive. Unlimited drives are absent."""
         ranks = len(self._runs[run].ranks) if run in self._runs else 1
         return {drive: rates[run] / ranks for drive, rates in self._rates.items() if run in rates}
 
     def observe(self, usages: Mapping[Rank, Usage], now: float) -> None:
-        """Record the activity of all live ranks until `now` (monotonic seconds), and adjust the limits."""
+        """Record the activity of all live ranks at the monotonic time `now`, in seconds, and adjust the limits."""
         passed, self._observed = now - self._observed, now
         ranks: dict[str, dict[int, Usage]] = defaultdict(dict)
         for (run, rank), usage in usages.items():
@@ -121,19 +121,19 @@ class Fairness:
 def next_rates(
     rates: Mapping[str, float], moving: Mapping[str, float], wanting: set[str], weights: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the limits on a drive one second later, in bytes per second by run. Runs without a limit have no entry.
+    """Return the limits on a drive for the next second, in bytes per second by run id. Unlimited runs are absent.
 
     Args:
         rates: Current limits.
-        moving: Current bytes per second of each run.
-        wanting: Runs that need more bandwidth.
-        weights: Weights of all runs in `moving`.
+        moving: Current throughput of each run, in bytes per second.
+        wanting: Ids of the runs that need more bandwidth.
+        weights: Bandwidth weight of each run in `moving`.
     """
     if len(moving) < 2:
         return {}
     served = {run: moving[run] / weights[run] for run in moving}
-    # Limits are raised before they are removed. Removal at once would let a run that lags by noise take the whole
-    # drive.
+    # Limits are raised before they are removed. If they were removed immediately, a run that is slowest only because
+    # of noise could use the entire drive.
     raised = {run: _UP * rate for run, rate in rates.items() if moving.get(run, 0.0) > _UNUSED * rate}
     if not wanting:
         return raised
@@ -142,14 +142,14 @@ def next_rates(
     for run in moving.keys() - {last}:
         target, rate = _AHEAD * served[last] * weights[run], rates.get(run)
         if rate is None and moving[run] <= target:
-            continue  # not ahead of its target
+            continue  # within its target
         before = moving[run] if rate is None else rate
         found[run] = min(max(target, _DOWN * before), _UP * before)
     return found
 
 
 def _average(run: _Run, ranks: dict[int, Usage], passed: float) -> None:
-    """Update a run's averages with the activity of its ranks in `passed` seconds. A new rank counts from now on."""
+    """Update a run's averages with the activity of its ranks in the last `passed` seconds, excluding new ranks."""
     both = [(run.ranks[rank], usage) for rank, usage in ranks.items() if rank in run.ranks]
     run.ranks = ranks
     if not both or passed <= 0:

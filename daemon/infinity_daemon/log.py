@@ -1,4 +1,4 @@
-"""Log lines in one format: time, level, event, then ``key=value`` pairs with values quoted if needed."""
+"""Structured logging: each line contains a time, a level, an event name and ``key=value`` pairs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PLAIN = re.compile(r"[\w./:+-]+")
 
 
 def event(level: int, name: str, **values: object) -> None:
-    """Write one line about an event."""
+    """Log an event with the given values."""
     _LOG.log(level, "%s", " ".join([name, *(f"{key}={_quoted(value)}" for key, value in values.items())]))
 
 

@@ -1,4 +1,4 @@
-"""`infinityd`, the daemon of a node."""
+"""Command line of `infinityd`."""
 
 from __future__ import annotations
 
@@ -18,36 +18,48 @@ def _daemon(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="Settings as TOML (docs/reference/daemon-settings.md). Options override it; SIGHUP reloads it."
+            help="TOML file with settings (docs/reference/daemon-settings.md). Options override it; SIGHUP reloads it."
         ),
     ] = None,
     runtime_folder: Annotated[
         str | None,
-        typer.Option("--runtime-dir", help="Folder of the stats files. [default: as telemetry.runtime_dir]"),
+        typer.Option(
+            "--runtime-dir",
+            help="Runtime folder that contains the stats files. [default: same as telemetry.runtime_dir]",
+        ),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="TCP port of the dashboard and /metrics; 0 for any. [default: 9470]"),
+        typer.Option(
+            min=0, max=65535, help="TCP port of the dashboard and /metrics; 0 for any free port. [default: 9470]"
+        ),
     ] = None,
     host: Annotated[
         str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses. [default: 127.0.0.1]")
     ] = None,
     token_file: Annotated[
-        str | None, typer.Option(help="File with the token that HTTP clients must send. [default: none]")
+        str | None,
+        typer.Option(help="File that contains the token that HTTP clients must send. [default: no token required]"),
     ] = None,
     device_path: Annotated[
         list[str] | None,
-        typer.Option(help="Folder on an NVMe drive to report; may be repeated. Drives of live ranks are found."),
+        typer.Option(
+            help="Folder on an NVMe drive to monitor; may be repeated. Drives used by live ranks are always monitored."
+        ),
     ] = None,
     socket: Annotated[
-        str | None, typer.Option(help="Unix socket for ranks. [default: infinityd.sock in the runtime folder]")
+        str | None,
+        typer.Option(
+            help="Path of the Unix socket for requests from ranks. [default: infinityd.sock in the runtime folder]"
+        ),
     ] = None,
     keep_dead_seconds: Annotated[
-        int | None, typer.Option(min=0, help="Time for which the metrics of a dead rank are served. [default: 900]")
+        int | None,
+        typer.Option(min=0, help="Time for which the metrics of a rank are exported after it has died. [default: 900]"),
     ] = None,
     version: Version = False,
 ) -> None:
-    """Serve the metrics of this node's ranks and drives, and answer requests of the ranks."""
+    """Serve metrics and a dashboard of this node's ranks and drives, and answer requests from ranks."""
     options: dict[str, Any] = {
         "stats_files.runtime_dir": runtime_folder,
         "stats_files.keep_dead_seconds": keep_dead_seconds,

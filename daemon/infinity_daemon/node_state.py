@@ -1,7 +1,7 @@
-"""State of the node as one tree, shown on the dashboard and served to programs at `/api/state`.
+"""State of the node as a JSON object, shown on the dashboard and served at `/api/state`.
 
-The daemon's sweep builds the state once per second from the same sources as the metrics. All viewers get the same text.
-Unknown values are left out of the tree and are not reported as 0.
+The daemon builds the state once per second from the same sources as the metrics, and serializes it once for all
+clients. Unknown values are omitted rather than reported as 0.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from infinity_daemon.reservations import Reservations
 from infinity_daemon.stats_files import Found
 
 _BEAT_SECONDS: Final = 5.0
-"""Maximum time between two messages of a stream, and maximum wait of a request for the first state."""
+"""Maximum time between two messages of a stream, and maximum time that a request waits for the first state."""
 
 
 class NodeState:
-    """Build the state and publish it to all viewers. `observe` has one caller at a time; other methods any thread."""
+    """Builds the state of the node and publishes it to all clients.
+
+    Calls of `observe` must not overlap; the other methods are thread-safe.
+    """
 
     def __init__(
         self,
@@ -33,29 +36,29 @@ class NodeState:
         drive_of: DriveOf,
         about: Callable[[], Mapping[str, object]],
     ) -> None:
-        """Start without a state.
+        """Initialize without a state.
 
         Args:
-            drives: Watched drives of the node.
+            drives: Monitored drives of the node.
             reservations: Space reservations of the node.
-            drive_of: Function that returns the name of the drive of a live rank's path, or None.
-            about: Function that returns the daemon's description of itself.
+            drive_of: Function that returns the name of the drive that stores a path, or None if unknown.
+            about: Function that returns information about the node and the daemon.
         """
         self._drives, self._reservations, self._about = drives, reservations, about
-        self._runs = Runs(drive_of)  # used by `observe` only
+        self._runs = Runs(drive_of)  # only used by `observe`
         self._news = threading.Condition()  # held only briefly, except while waiting for a new state
-        self._number = 0  # number of states so far; protected by `_news`
-        self._tree: Tree = {}  # the newest state; replaced, never modified; protected by `_news`
+        self._number = 0  # number of states built so far; protected by `_news`
+        self._tree: Tree = {}  # the current state; replaced, never modified; protected by `_news`
         self._text: tuple[int, bytes] = (0, b"")
-        """Number and text of a state. The text is built once, on first request; protected by `_news`."""
+        """Number and JSON text of a state. The text is built when it is first requested. Protected by `_news`."""
 
     def observe(self, found: Found, limits: Mapping[str, Mapping[str, float]], now: float) -> None:
         """Build a new state.
 
         Args:
-            found: Stats files of the node.
-            limits: Bandwidth limits of each rank in bytes per second, by run and drive, where a limit is set.
-            now: Current time in monotonic seconds.
+            found: Stats files on the node.
+            limits: Bandwidth limit per rank in bytes per second, by run id and drive. Unlimited drives are absent.
+            now: Current monotonic time in seconds.
         """
         unix = time.time()
         looked, drives = self._drives.found
@@ -84,7 +87,7 @@ class NodeState:
             self._news.notify_all()
 
     def now(self) -> Tree:
-        """Return the newest state without the long histories of runs; empty if there is no state yet."""
+        """Return the current state without the histories of the runs; empty if there is no state yet."""
         with self._news:
             tree = self._tree
         if not tree:
@@ -94,13 +97,14 @@ class NodeState:
         return now
 
     def text(self) -> bytes:
-        """Return the newest state as a one-line JSON object; empty if no state arrives within a few seconds."""
+        """Return the current state as a JSON object on one line. Wait up to a few seconds for the first one."""
         return self._after(0)[1] or b"{}"
 
     def texts(self) -> Iterator[bytes]:
-        """Yield the newest state and then each new one, or an empty text if none arrives for a while. Never ends.
+        """Yield the current state and each later one as JSON, endlessly. Yield an empty text after a while without a
+        state.
 
-        A slow reader misses states, because none are queued.
+        A slow client misses states, because states are not queued.
         """
         number = 0
         while True:
@@ -108,7 +112,7 @@ class NodeState:
             yield text
 
     def _after(self, number: int) -> tuple[int, bytes]:
-        """Wait for a state newer than `number` and return its number and text, or no text after a while."""
+        """Wait for a state newer than `number`, and return its number and text. The text is empty on timeout."""
         with self._news:
             if not self._news.wait_for(lambda: self._number > number, _BEAT_SECONDS):
                 return number, b""
@@ -118,6 +122,6 @@ class NodeState:
 
 
 def _with_runs(drive: Tree, runs: list[Tree], reserved: Mapping[str, int]) -> Tree:
-    """Return the tree of a drive with its reserved bytes and the traffic of runs, by run."""
+    """Return the figures for a drive with its reserved bytes and its traffic by run added."""
     moved = {run["id"]: run["drives"][drive["name"]] for run in runs if drive["name"] in run.get("drives", {})}
     return {**drive, "reserved": reserved.get(drive["name"], 0), "runs": moved}

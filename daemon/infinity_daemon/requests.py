@@ -1,14 +1,14 @@
-"""Requests over the Unix socket, and their answers.
+"""Handlers for requests over the Unix socket.
 
-A request is one JSON object on a line, and so is its answer: ``{"ok": true, …}`` or ``{"error": "…"}``.
+A request is a JSON object on one line. So is the response: ``{"ok": true, …}`` or ``{"error": "…"}``.
 
     {"op": "status"}
     {"op": "state"}                                                  current state, as shown on the dashboard
-    {"op": "bandwidth", "paths": ["…"]}                              bytes per second (or null) and wear, by path
-    {"op": "record_bandwidth", "rates": {"…": {"read": 1e9}}, "source": "run"}       of paths measured together
-    {"op": "reserve", "path": "…", "bytes": 1, "run_id": "…"}        until released or the caller is gone
+    {"op": "bandwidth", "paths": ["…"]}                              bandwidth profile (or null) and wear, by path
+    {"op": "record_bandwidth", "rates": {"…": {"read": 1e9}}, "source": "run"}       measured together
+    {"op": "reserve", "path": "…", "bytes": 1, "run_id": "…"}        until released, or until the client exits
     {"op": "release", "path": "…", "run_id": "…"}
-    {"op": "pace", "paths": ["…"], "run_id": "…"}                    limits in bytes per second, by path
+    {"op": "pace", "paths": ["…"], "run_id": "…"}                    bandwidth limits in bytes per second, by path
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ Answer = Mapping[str, object]
 _MAX_PATHS: Final = 64
 _MAX_BYTES: Final = (1 << 60) - 1
 _MAX_STALE: Final = 256
-"""Maximum number of stale runs in an answer."""
+"""Maximum number of stale runs in a response."""
 
 
 class Requests:
-    """Answer requests.
+    """Handles requests.
 
-    `about` returns the daemon's part of ``status``, `state` the answer to ``state``, and `rates_of` the limits of a
-    run. `used` is called with the names of the drives that a run is about to use.
+    `about` returns information about the daemon for ``status`` responses, and `state` returns the ``state`` response.
+    `rates_of` returns the bandwidth limits of a run. `used` is called with the names of drives that a run is about to
+    use.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Requests:
         self._known_paths, self._is_alive = known_paths, is_alive
         self._used, self._rates_of, self._about = used, rates_of, about
         self._wear, self._daily_share, self._stale, self._state = wear, daily_share, stale, state
-        # By op: the rule for its keys, and the method that handles it.
+        # For each op: the rule that validates its keys, and its handler.
         self._ops: dict[str, tuple[Rule, Callable[..., Awaitable[Answer]]]] = {
             "status": (record(), self._status),
             "state": (record(), self._now),
@@ -82,7 +83,7 @@ class Requests:
         }
 
     async def answer(self, line: bytes, owner: Owner) -> Answer:
-        """Return the answer to one line. Never raises, regardless of the line's contents."""
+        """Return the response to a request. Errors of any kind are returned, not raised."""
         try:
             tree = _parse(line)
             rule, act = self._ops[at("op", one_of(*self._ops), tree.pop("op", None))]
@@ -95,7 +96,7 @@ class Requests:
             return {"error": str(error)}
         except OSError as error:
             return {"error": f"{error.strerror or error}: {error.filename!r}" if error.filename else str(error)}
-        except Exception as error:  # a bug in a handler must not end the daemon or hang the client
+        except Exception as error:  # a bug in a handler must not stop the daemon or leave the client waiting
             event(logging.ERROR, "request.defect", reason=f"{type(error).__name__}: {error}")
             return {"error": f"internal error: {type(error).__name__}"}
 
@@ -106,14 +107,14 @@ class Requests:
             **self._about(),
             "ranks": [
                 {
-                    "run_id": page.header.run_id,
-                    "rank": page.header.rank,
-                    "world_size": page.header.world_size,
-                    "pid": page.header.pid,
-                    "status": page.status,
-                    "steps": page.value("steps_total"),
+                    "run_id": snapshot.header.run_id,
+                    "rank": snapshot.header.rank,
+                    "world_size": snapshot.header.world_size,
+                    "pid": snapshot.header.pid,
+                    "status": snapshot.status,
+                    "steps": snapshot.value("steps_total"),
                 }
-                for page in found.snapshots
+                for snapshot in found.snapshots
             ],
             "broken_stats_files": found.broken,
             "paths": [await asyncio.to_thread(self._describe, path) for path in paths],
@@ -181,7 +182,7 @@ class Requests:
 
     async def _record_bandwidth(self, _: Owner, rates: Mapping[str, Rates], source: str) -> Answer:
         if not 0 < len(rates) <= _MAX_PATHS:
-            raise ConfigError(f"rates of {len(rates)} paths were sent; send 1 to {_MAX_PATHS}")
+            raise ConfigError(f"the request contains rates for {len(rates)} paths; send 1 to {_MAX_PATHS}")
         drives = {path: (await asyncio.to_thread(locate, path)).drive for path in rates}
         by_drive: dict[str, Rates] = {}
         for path, drive in drives.items():  # paths on the same drive share its bandwidth
@@ -200,7 +201,7 @@ class Requests:
         return {"device": place.drive.name, "remaining_bytes": remaining}
 
     async def _pace(self, _: Owner, paths: Sequence[str], run_id: str) -> Answer:
-        rates = self._rates_of(run_id)  # by drive; empty for most runs, which avoids the lookup of their drives
+        rates = self._rates_of(run_id)  # by drive; usually empty, which avoids looking up the drives of the paths
         if not rates:
             return {"rates": {}}
         drives = {path: (await asyncio.to_thread(locate, path)).drive.name for path in paths}
@@ -217,7 +218,7 @@ _TEXT = printable(1, 4096)
 def _folder(value: Any) -> str:
     path: str = _TEXT(value)
     if not path.startswith("/"):
-        raise Mismatch(value, "must be an absolute path, because the daemon has another working folder")
+        raise Mismatch(value, "must be an absolute path, because the daemon has a different working directory")
     return path
 
 
@@ -238,7 +239,7 @@ def _described(profile: Profile | None, drive: Drive) -> Mapping[str, object] | 
 
 
 def _sum(first: Rates | None, second: Rates) -> Rates:
-    """Return the sum of two rates. A load that is unknown in one of them is unknown in the sum."""
+    """Return the sum of two rates. A load that was not measured in both is unknown (None) in the sum."""
     if first is None:
         return second
     both = {load: (getattr(first, load), getattr(second, load)) for load in LOADS}

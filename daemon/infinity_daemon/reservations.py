@@ -1,8 +1,9 @@
-"""Reservations of space on the drives, without any I/O.
+"""Bookkeeping of the drive space that ranks have reserved.
 
-A reservation is valid between the request for space and its allocation (`fallocate`): the sum of reservations on a file
-system never exceeds its free space. A rank releases its reservation once the space is allocated, because from then on
-the file system itself accounts for it (`infinity.daemon_client.NodeDaemon.space_reserved`).
+A rank reserves space before it allocates files (with `fallocate`), so that ranks that start at the same time do not
+claim the same free space: the reservations on a file system never exceed its free space. Once the files are allocated,
+the file system accounts for them, and the rank releases the reservation
+(`infinity.daemon_client.NodeDaemon.space_reserved`).
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from infinity.units import format_size
 
 _MAX_RESERVATIONS: Final = 4096
 _MOST_NAMED: Final = 3
-"""Maximum number of runs named in an error."""
+"""Maximum number of runs listed in an error message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
     """Owner of a reservation.
 
-    This is a process, identified by PID and start time (clock ticks since boot). If its PID is not visible here (`pid`
-    is 0, for a process in another container), it is the connection of the request.
+    The owner is a process, identified by its PID and start time (clock ticks since boot). If the PID is not visible to
+    the daemon (`pid` is 0), for example because the process is in another container, the owner is its connection.
     """
 
     pid: int
@@ -37,7 +38,7 @@ class Owner:
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """Space promised to an owner, in bytes."""
+    """Space reserved by an owner, in bytes."""
 
     owner: Owner
     run_id: str
@@ -46,21 +47,29 @@ class Reservation:
 
 
 class Reservations:
-    """Reservations of the node. Threads may share an instance."""
+    """All reservations on the node. Thread-safe."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple[Owner, str, str], Reservation] = {}
-        """By owner, run and path. Changed by the event loop and read by the exporter's threads, under `_lock`."""
+        """Reservations by owner, run id and path. Protected by `_lock`, because several threads use them."""
         self._lock = threading.Lock()  # held only briefly
 
     def reserve(self, owner: Owner, run_id: str, place: Place, size: int, free: int) -> int:
-        """Reserve `size` bytes at a place with `free` bytes left, and return the free bytes that remain.
+        """Reserve space and return the number of unreserved free bytes that remain on the file system.
 
-        A repeated request for the same owner, run and path replaces the earlier amount, so a retry is harmless.
+        A reservation replaces an earlier one for the same owner, run and path, so retrying is safe.
+
+        Args:
+            owner: Owner of the reservation.
+            run_id: Id of the run.
+            place: Location of the space.
+            size: Number of bytes to reserve.
+            free: Number of free bytes on the file system.
 
         Raises:
-            BudgetError: if `size` does not fit next to the other reservations on the file system, which the message
-            names. ConfigError: if there are too many reservations.
+            BudgetError: if the free space minus other reservations is less than `size`. The message lists the largest
+                reservations.
+            ConfigError: if there are too many reservations.
         """
         key = (owner, run_id, place.path)
         with self._lock:
@@ -70,18 +79,20 @@ class Reservations:
             if remaining < 0:
                 raise BudgetError(_no_room(place, size, free, here))
             if len(others) >= _MAX_RESERVATIONS:
-                raise ConfigError(f"the limit of {_MAX_RESERVATIONS} reservations is reached; release some")
+                raise ConfigError(
+                    f"the limit of {_MAX_RESERVATIONS} reservations is reached; wait until other runs have started"
+                )
             self._entries[key] = Reservation(owner=owner, run_id=run_id, place=place, size=size)
             return remaining
 
     def release(self, owner: Owner, run_id: str, path: str) -> int:
-        """End the owner's reservation for a run and path, and return its size, or 0 if it does not exist."""
+        """Release a reservation and return its size in bytes, or 0 if it does not exist."""
         with self._lock:
             entry = self._entries.pop((owner, run_id, path), None)
             return entry.size if entry else 0
 
     def expire(self, is_alive: Callable[[Owner], bool]) -> list[Reservation]:
-        """End and return the reservations of owners that no longer exist."""
+        """Release and return the reservations of owners that no longer exist."""
         with self._lock:
             gone = {key: entry for key, entry in self._entries.items() if not is_alive(entry.owner)}
             for key in gone:
@@ -108,7 +119,7 @@ def _no_room(place: Place, size: int, free: int, others: Sequence[Reservation]) 
     largest = sorted(by_run.items(), key=lambda pair: -pair[1])
     named = [f"{format_size(of)} reserved by run {run}" for run, of in largest[:_MOST_NAMED]]
     if len(largest) > _MOST_NAMED:
-        named.append(f"{format_size(sum(of for _, of in largest[_MOST_NAMED:]))} by others")
+        named.append(f"{format_size(sum(of for _, of in largest[_MOST_NAMED:]))} by other runs")
     taken = f", of which {', '.join(named)}" if named else ""
     return (
         f"{place.path} has {format_size(free)} free{taken}, but this run needs {format_size(size)} more. Free "

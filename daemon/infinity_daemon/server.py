@@ -1,4 +1,4 @@
-"""Unix socket server: one per node, with verified peers and limits on message size, clients and waiting time."""
+"""Unix socket server. It checks the user of each client, and limits message sizes, clients and waiting times."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 class SocketServer:
-    """Answer lines of JSON with `answer`. `message_seconds` limits the time of a message from its first byte on.
+    """Server that answers each line with the JSON object that `answer` returns for it.
 
-    Everything runs on the event loop, so there is no lock: code between two awaits is not interrupted. `start` takes
-    the lock file, binds the name, and listens. `stop` disconnects all clients, removes the name, and releases the lock
-    last.
+    A message must be complete within `message_seconds` of its first byte. All code runs on the event loop, so no thread
+    lock is needed. `start` locks the lock file, binds the socket and listens. `stop` disconnects all clients, removes
+    the socket and then releases the lock.
     """
 
     def __init__(
@@ -50,17 +50,17 @@ class SocketServer:
         self._path, self._answer = path, answer
         self._message_seconds, self._idle_seconds = message_seconds, idle_seconds
         self._clients: dict[int, asyncio.Task[None]] = {}
-        """Tasks of the connected clients, by connection number; also read by `is_alive` on the event loop."""
-        self._numbers = itertools.count(1)  # connection numbers; 0 means none
-        self._server: asyncio.Server | None = None  # between `start` and `stop`
+        """Tasks of the connected clients, by connection number."""
+        self._numbers = itertools.count(1)  # connection numbers; 0 means no connection
+        self._server: asyncio.Server | None = None  # not None between `start` and `stop`
         self._lock = -1  # descriptor of the lock file, locked between `start` and `stop`
 
     async def start(self) -> None:
-        """Bind the socket and listen. A stale socket is replaced.
+        """Bind the socket and listen. Replace the socket if no process is listening on it.
 
         Raises:
-            FolderBusyError: if a live process holds the socket. The message names it.
-            ConfigError: if the path cannot be used.
+            FolderBusyError: if another process uses the socket. The message contains its PID.
+            ConfigError: if the socket cannot be created.
         """
         if len(os.fsencode(self._path)) > _MAX_SOCKET_PATH:
             raise ConfigError(
@@ -92,7 +92,7 @@ class SocketServer:
         self._server = None
 
     def is_alive(self, owner: Owner) -> bool:
-        """Return whether the owner's process, or the connection that represents it, still exists."""
+        """Return ``True`` if the owner's process, or the connection that represents it, still exists."""
         if owner.pid:
             return bool(owner.process_started) and process_start(owner.pid) == owner.process_started
         return owner.connection in self._clients
@@ -101,23 +101,25 @@ class SocketServer:
         number, task = next(self._numbers), asyncio.current_task()
         try:
             if len(self._clients) >= MAX_CLIENTS or task is None:
-                await self._send(writer, {"error": f"too many clients; the limit is {MAX_CLIENTS}"})
+                await self._send(
+                    writer, {"error": f"too many clients; at most {MAX_CLIENTS} may be connected at the same time"}
+                )
                 return
             self._clients[number] = task
             await self._serve(reader, writer, number)
         except (OSError, TimeoutError, asyncio.CancelledError):
-            pass  # the client is gone or silent, or the daemon is stopping
+            pass  # the client has disconnected or timed out, or the daemon is stopping
         finally:
             self._clients.pop(number, None)
-            if writer.transport.get_write_buffer_size():
-                writer.transport.abort()  # the client does not read: closing would wait for it and keep its descriptor
+            if writer.transport.get_write_buffer_size():  # the client does not read, and `close` would wait for it
+                writer.transport.abort()
             writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
         pid, uid = peer_of(writer.get_extra_info("socket"))
         if not trusted(uid):
-            event(logging.WARNING, "client.refused", uid=uid, pid=pid)
-            await self._send(writer, {"error": f"uid {uid} is not permitted to use this daemon"})
+            event(logging.WARNING, "client.rejected", uid=uid, pid=pid)
+            await self._send(writer, {"error": f"user id {uid} is not permitted to use this daemon"})
             return
         owner = Owner(pid=pid, process_started=process_start(pid), connection=0 if pid else number)
         while True:
@@ -132,14 +134,14 @@ class SocketServer:
             if not line:
                 return
             if not line.endswith(b"\n"):
-                await self._send(writer, {"error": "the message ends without a newline"})
+                await self._send(writer, {"error": "the message does not end with a newline"})
                 return
             await self._send(writer, await self._answer(line, owner))
 
     async def _read_line(self, reader: asyncio.StreamReader, idle_seconds: float | None) -> bytes:
-        """Return one line, or an empty one at the end. A connection may be idle, but a message must be completed."""
+        """Return one line, or an empty one on disconnection. `idle_seconds` limits the wait for the first byte."""
         try:
-            # Not wait_for: before Python 3.12, it loses a cancellation that coincides with the end of the read.
+            # Before Python 3.12, wait_for loses a cancellation that coincides with the end of the read.
             async with asyncio.timeout(idle_seconds):
                 first = await reader.readexactly(1)
         except asyncio.IncompleteReadError:
@@ -156,17 +158,17 @@ class SocketServer:
 
 
 def peer_of(connected: socket.socket | TransportSocket) -> tuple[int, int]:
-    """Return PID (0 if it is not visible from here) and uid of the peer, as reported by the kernel."""
+    """Return the PID (0 if not visible to this process) and the user id of the peer."""
     answer = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(answer)
     return pid, uid
 
 
 def _claim(path: Path) -> int:
-    """Lock a socket's path for this process and return the descriptor of the lock file.
+    """Lock the path of the socket, and return the descriptor of the lock file.
 
-    The lock, not the socket, decides: two daemons that start at once cannot both find the socket stale. The lock file
-    stays when the daemon ends, because removing it would let two processes lock two different files.
+    The lock ensures that two daemons that start at the same time do not both replace a stale socket. The lock file is
+    never removed, because otherwise two processes could lock two different files with this name.
     """
     name = path.with_name(path.name + ".lock")
     try:
@@ -178,7 +180,7 @@ def _claim(path: Path) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
-            raise FolderBusyError(f"socket {str(path)!r} is held by another infinityd, pid {holder}") from error
+            raise FolderBusyError(f"socket {str(path)!r} is in use by another infinityd (pid {holder})") from error
         _remove_stale(path)
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
@@ -189,7 +191,7 @@ def _claim(path: Path) -> int:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove a socket without a listener. Raises FolderBusyError if it has one, ConfigError if it is not a socket."""
+    """Remove a stale socket. Raises `FolderBusyError` if a process uses it, `ConfigError` if it is a different file."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise ConfigError(f"{str(path)!r} exists and is not a socket; remove it or choose another --socket")
@@ -204,6 +206,6 @@ def _remove_stale(path: Path) -> None:
             event(logging.INFO, "socket.stale", path=path)
             return
         except OSError as error:
-            raise FolderBusyError(f"socket {str(path)!r} cannot be probed: {error}") from error
+            raise FolderBusyError(f"cannot determine whether socket {str(path)!r} is in use: {error}") from error
         pid, _ = peer_of(probe)
-        raise FolderBusyError(f"socket {str(path)!r} is held by a live process, pid {pid}")
+        raise FolderBusyError(f"socket {str(path)!r} is in use by another process (pid {pid})")

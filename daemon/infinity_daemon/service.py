@@ -1,4 +1,4 @@
-"""The running daemon: construction, main loop and orderly shutdown of its parts."""
+"""Construction, main loop and shutdown of the daemon."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ _MOST_TOKEN: Final = 4096
 
 
 async def run(config: DaemonConfig, load: Callable[[], DaemonConfig]) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Run the daemon until SIGTERM or SIGINT.
 
     Args:
         config: Settings of the daemon.
-        load: Function that reads the settings again, for SIGHUP.
+        load: Function that reads the settings again on SIGHUP.
 
     Raises:
-        ConfigError: if a folder, port, socket or token cannot be used.
-        FolderBusyError: if another daemon holds the socket.
+        ConfigError: if a folder, the port, the socket or the token file cannot be used.
+        FolderBusyError: if another daemon uses the socket.
     """
     token = _token(config.server.token_file)
     _make_folder(config.runtime_dir, "runtime folder", "--runtime-dir")
@@ -64,7 +64,7 @@ async def run(config: DaemonConfig, load: Callable[[], DaemonConfig]) -> None:
 
 
 class Daemon:
-    """All parts of a daemon, and the settings they use. Call `serve` once after construction."""
+    """Daemon of a node. Call `serve` once to run it."""
 
     def __init__(self, config: DaemonConfig, token: str, state: Path) -> None:
         self._config, self._token = config, token
@@ -110,21 +110,21 @@ class Daemon:
             state=self._state.now,
         )
         self._server = SocketServer(config.socket, requests.answer)
-        self._port = 0  # TCP port of the metrics, once they are served
+        self._port = 0  # TCP port of the HTTP server, or 0 before it is started
         self._apply(config)
 
     def _about(self) -> dict[str, object]:
-        """Return the daemon's description of itself."""
+        """Return information about the daemon for ``status`` responses and ``/healthz``."""
         about: dict[str, object] = {"version": __version__, "pid": os.getpid(), "started": self._started}
         return {**about, "metrics_port": self._port, "collectors": self._collection.health}
 
     def _about_node(self) -> dict[str, object]:
-        """Return the description of node and daemon for the dashboard."""
+        """Return information about the node and the daemon for the dashboard."""
         about: dict[str, object] = {"host": socket.gethostname(), "version": __version__, "started": self._started}
         return {**about, "collectors": self._collection.health}
 
     def _worn(self, drive: Drive) -> DriveWear:
-        """Return the wear of a drive. Takes a sample first, because there may be no scrapes."""
+        """Return the wear of a drive, after taking a sample in case the daemon is not being scraped."""
         self._wear.look([drive])
         return self._wear.of(drive)
 
@@ -132,7 +132,7 @@ class Daemon:
         return self._fairness.rates_of(run) if self._config.fairness.enabled else {}
 
     def _apply(self, config: DaemonConfig) -> None:
-        """Apply these settings to the parts, except settings that are used at the start only."""
+        """Apply the settings that can change while the daemon is running."""
         self._config = config
         self._stats_files.keep = {
             "dead": config.stats_files.keep_dead_seconds,
@@ -148,17 +148,22 @@ class Daemon:
             config = load()
             self._apply(config)
         except (InfinityError, OSError) as error:
-            event(logging.ERROR, "config.refused", reason=str(error))
+            event(logging.ERROR, "config.rejected", reason=str(error))
             return
         kept = [
             name for name in ("server", "runtime_dir", "state_dir") if getattr(config, name) != getattr(before, name)
         ]
         event(logging.INFO, "config.read")
         if kept:
-            event(logging.WARNING, "config.restart", changed=",".join(kept), reason="restart infinityd to apply these")
+            event(
+                logging.WARNING,
+                "config.restart",
+                changed=",".join(kept),
+                reason="restart infinityd to apply these settings",
+            )
 
     async def serve(self, load: Callable[[], DaemonConfig]) -> None:
-        """Serve until SIGTERM or SIGINT. On SIGHUP, apply the settings that `load` returns. Raises as `run`."""
+        """Run until SIGTERM or SIGINT. SIGHUP applies the settings from `load`. Raises the same exceptions as `run`."""
         await asyncio.to_thread(self._profile.load)
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -181,7 +186,7 @@ class Daemon:
         event(logging.INFO, "stopped")
 
     async def _work_until(self, stop: asyncio.Event) -> None:
-        """Run the background work until `stop` is set."""
+        """Run the background threads and the main loop until `stop` is set."""
         threads = [
             Background("measure", self._measuring.look, drive_measurement.LOOK_SECONDS),
             Background("stale", self._stale.look, stale.LOOK_SECONDS),
@@ -196,31 +201,34 @@ class Daemon:
                 await asyncio.to_thread(thread.close)
 
     async def _sweep_until(self, stop: asyncio.Event) -> None:
-        """Expire reservations of dead ranks, remove old stats files and adjust limits, until `stop` is set."""
+        """Update reservations, stats files, bandwidth limits and the state once per second, until `stop` is set."""
         while not stop.is_set():
             for entry in self._reservations.expire(self._server.is_alive):
                 event(logging.INFO, "space.expired", run=entry.run_id, bytes=entry.size, pid=entry.owner.pid)
             found = await asyncio.to_thread(self._stats_files.scan)
-            live = [page for page in found.snapshots if page.alive]
+            live = [snapshot for snapshot in found.snapshots if snapshot.alive]
             now = time.monotonic()
             used = await asyncio.to_thread(usages, live, _drive_of)
             self._fairness.observe(used, now)
             self._measuring.used({drive for usage in used.values() for drive in usage.moved} | self._reserved())
-            self._drives.paths = (*self._config.drives.paths, *(path for page in live for path in page.header.paths))
-            limits = {run: self._rates_of(run) for run in {page.header.run_id for page in live}}
+            self._drives.paths = (
+                *self._config.drives.paths,
+                *(path for snapshot in live for path in snapshot.header.paths),
+            )
+            limits = {run: self._rates_of(run) for run in {snapshot.header.run_id for snapshot in live}}
             await asyncio.to_thread(self._state.observe, found, limits, now)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _SWEEP_SECONDS)
 
     def _reserved(self) -> set[str]:
-        """Return the drives on which runs have reserved space."""
+        """Return the names of drives on which runs have reserved space."""
         own = self._measuring.owner
         return {entry.place.drive.name for entry in self._reservations.entries() if entry.owner != own}
 
 
 @lru_cache(maxsize=256)
 def _drive_of(path: str) -> str | None:
-    """Return the name of the drive of a live rank's path. It cannot change while the rank lives, so it is cached."""
+    """Return the name of the drive that stores a path, or None. Cached: it cannot change while a rank is live."""
     try:
         return locate(path).drive.name
     except (OSError, ValueError):
@@ -228,26 +236,27 @@ def _drive_of(path: str) -> str | None:
 
 
 def _token(file: str) -> str:
-    """Return the token in a file, or an empty string if no file is configured. Raises `ConfigError`."""
+    """Return the token in a file, or an empty string if `file` is empty. Raises `ConfigError`."""
     if not file:
         return ""
     try:
         if os.stat(file).st_mode & 0o077:
-            raise ConfigError(f"server.token_file: {file!r} is readable by other users; run chmod 600 on it")
+            raise ConfigError(f"server.token_file: {file!r} is readable by other users; run `chmod 600` on it")
         token = read_own(os.path.realpath(file), _MOST_TOKEN).decode().strip()
     except OSError as error:
         raise ConfigError(f"server.token_file: {file!r} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"server.token_file: {file!r} is not text") from error
+        raise ConfigError(f"server.token_file: {file!r} is not a text file") from error
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
-            f"server.token_file: {file!r} must contain one ASCII word; create one with `openssl rand -hex 32`"
+            f"server.token_file: {file!r} must contain one word of ASCII characters; create one with "
+            "`openssl rand -hex 32`"
         )
     return token
 
 
 def _state_folder(config: DaemonConfig) -> Path:
-    """Create the state folder and return it. If the default folder cannot be used, return the runtime folder."""
+    """Create and return the state folder. If the default state folder cannot be used, return the runtime folder."""
     try:
         _make_folder(config.state_dir, "state folder", "measure.state_dir")
     except ConfigError as error:
@@ -263,7 +272,7 @@ def _make_folder(folder: Path, what: str, setting: str) -> None:
         own_folder(folder, parents=True)
     except OSError as error:
         raise ConfigError(
-            f"{what} {str(folder)!r} cannot be used: {error.strerror}; choose another {setting}"
+            f"{what} {str(folder)!r} cannot be used: {error.strerror}; set a different {setting}"
         ) from error
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"{what} {str(folder)!r} is not writable by your user; choose another {setting}")
+        raise ConfigError(f"{what} {str(folder)!r} is not writable by your user; set a different {setting}")

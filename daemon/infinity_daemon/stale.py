@@ -1,10 +1,10 @@
-"""Stale runs, which have no live process: their size on the drives, and their optional removal.
+"""Detection and optional removal of stale runs, which are runs without a live process.
 
-[Note: what a removal loses] A run without a checkpoint cannot be resumed, so its removal loses nothing. A run with a
-checkpoint is all that is left of a training, and only its user knows whether it is still needed. The two kinds
-therefore have separate settings, and neither is removed by default. Anything that looks like a checkpoint counts as
-one, because on drives of several nodes the missing manifests or the run's first folder may be on another node. If a
-folder of a run is not among the daemon's paths, or the run belongs to another user, the run is only listed.
+[Note: removal of stale runs] A run without a checkpoint cannot be resumed, so removing it loses nothing. A run with a
+checkpoint may be all that is left of a training run, and only its user knows whether it is still needed. The two kinds
+therefore have separate settings, and neither is removed by default. A run counts as checkpointed if there is any sign
+of a checkpoint or its first folder is missing, because that folder may be on a different node. A run is only reported,
+and never removed, if one of its folders is not among the daemon's paths or if it belongs to a different user.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from infinity_daemon.log import event
 LOOK_SECONDS: Final = 60.0
 """Interval between two searches for stale runs."""
 _SURE_SECONDS: Final = 600.0
-"""Time for which the daemon itself must have seen the run unheld, because file times depend on the clock."""
+"""Minimum time for which the daemon must have observed that a run is unused, because file times depend on the clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StaleRun:
-    """A run that no process holds."""
+    """Run that no process uses."""
 
     run_id: str
     roots: tuple[Path, ...]
-    """Folders of the run that were found, in the order of the run."""
+    """Folders of the run that were found, in the order of the run's paths."""
     complete: bool
-    """Whether all folders of the run were found."""
+    """``True`` if all folders of the run were found."""
     checkpointed: bool
-    """Whether the run has, or may have, a checkpoint."""
+    """``True`` if the run may have a checkpoint. [Note: removal of stale runs]"""
     nbytes: int
     """Bytes used on the drives."""
     by_drive: Mapping[str, int]
-    """Bytes used by drive name. The drive of the first folder comes first."""
+    """Bytes used on each drive, by drive name. The drive of the first folder comes first."""
     changed: float
-    """Unix time of the last change of a file or folder of the run."""
+    """Unix time at which a file or folder of the run was last modified."""
 
 
 class StaleRuns:
-    """Stale runs in some folders. One thread calls `look`; other threads read `found` and `drives`.
+    """Stale runs in `paths`. One thread calls `look`; other threads may read `found` and `drives`.
 
     `settings` and `paths` are replaced when the settings are reloaded.
     """
@@ -61,14 +61,14 @@ class StaleRuns:
         self.settings = StaleConfig()
         self.paths: tuple[str, ...] = ()
         self.found: tuple[StaleRun, ...] = ()
-        """Result of the last search, oldest first; replaced as a whole."""
+        """Stale runs found by the last search, oldest first. Replaced as a whole, because other threads read it."""
         self.drives: frozenset[str] = frozenset()
-        """Names of the searched drives; replaced as a whole."""
+        """Names of the searched drives. Only replaced as a whole, because other threads read it."""
         self._since: dict[str, float] = {}
-        """Monotonic time at which each run was first seen unheld; used by the thread."""
+        """Monotonic time at which each run was first observed to be unused. Only used in `look`."""
 
     def look(self) -> None:
-        """Search for stale runs, and remove those that are due."""
+        """Search for stale runs, and remove runs that the settings allow to be removed."""
         known = {os.fspath(Path(path)): _drive(path) for path in self.paths}
         drives = {path: drive for path, drive in known.items() if drive is not None}
         now = time.monotonic()
@@ -87,14 +87,14 @@ class StaleRuns:
         return time.time() - run.changed >= grace and now - self._since[run.run_id] >= min(grace, _SURE_SECONDS)
 
     def _remove(self, run: StaleRun, drives: Mapping[str, str]) -> bool:
-        """Remove a run if it is unchanged. Return ``True`` if it was removed."""
+        """Remove a run unless it has changed since it was found. Return ``True`` if it was removed."""
         said = {"run": run.run_id, "bytes": run.nbytes, "checkpointed": run.checkpointed}
         try:
             with no_starts([root.parent for root in run.roots]):
-                if run not in _stale(drives):  # resumed or removed in the meantime
+                if run not in _stale(drives):  # resumed or removed since the search
                     return False
                 RunFolder(run.run_id, run.roots).remove()
-        except FolderBusyError:  # a run is starting there; try again at the next search
+        except FolderBusyError:  # a run is starting in a folder; the next search tries again
             return False
         except (ConfigError, OSError) as error:
             event(logging.WARNING, "stale.kept", **said, reason=str(error))
@@ -104,9 +104,9 @@ class StaleRuns:
 
 
 def _stale(drives: Mapping[str, str]) -> Iterator[StaleRun]:
-    """Yield the stale runs in folders, given as a mapping from folder to drive name."""
+    """Yield the stale runs in some folders. `drives` maps each folder to the name of its drive."""
     for run in look_for_runs([path for path in drives if os.access(path, os.R_OK | os.X_OK)])[0]:
-        with suppress(OSError, ConfigError):  # removed in the meantime, or its locks cannot be read
+        with suppress(OSError, ConfigError):  # the run has been removed, or its locks cannot be read
             if holder_of(RunFolder(run.run_id, run.in_order)) is None:
                 yield _described(run, drives)
 
@@ -140,7 +140,7 @@ def _may_have_checkpoints(checkpoints: Path) -> bool:
 
 
 def _files(root: Path) -> Iterator[os.stat_result]:
-    """Yield the status of a folder and of everything in it, without following links. Raises `OSError`."""
+    """Yield the status of a folder and of all files and folders in it, without following links. Raises `OSError`."""
     places = [root]
     while places:
         place = places.pop()
@@ -163,7 +163,7 @@ def _owner(root: Path) -> int | None:
 
 
 def by_drive(drives: Iterable[str], runs: Sequence[StaleRun]) -> dict[str, tuple[int, int]]:
-    """Return number and bytes of stale runs by drive. A run is counted on the drive of its first folder."""
+    """Return the number and total bytes of stale runs by drive name. A run counts for the drive of its first folder."""
     found = {drive: (0, 0) for drive in drives}
     for run in runs:
         for number, (drive, nbytes) in enumerate(run.by_drive.items()):

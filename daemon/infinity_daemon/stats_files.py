@@ -1,4 +1,4 @@
-"""Stats files in a runtime folder: detection of live and dead ranks, and removal of old files."""
+"""Reading of the stats files in a runtime folder, and removal of old ones."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ _DRAFT = re.compile(r"\..+\.stats\.\d+")
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Contents of the folder: readable stats files, and the number of unreadable ones."""
+    """Snapshots of the readable stats files in the runtime folder, and the number of unreadable ones."""
 
     snapshots: tuple[Snapshot, ...]
     broken: int
 
 
 class StatsFiles:
-    """Read the folder at every `scan`, and remember since when each rank is gone. Threads may share an instance."""
+    """Stats files in a runtime folder. Each `scan` reads them and removes old ones. Thread-safe."""
 
     def __init__(self, folder: Path, keep_dead_seconds: float, keep_ended_seconds: float) -> None:
-        """Start without reading the folder.
+        """Initialize without reading the folder.
 
         Args:
-            folder: The runtime folder.
-            keep_dead_seconds: Time for which the file of a dead rank is served.
-            keep_ended_seconds: Time for which the file of an ended rank is served. Allow for two scrapes.
+            folder: Runtime folder.
+            keep_dead_seconds: Time for which the file of a rank is kept after it has died.
+            keep_ended_seconds: Time for which the file of a rank is kept after it has ended; at least two scrapes.
         """
         self._folder = folder
         self.keep = {"dead": keep_dead_seconds, "ended": keep_ended_seconds}
-        """Seconds by status; replaced when the settings are reloaded."""
+        """Time for which files are kept in seconds, by status. Replaced when the settings are reloaded."""
         self._gone_since: dict[tuple[int, int, Status], float] = {}
-        """Monotonic time at which a scan first found a file with a final status, by device and inode; protected by
-        `_lock`."""
+        """Monotonic time at which a scan first found a file with its final status, by device, inode and status.
+        Protected by `_lock`."""
         self._complained: dict[Path, str] = {}
-        """Logged errors by file, so that each is logged once; protected by `_lock`."""
-        self._lock = threading.Lock()  # one scan at a time: threads of the event loop and of the exporter call `scan`
+        """Last logged error of each file, so that it is logged only once. Protected by `_lock`."""
+        self._lock = threading.Lock()  # several threads call `scan`; held during each call
 
     def scan(self) -> Found:
-        """Return all stats files, after removing the files of ranks that exited too long ago."""
+        """Remove the files of ranks that exited too long ago, and return the others."""
         with self._lock:
             return self._scan()
 
@@ -79,7 +79,7 @@ class StatsFiles:
         return Found(snapshots=tuple(snapshots), broken=len(complained))
 
     def _remove_drafts(self) -> None:
-        """Remove drafts that a killed rank left before it renamed them."""
+        """Remove temporary files of ranks that were killed before they could rename them."""
         with contextlib.suppress(OSError):
             for path in self._folder.iterdir():
                 if _DRAFT.fullmatch(path.name):
@@ -90,4 +90,4 @@ class StatsFiles:
 
 def _remove(path: Path, about: os.stat_result) -> None:
     if remove_stats_file(path, about):
-        event(logging.INFO, "page.removed", file=path.name)
+        event(logging.INFO, "stats_file.removed", file=path.name)

@@ -1,4 +1,4 @@
-"""Web pages of the daemon: the dashboard, and the state that it shows."""
+"""HTTP routes of the dashboard and of the state that it shows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _FILES: Final = {
     **{f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in ("page", "chart", "units")},
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-"""File in `site` and its media type, by path."""
+"""File in the folder `site` and its media type, by URL path."""
 _HEADERS: Final = (
-    # Only files from `site` are loaded or executed, regardless of the texts on the dashboard.
+    # Browsers only load and execute files from `site`, regardless of the text that the dashboard shows.
     (
         "Content-Security-Policy",
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -31,7 +31,7 @@ _HEADERS: Final = (
 
 
 def routes(state: NodeState) -> Mapping[str, Route | Stream]:
-    """Return the routes of the dashboard (public, without data) and of the state: `/api/state` and `/api/events`."""
+    """Return the routes of the dashboard files (public) and of the state (`/api/state` and `/api/events`)."""
 
     def now(_: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         start("200 OK", [("Content-Type", "application/json"), ("Cache-Control", "no-store")])

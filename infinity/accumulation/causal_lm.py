@@ -1,4 +1,4 @@
-"""Sliced head and loss of causal language models of transformers."""
+"""Sliced LM head and loss for transformers causal language models."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _OF_THE_LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 
 
 class SlicedCausalLM(SlicedForward):
-    """Forward of a causal language model of transformers that runs head and loss slice by slice if labels are given.
+    """Forward of a transformers causal language model that runs the LM head and the loss slice by slice.
 
-    A slice consists of rows, as in layers, or of `tokens` tokens from any rows, because the logits and the loss of a
-    token do not depend on other tokens. If the model already has a forward of this class, its number of tokens per
-    slice is kept.
+    It does so only if labels are given. A slice consists of batch rows, as in the layers, or of `tokens` tokens from
+    any rows, because the logits and the loss of a token do not depend on other tokens. If the model's forward is
+    already an instance of this class, the number of tokens per slice is kept.
 
     Args:
-        model: model that `causal_lm_in` has found.
-        count: number of slices, as for other modules.
-        layers: all other FSDP modules, by name.
-        fsdp_module: module on which `fully_shard` was called: the model, or the adapter model around it.
+        model: model returned by `causal_lm_in`.
+        count: number of slices of rows, as in `SlicedForward`.
+        layers: all FSDP modules other than the root, by name.
+        fsdp_module: module on which `fully_shard` was called: the model itself, or the adapter model around it.
 
     Raises:
         UnsupportedError: if the head belongs to an FSDP module other than the root.
@@ -41,26 +41,27 @@ class SlicedCausalLM(SlicedForward):
         """Number of tokens per slice; ``None`` for slices of rows. Set by `sliced_loss`."""
         super().__init__(model, count, fsdp_module=fsdp_module)
         base: Any = model.base_model
-        self._base: nn.Module = getattr(base, "decoder", base)  # some models use this name for the body
+        self._base: nn.Module = getattr(base, "decoder", base)  # some models call their body `decoder`
         of_base = set(self._base.modules())
         for name, layer in layers.items():
             if layer not in of_base:
                 raise UnsupportedError(
-                    f"head and loss can only be sliced in the root FSDP module, but {name} is an FSDP module of its own"
+                    "the head and the loss can only be sliced if they belong to the root FSDP module, but fully_shard "
+                    f"was called on {name}; do not shard it separately"
                 )
         children, fsdp_modules = list(self._base.children()), set(layers.values())
         first = 1 + max(
             (at for at, child in enumerate(children) if fsdp_modules & set(child.modules())), default=len(children)
         )
         self.norms = [child for child in children[first:] if _may_be_norm(child)]
-        """Norms that the root runs between layers and head, according to the order of its modules; fixed."""
+        """Norms that the root runs between the layers and the head, judging by the order of its modules."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss without logits if there are labels; otherwise, return the output of the model.
+        """Return only the loss if labels are given; otherwise, return the output of the original forward.
 
         Raises:
             ConfigError: if the batch size is not divisible by the number of slices.
-            UnsupportedError: if the loss is not a sum over labels.
+            UnsupportedError: if the loss includes a router loss, or the head cannot run separately from the body.
         """
         if not self.count and self.tokens is None:
             return self.whole(*args, **kwargs)
@@ -104,19 +105,19 @@ class SlicedCausalLM(SlicedForward):
                 tuple(0 if isinstance(x, torch.Tensor) and x.shape[:1] == (rows,) else None for x in call.leaves), (0,)
             )
         else:
-            # The other arguments concern the body, which has already run, so all slices may receive them unchanged.
+            # The other arguments matter only to the body, which has already run, so all slices receive them unchanged.
             arguments = (hidden.reshape(1, -1, hidden.shape[-1]), targets.reshape(1, -1), given)
             call = Call.of(loss_of, arguments, {}, whole=("given",))
             slicing = Slicing((1, 1, *[None] * (len(call.leaves) - 2)), (0,))
             count = -(-targets.numel() // self.tokens)
-            count = -(-targets.numel() // -(-targets.numel() // count))  # rounds like `chunk`
+            count = -(-targets.numel() // -(-targets.numel() // count))  # `chunk` may return fewer parts
         losses = self.run(loss_of, call, slicing if count > 1 else None, count)
         return CausalLMOutputWithPast(loss=losses.sum())
 
 
 @contextmanager
 def _returning(module: nn.Module, answer: Any) -> Iterator[None]:
-    """Make a module return a precomputed result, so that the code around it can run on this result.
+    """Make `module` return `answer` without computing it, so that only the code around the module runs.
 
     Raises:
         UnsupportedError: if the module was not called.
@@ -140,9 +141,10 @@ def _returning(module: nn.Module, answer: Any) -> Iterator[None]:
 
 
 def causal_lm_in(model: nn.Module) -> nn.Module | None:
-    """Return the transformers model whose loss is the sum over labels shifted by one, or ``None``.
+    """Return the transformers causal language model in `model`, or ``None`` if `model` is of a different kind.
 
-    The result is the model itself, or the model to which PEFT adapters were added.
+    The result is `model` itself or, if it has PEFT adapters, the model to which they were added. Its loss is
+    transformers' `ForCausalLMLoss`: a sum over labels shifted by one position.
     """
     base = _base_of(model)
     if not computes_loss(model):
@@ -159,17 +161,16 @@ def causal_lm_in(model: nn.Module) -> nn.Module | None:
 
 
 def computes_loss(model: nn.Module) -> bool:
-    """Return whether a model is a transformers model that computes a loss, with or without PEFT adapters."""
+    """Return whether a model, with or without PEFT adapters, is a transformers model that computes a loss."""
     return hasattr(_base_of(model), "loss_function") and "transformers" in sys.modules
 
 
 def _base_of(model: nn.Module) -> Any:
-    """Return the model to which PEFT adapters were added, or the model itself."""
+    """Return the model to which PEFT adapters were added, or `model` if it has none."""
     adapted = peft_model(model)
     return model if adapted is None else adapted.get_base_model()
 
 
 def _may_be_norm(module: nn.Module) -> bool:
-    """Return whether all parameters of a module are vectors, as in a norm."""
     parameters = list(module.parameters())
     return bool(parameters) and not list(module.children()) and all(parameter.ndim == 1 for parameter in parameters)

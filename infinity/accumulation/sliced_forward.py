@@ -1,10 +1,10 @@
-"""Forward of a module, slice by slice.
+"""Module forwards that run slice by slice.
 
-[Note: order of summation] Autograd runs backward in the reverse order of forward. Slices run last to first in forward,
-so that their gradients are summed first to last, as in a loop over micro-batches. The reentrant variant of
-checkpointing completes the backward of one slice before the next. Therefore, each slice adds its gradients in the
-reduce dtype, as FSDP2 does in gradient accumulation. The other variant would sum them within autograd, in the compute
-dtype.
+[Note: order of summation] Autograd runs backward in the reverse order of forward. Forward therefore runs the slices
+from last to first, so that their gradients are summed from first to last, as in a loop over micro-batches. Reentrant
+checkpointing completes the backward of one slice before it begins the next, so each slice adds its gradients in the
+reduce dtype, as in FSDP2's gradient accumulation. Non-reentrant checkpointing would let autograd sum them in the
+compute dtype.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ _log = logging.getLogger("infinity")
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Replace the forward of a module."""
+    """Make `module` run `forward` in place of its own forward."""
     module.forward = forward
 
 
 class SlicedForward:
-    """Forward of a module, slice by slice. It replaces the current forward of the module.
+    """Forward of a module that runs slice by slice. Install it with `replace_forward`.
 
     Args:
         module: module whose forward is sliced.
         count: number of slices; 0 runs the original forward.
         batch_dim: batch dimension, as in `micro_batches`.
-        fsdp_module: module on which `fully_shard` was called, which gathers the parameters of `module`. The default is
-            `module` itself.
+        fsdp_module: FSDP module to which the parameters of `module` belong. The default is `module` itself.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class SlicedForward:
         forward = module.forward
         self.module, self.count = module, count
         self._fsdp_module = module if fsdp_module is None else fsdp_module
-        # Original forward of the module, for the whole batch.
+        # Original forward, which runs the whole batch.
         self.whole: Callable[..., Any] = forward.whole if isinstance(forward, SlicedForward) else forward
         # Determines the slicing once per kind of call.
         self._finder = SlicingFinder(module, self.whole, batch_dim)
@@ -67,13 +66,13 @@ class SlicedForward:
         return self.run(self.whole, call, slicing, self.count)
 
     def run(self, function: Callable[..., Any], call: Call, slicing: Slicing | None, count: int) -> Any:
-        """Return the output of a function for all slices combined, or for the whole batch if `slicing` is ``None``."""
+        """Return the output of a function for the whole batch, computed without slices if `slicing` is ``None``."""
         rebuilds: list[Callable[[Sequence[Any]], Any]] = []
-        call_with = call.run  # the checkpoint must not keep the arguments themselves
+        call_with = call.run  # `checkpoint` must not keep the unsliced arguments alive
 
         def run_slice(anchor: torch.Tensor, *parts: Any) -> tuple[Any, ...]:
             outputs, rebuild = flatten(call_with(function, parts))
-            if not rebuilds:  # all slices have outputs of the same structure, also when recomputed
+            if not rebuilds:  # all slices, including recomputed ones, return the same structure
                 rebuilds.append(rebuild)
             return tuple(outputs)
 
@@ -93,13 +92,12 @@ class SlicedForward:
 
 
 class SlicedNorm(SlicedForward):
-    """Forward of a norm that the root runs after its layers. It is sliced if possible, which saves much memory."""
+    """Forward of a norm that the root runs after its layers. It is sliced if possible, to save memory."""
 
     _unsliceable = False
-    """``True`` if the norm cannot be sliced."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output for the whole batch, computed at once if slices are not supported."""
+        """Return the output for the whole batch, computed without slices if the norm cannot be sliced."""
         if not self._unsliceable:
             try:
                 return super().__call__(*args, **kwargs)

@@ -1,22 +1,23 @@
-"""Splitting of a batch into slices for one layer, determined by trial calls with two rows instead of assumptions.
+"""Selection of the dimensions along which a layer's batch is sliced, by trial calls with one and two rows.
 
-The batch dimension of the first tensor argument is given by the user or, for torch's own layers, by `batch_first`;
-otherwise it is dimension 0. Every other tensor argument may be split along any dimension of the same size, or not at
-all. For example, a mask over positions can have as many rows as the batch by coincidence. Therefore, all possibilities
-are tried. A possibility is valid if the layer runs with it on one row and on two rows, and returns twice as much for
-two rows. The layer is not supported if several possibilities are valid and return different values, or if the rows of
-the only valid one depend on each other.
+A *row* is the part of a tensor that belongs to one example of the batch. The batch dimension of the first tensor
+argument is given by the user or, for PyTorch's own layers, by `batch_first`; otherwise it is 0. Each of the other
+tensor arguments may be split along any dimension of the same size, or not at all, because a dimension such as the
+length of a position mask can equal the batch size by coincidence. Therefore, all possibilities are tried. A possibility
+is valid if the layer accepts one row and two rows split in this way, and returns twice as many elements for two rows. A
+layer is not supported if several valid possibilities return different values, or if its rows depend on each other.
 
 [Note: independence of rows] Three tests are applied. Each detects dependencies that the others miss:
 
-- Gradients: the gradient of the output for one row with respect to another row must be exactly zero. This detects
-  attention along the wrong dimension, statistics over the batch and packed sequences, however small their effect is.
-- Values: one row is changed in several ways that alter maxima, signs and orders. The output for the other row must keep
-  its bits. This detects token ids, detached scales, ranks and routing with a capacity. Differences within rounding
-  error are accepted, because experts multiply the tokens of all rows that chose them, and the rounding depends on their
-  number.
-- Number: the output for a row alone must equal its output as one of two rows, up to rounding. This detects `x.shape[0]`
-  and row indices. If the layer draws random numbers, which depend on the shape, this test runs in evaluation mode.
+- Gradients: the gradient of one row's output with respect to another row must be exactly zero. This detects attention
+  along the wrong dimension, statistics over the batch and packed sequences, however small their effect is.
+- Values: one row is changed in several ways that alter maxima, signs and orderings. The output of the other row must
+  not change. This detects dependencies without gradients: through token ids, detached scales, ranks, and routing with a
+  capacity. Rounding differences are accepted, because an expert multiplies the tokens of all rows routed to it at once,
+  and the rounding of this product depends on the number of tokens.
+- Number of rows: the output of a row on its own must equal its output as one of two rows, up to rounding. This detects
+  uses of `x.shape[0]` and of row indices. If the layer draws random numbers, which depend on the shape, this test runs
+  in evaluation mode.
 """
 
 from __future__ import annotations
@@ -42,13 +43,17 @@ _log = logging.getLogger("infinity")
 BatchDim = int | Mapping[str, int | None] | None
 _MOST_POSSIBILITIES = 243
 _MOST_KINDS = 64
-_ASK = "specify it with infinity.micro_batches(model, n, batch_dim={'argument': dimension, 'unsliced argument': None})"
+_ASK = (
+    "specify the dimensions with infinity.micro_batches(model, n, batch_dim={'argument': dimension, "
+    "'unsliced argument': None})"
+)
 
 
 class Call(NamedTuple):
     """Flattened arguments of a call.
 
-    `names` and `leaves` list the arguments one by one. `run(function, leaves)` calls a function with other leaves.
+    `leaves` are the tensors and other values inside the arguments. `names` holds, for each leaf, the name of the
+    argument that contains it. `run(function, leaves)` calls a function with other leaves in the same structure.
     """
 
     names: tuple[str, ...]
@@ -62,13 +67,13 @@ class Call(NamedTuple):
         """Flatten the arguments of `function`.
 
         Args:
-            function: function that is called.
+            function: function to call.
             args: positional arguments.
             kwargs: keyword arguments.
-            whole: names of arguments that are passed unchanged to all slices, and may have any type.
+            whole: names of arguments that all slices receive unchanged; they may have any type.
 
         Raises:
-            UnsupportedError: if another argument cannot be sliced.
+            UnsupportedError: if any other argument cannot be sliced.
         """
         known = list(inspect.signature(function).parameters)
         given = [*known[: len(args)], *(f"argument {index}" for index in range(len(known), len(args))), *kwargs]
@@ -84,7 +89,7 @@ class Call(NamedTuple):
             leaves += found
             rebuilds.append((len(found), rebuild))
 
-        # The checkpoint for backward keeps this closure, so it must not capture the arguments, which may be paged.
+        # Activation checkpointing keeps this closure, so it must not capture the arguments, which may be paged.
         positional, keywords = len(args), tuple(kwargs)
 
         def run(function: Callable[..., Any], leaves: Sequence[Any]) -> Any:
@@ -97,7 +102,7 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Slicing:
-    """Dimensions along which arguments are split and outputs concatenated; ``None`` for values shared by all slices."""
+    """Dimensions along which arguments are split and outputs are concatenated. ``None`` if all slices share a value."""
 
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
@@ -111,7 +116,7 @@ class Slicing:
         return list(zip(*parts, strict=True))
 
     def join(self, slices: Sequence[Sequence[Any]]) -> list[Any]:
-        """Return the outputs of the whole batch."""
+        """Concatenate the outputs of all slices."""
         return [
             parts[0] if dim is None else torch.cat(parts, dim)
             for parts, dim in zip(zip(*slices, strict=True), self.outputs, strict=True)
@@ -119,7 +124,10 @@ class Slicing:
 
 
 def flatten(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Return the leaves of a structure, including dataclasses, and a function that rebuilds it from other leaves."""
+    """Return the leaves of a structure, and a function that rebuilds the structure from other leaves.
+
+    The structure may contain dataclasses.
+    """
     found, spec = tree_flatten(value, is_leaf=lambda part: is_cache(part) or isinstance(part, PackedSequence))
     leaves: list[Any] = []
     rebuilds: list[tuple[int, Callable[[Sequence[Any]], Any]]] = []
@@ -149,7 +157,7 @@ def _only(made: Sequence[Any]) -> Any:
 
 
 def is_cache(value: Any) -> bool:
-    """Return whether a value is a key-value cache of transformers."""
+    """Return whether a value is a transformers key-value cache."""
     return hasattr(value, "get_seq_length")
 
 
@@ -166,38 +174,38 @@ def _check_leaf(name: str, leaf: Any) -> None:
 
 
 class SlicingFinder:
-    """Find the slicing of calls of one layer, and cache it for calls of the same kind.
+    """Determine how to slice the calls of one layer, and cache the result for each kind of call.
 
-    The kind of a call consists of the dtypes and numbers of dimensions of its tensors, and of the values of all other
-    arguments, because a layer may behave differently for another number or string. Up to 64 kinds are cached. The
-    trials are repeated on every call for further kinds (a step counter has another value in each call), for objects
-    that may change, and for calls that can be sliced in several equivalent ways. A warning is logged once in these
-    cases.
+    The kind of a call consists of the dtype and number of dimensions of each tensor, and of the values of all other
+    arguments, because a layer may behave differently for other numbers or strings. Up to 64 kinds are cached. The
+    trials are repeated in every call if there are more kinds (for example, because an argument is a step counter), if
+    an argument is an object that may change, or if the call can be sliced in several equivalent ways. In these cases, a
+    warning is logged once.
 
     Args:
-        module: layer that is called.
-        forward: its original forward.
+        module: layer to call.
+        forward: original forward of the layer.
         batch_dim: batch dimension of the first tensor, or batch dimensions by argument name, as given by the user.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], batch_dim: BatchDim) -> None:
         self._module, self._batch_dim = module, batch_dim
-        # Batch dimension of the first tensor, as declared by the module.
+        # Default batch dimension of the first tensor.
         self._default = _own_batch_dim(module, forward)
-        self._found: dict[Any, Slicing] = {}  # by kind of call, `_MOST_KINDS` at most
+        self._found: dict[Any, Slicing] = {}  # by kind of call; at most `_MOST_KINDS` entries
         self._warned = False  # whether the warning about repeated trials has been logged
 
     def find(self, function: Callable[..., Any], call: Call, count: int) -> Slicing:
-        """Return the slicing of a call.
+        """Return the dimensions along which to slice a call.
 
         Args:
-            function: function that is called.
-            call: its arguments.
+            function: function to call.
+            call: arguments of the function.
             count: number of slices.
 
         Raises:
-            ConfigError: if the batch is not divisible by `count`, or `batch_dim` does not fit the arguments.
-            UnsupportedError: if the call cannot be sliced, or can be sliced in several ways.
+            ConfigError: if the batch size is not divisible by `count`, or `batch_dim` does not match the arguments.
+            UnsupportedError: if the call cannot be sliced, or can be sliced in several ways with different results.
         """
         candidates = self._candidates(call, count)
         training = tuple(module.training for module in self._module.modules())
@@ -207,8 +215,8 @@ class SlicingFinder:
             return self._found[key]
         if torch.is_inference_mode_enabled():
             raise UnsupportedError(
-                "micro_batches must test in the first forward that rows are independent, which inference_mode does "
-                "not allow; use torch.no_grad()"
+                "micro_batches must check in the first forward that rows are independent, which is impossible under "
+                "torch.inference_mode(); use torch.no_grad()"
             )
         trial = _Trial(function, call, self._module)
         possible, reason = trial.possible(candidates)
@@ -232,11 +240,11 @@ class SlicingFinder:
             )
         if not trial.same_alone(chosen):
             raise UnsupportedError(
-                f"micro_batches cannot slice {self._name} along dimension {self._dim_of_first(call)}: its output for a "
-                "row depends on the number or position of rows (x.shape[0], len(x), row indices); compute such numbers "
-                "outside the layer"
+                f"micro_batches cannot slice {self._name} along dimension {self._dim_of_first(call)}: the output of a "
+                "row depends on the number of rows or on its position (x.shape[0], len(x), row indices); compute such "
+                "numbers outside the layer"
             )
-        # Several ways that are equivalent in this call may differ in the next
+        # Ways of slicing that are equivalent in this call may differ in the next
         self._keep(key if len(possible) == 1 else None, chosen)
         return chosen
 
@@ -260,11 +268,13 @@ class SlicingFinder:
         return next(dim for dim in self._known_dims(call) if dim is not None)
 
     def _known_dims(self, call: Call) -> list[int | None]:
-        """Return the batch dimension that is known in advance for each argument, or ``None``."""
+        """Return the batch dimension of each leaf, or ``None`` if only the trials can determine it."""
         said: list[int | None] = [None] * len(call.leaves)
         by_name = self._batch_dim if isinstance(self._batch_dim, Mapping) else {}
         if unknown := sorted(set(by_name) - set(call.names)):
-            raise ConfigError(f"batch_dim names {', '.join(unknown)}, but {self._name} was called with {call.names}")
+            raise ConfigError(
+                f"batch_dim contains {', '.join(unknown)}, but {self._name} was called with the arguments {call.names}"
+            )
         default = self._batch_dim if isinstance(self._batch_dim, int) else self._default
         for index, (name, leaf) in enumerate(zip(call.names, call.leaves, strict=True)):
             if isinstance(leaf, torch.Tensor) and leaf.ndim:
@@ -275,7 +285,8 @@ class SlicingFinder:
                 dim = said[index]
                 if dim is not None and not 0 <= dim < leaf.ndim:
                     raise ConfigError(
-                        f"batch_dim={dim} does not fit {name} of {self._name}, of shape {tuple(leaf.shape)}"
+                        f"batch_dim={dim} is out of range for {name} of {self._name}, which has shape "
+                        f"{tuple(leaf.shape)}"
                     )
         return said
 
@@ -285,9 +296,9 @@ class SlicingFinder:
         batch = sizes[0] if sizes else 0
         if not batch or batch % count or any(size != batch for size in sizes):
             raise ConfigError(
-                f"{self._name} received a batch of {batch}, which is not divisible by {count} micro-batches"
+                f"{self._name} received a batch of size {batch}, which is not divisible by {count} micro-batches"
                 if len(set(sizes)) < 2
-                else f"{self._name} received different batch sizes {sizes} in the arguments named in batch_dim"
+                else f"{self._name} received arguments with different batch sizes along batch_dim: {sizes}"
             )
         by_name = self._batch_dim if isinstance(self._batch_dim, Mapping) else {}
         found: list[tuple[int | None, ...]] = []
@@ -302,7 +313,7 @@ class SlicingFinder:
 
 
 def _own_batch_dim(module: nn.Module, forward: Callable[..., Any]) -> int:
-    """Return the batch dimension of the first argument of torch's own layers; 0 for all other layers."""
+    """Return the default batch dimension of a layer: given by `batch_first` for PyTorch's own layers, otherwise 0."""
     if not getattr(forward, "__module__", "").startswith("torch.nn.modules."):
         return 0
     flags = {inner.batch_first for inner in module.modules() if isinstance(getattr(inner, "batch_first", None), bool)}
@@ -310,40 +321,41 @@ def _own_batch_dim(module: nn.Module, forward: Callable[..., Any]) -> int:
 
 
 class _Trial:
-    """Trial calls of a layer with the first rows of its batch. They preserve random states and buffers."""
+    """Trial calls of a layer with the first one or two rows of its batch. They preserve random states and buffers."""
 
     def __init__(self, function: Callable[..., Any], call: Call, module: nn.Module) -> None:
         self._function, self._call, self._module = function, call, module
 
     def possible(self, candidates: tuple[tuple[int | None, ...], ...]) -> tuple[list[tuple[Slicing, list[Any]]], str]:
-        """Return the valid slicings of the call, each with the outputs for two rows (for one row if the batch has two).
+        """Try all ways to slice the call.
 
         Returns:
-            The valid slicings, and the reason why the first invalid one failed.
+            The valid slicings, each with its outputs for two rows (for one row if the batch has only two), and the
+            reason why the first invalid one failed.
         """
         found, reason = [], ""
         for inputs in itertools.product(*candidates):
             try:
                 with torch.no_grad(), self._unnoticed():
                     one, two = (flatten(self._called(self._rows(inputs, number)))[0] for number in (1, 2))
-            except Exception as error:  # layers raise any exception for shapes that do not fit
+            except Exception as error:  # a layer may raise any exception if shapes do not match
                 reason = reason or f"{type(error).__name__} with one or two rows: {error}"
                 continue
             outputs, why = _joints(one, two)
             if outputs is None:
                 reason = reason or why
             else:
-                # In a batch of two rows, a split argument and a shared one would be equal, so one row is compared.
+                # In a batch of two, two rows of a split argument equal the shared argument, so one row is compared.
                 found.append((Slicing(inputs, outputs), two if self._batch(inputs) > 2 else one))
         return found, reason
 
     def independent(self, slicing: Slicing) -> bool:
-        """Return whether no output row depends on another row of an argument, by gradients and by values."""
+        """Return whether each output row depends only on its own input row, as tested by gradients and by values."""
         rows = self._rows(slicing.inputs, 2)
         return self._gradients_stay_in_rows(slicing, rows) and self._keeps_other_rows(slicing, rows)
 
     def same_alone(self, slicing: Slicing) -> bool:
-        """Return whether the output for a row alone equals its output as one of two rows, up to rounding."""
+        """Return whether the output of a row on its own equals its output as one of two rows, up to rounding."""
         rows = self._rows(slicing.inputs, 2)
         two, drawn = self._returned(rows)
         if not drawn:
@@ -352,7 +364,7 @@ class _Trial:
             try:
                 two, drawn = self._returned(rows)
                 return drawn or self._alike_alone(slicing, rows, two)
-            except Exception:  # evaluation mode was not requested, and the layer may not support it
+            except Exception:  # the user did not request evaluation mode, and the layer may not support it
                 return True
 
     def _alike_alone(self, slicing: Slicing, rows: list[Any], two: list[Any]) -> bool:
@@ -399,7 +411,7 @@ class _Trial:
         return True
 
     def _keeps_other_rows(self, slicing: Slicing, rows: list[Any]) -> bool:
-        """Return whether the output for a row is unchanged when the other row is changed."""
+        """Return whether the output of each row stays the same when the other row changes."""
         before, _ = self._returned(rows)
         coarse = self._is_coarse(before)
         for row, change in itertools.product((0, 1), _CHANGES):
@@ -421,7 +433,7 @@ class _Trial:
         return True
 
     def _returned(self, leaves: Sequence[Any]) -> tuple[list[Any], bool]:
-        """Return the outputs, and whether random numbers were drawn for them."""
+        """Return the outputs, and whether the layer drew random numbers to compute them."""
         with torch.no_grad(), self._unnoticed():
             before = self._random_states()
             returned = flatten(self._called(leaves))[0]
@@ -436,7 +448,7 @@ class _Trial:
         return [device for device in devices if device.type not in ("cpu", "meta")]
 
     def _is_coarse(self, returned: Sequence[Any]) -> bool:
-        """Return whether the layer computes below fp32, according to its arguments, parameters, outputs or autocast."""
+        """Return whether the layer computes in less than fp32 precision, judging by dtypes and autocast."""
         tensors = [
             value
             for value in (*self._call.leaves, *self._module.parameters(), *returned)
@@ -449,7 +461,7 @@ class _Trial:
 
     @contextmanager
     def _in_evaluation(self) -> Iterator[None]:
-        """Run in evaluation mode, for example without dropout, and restore the mode of every module."""
+        """Put all modules in evaluation mode (without dropout, for example), and restore each module's mode on exit."""
         modes = [(module, module.training) for module in self._module.modules()]
         try:
             for module, _ in modes:
@@ -474,7 +486,7 @@ class _Trial:
 
     @contextmanager
     def _unnoticed(self) -> Iterator[None]:
-        """Restore random states and buffers, and remove buffers that a trial creates."""
+        """Restore random states and buffers on exit, and remove buffers that a trial has created."""
         modules = list(self._module.modules())
         buffers = [dict(module._buffers) for module in modules]
         values = [(buffer, buffer.clone()) for of in buffers for buffer in of.values() if buffer is not None]
@@ -491,12 +503,12 @@ class _Trial:
 
 
 def _kind(leaf: Any) -> tuple[Any, ...] | None:
-    """Return the properties of an argument that may affect the slicing; ``None`` if later calls may change them."""
+    """Return the properties of an argument that may affect slicing, or ``None`` if the argument may change in place."""
     if isinstance(leaf, torch.Tensor):
         return leaf.ndim, leaf.dtype
     own_hash: Any = type(leaf).__hash__
     if own_hash is object.__hash__ and getattr(leaf, "__dict__", None) and not callable(leaf):
-        return None  # the same object may have other attributes next time
+        return None  # the same object may have different attributes in the next call
     try:
         hash(leaf)
     except TypeError:
@@ -505,19 +517,18 @@ def _kind(leaf: Any) -> tuple[Any, ...] | None:
 
 
 def _of_row(value: torch.Tensor, dim: int, row: int) -> torch.Tensor:
-    """Return the part of a value that belongs to one of two rows."""
+    """Return one row of a tensor that consists of two rows."""
     return value.chunk(2, dim)[row]
 
 
 def _with_row(leaf: torch.Tensor, dim: int, row: int, change: Change) -> torch.Tensor:
-    """Return an argument of two rows with one row changed."""
     rows = [_of_row(leaf, dim, 0), _of_row(leaf, dim, 1)]
     rows[row] = change(rows[row], rows[1 - row], dim)
     return torch.cat(rows, dim)
 
 
 Change = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""Change of a row, given the row, the other row and the batch dimension."""
+"""Function that returns a changed row, given the row, the other row and the batch dimension."""
 
 
 def _as_the_other(_: torch.Tensor, other: torch.Tensor, __: int) -> torch.Tensor:
@@ -529,16 +540,13 @@ def _permuted(row: torch.Tensor, _: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _all_alike(_: torch.Tensor, other: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the other row's first position for all positions.
-
-    All positions are then routed alike, for example to one expert.
-    """
+    """Repeat the other row's first position, so that all positions are routed alike, for example to one expert."""
     positions = next((d for d in range(other.ndim) if d != dim), dim)
     return other.narrow(positions, 0, 1).expand_as(other)
 
 
 def _scaled(factor: float) -> Change:
-    """Return a change of magnitude and sign. Integers and single numbers per row may be indices and stay unchanged."""
+    """Return a change that scales a row, unless it may contain indices (integers, or only one number per row)."""
 
     def change(row: torch.Tensor, _: torch.Tensor, __: int) -> torch.Tensor:
         return row * factor if row.is_floating_point() and row.numel() > 1 else row
@@ -557,12 +565,15 @@ _CHANGES: tuple[Change, ...] = (
 
 
 def _weights(value: torch.Tensor) -> torch.Tensor:
-    """Return numbers without a pattern, so that gradients do not cancel out."""
+    """Return irregular weights for a sum of outputs, so that its gradients do not cancel out."""
     return (torch.arange(1, value.numel() + 1, device=value.device) * 0.7).sin().to(value.dtype).view(value.shape)
 
 
 def _joints(one: list[Any], two: list[Any]) -> tuple[tuple[int | None, ...] | None, str]:
-    """Return the row dimension of each output, given the outputs for one row and for two rows."""
+    """Return the batch dimension of each output, given the outputs for one row and for two rows.
+
+    If an output cannot be sliced, return ``None`` and the reason.
+    """
     if len(one) != len(two):
         return None, "the number of its outputs depends on the number of rows"
     found: list[int | None] = []
@@ -583,7 +594,7 @@ def _joints(one: list[Any], two: list[Any]) -> tuple[tuple[int | None, ...] | No
 
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Return whether outputs are bitwise equal, with NaN equal to NaN."""
+    """Return whether outputs are bitwise equal. NaNs count as equal."""
     return all(
         a.shape == b.shape and torch.equal(a.nan_to_num(nan=0.5), b.nan_to_num(nan=0.5))
         for a, b in zip(one, other, strict=True)
@@ -591,15 +602,15 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     )
 
 
-# These limits only detect that a layer computes something else. They do not bound the difference between slices and the
-# full batch: slices round as a loop over micro-batches does, and paged and in-memory results are bitwise equal. Each
-# pair holds the limit for fp32 and the limit for lower precision.
+# These limits only detect that a layer computes something different. They do not bound the difference between sliced
+# and unsliced results: slices round as a loop over micro-batches does, and results are bitwise equal with and without
+# paging. Each pair holds the limit for fp32 and the limit for lower precision.
 _ROUNDING = (1e-3, 1e-2)  # largest relative difference that counts as rounding
-_ROUNDED_OTHERWISE = (1e-2, 0.5)  # largest fraction of greater differences: near ties in routers may flip
+_ROUNDED_OTHERWISE = (1e-2, 0.5)  # largest fraction of elements that may differ by more, as near ties in routers flip
 
 
 def _keeps(before: torch.Tensor, after: torch.Tensor, coarse: bool) -> bool:
-    """Return whether a row is bitwise equal, or differs by no more than a different order of summation causes."""
+    """Return whether a row is unchanged, up to the rounding differences of another order of summation."""
     if not before.numel() or _same([before], [after]):
         return True
     a, b = _numbers(before), _numbers(after)
@@ -610,7 +621,7 @@ def _keeps(before: torch.Tensor, after: torch.Tensor, coarse: bool) -> bool:
 
 
 def _alike(alone: torch.Tensor, together: torch.Tensor, coarse: bool) -> bool:
-    """Return whether a row is equal up to rounding in most places, because kernels depend on the shape."""
+    """Return whether most elements of a row are equal up to rounding. The rounding of kernels depends on the shape."""
     if not alone.numel() or (alone.shape == together.shape and _same([alone], [together])):
         return True
     if alone.shape != together.shape:
@@ -630,7 +641,7 @@ def _finite(value: torch.Tensor) -> torch.Tensor:
 
 
 def _beyond(a: torch.Tensor, b: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """Return a mask of differences greater than a limit. Equal infinities and NaNs do not differ."""
+    """Return a mask of the elements that differ by more than `limit`. Equal infinities and NaNs do not differ."""
     same = (a == b) | (a.isnan() & b.isnan())
     return ~same & ~((a - b).abs() <= limit)
 

@@ -1,1 +1,1 @@
-"""Checkpoints: their contents, the protocol that publishes them, and readers."""
+"""Checkpoints: their contents, the protocol that publishes them, and the readers."""

@@ -1,4 +1,4 @@
-"""Description of the pages of a rank. It is part of every manifest, so that pages can be read without the model.
+"""Description of a rank's pages. Every manifest contains it, so that the pages can be read without the model.
 
 docs/reference/on-disk-format.md describes the fields.
 """
@@ -16,12 +16,12 @@ from infinity.content.layout import RANGE_ALIGNMENT, FSDPModuleSpec, Layout, Sha
 from infinity.errors import BudgetError
 from infinity.schema import MOST, brief, distinct, flag, integer, one_of, record, row, sequence, table, text
 
-_MOST_PAGES = 1 << 22  # 16 TiB of one rank in pages of 4 MiB; a layout of more is not built
+_MOST_PAGES = 1 << 22  # 16 TiB per rank in pages of 4 MiB; larger layouts are rejected
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """Full parameter, and the slice of it that this rank holds."""
+    """A full parameter and the slice that this rank holds."""
 
     names: tuple[str, ...]
     """All names of the parameter in the model. A tied parameter has several."""
@@ -34,7 +34,7 @@ class TensorSpec:
     shard_size: int
     """Number of slices."""
     tensor_parallel: bool
-    """``True`` if the parameter is tensor-parallel in addition."""
+    """``True`` if the parameter is also tensor-parallel."""
 
     @property
     def parameters(self) -> int:
@@ -42,7 +42,7 @@ class TensorSpec:
         return math.prod(self.shape)
 
     def slice_of(self, rank: int) -> tuple[int, int]:
-        """Return the first row of a slice along `dim` and the row after its last, as in `torch.chunk`."""
+        """Return the rows [first, last) along `dim` that a slice contains, divided as by `torch.chunk`."""
         rows = self.shape[self.dim] if self.shape else 1
         each = -(-rows // self.shard_size)
         return min(rank * each, rows), min((rank + 1) * each, rows)
@@ -93,7 +93,7 @@ DESCRIPTION = record(
 
 @dataclass(frozen=True, kw_only=True)
 class RunDescription:
-    """Pages of one rank, and the parameters that they belong to, shard by shard.
+    """The pages of one rank and the parameters that they belong to, shard by shard.
 
     `buffers` contains the names of the model's persistent buffers, whose values are in the state files.
     """
@@ -104,7 +104,7 @@ class RunDescription:
 
     @cached_property
     def plain(self) -> dict[str, Any]:
-        """Description as JSON data, without the page size."""
+        """The description as JSON data, without the page size."""
         layout = self.layout
         formats = {
             layout.shards[shard].spec.segment_key: asdict(segment.format)
@@ -120,10 +120,10 @@ class RunDescription:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any], page_bytes: int) -> RunDescription:
-        """Return the description for values that `DESCRIPTION` has accepted.
+        """Return the description for values that `DESCRIPTION` has validated.
 
         Raises:
-            ValueError: if the values contradict each other, or exceed a limit.
+            ValueError: if the values contradict each other or exceed a limit.
         """
         fsdp_modules, tensors = values["fsdp_modules"], values["tensors"]
         _check_layout(fsdp_modules, values["formats"], page_bytes)
@@ -136,7 +136,7 @@ class RunDescription:
 
 
 def _check_layout(fsdp_modules: tuple[FSDPModuleSpec, ...], formats: dict[str, StateFormat], page_bytes: int) -> None:
-    """Check that a layout can be built from these values, before memory is spent on it."""
+    """Check that a layout can be built from these values, before memory is allocated for it."""
     nbytes, number = 0.0, 0
     for fmt in formats.values():
         fmt.check()
@@ -145,15 +145,15 @@ def _check_layout(fsdp_modules: tuple[FSDPModuleSpec, ...], formats: dict[str, S
             raise ValueError(f"page_bytes: {page_bytes} is too small for the state of {RANGE_ALIGNMENT} elements")
     for shard in (shard for fsdp_module in fsdp_modules for shard in fsdp_module.shards):
         if shard.segment_key not in formats or shard.numel > shard.padded:
-            raise ValueError(f"FSDP modules: {brief(shard)} is not possible")
+            raise ValueError(f"FSDP modules: {brief(shard)} is not a valid shard")
         fmt = formats[shard.segment_key]
         if shard.trainable != bool(fmt.grads):
             raise ValueError(f"FSDP modules: {brief(shard)} does not match the format {brief(fmt)}")
         nbytes += (shard.padded + RANGE_ALIGNMENT) * (fmt.state_bytes + sum(ITEMSIZE[dtype] for dtype in fmt.grads))
         number += 2 + len(fmt.grads)
-    # Pages are cut about evenly (`layout`), so all but one per role and segment are at least an eighth full.
+    # `layout` divides pages about evenly, so all but one per role and segment are at least one eighth full.
     if 8 * nbytes // page_bytes + number > _MOST_PAGES:
-        raise ValueError(f"FSDP modules: they have more than {_MOST_PAGES} pages")
+        raise ValueError(f"FSDP modules: they need more than {_MOST_PAGES} pages")
 
 
 def _check_tensors(tensors: tuple[TensorSpec, ...], shards: list[ShardSpec]) -> None:

@@ -1,7 +1,8 @@
-"""Files and folders that are written atomically: after a power loss they are either complete or absent.
+"""Atomic writes of files and folders: after a power loss, they are either complete or absent.
 
-A file is written under a temporary name, flushed, read back and renamed. A folder is written as a whole next to its
-destination, as `.NAME.partial-…`. The remains of an interrupted write never look like the finished file or folder.
+A file is written under a temporary name, flushed, read back and renamed. A folder is written next to its destination as
+`.NAME.partial-…`, and renamed once it is complete. The remains of an interrupted write cannot be mistaken for the
+finished file or folder.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def write_durably(
     Args:
         target: File to create or replace.
         data: Contents of the file.
-        check: Called with the bytes that were read back. If it raises, the target is left unchanged.
+        check: Function that is called with the bytes that were read back. If it raises an error, the target is left
+            unchanged.
         mode: Permissions of the file, subject to the umask.
 
     Raises:
@@ -44,7 +46,7 @@ def write_durably(
         with os.fdopen(descriptor, "w+b") as file:
             file.write(data)
             file.flush()
-            # Durable before the rename: otherwise a power loss could leave the final name with incomplete contents.
+            # The contents must be durable before the rename; otherwise a power loss could leave an incomplete file.
             os.fsync(file.fileno())
             file.seek(0)
             found = file.read()
@@ -57,13 +59,13 @@ def write_durably(
         with contextlib.suppress(OSError):  # report the first failure
             temporary.unlink(missing_ok=True)
         raise
-    # Durable name: until the folder is flushed, a power loss can undo the rename, although the caller would already
-    # rely on the file, e.g. by freeing the pages of the previous checkpoint.
+    # The name must be durable as well: until the folder is flushed, a power loss can undo the rename, although the
+    # caller may already rely on the file, e.g. by freeing the pages of the previous checkpoint.
     sync_folder(target.parent)
 
 
 def sync_file(file: Path) -> None:
-    """Make a file's contents durable and drop them from the page cache. Raises `OSError`."""
+    """Make a file's contents durable and drop them from the operating system's cache. Raises `OSError`."""
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -73,18 +75,18 @@ def sync_file(file: Path) -> None:
 
 
 class NewFolder:
-    """Folder that is written at `partial` and moved to its destination when the ``with`` block succeeds.
+    """A folder that is written at `partial` and moved to its destination when the ``with`` block succeeds.
 
-    At the end of the block, everything in `partial` is synced, the folder is renamed, and its parent is synced.
-    Files that must survive an earlier failure have to be synced by their writer. If the block fails, `partial` is
-    removed.
+    At the end of the block, everything in `partial` is synced, the folder is renamed, and its parent is synced. Code
+    that needs its files to be durable before the end of the block must sync them itself. If the block fails, `partial`
+    is removed.
     """
 
     def __init__(self, folder: Path, nbytes: int = 0) -> None:
         """Check that the folder can be created.
 
         Args:
-            folder: Destination. It must not exist, or must be empty; an empty folder is replaced.
+            folder: Destination. It must not exist or must be empty; an empty folder is replaced.
             nbytes: Minimum number of bytes that will be written into the folder.
 
         Raises:
@@ -95,7 +97,7 @@ class NewFolder:
         self.partial = self.folder.with_name(f".{self.folder.name}{_PARTIAL}{secrets.token_hex(4)}")
         """Temporary location of the folder."""
         self._nbytes = nbytes  # minimum number of bytes that will be written
-        self._descriptor = -1  # of `partial`, locked so that other exports do not report it as abandoned
+        self._descriptor = -1  # descriptor of `partial`, locked so that other exports do not report it as abandoned
         try:
             if self.folder.exists() and not self.folder.is_dir():
                 raise ConfigError(f"{folder} is not a folder. Use a new folder.")
@@ -107,11 +109,11 @@ class NewFolder:
             raise ConfigError(f"{folder} is a mount point. Use a new folder inside it.")
 
     def __enter__(self) -> Path:
-        """Create `partial` and return it. Raises `ConfigError`."""
+        """Create `partial` and return its path. Raises `ConfigError`."""
         try:
             _make_durably(self.folder.parent)
             for left in self._left_behind():
-                _log.warning("Remove %s: an earlier export was interrupted and left it.", left)
+                _log.warning("%s was left by an interrupted export; remove it", left)
             whole, _, free = shutil.disk_usage(self.folder.parent)
             if self._nbytes > free and whole:  # a file system without a size, such as ramfs, reports 0 for both
                 raise ConfigError(
@@ -128,7 +130,7 @@ class NewFolder:
         return self.partial
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Move the folder to its destination, or remove it. Raises `ConfigError`."""
+        """Move the folder to its destination, or remove it after an error. Raises `ConfigError`."""
         if error is not None:
             self._discard()
             return
@@ -158,7 +160,7 @@ class NewFolder:
             os.close(self._descriptor)
 
     def _left_behind(self) -> Iterator[Path]:
-        """Yield partial folders that earlier attempts left and that no process uses."""
+        """Yield partial folders that earlier attempts left behind and no process is using."""
         prefix = f".{self.folder.name}{_PARTIAL}"
         for left in sorted(entry for entry in self.folder.parent.iterdir() if entry.name.startswith(prefix)):
             with contextlib.suppress(OSError):

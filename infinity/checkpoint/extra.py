@@ -1,9 +1,9 @@
-"""Conversion of the user data of `save_checkpoint()` to JSON and back, without loss.
+"""Lossless conversion of the user data passed to `save_checkpoint()` to JSON and back.
 
-Numbers, strings, None, lists and dicts with string keys are stored as they are. JSON supports neither tuples nor other
-keys, which the state dicts of schedulers contain. Therefore a tuple is stored as `{"tuple": [item, …]}`. A dict with a
-key that is not a string is stored as `{"pairs": [[key, value], …]}`, and so is a dict whose only key is "tuple" or
-"pairs".
+Numbers, strings, None, lists, and dicts with string keys are stored unchanged. JSON supports neither tuples nor
+non-string keys, but the state dicts of schedulers contain both. Therefore a tuple is stored as `{"tuple": [item, …]}`.
+A dict with a key that is not a string is stored as `{"pairs": [[key, value], …]}`, and so is a dict whose only key is
+"tuple" or "pairs".
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from infinity.errors import CheckpointError
 from infinity.schema import brief
 
 _MOST_NESTED = 100
-_MOST_BITS = 1 << 13  # of an integer, below the length that Python still converts to a string and back
+_MOST_BITS = 1 << 13  # bits of an integer; below the length limit of Python's conversion between integers and strings
 _MARKS = ({"tuple"}, {"pairs"})
 
 
 def save_extra(extra: Any) -> dict[str, Any]:
-    """Return user data of a checkpoint as plain JSON data.
+    """Return the user data of a checkpoint as plain JSON data.
 
-    NaN and infinities are accepted because schedulers use them. Python's JSON module restores them.
+    NaN and infinities are accepted because schedulers use them and Python's JSON module restores them.
 
     Raises:
-        CheckpointError: if a value would be restored incorrectly or not at all. The message names its place.
+        CheckpointError: if a value would be restored incorrectly or not at all. The message gives its position.
     """
     if not isinstance(extra, dict) or not all(isinstance(key, str) for key in extra):
-        raise CheckpointError(f"extra is {brief(extra)}. Pass a dict with strings as keys.")
+        raise CheckpointError(f"extra is {brief(extra)}. It must be a dict with string keys.")
     return {_key(key, "extra"): _plain(value, f"extra[{brief(key)}]", _MOST_NESTED) for key, value in extra.items()}
 
 
@@ -57,14 +57,14 @@ def _atom(value: Any, place: str) -> Any:
             value.encode()
         except UnicodeEncodeError as error:
             raise CheckpointError(
-                f"{place} is a string that cannot be encoded as UTF-8: {brief(value)}. Save bytes as hex()."
+                f"{place} is a string that cannot be encoded as UTF-8: {brief(value)}. To save bytes, use hex()."
             ) from error
     elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
         raise CheckpointError(f"{place} is an integer of more than {_MOST_BITS} bits. Save it as a string.")
     elif not isinstance(value, int | float | None):
         raise CheckpointError(
-            f"{place} has type {type(value).__name__}. Use numbers, strings, None, and lists, tuples or dicts of them "
-            "(for a tensor or an array, tolist())."
+            f"{place} has the unsupported type {type(value).__name__}. Use numbers, strings, None, and lists, tuples "
+            "or dicts of these (for a tensor or an array, call tolist())."
         )
     return value
 
@@ -91,5 +91,5 @@ def _rich(value: Any) -> Any:
     if mark == "tuple":
         return tuple(_rich(item) for item in items)
     if any(not isinstance(item, list) or len(item) != 2 or isinstance(item[0], list | dict) for item in items):
-        raise ValueError(f"extra: {brief(value)} does not consist of pairs of a key and a value")
+        raise ValueError(f"extra: {brief(value)} does not consist of [key, value] pairs")
     return {key: _rich(item) for key, item in items}

@@ -1,4 +1,4 @@
-"""Interface for exports: the state of a run at one step as full tensors, from a checkpoint or from a live run."""
+"""Interface for exports: the state of a run at one step as full tensors, read from a checkpoint or from a live run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FullState(ABC):
 
     @abstractmethod
     def scalars(self) -> dict[int, dict[str, Any]]:
-        """Return the scalar optimizer states of every updated parameter, by index into `tensors`."""
+        """Return the scalar optimizer states of every parameter that has been updated, by index into `tensors`."""
 
     @abstractmethod
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -60,7 +60,7 @@ class FullState(ABC):
 
     @abstractmethod
     def read(self, index: int, name: str = MASTER) -> torch.Tensor:
-        """Return a parameter as it is trained, or one of its optimizer states, in its full shape.
+        """Return a parameter, in the dtype in which it is trained, or one of its optimizer states, in full shape.
 
         Args:
             index: Index into `tensors`.
@@ -73,18 +73,21 @@ class FullState(ABC):
         """
 
     def nbytes(self, index: int, dtype: torch.dtype | None = None) -> int:
-        """Return the size of a full parameter in bytes: as trained or, if it is floating-point, in `dtype`."""
+        """Return the size of a full parameter in bytes.
+
+        If it has a floating-point dtype, `dtype` overrides that dtype.
+        """
         own = self.dtype(index)
         chosen = dtype if dtype is not None and own.is_floating_point else own
         return torch.Size(self.tensors[index].shape).numel() * chosen.itemsize
 
 
 def owners_of(specs: list[TensorSpec], run_id: str) -> dict[int, int]:
-    """Return the rank to read each slice of a parameter from, by index of the slice.
+    """Return the rank from which to read each slice of a parameter, by slice index.
 
     Args:
-        specs: Description of the parameter on each rank.
-        run_id: Id of the run, for errors.
+        specs: Description of the parameter from each rank.
+        run_id: Run id, for error messages.
 
     Raises:
         CheckpointError: if no rank holds one of the slices, or if the parameter is tensor-parallel.

@@ -1,15 +1,15 @@
-"""Manifests of checkpoints: one JSON file per rank with everything needed to read its pages.
+"""Checkpoint manifests: one JSON file per rank, with everything needed to read the rank's pages.
 
 docs/reference/on-disk-format.md describes the format.
 
 [Note: identity of a checkpoint] Every checkpoint has its own identity, which is part of the file names and manifests of
-all its ranks. If a step is checkpointed again, or on another branch of the run, the result is a different checkpoint.
-Therefore ranks of different checkpoints are never combined, and no checkpoint is replaced before all ranks have
-published the next one.
+all its ranks. If a step is checkpointed again, or is checkpointed on another branch of the run, the result is a
+different checkpoint. Therefore manifests of different checkpoints are never combined, and no checkpoint is replaced
+before all ranks have published the next one.
 
-A reader trusts no input. It validates every field against `_BODY`, the fields against each other and against the file
-name, and the extents against the layout and the data files. Any mismatch raises a `CheckpointError` that names the
-file.
+Readers trust no input. They validate every field against `_BODY`, check the fields against each other and against the
+file name, and check the extents against the layout and the data files. Any mismatch raises a `CheckpointError` that
+names the file.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from infinity.store.page_store import Version
 from infinity.untrusted_files import read_regular
 
 FORMAT = 2
-_MOST = 1 << 30  # bytes of a manifest, which needs about 100 per page; a larger file is not read into memory
-_MOST_STATE = 1 << 40  # bytes of a state file, which contains the model's buffers
+_MOST = 1 << 30  # maximum bytes of a manifest, which uses about 100 per page; larger files are not read into memory
+_MOST_STATE = 1 << 40  # maximum bytes of a state file, which contains the model's buffers
 _NAME = re.compile(r"step(\d{12,})\.rank(\d{5,})-of-(\d{5,})(?:\.([0-9a-f]{24}))?\.json", re.ASCII)
 _CHECKSUM = text("[0-9a-f]{16}")
 _WORD = integer(0, (1 << 32) - 1)
@@ -60,7 +60,7 @@ _PAGE = row(
 
 
 def _version(value: Any) -> Version:
-    """Parse the location and the checksum of a page version: [path, offset, length, checksum]."""
+    """Parse [path, offset, length, checksum], the location and checksum of a page version."""
     *place, digest = _PAGE(value)
     return Version(Extent(*place), int(digest, 16))
 
@@ -94,14 +94,14 @@ _BODY = record(
 
 @dataclass(frozen=True, order=True)
 class CheckpointName:
-    """Properties that the manifests of one checkpoint share. Sorts by step, then by age."""
+    """Properties that all manifests of a checkpoint share. Sorts by step, then by age."""
 
     step: int
     """Number of optimizer steps since the start of the run."""
     identity: str
-    """24 hexadecimal digits, greater than in all earlier checkpoints."""
+    """24 hexadecimal digits, greater than the identity of every earlier checkpoint."""
     world_size: int
-    """Number of ranks, each of which has a manifest."""
+    """Number of ranks. Each rank has a manifest."""
 
     def of(self, rank: int) -> Published:
         """Return the name of a rank's manifest."""
@@ -113,12 +113,12 @@ class CheckpointName:
 
 @dataclass(frozen=True, order=True)
 class Published:
-    """Name of a manifest, in parts: this rank has published its part of this checkpoint."""
+    """Parsed name of a manifest, which shows that a rank has published its part of a checkpoint."""
 
     step: int
     """Step of the checkpoint."""
     identity: str
-    """Identity of the checkpoint. Empty in names of format 1, which has no identities."""
+    """Identity of the checkpoint. Empty for file names of format 1, which contain no identity."""
     world_size: int
     """Number of ranks that have a manifest of the checkpoint."""
     rank: int
@@ -143,27 +143,27 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything that a rank needs to continue, except the bytes of the pages.
+    """Everything that a rank needs to resume, except the contents of its pages.
 
     Attributes:
         run_id: Run id, which is also the name of the run folders.
         step: Number of completed optimizer steps.
         identity: Identity of the checkpoint. [Note: identity of a checkpoint]
         rank: Rank that wrote this part of the checkpoint.
-        world_size: Number of ranks.
-        created: Unix time in seconds.
+        world_size: Number of ranks of the run.
+        created: Creation time, in seconds of Unix time.
         description: Description of the contents of the pages.
         optimizer: Name of the optimizer class.
-        stripe_weights: Stripe weights of the paths, which determine the slots.
-        pages: Version of every page except gradients, by index of the page.
-        scalars: Scalars of the optimizer state as plain data, by index of the shard.
-        groups: Parameter groups of the optimizer: indices of shards (`params`) and `settings`, as plain data.
-        random: States of Python's and NumPy's random generators. Tensors (buffers, the generators of torch) are in the
+        stripe_weights: Stripe weights of the paths, which determine the slots in the data files.
+        pages: Version of every page except gradient pages, by page index.
+        scalars: Scalar optimizer states as plain data, by shard index.
+        groups: Parameter groups of the optimizer as plain data: shard indices (`params`) and `settings`.
+        random: States of Python's and NumPy's random generators. Tensors (buffers and torch's random states) are in the
             state file.
         state_checksum: Checksum of the state file, 16 hexadecimal digits.
         extra: User data.
-        own: Counters of the optimizer itself.
-        updated_on: Type of the device that ran updates, e.g. ``cpu``. Another type produces different bits.
+        own: Persistent attributes of the optimizer object, such as counters.
+        updated_on: Type of the device that ran updates, e.g. ``cpu``. A different type would produce different bits.
     """
 
     run_id: str
@@ -186,7 +186,7 @@ class Manifest:
 
     @property
     def name(self) -> Published:
-        """Parts of the file name."""
+        """Parsed file name of the manifest."""
         return Published(self.step, self.identity, self.world_size, self.rank)
 
     @property
@@ -201,12 +201,12 @@ class Manifest:
 
     @property
     def layout(self) -> Layout:
-        """Assignment of bytes to pages."""
+        """Page layout of the rank."""
         return self.description.layout
 
 
 def new_identity(after: str) -> str:
-    """Return an identity that no other checkpoint has and that sorts after the given one.
+    """Return a unique identity that sorts after the given one.
 
     The first half is the time in milliseconds; the second half is random.
 
@@ -219,7 +219,7 @@ def new_identity(after: str) -> str:
 
 
 def published_in(folder: Path) -> list[Published]:
-    """Return the published manifests in a checkpoint folder, in order. Other files are ignored. Raises `OSError`."""
+    """Return the published manifests in a checkpoint folder, sorted. Other files are ignored. Raises `OSError`."""
     found = []
     for file_name in names_in(folder):
         if match := _NAME.fullmatch(file_name):
@@ -231,7 +231,7 @@ def published_in(folder: Path) -> list[Published]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names in a folder. Empty if another rank has removed the folder. Raises `OSError`."""
+    """Return the names in a folder, or an empty list if another rank has removed it. Raises `OSError`."""
     try:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -239,7 +239,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def left_over(folder: Path, published: Iterable[Published]) -> list[Path]:
-    """Return the state files without a manifest. The checkpoint was interrupted, or its manifest is lost.
+    """Return the state files without a manifest, left by an interrupted checkpoint or a lost manifest.
 
     Args:
         folder: Checkpoint folder of the run.
@@ -254,7 +254,7 @@ def left_over(folder: Path, published: Iterable[Published]) -> list[Path]:
 
 
 def complete_checkpoints(published: Iterable[Published]) -> list[CheckpointName]:
-    """Return the complete checkpoints, in order: the ones that all of their ranks have published."""
+    """Return the checkpoints that all of their ranks have published, in order."""
     ranks = Counter(name.checkpoint for name in set(published))
     return sorted(checkpoint for checkpoint, number in ranks.items() if number == checkpoint.world_size)
 
@@ -273,9 +273,9 @@ def choose_checkpoint(run_id: str, checkpoints: Sequence[CheckpointName], step: 
     found = [checkpoint for checkpoint in checkpoints if step in (-1, checkpoint.step)]
     if found:
         return found[-1]
-    what = f"checkpoint of step {step}" if step >= 0 else "checkpoint"
+    what = f"complete checkpoint of step {step}" if step >= 0 else "complete checkpoint"
     listed = ", ".join(map(str, sorted({checkpoint.step for checkpoint in checkpoints}))) or "none"
-    raise CheckpointError(f"run {run_id} has no {what} of all its ranks (steps with a checkpoint: {listed})")
+    raise CheckpointError(f"run {run_id} has no {what} (steps with a complete checkpoint: {listed})")
 
 
 def checksum_of(data: bytes) -> str:
@@ -286,18 +286,18 @@ def checksum_of(data: bytes) -> str:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Publish a manifest atomically: after a failure, the file does not exist.
 
-    The written bytes are first read back and validated by the rules of `read_manifest`.
+    Before the file is renamed, the written bytes are read back and validated as in `read_manifest`.
 
     Raises:
-        CheckpointError: if a reader would not accept the manifest.
+        CheckpointError: if a reader would reject the manifest.
         OSError: if the file system fails.
     """
     target = folder / manifest.file_name
     body = json.dumps({"format": FORMAT, **_encode(manifest)}, sort_keys=True, separators=(",", ":"))
     envelope = json.dumps({"checksum": checksum_of(body.encode()), "body": body})
     if len(envelope) > _MOST:
-        raise CheckpointError(f"{target} would have {len(envelope)} bytes, but the limit is {_MOST}. Use larger pages.")
-    # Validated before the rename, so that a manifest that cannot be resumed from never replaces an earlier checkpoint.
+        raise CheckpointError(f"{target} would need {len(envelope)} bytes, but the limit is {_MOST}. Use larger pages.")
+    # Validated before the rename, so that an unreadable manifest never replaces an earlier checkpoint.
     write_durably(target, envelope.encode(), check=partial(_decode, target))
 
 
@@ -313,7 +313,6 @@ def read_manifest(file: Path) -> Manifest:
 
 
 def _decode(file: Path, content: bytes) -> Manifest:
-    """Parse and validate the contents of a file. Raises `CheckpointError`."""
     with using(file):
         outer = _ENVELOPE(_parse(content))
         if checksum_of(outer["body"].encode()) != outer["checksum"]:
@@ -321,8 +320,8 @@ def _decode(file: Path, content: bytes) -> Manifest:
         body = table(schema.anything, schema.anything)(_parse(outer["body"]))
         if (found := body.pop("format", None)) != FORMAT or type(found) is not int:
             raise CheckpointError(
-                f"{file} has format {brief(found)}, but this version reads format {FORMAT}. Use the version that wrote "
-                "it."
+                f"{file} has format {brief(found)}, but this version reads format {FORMAT}. Use the infinity version "
+                "that wrote it."
             )
         values = _BODY(body)
         layout, page_bytes = values.pop("layout"), values.pop("page_bytes")
@@ -331,7 +330,7 @@ def _decode(file: Path, content: bytes) -> Manifest:
         manifest = Manifest(**values)
         _check_names(manifest, file)
         if manifest.layout.fingerprint != layout:
-            raise ValueError(f"its description has layout {manifest.layout.fingerprint}, but its pages have {layout}")
+            raise ValueError(f"its description has layout {manifest.layout.fingerprint}, but it records {layout}")
         _check_extents(manifest)
         _check_indices(manifest)
         return manifest
@@ -351,14 +350,16 @@ def _check_extents(manifest: Manifest) -> None:
     most = manifest.layout.page_bytes
     for page, (path, offset, length) in ((page, version.extent) for page, version in manifest.pages.items()):
         if path >= len(manifest.stripe_weights) or length > most or offset + length > MOST:
-            raise ValueError(f"page {page} cannot be {length} bytes at offset {offset} of path {path}")
+            raise ValueError(f"page {page} has an invalid extent: {length} bytes at offset {offset} of path {path}")
     for (path, offset, length), after in pairwise(sorted(version.extent for version in manifest.pages.values())):
         if after.path == path and after.offset < offset + length:
             raise ValueError(f"two pages share the bytes at offset {after.offset} of path {path}")
 
 
 def _check_indices(manifest: Manifest) -> None:
-    """Check that a checkpoint has exactly the pages of its layout, with their sizes, and no unknown parameters."""
+    """Check that a checkpoint contains exactly the pages of its layout, with the right sizes, and no unknown
+    parameters.
+    """
     layout = manifest.layout
     expected = {page.index: page.nbytes for page in layout.pages if page.role is not Role.GRAD}
     if {page: version.extent.length for page, version in manifest.pages.items()} != expected:
@@ -369,16 +370,17 @@ def _check_indices(manifest: Manifest) -> None:
 
 
 def check_pages(manifest: Manifest, folder: RunFolder) -> None:
-    """Check that the pages of a checkpoint are inside the data files of the run.
+    """Check that the pages of a checkpoint are within the run's data files.
 
     Raises:
-        CheckpointError: if they are not, or if the checkpoint uses another number of paths. The message names the file.
+        CheckpointError: if they are not, or if the checkpoint uses a different number of paths. The message names the
+            file.
     """
     file = folder.checkpoints / manifest.file_name
     if len(manifest.stripe_weights) != len(folder.roots):
         raise CheckpointError(
-            f"run {manifest.run_id} has another number of paths ({len(manifest.stripe_weights)} in its manifest, "
-            f"{len(folder.roots)} given). List all of them in the order of storage.paths."
+            f"run {manifest.run_id} uses a different number of paths ({len(manifest.stripe_weights)} in its manifest, "
+            f"{len(folder.roots)} given). List all of its paths, in the order of storage.paths."
         )
     ends = [0] * len(folder.roots)
     for path, offset, length in (version.extent for version in manifest.pages.values()):
@@ -387,15 +389,15 @@ def check_pages(manifest: Manifest, folder: RunFolder) -> None:
         data = folder.data_file(path, manifest.rank)
         size = data.stat().st_size if data.is_file() else 0
         if size < end:
-            raise CheckpointError(f"{file} names {end} bytes of {data}, which has {size}")
+            raise CheckpointError(f"{file} refers to {end} bytes of {data}, which has only {size}")
 
 
 @contextmanager
 def using(file: Path) -> Iterator[None]:
-    """Convert errors about the contents of a file in the ``with`` block to a `CheckpointError` that names the file.
+    """Convert errors that a file's contents cause in the ``with`` block to a `CheckpointError` that names the file.
 
     Raises:
-        CheckpointError: for `OSError`, `ValueError`, `MemoryError` and `RecursionError`.
+        CheckpointError: instead of an `OSError`, `ValueError`, `MemoryError` or `RecursionError`.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Conversion of checkpointed state outside the pages to plain data: buffers, random states, scalars, group settings."""
+"""Plain data for the checkpointed state that is not in pages: buffers, random states, scalars and group settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _BUFFER, _TORCH, _CUDA, _NUMPY = "buffer.", "random.torch", "random.cuda.", "ran
 class ResumedState:
     """Training state outside the pages.
 
-    `scalars` contains the scalar optimizer states by shard, `extra` the user data, and `own` the optimizer's counters.
+    `scalars` contains the scalar optimizer states by shard, `extra` the user data, and `own` the persistent attributes
+    of the optimizer object.
     """
 
     step: int
@@ -31,7 +32,7 @@ class ResumedState:
 
 
 def save_tensors(model: nn.Module) -> bytes:
-    """Return the model's buffers and the states of the generators of torch and NumPy, as safetensors."""
+    """Return the model's buffers and the random states of torch and NumPy as safetensors data."""
     tensors = {_BUFFER + name: buffer.detach().cpu().contiguous() for name, buffer in _named_buffers(model)}
     tensors[_TORCH] = torch.get_rng_state()
     if torch.cuda.is_available():
@@ -42,7 +43,7 @@ def save_tensors(model: nn.Module) -> bytes:
 
 
 def _named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all buffers. Like `state_dict`, yield a buffer that modules share under each of its names."""
+    """Yield all buffers. As in `state_dict`, a buffer that modules share is yielded under each of its names."""
     return model.named_buffers(remove_duplicate=False)
 
 
@@ -65,14 +66,14 @@ def check_buffers(model: nn.Module) -> None:
         if not (dense and readable[buffer.dtype]):
             kind = str(buffer.dtype if dense else buffer.layout).removeprefix("torch.")
             raise UnsupportedError(
-                f"buffer {name} is {kind}, which checkpoints do not support. Register it in another dtype, or compute "
-                "it from one (torch.view_as_real of a complex buffer). To train without checkpoints, set "
-                "run.retained_checkpoints = 0."
+                f"buffer {name} is {kind}, which checkpoints do not support. Register it with a supported dtype, or "
+                "derive it from a buffer that has one (for a complex buffer, torch.view_as_real). To train without "
+                "checkpoints, set run.retained_checkpoints = 0."
             )
 
 
 def load_buffers(data: bytes, model: nn.Module, persistent: Collection[str]) -> None:
-    """Restore the buffers that `save_tensors` returned. Raises like `saved_buffers`."""
+    """Restore the buffers in the data that `save_tensors` returned. Raises the same exceptions as `saved_buffers`."""
     saved = saved_buffers(data, model, persistent)
     with torch.no_grad():
         for name, buffer in _named_buffers(model):
@@ -81,10 +82,10 @@ def load_buffers(data: bytes, model: nn.Module, persistent: Collection[str]) -> 
 
 
 def saved_buffers(data: bytes, model: nn.Module, persistent: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return the buffers of a model that `save_tensors` returned, by name.
+    """Return a model's buffers, by name, from the data that `save_tensors` returned.
 
-    A buffer that is not persistent keeps its current value if the checkpoint has no buffer of the same shape. Examples
-    are tables that a model computes on first use, or extends later.
+    A non-persistent buffer keeps its current value if the checkpoint has no buffer of the same shape. Examples are
+    tables that a model computes on first use or extends later.
 
     Args:
         data: Contents of a state file.
@@ -93,7 +94,7 @@ def saved_buffers(data: bytes, model: nn.Module, persistent: Collection[str]) ->
 
     Raises:
         ValueError: if the data are malformed.
-        CheckpointError: if a persistent buffer is missing or has another shape.
+        CheckpointError: if a persistent buffer is missing or has a different shape.
     """
     tensors = load_tensors(data)
     found = {}
@@ -105,16 +106,16 @@ def saved_buffers(data: bytes, model: nn.Module, persistent: Collection[str]) ->
             there = "no such buffer" if saved is None else f"shape {tuple(saved.shape)}"
             raise CheckpointError(
                 f"buffer {name} of the model has shape {tuple(buffer.shape)}, but the checkpoint has {there}. Build "
-                "the model as for the checkpoint."
+                "the same model as for the checkpoint."
             )
     return found
 
 
 def saved_buffer(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Return one of the buffers that `load_tensors` returned.
+    """Return one buffer from the tensors that `load_tensors` returned.
 
     Raises:
-        ValueError: if it is missing.
+        ValueError: if the buffer is missing.
     """
     return _named(tensors, _BUFFER + name)
 
@@ -139,7 +140,7 @@ def _named(tensors: Mapping[str, torch.Tensor], name: str, shape: Sequence[int] 
 
 
 def save_random() -> dict[str, Any]:
-    """Return the states of the generators of Python and NumPy as plain data."""
+    """Return the states of Python's and NumPy's random generators as plain data."""
     version, internal, gauss = random.getstate()
     kind, _, position, has_gauss, cached = _numpy_state()
     return {
@@ -149,7 +150,7 @@ def save_random() -> dict[str, Any]:
 
 
 def load_random(saved: Mapping[str, Any], data: bytes) -> None:
-    """Restore the states of all generators from `save_random` and from the state file.
+    """Restore the states of all random generators from the result of `save_random` and from the state file.
 
     Raises:
         ValueError: if the data are malformed.
@@ -169,7 +170,7 @@ def load_random(saved: Mapping[str, Any], data: bytes) -> None:
                 if f"{_CUDA}{index}" in tensors:
                     torch.cuda.set_rng_state(tensors[f"{_CUDA}{index}"], index)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"a state of torch's generators is not valid: {error}") from error
+        raise ValueError(f"a state of torch's random generators is not valid: {error}") from error
 
 
 def _numpy_state() -> tuple[Any, ...]:
@@ -178,7 +179,7 @@ def _numpy_state() -> tuple[Any, ...]:
 
 
 def save_scalars(scalars: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return optimizer scalars as plain data. A tensor becomes an object with its type, shape and value."""
+    """Return scalar optimizer states as plain data. A tensor becomes an object with its dtype, shape and value."""
     return {shard: {key: _plain(value, key) for key, value in values.items()} for shard, values in scalars.items()}
 
 
@@ -188,7 +189,7 @@ def load_scalars(saved: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, 
 
 
 def save_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings or counters of an optimizer as plain data.
+    """Return settings or persistent attributes of an optimizer as plain data.
 
     Raises:
         CheckpointError: if a value has an unsupported type.
@@ -202,7 +203,10 @@ def load_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return parameter groups, whose `params` are indices of shards, as plain data. Raises like `save_settings`."""
+    """Return parameter groups, whose `params` are shard indices, as plain data.
+
+    Raises the same exceptions as `save_settings`.
+    """
     return [
         {
             "params": group["params"],
@@ -223,25 +227,25 @@ def read_groups(saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def load_groups(
     saved: Sequence[Mapping[str, Any]], groups: list[dict[str, Any]], held: Sequence[Sequence[int]]
 ) -> None:
-    """Restore the settings of parameter groups. Their parameters do not change.
+    """Restore the settings of parameter groups, leaving their parameters unchanged.
 
     Args:
         saved: Return value of `save_groups`.
         groups: Parameter groups of the optimizer.
-        held: Parameters of each group, as indices in the checkpoint.
+        held: Parameters of each group, as the indices that they have in the checkpoint.
 
     Raises:
-        CheckpointError: if the number of groups differs, or if a group has other parameters, because it would get the
-            settings of another group.
+        CheckpointError: if the number of groups differs, or if a group contains different parameters and would
+            therefore get another group's settings.
     """
     if len(saved) != len(groups):
         raise CheckpointError(f"the checkpoint has {len(saved)} param groups, but the optimizer has {len(groups)}")
     for number, (group, indices) in enumerate(zip(saved, held, strict=True)):
         if set(group["params"]) != set(indices):
             raise CheckpointError(
-                f"param group {number} of the checkpoint contains other parameters than in the optimizer "
+                f"param group {number} contains different parameters in the checkpoint and in the optimizer "
                 f"({len(group['params'])} in the checkpoint, {len(indices)} in the optimizer). Pass the same groups in "
-                "the same order."
+                "the same order as for the checkpoint."
             )
     for values, group in zip(read_groups(saved), groups, strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
@@ -262,7 +266,7 @@ def _plain(value: Any, place: str) -> Any:
         return value
     raise CheckpointError(
         f"{place} of the optimizer has type {type(value).__name__}, which checkpoints do not support: {value!r}. Use a "
-        "number, a string, a tensor, or a list or dict of them. To train without checkpoints, set "
+        "number, a string, a tensor, or a list or dict of these. To train without checkpoints, set "
         "run.retained_checkpoints = 0."
     )
 

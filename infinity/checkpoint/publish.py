@@ -1,17 +1,17 @@
-"""Publishing a checkpoint and resuming from one.
+"""Publishing checkpoints and resuming from them.
 
-[Note: publish protocol] The pages are already stored in free extents. A checkpoint flushes modified pages, calls
+[Note: publish protocol] Pages are always written to free extents. A checkpoint flushes the modified pages, calls
 fdatasync, writes the manifest under a temporary name, flushes it and renames it. Only after every rank has published
-are the manifest of the oldest checkpoint removed and its versions freed. Therefore a checkpoint that all ranks hold
-exists at any instant, and a run resumes from the newest such checkpoint. All ranks give a checkpoint the same identity,
-which is part of its file names. As a result, checkpointing a step again does not replace the earlier files before every
-rank has published the new ones.
+its manifest is the oldest checkpoint's manifest removed and are its page versions freed. Therefore, at any instant,
+there is a checkpoint that all ranks hold, and a run resumes from the newest such checkpoint. All ranks give a
+checkpoint the same identity, which is part of its file names. As a result, checkpointing a step again does not replace
+the earlier files before every rank has published the new ones.
 
 [Note: withdrawing] If a checkpoint is known to have failed on a rank, every rank durably removes the files that it has
-published, before any page of the checkpoint is overwritten. If a rank does not know the outcome (its exchange was
-interrupted, or it lost other ranks), the other ranks may have completed the checkpoint and removed the previous one.
-The rank then keeps the files of both, and the next start uses the checkpoint that all ranks hold. The pages of such a
-checkpoint stay reserved until the state of its files is settled, either by its own completion or by a later checkpoint.
+published for the checkpoint, before any of its pages is overwritten. If a rank does not know the outcome (its exchange
+with the other ranks was interrupted, or it lost other ranks), the other ranks may have completed the checkpoint and
+removed the previous one. The rank then keeps the files of both, and the next start uses the checkpoint that all ranks
+hold. The page versions of such a checkpoint stay reserved until a later checkpoint completes.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
-    """Publishes checkpoints of one rank.
+    """Publishes the checkpoints of one rank.
 
-    Life cycle of a checkpoint: its versions are *kept*, so that no write reuses their extents. The data files are
-    synced, and the state file and the manifest are written. The checkpoint is *published* when all ranks report success
-    (`Ranks.together`), *adopted* when older checkpoints have been removed durably, and removed when it is no longer
-    retained. A checkpoint that fails on one rank is withdrawn on all ranks. [Note: withdrawing] Only the training
-    thread uses this class.
+    During its life cycle, a checkpoint passes through several states. First its page versions are *kept*, so that no
+    write reuses their extents. The data files are synced, and the state file and the manifest are written. The
+    checkpoint is *published* when all ranks report success (`Ranks.together`), *adopted* when older checkpoints have
+    been durably removed, and removed when it is no longer retained. A checkpoint that fails on one rank is withdrawn on
+    all ranks. [Note: withdrawing] Only the training thread uses this class.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CheckpointWriter:
         room: CheckpointSpace,
         updated_on: str,
     ) -> None:
-        """Continue from existing checkpoints.
+        """Initialize the writer with the checkpoints that already exist.
 
         Args:
             folder: Folders of the run.
@@ -76,8 +76,8 @@ class CheckpointWriter:
             described: Description of the pages of this rank.
             store: Page store of this rank.
             optimizer: Name of the optimizer class.
-            stripe_weights: Relative bandwidths of the paths.
-            found: Manifests of this rank for the retained checkpoints, by step.
+            stripe_weights: Stripe weights of the paths.
+            found: This rank's manifests of the retained checkpoints, in the order of their steps.
             room: Space reserved for checkpoint files.
             updated_on: Type of the device that runs updates.
         """
@@ -86,13 +86,14 @@ class CheckpointWriter:
         self._room, self._updated_on = room, updated_on
         self._optimizer, self._stripe_weights = optimizer, stripe_weights
         self._pages = [page.index for page in described.layout.pages if page.role is not Role.GRAD]
-        """Indices of checkpointed pages: all except gradients."""
+        """Indices of the checkpointed pages, which are all pages except gradient pages."""
         self._checkpoints = {manifest.step: manifest.name.checkpoint for manifest in found}
-        """Retained checkpoints by step. Changed by `publish` once the files of other checkpoints are removed."""
+        """Retained checkpoints by step. `publish` updates them once the files of other checkpoints have been removed.
+        """
         self._newest = max((checkpoint.identity for checkpoint in self._checkpoints.values()), default="")
-        """Identity of the last checkpoint that was attempted or published. The next one must be greater."""
+        """Identity of the last checkpoint that was attempted or published. The next identity must be greater."""
         self._not_flushed: list[Mapping[int, Version]] = []
-        """Versions of checkpoints whose files may exist although they are not retained. [Note: withdrawing]"""
+        """Page versions of checkpoints that are not retained but whose files may exist. [Note: withdrawing]"""
 
     def reserve(self) -> None:
         """Reserve space for the files of future checkpoints. Raises `BudgetError` or `StorageError`."""
@@ -100,7 +101,7 @@ class CheckpointWriter:
 
     @property
     def _to_come(self) -> int:
-        """Number of checkpoints that need space: the retained ones not yet written, and one that is being written."""
+        """Number of checkpoints that need space: the retained ones not yet written, plus the one being written."""
         return max(1, self._store.retained + 1 - len(self._checkpoints))
 
     def close(self) -> None:
@@ -122,23 +123,23 @@ class CheckpointWriter:
         Args:
             step: Number of completed optimizer steps.
             model: Model whose buffers are saved.
-            scalars: Scalars of the optimizer state, by index of the shard.
+            scalars: Scalar optimizer states, by shard index.
             groups: Parameter groups of the optimizer.
             extra: User data to save with the checkpoint.
-            own: Counters of the optimizer itself.
-            prefer: Steps of earlier checkpoints that are retained in preference to newer ones.
+            own: Persistent attributes of the optimizer object.
+            prefer: Steps of earlier checkpoints to retain in preference to newer ones.
 
         Raises:
             CheckpointError: if a value cannot be saved as plain data.
-            StorageError: if a device fails.
+            StorageError: if a drive fails.
             InfinityError: if the checkpoint failed on another rank, or if another rank was lost.
 
-        After an error, all ranks still hold a common checkpoint. It is the previous one, unless all ranks had published
-        when this rank was interrupted or lost the others; then it is the new one.
+        After an error, all ranks still hold a common checkpoint. It is the new one if all ranks had published it when
+        this rank was interrupted or lost the others, and otherwise the previous one.
         """
         self._newest = self._ranks.agree(files.new_identity(self._newest))
         checkpoint = CheckpointName(step, self._newest, self._ranks.world_size)
-        # Kept before any file can name them: from now on no write may reuse these extents.
+        # Kept before any file can refer to them: from now on, no write may reuse their extents.
         versions = self._store.versions(self._pages)
         self._store.keep(versions)
         self._not_flushed.append(versions)
@@ -164,7 +165,7 @@ class CheckpointWriter:
                 own=model_state.save_settings(own),
                 updated_on=self._updated_on,
             )
-            # fdatasync before the manifest: a manifest must never name a page that a power loss can still destroy.
+            # fdatasync before the manifest: a manifest must never refer to a page that a power loss can still destroy.
             self._store.sync()
             self._room.hold(self._to_come - 1)
             write_durably(self._folder.checkpoints / manifest.state_file, data)
@@ -172,9 +173,9 @@ class CheckpointWriter:
             self._room.took(len(data) + (self._folder.checkpoints / manifest.file_name).stat().st_size)
 
         self._ranks.together(f"checkpoint of step {step}", write, undo=lambda: self._withdraw(checkpoint, versions))
-        # Order matters: every rank has published; then the manifests of older checkpoints are removed durably; only
-        # then may `adopt` free extents. Otherwise a manifest that reappears after a power loss could name overwritten
-        # pages.
+        # Order matters: first every rank publishes, then the manifests of older checkpoints are durably removed, and
+        # only then may `adopt` free extents. Otherwise a manifest that reappears after a power loss could refer to
+        # overwritten pages.
         kept = {**self._checkpoints, step: checkpoint}
         kept = {step: kept[step] for step in self._store.retained_with(step, prefer)}
         remove_checkpoints(self._folder, self._ranks, keep=kept.values())
@@ -185,10 +186,10 @@ class CheckpointWriter:
         self._room.hold(self._to_come)
 
     def _withdraw(self, checkpoint: CheckpointName, versions: Mapping[int, Version]) -> None:
-        """Remove the files that this rank has published of a failed checkpoint. [Note: withdrawing]"""
+        """Remove the files that this rank has published for a failed checkpoint. [Note: withdrawing]"""
         name = checkpoint.of(self._ranks.rank)
         try:
-            # Durably removed before the extents are released below: see `publish`.
+            # The removal must be durable before the extents are released below; see `publish`.
             for file_name in (name.file_name, name.state_file):
                 (self._folder.checkpoints / file_name).unlink(missing_ok=True)
             sync_folder(self._folder.checkpoints)
@@ -205,7 +206,7 @@ class CheckpointWriter:
 
 
 def remove_checkpoints(folder: RunFolder, ranks: Ranks, *, keep: Iterable[CheckpointName]) -> None:
-    """Remove the files of one rank durably, manifests first, except the files of the checkpoints in `keep`."""
+    """Durably remove one rank's checkpoint files, manifests first, except for the checkpoints in `keep`."""
     names = [checkpoint.of(ranks.rank) for checkpoint in keep]
     kept = {*(name.file_name for name in names), *(name.state_file for name in names)}
     others = set(fnmatch.filter(files.names_in(folder.checkpoints), f"step*.rank{ranks.rank:05d}[.-]*")) - kept
@@ -221,16 +222,16 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
 
     Args:
         paths: NVMe paths of this node.
-        wanted: A run id; ``latest`` for the newest run with a complete checkpoint; ``auto`` for the same, or no run if
-            the paths contain none; or an empty string for no run.
+        wanted: A run id; ``latest`` for the newest run with a complete checkpoint; ``auto`` for the same, or for no run
+            if the paths contain no run; or an empty string for no run.
         ranks: Ranks of the run.
 
     Returns:
         The run id, or an empty string if no run should be or can be resumed.
 
     Raises:
-        CheckpointError: if the wanted run has no complete checkpoint. The message lists runs that have one. For
-            ``auto``: if no run has a complete checkpoint, but a part of a run is present.
+        CheckpointError: if the requested run has no complete checkpoint. The message lists the runs that have one. With
+            ``auto``, if no run has a complete checkpoint but parts of a run are present.
     """
     if not wanted:
         return ""
@@ -239,7 +240,7 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
         there = [path for path in paths if wanted != "auto" or os.path.lexists(path)]  # missing paths are created later
         with files.using(Path(paths[0])):
             runs, passed = look_for_runs(there)
-            headless = [run.run_id for run in runs if 0 not in run.roots]  # without checkpoints here
+            headless = [run.run_id for run in runs if 0 not in run.roots]  # checkpoint folder not on this node
             found = {run.run_id: files.published_in(run.in_order[0] / "checkpoints") for run in runs}
             return found, headless, passed_over(passed)
 
@@ -258,16 +259,17 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
         partial = sorted(run_id for run_id, names in published.items() if names or run_id in missing)
         if not partial and not odd:
             return ""
-        what = f"parts of run {', '.join(partial)}" if partial else "a folder that resembles a run"
+        what = f"part of run {', '.join(partial)}" if partial else "a folder that resembles a run"
         raise CheckpointError(
-            f"{', '.join(map(str, paths))} has {what}, but no checkpoint of all its ranks. Restore the missing paths "
-            f"or remove the incomplete run before starting a new one{'; ' * bool(odd)}{odd}"
+            f"found {what} in {', '.join(map(str, paths))}, but no complete checkpoint. Restore the missing paths or "
+            f"remove the incomplete run before starting a new one{'; ' * bool(odd)}{odd}"
         )
     if wanted in checkpointed:
         return wanted
     listed = ", ".join(checkpointed) or "none"
     raise CheckpointError(
-        f"no checkpoint to resume from: {wanted!r} in {', '.join(map(str, paths))} (runs with a checkpoint: {listed})"
+        f"no checkpoint to resume from for run.resume = {wanted!r} in {', '.join(map(str, paths))} (runs with a "
+        f"complete checkpoint: {listed})"
         f"{'; ' * bool(odd)}{odd}"
     )
 
@@ -275,8 +277,8 @@ def choose_run(paths: Sequence[str | Path], wanted: str, ranks: Ranks) -> str:
 def list_checkpoints(folder: RunFolder, ranks: Ranks, step: int) -> list[CheckpointName]:
     """Return the checkpoints of a run up to the one to resume from, which is last. Each step appears once.
 
-    If a step has several checkpoints, the newest one is returned. All ranks get the same list. A checkpoint that is
-    not present on all ranks is skipped, and a warning is logged.
+    If a step has several checkpoints, the newest one is returned. All ranks get the same list. A checkpoint that is not
+    present on all ranks is skipped with a warning.
 
     Args:
         folder: Folders of the run.
@@ -311,9 +313,10 @@ def list_checkpoints(folder: RunFolder, ranks: Ranks, step: int) -> list[Checkpo
 def find_checkpoints(
     folder: RunFolder, ranks: Ranks, layout: Layout, optimizer: str, checkpoints: Sequence[CheckpointName]
 ) -> list[Manifest]:
-    """Return this rank's manifests of the checkpoints up to the one to resume from, which is last.
+    """Return this rank's manifests of all checkpoints up to the one to resume from, which is last.
 
-    Earlier checkpoints are included if they are valid on all ranks. They are retained until the run checkpoints again.
+    Earlier checkpoints are included if they are valid on all ranks. They are retained at least until the run saves
+    another checkpoint.
 
     Args:
         folder: Folders of the run.
@@ -323,8 +326,8 @@ def find_checkpoints(
         checkpoints: Return value of `list_checkpoints`.
 
     Raises:
-        CheckpointError: if the last checkpoint is malformed, belongs to another model or optimizer, or was written by
-            another number of ranks.
+        CheckpointError: if the last checkpoint is malformed, belongs to a different model or optimizer, or was written
+            by a different number of ranks.
     """
     wanted = checkpoints[-1]
     if wanted.world_size != ranks.world_size:
@@ -351,39 +354,39 @@ def find_checkpoints(
 
 
 def check_checkpoint(found: Manifest, layout: Layout, optimizer: str, folder: RunFolder) -> None:
-    """Check that a checkpoint belongs to this model and optimizer, and that its pages are inside the data files.
-
+    """Check that a checkpoint belongs to this model and optimizer, and that its pages are within the data files.
     Raises:
-        CheckpointError: if it does not.
+        CheckpointError: if a check fails.
     """
     check_optimizer(found, optimizer)
     if found.layout.fingerprint != layout.fingerprint:
         raise CheckpointError(
-            f"the checkpoint of step {found.step} of run {found.run_id} belongs to another model, optimizer or page "
-            f"size (layout {found.layout.fingerprint}, this run has {layout.fingerprint}). Resume with the model, "
-            "dtypes and optimizer of the checkpoint."
+            f"the checkpoint of step {found.step} of run {found.run_id} belongs to a different model, optimizer or "
+            f"page size (layout {found.layout.fingerprint}, but this run has layout {layout.fingerprint}). Resume with "
+            "the model, dtypes and optimizer of the checkpoint."
         )
     files.check_pages(found, folder)
 
 
 def check_tensors(found: Manifest, described: RunDescription) -> None:
-    """Check that the pages of a checkpoint hold the same slices of the same parameters as this model.
+    """Check that the pages of a checkpoint contain the same slices of the same parameters as the pages of this run.
 
     Raises:
-        CheckpointError: if they do not, e.g. because a parameter has another shape with as many elements.
+        CheckpointError: if they do not, e.g. because a parameter has a different shape with the same number of
+            elements.
     """
     for there, here in zip(found.description.tensors, described.tensors, strict=True):
         for what, one, other in (
-            ("is called", there.names, here.names),
+            ("is named", there.names, here.names),
             ("has shape", there.shape, here.shape),
             ("is sharded along dimension", there.dim, here.dim),
-            ("is sharded over", there.shard_size, here.shard_size),
-            ("is on this rank in slice", there.shard_rank, here.shard_rank),
+            ("has slice count", there.shard_size, here.shard_size),
+            ("has, on this rank, slice", there.shard_rank, here.shard_rank),
         ):
             if one != other:
                 raise CheckpointError(
                     f"{here.names[0]} {what} {one} in the checkpoint of step {found.step} of run {found.run_id}, but "
-                    f"{other} in this run. Build the model and the device mesh as for the checkpoint."
+                    f"{other} in this run. Build the same model and device mesh as for the checkpoint."
                 )
 
 
@@ -427,7 +430,7 @@ def restore(
         folder: Folders of the run.
         model: Model whose buffers are restored.
         groups: Parameter groups whose settings are restored.
-        held: Parameters of each group, as indices in the checkpoint.
+        held: Parameters of each group, as the indices that they have in the checkpoint.
         random: Whether to restore the random states as well.
 
     Raises:

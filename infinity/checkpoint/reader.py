@@ -1,6 +1,6 @@
-"""Reader for checkpoints that assembles full parameters from the pages of all ranks.
+"""Checkpoint reader that assembles full parameters from the pages of all ranks.
 
-It needs neither a model, a process group nor a GPU.
+It needs no model, process group or GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CheckpointReader(FullState):
 
         Args:
             folder: Folders of the run, in the order of storage.paths.
-            step: Step of the checkpoint, -1 for the newest one that all ranks have, or the checkpoint itself.
+            step: Step of the checkpoint, -1 for the newest one that all ranks hold, or the name of the checkpoint.
 
         Raises:
             CheckpointError: if there is no such checkpoint, or if it is incomplete or malformed.
@@ -109,7 +109,7 @@ class CheckpointReader(FullState):
         return read_groups(self._manifests[0].groups)
 
     def scalars(self) -> dict[int, dict[str, Any]]:
-        """Return the scalar optimizer states of every updated parameter, by index into `tensors`."""
+        """Return the scalar optimizer states of every parameter that has been updated, by index into `tensors`."""
         found: dict[int, dict[str, Any]] = {}
         for manifest in self._manifests:  # a rank with an empty slice may have no scalars, but another rank has them
             for index, values in load_scalars(manifest.scalars).items():
@@ -117,13 +117,13 @@ class CheckpointReader(FullState):
         return found
 
     def read(self, index: int, name: str = MASTER, *, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """Return a parameter as it is trained, or one of its optimizer states, in its full shape.
+        """Return a parameter, in the dtype in which it is trained, or one of its optimizer states, in full shape.
 
         Args:
             index: Index into `tensors`.
             name: ``master`` or one of `kinds`.
-            rows: First row and the row after the last, along the sharded dimension. By default all rows. Pages that
-                contain no requested row are not read.
+            rows: Rows [first, last) to return along the sharded dimension. By default, all rows. Pages that contain
+                none of these rows are not read.
 
         Raises:
             StorageError: if a page cannot be read.
@@ -146,7 +146,7 @@ class CheckpointReader(FullState):
         return whole if spec.shape else whole.view(())
 
     def _rows(self, rank: int, index: int, name: str, held: int, low: int, high: int) -> torch.Tensor:
-        """Return some of the `held` rows of a parameter that a rank stores."""
+        """Return rows [low, high) of the `held` rows of a parameter that a rank stores."""
         spec = self.tensors[index]
         before, after = spec.shape[: spec.dim], spec.shape[spec.dim + 1 :]
         if math.prod(before) == 1:  # the rows are contiguous
@@ -156,7 +156,7 @@ class CheckpointReader(FullState):
         return self._elements(rank, index, name, 0, numel).view(*before, held, *after).narrow(spec.dim, low, high - low)
 
     def _elements(self, rank: int, index: int, name: str, first: int, last: int) -> torch.Tensor:
-        """Return some elements of a rank's shard as a flat tensor."""
+        """Return elements [first, last) of a rank's shard as a flat tensor."""
         layout = self._ranks[rank].layout
         placed = layout.shards[index]
         segment = layout.segments[placed.segment]
@@ -191,7 +191,7 @@ class CheckpointReader(FullState):
 
 
 def _whole(described: RunDescription) -> tuple[Any, ...]:
-    """Return the properties of a description that are equal on all ranks."""
+    """Return the properties of a description that must be equal on all ranks."""
     layout = described.layout
     formats = [layout.format_of(shard) for shard in range(len(layout.shards))]
     tensors = [(spec.names, spec.dim, spec.shard_size, spec.tensor_parallel) for spec in described.tensors]

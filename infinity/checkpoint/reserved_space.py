@@ -1,8 +1,8 @@
 """Disk space reserved for the files of future checkpoints, so that a full drive is reported before training starts.
 
-Slots of pages exist from the start, but every checkpoint writes a new manifest and a new state file. A file in the same
-folder occupies as many bytes as these files may need. It shrinks just before a checkpoint is written, and grows
-again when an older checkpoint has been removed.
+Space for pages is allocated from the start, but every checkpoint writes a new manifest and a new state file. A
+placeholder file in the same folder therefore occupies as many bytes as these files may need. It shrinks just before a
+checkpoint is written, and grows again after an older checkpoint has been removed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from infinity.units import KIB, align_up
 
 _log = logging.getLogger("infinity")
 _BLOCK = 4 * KIB
-_RANDOM = 64 * KIB  # states of all generators, as text and as tensors
+_RANDOM = 64 * KIB  # bytes for all random states, as text and as tensors
 _EXTRA = 64 * KIB  # allowance for growth of the user's `extra` and of the optimizer's settings
-_PAGE, _SHARD, _BUFFER = 96, 512, 256  # bytes per entry; for a shard including its scalars
+_PAGE, _SHARD, _BUFFER = 96, 512, 256  # bytes per entry; the entry of a shard includes its scalars
 
 
 def checkpoint_bytes(described: RunDescription, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> int:
-    """Return the maximum size of a checkpoint's manifest and state file in bytes, with 64 KiB for `extra`."""
+    """Return the maximum size of a checkpoint's manifest and state file in bytes, including 64 KiB for `extra`."""
     layout = described.layout
     text = json.dumps(json.dumps(described.plain, separators=(",", ":")))
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -37,11 +37,11 @@ def checkpoint_bytes(described: RunDescription, model: nn.Module, groups: Sequen
     manifest = len(text) + 2 * len(repr(settings)) + pages * _PAGE + len(layout.shards) * _SHARD
     buffers = model.named_buffers(remove_duplicate=False)  # a shared buffer is saved under each of its names
     state = sum(buffer.nbytes + _BUFFER for _, buffer in buffers)
-    return manifest + state + _RANDOM + _EXTRA + 4 * _BLOCK  # partially used blocks, and entries of the folder
+    return manifest + state + _RANDOM + _EXTRA + 4 * _BLOCK  # partially used blocks and directory entries
 
 
 class CheckpointSpace:
-    """Reserves space for the checkpoints of one rank. Used only by the training thread."""
+    """Reserves space for one rank's future checkpoints. Only the training thread uses it."""
 
     def __init__(self, file: Path, nbytes: int) -> None:
         """Initialize without reserving space; `reserve` creates the file.
@@ -52,11 +52,11 @@ class CheckpointSpace:
         """
         self._file = file
         self._each = align_up(nbytes, _BLOCK)
-        """Bytes reserved for each checkpoint. `took` increases the value."""
+        """Bytes reserved per checkpoint. `took` may increase the value."""
         self._size = 0
         """Current size of the file in bytes. Changed by `reserve` and `hold`."""
         self._warned = False
-        """``True`` if a lack of space has been logged."""
+        """``True`` once a lack of space has been logged."""
 
     def reserve(self, checkpoints: int) -> None:
         """Create the file and reserve space for the given number of checkpoints.
@@ -70,7 +70,7 @@ class CheckpointSpace:
         self._size = checkpoints * self._each
 
     def hold(self, checkpoints: int) -> None:
-        """Change the reservation to the given number of checkpoints. A lack of space is logged once."""
+        """Resize the reservation to the given number of checkpoints. A lack of space is logged only once."""
         size = checkpoints * self._each
         if size == self._size:
             return
@@ -94,7 +94,7 @@ class CheckpointSpace:
             self._warned = True
 
     def took(self, nbytes: int) -> None:
-        """Record the size of a checkpoint, because `extra` may be larger than the allowance."""
+        """Account for the size of a written checkpoint, because its `extra` may exceed the allowance."""
         self._each = max(self._each, align_up(nbytes + _EXTRA, _BLOCK))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Validation of optimizer settings and scalars in a manifest. `model_state` converts them to Python values and back."""
+"""Validation of optimizer settings and scalars in a manifest. `model_state` converts them to and from Python values."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _TUPLES = 4  # maximum nesting of tuples, lists and dicts
 
 
 def setting(value: Any, depth: int = _TUPLES) -> Any:
-    """Validate a setting or scalar of an optimizer: null, bool, number, string, small tensor, or a collection of them.
+    """Validate an optimizer setting or scalar: null, a bool, a number, a string, a small tensor, or a collection of
+    these.
 
     Raises:
-        Mismatch: if the value has another type, or is nested too deeply.
+        Mismatch: if the value has an unsupported type or is nested too deeply.
     """
     if isinstance(value, dict) and "tensor" in value:
         found = _TENSOR(value)
@@ -43,7 +44,7 @@ def _nested(value: Any, shape: tuple[int, ...], leaf: Rule) -> None:
     if not shape:
         leaf(value)
     elif not isinstance(value, list) or len(value) != shape[0]:
-        raise Mismatch(value, f"must be a list of {shape[0]}")
+        raise Mismatch(value, f"must be a list of length {shape[0]}")
     else:
         for item in value:
             _nested(item, shape[1:], leaf)

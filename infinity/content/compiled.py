@@ -1,9 +1,9 @@
 """Compile the kernels of `infinity.content.kernels` with numba, and verify them against the reference implementation.
 
-A run whose state format has encodings calls `prepare` before its first step. `prepare` imports numba, compiles the
-kernels and compares them with the reference, which takes about two seconds. Compiled code is not cached in files,
-because a cached file could be written by two ranks at once, built for another processor, or modified by another user. A
-failure is not an error: torch then encodes with the same bits, in more passes over memory.
+A run whose state format uses encodings calls `prepare` before its first step. `prepare` imports numba, compiles the
+kernels and compares them with the reference, which takes about two seconds. Compiled code is not cached on disk,
+because a cached file could be written by two ranks at once, built for a different processor, or modified by another
+user. If compilation fails, no error is raised: torch then produces the same bits, in more passes over memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Kernels:
 
         Returns:
             ``True`` if the components were written, ``False`` if the reference must encode the values instead. The
-            content of `made` is undefined in that case.
+            contents of `made` are undefined in that case.
         """
         values = values.detach()
         bits, items = values.view(torch.int32).numpy(), [_numbers(component) for component in made]
@@ -72,12 +72,12 @@ class Kernels:
 
 
 def _numbers(component: torch.Tensor) -> Any:
-    """Return a component as a numpy view. numpy has no bf16, so bf16 items are viewed as int16."""
+    """Return a component as a NumPy view. NumPy has no bf16, so bf16 items are viewed as int16."""
     return (component.view(torch.int16) if component.dtype == torch.bfloat16 else component).numpy()
 
 
 class Prepared(NamedTuple):
-    """Result of `prepare`: the kernels, or the reason for their absence, and the elapsed time in seconds."""
+    """Result of `prepare`: the kernels, or the reason why they are unavailable, and the elapsed time in seconds."""
 
     kernels: Kernels | None
     reason: str
@@ -121,7 +121,9 @@ def _prepare() -> tuple[Kernels | None, str]:
 
 
 def _differs(found: Kernels, encoding: str) -> bool:
-    """Whether the kernels and the reference differ in any bit of an encoding, tested on values that cover all cases."""
+    """Return whether any bit of an encoding differs between the kernels and the reference, on values that cover all
+    cases.
+    """
     values = _samples()
     for step in _STEPS:
         expected = reference.encode(values, encoding, step)
@@ -136,7 +138,7 @@ def _differs(found: Kernels, encoding: str) -> bool:
 
 
 def _samples() -> torch.Tensor:
-    """Return finite numbers in blocks of all exponents, with and without negative numbers, zeros and denormals."""
+    """Return blocks of finite numbers with all exponents, with and without negative numbers, zeros and denormals."""
     mantissas = torch.arange(SHARD_ALIGNMENT, dtype=torch.int32) * 0x1F123B % (1 << 23)
     exponents = torch.arange(250, dtype=torch.int32)[:, None] + torch.arange(SHARD_ALIGNMENT) % 7 // 3 * -3
     positive = ((exponents.clamp(min=0).int() << 23) + mantissas).view(torch.float32)

@@ -1,7 +1,8 @@
 """Encode and decode sections of the state, as specified by `format.ENCODINGS`.
 
-The results are bitwise equal to `infinity.content.reference` on every platform. After
-`infinity.content.compiled.prepare`, tensors in host memory are encoded and decoded in one pass.
+The results are bitwise equal to `infinity.content.reference` on every platform. Once
+`infinity.content.compiled.prepare` has compiled the kernels, tensors in host memory are encoded and decoded in a single
+pass.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ def encode(
     Args:
         values: Values in fp32, shape (n,), with n a multiple of `SHARD_ALIGNMENT`.
         encoding: Name of the encoding.
-        step: Step of the update that produced the values; moments are rounded stochastically. ``None``: round to
-            nearest.
-        into: Contiguous components to write. By default new tensors are created.
+        step: Step of the update that produced the values, which seeds the stochastic rounding of moments. ``None``:
+            round to nearest.
+        into: Contiguous components to write to. By default, new tensors are created.
     """
     ready = kernels(values.device)
     if ready is not None and (step is not None or encoding == "split"):
@@ -43,12 +44,12 @@ def encode(
 
 
 def decode(components: Sequence[torch.Tensor], encoding: str, into: torch.Tensor | None = None) -> torch.Tensor:
-    """Return fp32 values, shape (n,), from the components that `encode` returned.
+    """Return the fp32 values, of shape (n,), that are encoded in the components returned by `encode`.
 
     Args:
         components: Components of the values.
         encoding: Name of the encoding.
-        into: Contiguous tensor to write. By default a new tensor is created.
+        into: Contiguous tensor to write to. By default, a new tensor is created.
     """
     ready = kernels(components[0].device)
     if ready is None or encoding == "bfloat16":

@@ -1,10 +1,12 @@
-"""State formats: the tensors stored per element of a parameter, with their dtypes and encodings. No I/O, no torch.
+"""State formats: the tensors stored per element of a parameter, with their dtypes and encodings.
 
-[Note: encodings] A section of the state (the master or a moment) may be stored in another form than the optimizer
-sees. An encoding is a list of components. Each component consists of items of one dtype, one item per fixed
-number of elements. A *split* master, for example, consists of the bf16 weight, 16 bits per element, and 8 bits per 8
-elements. `SHARD_ALIGNMENT` is a multiple of all these numbers, so no item is shared by two shards.
-`infinity.content.encoding` implements the arithmetic.
+This module performs no I/O and does not import torch.
+
+[Note: encodings] A section of the state (the master or a moment) may be stored in a form that differs from the one that
+the optimizer sees. An encoding is a list of components. Each component consists of items of one dtype, with one item
+per fixed number of elements. A *split* master, for example, consists of the bf16 weights, one int16 per element, and
+one uint8 per 8 elements. `SHARD_ALIGNMENT` is a multiple of all these numbers of elements, so two shards never share an
+item. `infinity.content.encoding` implements the arithmetic.
 """
 
 from __future__ import annotations
@@ -22,20 +24,20 @@ ITEMSIZE = {
     "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
 ENCODINGS: dict[str, tuple[tuple[str, int], ...]] = {
-    "split": (("int16", 1), ("uint8", 8)),  # lower half, and a bit that is set if the weight was rounded up
+    "split": (("int16", 1), ("uint8", 8)),  # lower half, and one bit that is set if the weight was rounded up
     "bfloat16": (("bfloat16", 1),),
-    # Code, and scale of a block: a power of two, negated if the block has no negative element.
+    # A code per element, and a scale per block: a power of two, negated if the block has no negative element.
     "8bit": (("uint8", 1), ("bfloat16", SHARD_ALIGNMENT)),
 }
-"""Components of a section of fp32 elements in an update page, as (dtype, elements per item)."""
+"""Components of each encoding of fp32 elements in UPDATE pages, as (dtype, elements per item)."""
 HALVES = ("bfloat16", "int16")
 """Components of an fp32 gradient in GRAD pages: its upper half and its lower half.
 
-A gradient that was computed in bf16 and never accumulated equals its upper half, and the pages of the lower half are
-not used.
+A gradient that was computed in bf16 and never accumulated equals its upper half, so the pages of the lower half are not
+used.
 """
 FORMATS = {"fp32": ("", ""), "split": ("split", ""), "bf16-moments": ("split", "bfloat16"), "8bit": ("split", "8bit")}
-"""Encodings of master and moments, by the value of `state.format`."""
+"""Encodings of the master and of the moments, by the value of `state.format`."""
 
 
 class Role(Enum):
@@ -48,9 +50,9 @@ class Role(Enum):
 
 
 class Component(NamedTuple):
-    """Part of a section: one item of `dtype` per `each` elements, in the pages of `role`.
+    """Part of a section: one item of `dtype` per `each` elements, in pages of role `role`.
 
-    In a page of `count` elements, the component begins at byte `offset` · `count`.
+    In a page with `count` elements, the component begins at byte `offset` * `count`.
     """
 
     role: Role
@@ -61,15 +63,15 @@ class Component(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StateFormat:
-    """Persistent state per element. Dtypes are given by their torch names.
+    """Persistent state of each element. Dtypes are given by their torch names.
 
     Attributes:
         param: Dtype of the weights in PARAM pages, which is the compute dtype.
         master: Dtype of the master weights. Empty if parameters are trained in the compute dtype; the PARAM pages then
             hold the master.
-        kinds: Element-wise states of the optimizer, in order, as (name, dtype). Frozen parameters have no states and no
-            gradient.
-        grads: Dtypes of the components of a gradient: its own dtype, or the dtypes of its `HALVES`.
+        kinds: Element-wise optimizer states, in order, as (name, dtype). Frozen parameters have no optimizer states and
+            no gradient.
+        grads: Dtypes of the gradient components: the gradient's own dtype, or the dtypes in `HALVES`.
         encodings: Sections that are stored in encoded form, as (section, encoding). All other fields give the dtypes
             that the optimizer sees.
     """
@@ -88,11 +90,11 @@ class StateFormat:
 
         Args:
             own: Dtype of the parameter.
-            computed: Dtype in which the parameter is gathered and computed.
-            kinds: Element-wise states of the optimizer. Ignored if the parameter is frozen.
+            computed: Dtype in which the parameter is gathered and used in computation.
+            kinds: Element-wise optimizer states. Ignored if the parameter is frozen.
             trainable: Whether the parameter is trained.
-            alone: Whether the gradient is not reduced. A single rank receives each gradient in the dtype in which it
-                was computed.
+            alone: Whether gradients are not reduced, because there is only one rank. That rank receives each gradient
+                in the dtype in which it was computed.
         """
         halves = (computed, own) == (HALVES[0], "float32") and alone
         grads = HALVES if halves else (own,)
@@ -107,14 +109,14 @@ class StateFormat:
         Args:
             own: Dtype of the parameter.
             trainable: Whether the parameter is trained.
-            slices: ``rows`` or ``whole`` if updates need whole rows or the full parameter at once.
+            slices: ``rows`` or ``whole`` if updates need whole rows or the full parameter at once, otherwise empty.
         """
         return f"{'trained' if trainable else 'frozen'} {own} {self} {slices}".rstrip()
 
     def stored_as(self, name: str) -> StateFormat:
-        """Return this format under a value of the setting `state.format`, which only affects fp32 sections.
+        """Return this format with the encodings that a value of `state.format` selects for fp32 sections.
 
-        A master is split only if the weights are in bf16, and therefore its upper half.
+        A master is split only if the weights are in bf16, so that they are its upper half.
         """
         master, moments = FORMATS[name]
         chosen = [(kind, moments) for kind, dtype in self.kinds if dtype == "float32"]
@@ -123,14 +125,14 @@ class StateFormat:
         return replace(self, encodings=tuple((section, encoding) for section, encoding in chosen if encoding))
 
     def check(self) -> None:
-        """Check that section names are unique, and that encodings and halves apply to sections that support them.
+        """Check that section names are unique, and that encodings and halves are used only where they are supported.
 
         Raises:
             ValueError: If a check fails.
         """
         dtypes = {MASTER: self.master, **dict(self.kinds)}
         if len(dtypes) != 1 + len(self.kinds):
-            raise ValueError("two states have the same name")
+            raise ValueError("two optimizer states have the same name")
         for section, encoding in self.encodings:
             if dtypes.pop(section, "") != "float32":
                 raise ValueError(f"{section!r} cannot be stored as {encoding}")
@@ -141,12 +143,12 @@ class StateFormat:
 
     @cached_property
     def dtypes(self) -> dict[str, str]:
-        """Dtypes of master and states, as the optimizer sees them."""
+        """Dtypes of the master and the optimizer states, as the optimizer sees them."""
         return {MASTER: self.master or self.param, **dict(self.kinds)}
 
     @cached_property
     def encoded(self) -> dict[str, str]:
-        """Encodings by section, for the sections that have one."""
+        """Encodings by section, for the sections that are encoded."""
         return dict(self.encodings)
 
     @cached_property
@@ -156,7 +158,7 @@ class StateFormat:
 
     @cached_property
     def components(self) -> dict[str, tuple[Component, ...]]:
-        """Components of master and states.
+        """Components of the master and of the optimizer states, by section.
 
         If the master is split, or if the weights are the master, the weights come first.
         """
@@ -174,7 +176,7 @@ class StateFormat:
 
     @property
     def replaces_weights(self) -> bool:
-        """Whether an update writes the weights without reading them, because they are not part of the master."""
+        """``True`` if an update writes the weights without reading them, because they are not part of the master."""
         return self.weights not in self.components[MASTER]
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Split fp32 numbers into two halves of 16 bits. The upper half is a bf16 number."""
+"""Split fp32 numbers into two 16-bit halves. The upper half is a bf16 number."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def joined(components: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return fp32 values, a new tensor of shape (n,), from their halves.
+    """Return fp32 values, as a new tensor of shape (n,), from their halves.
 
     Args:
-        components: Upper halves, and lower halves unless all of them are zero.
+        components: Upper halves, followed by the lower halves unless all of these are zero.
     """
     if len(components) == 1:
         return components[0].float()

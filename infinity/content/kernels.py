@@ -1,15 +1,15 @@
-"""Encodings as element loops for numba. They produce the bits of `infinity.content.reference` in one pass.
+"""Encodings as element-wise loops for numba, which produce the same bits as `infinity.content.reference` in one pass.
 
-Only `infinity.content.compiled` imports this module, and handles the absence of numba. All kernels are compiled when
-the module is imported, for the declared dtypes. They release the GIL and run on the calling thread. Floats are also
-passed as a second, integer view of the same memory, so that no cast makes a copy.
+Only `infinity.content.compiled` imports this module, and it handles the case that numba is not installed. All kernels
+are compiled when the module is imported, for the declared dtypes. They release the GIL and run on the calling thread.
+Floats are also passed as a second, integer view of the same memory, so that no cast makes a copy.
 
-[Note: fallback to the reference] A NaN has many bit patterns, and the pattern that results from an operation depends on
-the processor and on torch. A kernel that encodes therefore reports whether it met a NaN, and the reference then encodes
-the whole input. The same applies if the reciprocal of a scale would be a denormal, and on threads that flush denormals
-to zero.
+[Note: fallback to the reference] A NaN has many bit patterns, and the pattern that an operation produces depends on the
+processor and on torch. An encoding kernel therefore reports whether it encountered a NaN, in which case the reference
+encodes the whole input. The same happens if the reciprocal of a scale would be denormal, and on threads that flush
+denormals to zero.
 
-[Note: integers are narrowed] numba computes with 64 bits unless integers are declared narrower, and does not wrap
+[Note: integers are narrowed] numba computes with 64-bit integers unless narrower ones are declared, and does not wrap
 around at 32 bits. The casts make the width explicit, so that LLVM can use vectors of 32-bit lanes. Loops have a
 constant trip count for the same reason.
 """
@@ -36,9 +36,9 @@ _FIRST, _SECOND = (np.int32(as_int32(factor)) for _, factor in MIX)
 _FIRST_SHIFT, _SECOND_SHIFT = (shift for shift, _ in MIX)
 _MAGNITUDE: Final = 0x7FFFFFFF
 _INFINITY: Final = 0x7F800000  # also the mask of the exponent
-_ONE: Final = np.int32(1 << 23)  # 1 in the exponent
-_INVERTED: Final = np.int32(254 << 23)  # minus the bits of a power of two, this is the bits of its reciprocal
-_LARGE: Final = 252 << 23  # bits of a bound: the scales of smaller numbers have normal reciprocals
+_ONE: Final = np.int32(1 << 23)  # one in the exponent field
+_INVERTED: Final = np.int32(254 << 23)  # minus the bits of a power of two, this gives the bits of its reciprocal
+_LARGE: Final = 252 << 23  # bits of an upper bound: the scales of smaller numbers have normal reciprocals
 _TWO: Final = np.float32(2.0)
 
 

@@ -1,24 +1,24 @@
-"""Assign the state of this rank to pages. Pure arithmetic: no I/O, no torch.
+"""Assign this rank's state to pages, by arithmetic alone: no I/O, no torch.
 
-The shards of an FSDP module are grouped into *segments* of shards that share dtype and state format. A segment is one
-element space in which the shards follow each other, each starting at a multiple of `SHARD_ALIGNMENT` elements. UPDATE
-pages divide that space evenly, and hold master and moments of their range of elements one after another. PARAM pages
-divide it separately, and so do GRAD pages, once per component of the gradient. Every division joins pieces of the
-finest one.
+The shards of an FSDP module are grouped into *segments* of shards that share a dtype and a state format. A segment is a
+single range of elements in which the shards follow one another, each starting at a multiple of `SHARD_ALIGNMENT`
+elements. UPDATE pages divide that range evenly, and each holds the master and the moments of its elements, one after
+another. PARAM pages divide the range separately, and so do GRAD pages, once per component of the gradient. Every
+division joins pieces of the finest division.
 
-[Note: alignment and bits] Vectorized kernels process the last few elements of a tensor with scalar code. Every boundary
-is a multiple of `RANGE_ALIGNMENT` elements from the start of the segment, and every shard starts at a multiple of
-`SHARD_ALIGNMENT`. A shard is therefore cut only at multiples of the widest vector, and each element is processed by the
-same code whether the shard is updated whole or in slices.
+[Note: alignment and bits] Vectorized kernels process the last few elements of a tensor with scalar code. Every page
+boundary is a multiple of `RANGE_ALIGNMENT` elements from the start of the segment, and every shard starts at a multiple
+of `SHARD_ALIGNMENT`. A shard is therefore cut only at multiples of the widest vector, and each element is processed by
+the same code whether the shard is updated as a whole or in slices.
 
 [Note: whole rows] Some optimizers need whole rows of a matrix (`ShardSpec.row`). Such shards have segments of their
-own, whose boundaries are at ends of rows: at a multiple of the row and of `SHARD_ALIGNMENT` from the start of the
-shard. No boundary separates the last row of a shard from the row before it, because a reduction over a single row may
-be divided among threads differently than a reduction over several rows.
+own, whose page boundaries are at the ends of rows: at a multiple of both the row length and `SHARD_ALIGNMENT` from the
+start of the shard. No boundary separates the last row of a shard from the row before it, because a reduction over a
+single row may be divided among threads differently from a reduction over several rows.
 
 [Note: whole parameters] Other optimizers need a full matrix at once (`ShardSpec.whole`). Such shards also have segments
-of their own. Their pages may end anywhere, and an update takes all pages of a shard together, so its ranges are shards
-instead of pages.
+of their own. Their pages may end anywhere, and an update processes all pages of a shard together, so the ranges that it
+updates are shards rather than pages.
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ class ShardSpec:
     numel: int
     """Number of elements."""
     padded: int
-    """Number of elements in the all-gather input. It exceeds `numel` if the slices of all ranks are padded to the same
-    size.
+    """Number of elements in the all-gather input. It exceeds `numel` if slices are padded to the same size on all
+    ranks.
     """
     segment_key: str
     """Key of the state format. Shards of an FSDP module with the same key form a segment."""
     trainable: bool
     """Whether the parameter is trained."""
     row: int = 1
-    """Elements per row, counted from the start of the shard. No page ends inside a row."""
+    """Number of elements per row, counted from the start of the shard. No page ends inside a row."""
     whole: int = 0
-    """Elements of the full parameter over all ranks, if its update needs them at once, otherwise 0."""
+    """Number of elements of the full parameter across all ranks if its update needs them at once, otherwise 0."""
 
     @property
     def tree(self) -> dict[str, object]:
-        """Plain data that determines the location of bytes. It includes `row` only if it is greater than 1."""
+        """Plain data that determines where bytes are stored. It includes `row` only if it is greater than 1."""
         return {key: value for key, value in asdict(self).items() if key != "whole" and (key != "row" or value > 1)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPModuleSpec:
-    """An FSDP module: its shards in all-gather order."""
+    """An FSDP module and its shards, in all-gather order."""
 
     name: str
     shards: tuple[ShardSpec, ...]
@@ -92,7 +92,7 @@ class ShardLocation:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """Range of elements of a segment in one role. A page is always transferred as a whole."""
+    """Range of elements of a segment, in one role. A page is always transferred as a whole."""
 
     index: int
     """Index in the layout."""
@@ -109,7 +109,7 @@ class Page:
     nbytes: int
     """Length in bytes, a multiple of `PAGE_ALIGNMENT`."""
     component: int = 0
-    """Index of the gradient component in a GRAD page, if the gradient is stored in several."""
+    """Index of the gradient component in a GRAD page, if the gradient is stored as several components."""
     fixed: bool = False
     """Whether the page holds frozen parameters and is written only once."""
 
@@ -121,15 +121,15 @@ class Page:
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Range of elements of a segment that are updated together."""
+    """Range of elements in a segment that are updated together."""
 
     start: int
     """Index of the first element in the segment."""
     stop: int
     """Index after the last element in the segment."""
     shards: tuple[int, ...]
-    """Indices of the shards with elements in the range. A shard that is updated as a whole is listed even if it has no
-    elements.
+    """Indices of the shards that have elements in the range. A shard that is updated as a whole is listed even if it
+    has no elements.
     """
 
     @property
@@ -140,20 +140,20 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Element space of an FSDP module and its pages. Each tuple of pages is in element order.
+    """One segment of an FSDP module and its pages. Each tuple of pages is in element order.
 
     Attributes:
         fsdp_module: Index of the FSDP module.
         format: State format of all elements.
-        trainable: Whether the shards are trained. Frozen segments have no gradient pages, and update pages only for a
-            master.
+        trainable: Whether the shards are trained. Frozen segments have no gradient pages, and have update pages only if
+            there is a master.
         numel: Number of elements, a multiple of `RANGE_ALIGNMENT`.
         shards: Indices into `Layout.shards`.
         param_pages: Pages of weights.
-        update_pages: Pages of master and states. Empty if there are neither.
+        update_pages: Pages of the master and the optimizer states. Empty if there are neither.
         grad_pages: Pages of gradients, one tuple per gradient component.
         ranges: Ranges that the update processes one after another: pages, or shards if it needs full parameters.
-        whole: Whether the ranges are shards.
+        whole: Whether the ranges are shards rather than pages.
     """
 
     fsdp_module: int
@@ -168,7 +168,7 @@ class Segment:
     whole: bool = False
 
     def pages(self, role: Role) -> tuple[Page, ...]:
-        """Return the pages of weights (PARAM), or of master and states (UPDATE)."""
+        """Return the pages of weights (PARAM), or of the master and the optimizer states (UPDATE)."""
         return {Role.PARAM: self.param_pages, Role.UPDATE: self.update_pages}[role]
 
 
@@ -178,8 +178,8 @@ class Layout:
 
     Attributes:
         fsdp_modules: FSDP modules in the order in which they are first gathered.
-        segments: Segments, FSDP module by FSDP module.
-        shards: Shards, FSDP module by FSDP module, each in all-gather order.
+        segments: Segments, grouped by FSDP module.
+        shards: Shards, grouped by FSDP module, in all-gather order within each.
         pages: Pages by index.
         page_bytes: Maximum size of a page, in bytes.
     """
@@ -225,13 +225,16 @@ class Layout:
 
     @cached_property
     def page_shards(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of the shards with elements in each page."""
+        """Indices of the shards that have elements in each page."""
         placed = [[(shard, self.shards[shard]) for shard in segment.shards] for segment in self.segments]
         return tuple(_within(placed[page.segment], page) for page in self.pages)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of all properties that determine the location of bytes. Equal layouts can read each other's pages."""
+        """Digest of all properties that determine where bytes are stored.
+
+        Runs with equal layouts can read each other's pages.
+        """
         text = json.dumps([[fsdp_module.tree for fsdp_module in self.fsdp_modules], self.page_bytes, RANGE_ALIGNMENT,
                            [asdict(segment.format) for segment in self.segments]], sort_keys=True)  # fmt: skip
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -243,11 +246,11 @@ class Layout:
 
     @cached_property
     def parameters(self) -> int:
-        """Number of elements of this rank, excluding padding."""
+        """Number of elements that this rank holds, excluding padding."""
         return sum(shard.spec.numel for shard in self.shards)
 
     def bytes_of(self, role: Role) -> int:
-        """Return the bytes of all pages of one role."""
+        """Return the total size in bytes of all pages with one role."""
         return sum(page.nbytes for page in self.pages if page.role is role)
 
     def format_of(self, shard: int) -> StateFormat:
@@ -256,7 +259,7 @@ class Layout:
 
     @cached_property
     def _numbers(self) -> tuple[int, ...]:
-        """Position of every page among the pages of its FSDP module and role."""
+        """Position of every page among the pages of the same FSDP module and role."""
         count: Counter[tuple[int, Role]] = Counter()
         numbers = []
         for page in self.pages:
@@ -265,13 +268,13 @@ class Layout:
         return tuple(numbers)
 
     def page_name(self, index: int) -> str:
-        """Return the name of a page for errors and listings, such as ``layers.3/update[2]``."""
+        """Return the name of a page for error messages and listings, such as ``layers.3/update[2]``."""
         page = self.pages[index]
         return f"{self.fsdp_modules[page.fsdp_module].name}/{page.role.value}[{self._numbers[index]}]"
 
 
 def overlapping(pages: Sequence[Page], start: int, stop: int) -> Iterator[tuple[Page, int, int]]:
-    """Yield (page, first, last) for the pages with elements in [start, stop), in order."""
+    """Yield (page, first, last) for the pages that have elements in [start, stop), in order."""
     if not pages or stop <= start:
         return
     low, high = 0, len(pages)
@@ -293,11 +296,11 @@ def build_layout(fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[str, Stat
 
     Args:
         fsdp_modules: FSDP modules in the order in which they are first gathered.
-        formats: State format of every `segment_key`.
+        formats: State format for each `segment_key`.
         page_bytes: Maximum size of a page in bytes, with space for at least `RANGE_ALIGNMENT` elements.
 
     Raises:
-        BudgetError: If a row that must not be divided does not fit a page.
+        BudgetError: If a row that must not be divided does not fit in a page.
     """
     pages: list[Page] = []
     segments: list[Segment] = []
@@ -384,12 +387,15 @@ def build_layout(fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[str, Stat
 
 
 def _within(shards: Sequence[tuple[int, ShardLocation]], page: Page) -> tuple[int, ...]:
-    """Return the indices of the shards of a segment that have elements in a page."""
+    """Return the indices of the given shards that have elements in a page."""
     return tuple(index for index, at in shards if max(at.start, page.start) < min(at.start + at.spec.numel, page.stop))
 
 
 def _shard_ranges(shards: Sequence[tuple[int, ShardLocation]], numel: int) -> tuple[Range, ...]:
-    """Return a range for every shard that ends where the next one begins, so that together they cover the segment."""
+    """Return one range per shard.
+
+    Each range ends where the next one begins, so that together they cover the segment.
+    """
     starts = [placed.start for _, placed in shards]
     return tuple(
         Range(start=start, stop=stop, shards=(index,))
@@ -399,14 +405,14 @@ def _shard_ranges(shards: Sequence[tuple[int, ShardLocation]], numel: int) -> tu
 
 
 def _joined(cut: Sequence[int], most: int) -> Sequence[int]:
-    """Join neighboring pages of a cut into as few pages as `most` elements allow, of about equal length.
+    """Join neighboring pages of a cut into as few pages as possible, of about equal length and at most `most` elements.
 
     A cut is a list of element indices: the start of each page, and the end of the last one. ``[0, 2, 4, 6, 8, 10]`` has
     five pages of 2 elements. With `most` = 6, they become two pages of 6 and 4 elements: ``[0, 6, 10]``.
 
     Args:
         cut: Cut in which no page is longer than the first.
-        most: Maximum number of elements per page, at least as many as the first page has.
+        most: Maximum number of elements per page, which must be at least the length of the first page.
     """
     pieces = len(cut) - 1
     if not pieces:
@@ -420,7 +426,7 @@ def _between_rows(shards: Sequence[ShardLocation], numel: int, most: int) -> Seq
     """Divide a segment of `numel` elements into pages of at most `most` elements, none of which ends inside a row.
 
     Raises:
-        BudgetError: If a row, or the last rows of a shard, do not fit a page.
+        BudgetError: If a row, or the last rows of a shard, do not fit in a page.
     """
     cuts = [0]
     for placed, after in itertools.zip_longest(shards, shards[1:]):
@@ -433,7 +439,7 @@ def _between_rows(shards: Sequence[ShardLocation], numel: int, most: int) -> Seq
             if point <= cuts[-1]:
                 raise BudgetError(
                     f"the optimizer updates whole rows of {spec.name}, but {end - cuts[-1]} elements (a row has "
-                    f"{spec.row}) do not fit a page of {most} elements; increase memory.page_bytes, or use an "
+                    f"{spec.row}) do not fit in a page of {most} elements; increase memory.page_bytes, or use an "
                     "element-wise optimizer such as AdamW"
                 )
             cuts.append(point)
@@ -441,9 +447,9 @@ def _between_rows(shards: Sequence[ShardLocation], numel: int, most: int) -> Seq
 
 
 def _filled(cut: Sequence[int], most: int) -> Sequence[int]:
-    """Join neighboring pages of a cut greedily, each with as many successors as `most` elements allow.
+    """Join neighboring pages of a cut greedily into pages of at most `most` elements.
 
-    ``[0, 3, 6, 8, 10]`` with `most` = 7 becomes ``[0, 6, 10]``. Used for cuts with pages of different lengths; see
+    ``[0, 3, 6, 8, 10]`` with `most` = 7 becomes ``[0, 6, 10]``. Used for cuts whose pages differ in length; see
     `_joined`.
     """
     found = [cut[0]]

@@ -1,20 +1,20 @@
 """Reference implementation of `format.ENCODINGS` in torch, which defines their bits on every platform and device.
 
 Other modules use `infinity.content.encoding`, which may run compiled kernels; the kernels are verified against this
-module. All functions take and return flat tensors whose length is a multiple of `SHARD_ALIGNMENT`. The result for an
+module. All functions take and return flat tensors whose length is a multiple of `SHARD_ALIGNMENT`. The encoding of an
 element depends only on its block of `SHARD_ALIGNMENT` elements, so a page can be encoded in pieces.
 
-[Note: a split master needs 17 bits] The weight is the master rounded to bf16, to nearest, ties to even. An even weight
-is the rounding of 65537 masters (both ties go to it), an odd weight of 65535. Therefore 16 bits in addition to the
-weight cannot distinguish all masters. The encoding stores the lower 16 bits and one more bit that tells whether the
-weight was rounded up. With this bit, the master is exact for all 2^32 bit patterns except for the payload of NaNs. Ties
-are not rare: they are one in eight for weights that come from fp16.
+[Note: a split master needs 17 bits] The weight is the master rounded to the nearest bf16 value, with ties to even.
+65537 masters round to an even weight (both ties go to it), and 65535 to an odd weight. Therefore 16 bits in addition to
+the weight cannot distinguish all masters. The encoding stores the lower 16 bits and one more bit that records whether
+the weight was rounded up. With this bit, the master is exact for all 2^32 bit patterns except for the payload of NaNs.
+Ties are not rare: one in eight weights that come from fp16 is a tie.
 
-[Note: moments are rounded stochastically] With beta2 = 0.999, a step changes exp_avg_sq by at most about a thousandth
-of its value, whereas half a unit in the last place of bf16 is two to four thousandths. Rounded to nearest, exp_avg_sq
-would never decrease. An update therefore rounds up with the probability that makes the rounding unbiased. The
-randomness is a hash of the value and the step, so it does not depend on the update schedule, the pages, the number of
-ranks, or where the run was resumed.
+[Note: moments are rounded stochastically] With beta2 = 0.999, a step decreases exp_avg_sq by at most about a thousandth
+of its value, whereas half a unit in the last place of bf16 is two to four thousandths. If it were rounded to nearest,
+exp_avg_sq would never decrease. An update therefore rounds up with the probability that makes the rounding unbiased.
+The randomness is a hash of the value and the step, so it does not depend on the update schedule, the page layout, the
+number of ranks, or the step at which the run was resumed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from infinity.content.format import SHARD_ALIGNMENT
 from infinity.content.halves import halves
 
 MANTISSA = 23 - 3
-"""Number of fp32 mantissa bits that an 8-bit code drops, because it keeps the upper three."""
+"""Number of fp32 mantissa bits that an 8-bit code drops. It keeps only the upper three."""
 LEAST_SIGNED, LEAST_UNSIGNED = 2.0**-16, 2.0**-32
-"""Offsets that are added to |x| / scale, for blocks with and without a sign."""
+"""Offsets that are added to |x| / scale, for blocks with and without a sign bit."""
 REACH = 16 / 15 - 2**-20
-"""Factor such that the largest number of a block times it is below the scale. The greatest code is 15/16."""
+"""Factor by which the largest magnitude of a block is multiplied before a larger scale is chosen. The largest code is
+15/16 of the scale."""
 MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))
 """Shifts and factors of the hash that generates the noise."""
 _LEAST_SCALE = 2.0**-126
@@ -45,8 +46,8 @@ def encode(values: torch.Tensor, encoding: str, step: int | None = None) -> tupl
     Args:
         values: Values in fp32, shape (n,).
         encoding: Name of the encoding.
-        step: Step of the update that produced the values; moments are rounded stochastically. ``None``: round to
-            nearest.
+        step: Step of the update that produced the values, which seeds the stochastic rounding of moments. ``None``:
+            round to nearest.
     """
     if encoding == "split":
         return _split(values)
@@ -62,7 +63,7 @@ def encode(values: torch.Tensor, encoding: str, step: int | None = None) -> tupl
 
 
 def decode(components: Sequence[torch.Tensor], encoding: str) -> torch.Tensor:
-    """Return fp32 values, a new tensor of shape (n,), from the components that `encode` returned."""
+    """Return fp32 values, as a new tensor of shape (n,), from the components that `encode` returned."""
     if encoding == "split":
         return _joined(*components)
     if encoding == "8bit":
@@ -87,11 +88,11 @@ def _joined(weights: torch.Tensor, lower: torch.Tensor, rounded_up: torch.Tensor
 
 
 def _to_codes(blocks: torch.Tensor, step: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scales of blocks.
+    """Return the codes and the scales of blocks.
 
-    A scale is a power of two. A code is the float |x| / scale + least, with its mantissa reduced to three bits: 8 steps
-    per octave, finer near zero, and exact at zero. Blocks without a negative number have no sign bit, but twice as many
-    octaves (32). Their scale is stored negated.
+    A scale is a power of two. A code is |x| / scale + least as a float whose mantissa is reduced to three bits: 8 steps
+    per octave, finer near zero, and exact at zero. Codes of blocks without a negative number have no sign bit, but
+    cover twice as many octaves (32). The scale of such a block is stored negated.
     """
     low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
     unsigned = low >= 0
@@ -106,8 +107,8 @@ def _to_codes(blocks: torch.Tensor, step: int | None) -> tuple[torch.Tensor, tor
 
 
 def _values_of_codes() -> torch.Tensor:
-    """Return the values of the 256 codes of a block with negative numbers, then the negated values of a block
-    without.
+    """Return the values of the 256 codes for blocks with negative numbers, followed by the negated values for other
+    blocks.
     """
     codes = torch.arange(256, dtype=torch.int32)
     signed, unsigned = (

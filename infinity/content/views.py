@@ -1,4 +1,4 @@
-"""Page bytes as tensors: views of a page's content, and conversion of state sections from and to their components."""
+"""Page bytes as tensors: views of a page's content, and conversion between state sections and their components."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity.content.layout import Layout, Page, Segment, overlapping
 from infinity.units import align_down, align_up
 
 Content = memoryview | torch.Tensor
-"""Bytes of a page: in a cache slot, or as a one-dimensional uint8 tensor on a device."""
+"""Bytes of a page, either in a cache slot or as a one-dimensional uint8 tensor on a device."""
 
 
 def bytes_of(content: Content) -> torch.Tensor:
@@ -24,10 +24,10 @@ def bytes_of(content: Content) -> torch.Tensor:
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """Return a dtype by its name in a `StateFormat`.
+    """Return the torch dtype with the given name in a `StateFormat`.
 
     Raises:
-        TypeError: If the name denotes another object of torch.
+        TypeError: If the name refers to an object in torch that is not a dtype.
     """
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
@@ -36,12 +36,12 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name that a dtype has in a `StateFormat`."""
+    """Return the name by which a `StateFormat` refers to a dtype."""
     return str(dtype).removeprefix("torch.")
 
 
 def section(content: Content, page: Page, layout: Layout, start: int, stop: int) -> torch.Tensor:
-    """Return elements [start, stop) of the segment from a PARAM or GRAD page, as a view of shape (stop - start,)."""
+    """Return elements [start, stop) of a segment from a PARAM or GRAD page, as a view of shape (stop - start,)."""
     fmt = layout.segments[page.segment].format
     return _items(
         content,
@@ -55,8 +55,8 @@ def section(content: Content, page: Page, layout: Layout, start: int, stop: int)
 def _items(content: Content, dtype: str, offset: int, low: int, high: int) -> torch.Tensor:
     """Return items [low, high) of an array of `dtype` that begins `offset` bytes into a page.
 
-    A single call that keeps the GIL. Every call that releases it lets another thread run, and has to wait for that
-    thread.
+    This is a single call that keeps the GIL. Every call that releases the GIL lets another thread run and then has to
+    wait for that thread.
     """
     kind = torch_dtype(dtype)
     if isinstance(content, torch.Tensor):
@@ -65,7 +65,7 @@ def _items(content: Content, dtype: str, offset: int, low: int, high: int) -> to
 
 
 def component_of(content: Content, page: Page, component: Component, start: int, stop: int) -> torch.Tensor:
-    """Return the items of a component for elements [start, stop) of the segment, as a view of a page.
+    """Return the items of a component for elements [start, stop) of the segment, as a view of the page.
 
     The shape is ((stop - start) / component.each,). Both bounds must be multiples of `component.each`.
     """
@@ -74,13 +74,13 @@ def component_of(content: Content, page: Page, component: Component, start: int,
 
 
 def put(content: Content, page: Page, component: Component, start: int, items: torch.Tensor) -> None:
-    """Write the items that fall into a page, and skip the others.
+    """Write the items that fall within a page, and skip the others.
 
     Args:
         content: Bytes of the page.
         page: The page.
-        component: Component of the items.
-        start: Element of the segment at which the items begin.
+        component: Component that the items belong to.
+        start: Index of the segment element at which the items begin.
         items: Items to write, shape (n,).
     """
     low, high = max(start, page.start), min(start + len(items) * component.each, page.stop)
@@ -91,7 +91,7 @@ def put(content: Content, page: Page, component: Component, start: int, items: t
 
 
 def take(content: Content, page: Page, component: Component, start: int, items: torch.Tensor) -> None:
-    """Read the items that fall into a page, and leave the others unchanged. See `put`."""
+    """Read the items that fall within a page, and leave the others unchanged. The arguments are as for `put`."""
     low, high = max(start, page.start), min(start + len(items) * component.each, page.stop)
     if low < high:
         items[(low - start) // component.each : (high - start) // component.each] = component_of(
@@ -115,7 +115,7 @@ def read_section(
         name: ``master`` or the name of an optimizer state.
         start: Index of the first element.
         stop: Index after the last element.
-        visit: Function that calls its second argument with the content of a page.
+        visit: Function that calls its second argument with the content of the page that is its first argument.
         device: Device of the result. Default: the CPU.
 
     Returns:

@@ -1,1 +1,4 @@
-"""Estimates of a run before it starts, made by the planner and its timing model from shapes. No torch, no I/O."""
+"""Estimates of a run before it starts, computed from parameter shapes by the planner and its timing model.
+
+This package does not import torch or perform I/O.
+"""

@@ -1,4 +1,4 @@
-"""Suggestions that reduce the step time: single changes of a run, each with its own estimate."""
+"""Suggestions for reducing the step time. Each suggestion is a single change to the run, with its own estimate."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from infinity.estimate.machine import Machine
 from infinity.units import MIB, align_up, format_setting, format_size
 
 LEAST_GAIN = 0.02
-"""Smallest fraction of the time per token that a suggested change must save."""
+"""Minimum fraction of the time per token that a change must save to be suggested."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A suggested change with its cost and effect."""
+    """Suggested change, with its cost and effect."""
 
     what: str
     """Short description of the change."""
     price: str
-    """Cost of the change, or a note that results stay bitwise equal."""
+    """Cost of the change, or ``bitwise equal`` if the change does not affect the training results."""
     result: Estimate
     """Estimate of the run with the change."""
     saved: float
-    """Fraction of the seconds per token that the change saves."""
+    """Fraction of the time per token that the change saves."""
 
 
 def best_changes(before: Estimate, number: int = 3) -> list[Change]:
-    """Return the changes that save the most seconds per token, the best one first.
+    """Return the changes that save the most time per token, best first.
 
     Args:
         before: Estimate of the unchanged run.
@@ -52,7 +52,7 @@ def best_changes(before: Estimate, number: int = 3) -> list[Change]:
 
 
 def _after(before: Estimate, one: _Inputs) -> Estimate:
-    """Return the estimate for other inputs. The plan is reused if only speeds or the batch differ."""
+    """Return the estimate for changed inputs. The plan is reused if only the hardware speeds or the batch changed."""
     same = one.settings is before.settings and one.workload.layer_major == before.workload.layer_major
     if same and one.machine.threaded == before.machine.threaded:
         return replace(before, workload=one.workload, machine=one.machine)
@@ -88,7 +88,7 @@ def _changes(of: Estimate) -> Iterator[tuple[str, str, _Inputs]]:
         faster = before._replace(machine=replace(of.machine, update_cores=2 * cores))
         yield f"update.cores = {2 * cores}", f"cores for updates: +{cores}", faster
     larger = replace(work, batch_tokens=2 * work.batch_tokens)
-    yield f"{larger.batch_tokens} tokens per step", "another batch size", before._replace(workload=larger)
+    yield f"{larger.batch_tokens} tokens per step", "different batch size", before._replace(workload=larger)
     if not work.layer_major and work.micro_batches > 1:
         layers = replace(work, layer_major=True)
         yield "infinity.micro_batches", "sums are rounded differently", before._replace(workload=layers)

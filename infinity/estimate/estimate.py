@@ -1,9 +1,9 @@
-"""Estimate memory, NVMe traffic, step time and SSD wear of a run before it starts.
+"""Estimate the memory, NVMe traffic, step time and SSD wear of a run before it starts.
 
-`estimate` plans with the same budget, update schedule, planner and timing model as a run does. The only difference is
-the input: shapes and events come from a `ModelShape` instead of from a model and its first step. The timing model is
-fed with simple quotients: floating-point operations over the throughput of the device, bytes over the bandwidth of
-links and the speed of checksums, parameters over the speed of updates, and page accesses over the speed of Python.
+`estimate` uses the same code as a run to choose the budget, the update schedule and the plan, and the same timing
+model. Only the input differs: shapes and events come from a `ModelShape` instead of from a model and its first step.
+The timing model receives simple quotients: floating-point operations divided by the device throughput, bytes by the
+bandwidth of a link or the checksum speed, parameters by the update speed, and page accesses by the speed of Python.
 """
 
 from __future__ import annotations
@@ -35,56 +35,58 @@ from infinity.store.page_store import state_pages
 from infinity.units import format_setting, format_size
 
 HIDDEN = 1.05
-"""Ratio of step times with and without storage up to which storage counts as hidden."""
+"""Storage counts as hidden if the step takes at most this factor longer than without storage."""
 STORAGE = ("drives", "hashing")
-"""Resources that storage keeps busy, named as in `Seconds`."""
+"""Resources that storage uses, named as in `Seconds`."""
 DAY = 86_400.0
 BEHIND = 2
-"""Number of FSDP modules whose gradients may be waiting between their computation and their update."""
+"""Maximum number of FSDP modules whose gradients have been computed but not yet consumed by their update."""
 _UNLIMITED_BANDWIDTH = 1e18
-"""Bandwidth in bytes per second that makes drives take no time."""
+"""Bandwidth, in bytes per second, at which the time for drive I/O is negligible."""
 _MOST_TOKENS = 1 << 34
 _ACTIVATIONS = 34
-"""Bytes per token and element of `hidden` that a layer keeps for backward in 16 bits, with an attention implementation
-that stores no attention matrix (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
-2022, section 4).
+"""Bytes that a layer keeps for backward in 16-bit precision, per token per element of `hidden`. The attention
+implementation is assumed not to store the attention matrix (Korthikanti et al., "Reducing Activation Recomputation in
+Large Transformer Models", 2022, section 4).
 """
 _LIVE_TENSORS = 4
-"""Number of tensors of the size of a layer's input that exist at the same time if layer inputs are paged."""
+"""Number of tensors as large as a layer's input that are in memory at the same time if layer inputs are paged."""
 _LOGIT_BYTES = 12
-"""Bytes per logit: the logit in 16 bits, its fp32 copy for the loss, and the gradients of both."""
+"""Bytes per logit: the 16-bit logit, its fp32 copy for the loss, and the gradients of both."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Training setup that an estimate is made for: batch, parallelism, accumulation and optimizer."""
+    """Training setup to estimate: batch, parallelism, accumulation and optimizer."""
 
     batch_tokens: int
-    """Tokens per step, over all ranks."""
+    """Tokens per step, summed over all ranks."""
     sequence: int
     """Tokens per sequence."""
     world_size: int = 1
-    """Number of ranks over which the model is sharded."""
+    """Number of ranks across which the model is sharded."""
     micro_batches: int = 1
-    """Number of micro-batches per rank and step."""
+    """Number of micro-batches per rank per step."""
     layer_major: bool = True
     """``True`` if each layer runs all micro-batches before the next layer starts (`infinity.micro_batches`), ``False``
     if a loop runs each micro-batch through the whole model.
     """
     loss_tokens: int | None = None
-    """Tokens whose logits exist at the same time (`infinity.sliced_loss`). ``None``: all tokens of a micro-batch."""
+    """Number of tokens whose logits are in memory at the same time (`infinity.sliced_loss`). ``None``: all tokens of a
+    micro-batch.
+    """
     checkpointing: bool = False
     """Whether activation checkpointing is on: only layer inputs are kept, and layers are recomputed in backward."""
     clipping: bool = False
-    """Whether an operation such as gradient clipping needs all gradients together before the update."""
+    """Whether an operation such as gradient clipping needs all gradients before the first update."""
     optimizer: str = "adamw"
     """Name of an optimizer in `OPTIMIZERS`."""
     computed: str = "bfloat16"
-    """Dtype of the computation."""
+    """Compute dtype."""
 
     @property
     def tokens(self) -> float:
-        """Tokens per step and rank."""
+        """Tokens per step per rank."""
         return self.batch_tokens / self.world_size
 
     @property
@@ -99,22 +101,22 @@ class Workload:
 
     @property
     def slices_layers(self) -> bool:
-        """Whether layers, head and loss run slice by slice (`infinity.micro_batches`)."""
+        """Whether the layers, the head and the loss run slice by slice (`infinity.micro_batches`)."""
         return self.micro_batches > 1 and self.layer_major
 
     @property
     def slices_head(self) -> bool:
-        """Whether head and loss run in slices, each of which is recomputed in backward even if it is the only one.
+        """Whether the head and the loss run in slices. Each slice is recomputed in backward, even if there is only one.
 
-        Unsliced, they are computed only once, with activation checkpointing too.
+        Without slices, they are computed only once, even with activation checkpointing.
         """
         return self.slices_layers or self.loss_tokens is not None
 
     def flops(self, model: ModelShape) -> float:
-        """Return the floating-point operations per step and rank.
+        """Return the number of floating-point operations per step per rank.
 
-        A backward counts one forward for the gradients of inputs, and one more for the gradients of weights, scaled by
-        the trainable fraction. Recomputation adds the parts that run again.
+        Backward counts as one forward for the gradients of inputs, plus one forward, scaled by the trainable fraction,
+        for the gradients of weights. Recomputation adds the parts that run again.
         """
         root, layers = model.forward_flops(self.sequence)
         weights = model.trainable_parameters / model.parameters
@@ -124,19 +126,17 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Time that one resource takes in a step, in seconds."""
+    """Time per step that one resource is used, in seconds."""
 
     busy: float
-    """Seconds per step for which the resource is busy."""
+    """Time per step for which the resource is busy."""
     exposed: float
-    """Seconds by which the step would be shorter if the resource took no time, that is, the time that is not
-    overlapped.
-    """
+    """Time by which the step would be shorter if the resource took no time, that is, the time not overlapped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """Time per step of one rank by resource, in seconds. Resources overlap, so the times do not add up to the step."""
+    """Time per step of one rank by resource, in seconds. Resources overlap, so their times exceed the step in total."""
 
     step: float
     """Duration of the step."""
@@ -149,23 +149,23 @@ class Seconds:
     collectives: Load
     """All-gathers and reduce-scatters between ranks."""
     updates: Load
-    """Updates on the CPU, or, for updates on the device, copies of their pages in both directions. The slower direction
-    counts as busy.
+    """Updates on the CPU. If updates run on the device: copies of pages to the device and back, where only the slower
+    direction counts.
     """
     drives: Load
     """Reads and writes of the drives."""
     hashing: Load
-    """Checksums of pages. One thread verifies pages that are read, another hashes pages that are written; the busier
-    one counts.
+    """Checksums of pages. One thread verifies pages that are read, and another hashes pages that are written. Only the
+    busier thread counts.
     """
     interpreter: Load
     """Python code of page accesses."""
     fixed: Load
-    """Cost of a step that does not depend on the number of tokens: hooks and copies in host memory."""
+    """Time that does not depend on the number of tokens: hooks, and copies in host memory."""
     reads: float
-    """Reads from the drives, assuming that they do nothing else."""
+    """Time to read from the drives if no writes take place."""
     writes: float
-    """Writes to the drives, assuming that they do nothing else."""
+    """Time to write to the drives if no reads take place."""
 
     @property
     def loads(self) -> dict[str, Load]:
@@ -175,7 +175,7 @@ class Seconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Predicted plan, traffic, time and space of a run. All values are per rank unless stated otherwise."""
+    """Predicted plan, traffic, step time and drive space of a run. Values are per rank unless stated otherwise."""
 
     model: ModelShape
     workload: Workload
@@ -188,11 +188,11 @@ class Estimate:
     update_schedule: str
     """Name of the chosen update schedule."""
     resolved_schedule: UpdateSchedule
-    """Update schedule of this step. It also lists the FSDP modules whose weights are prefetched to the GPU or kept
-    there, and the GPU-resident FSDP modules.
+    """Update schedule of the step, with the FSDP modules that are prefetched to the GPU, kept there during a step, or
+    GPU-resident.
     """
     device_bytes: int
-    """Device memory for prefetched and GPU-resident pages, in bytes. 0: none is left, or there is no device."""
+    """Device memory for prefetched and GPU-resident pages, in bytes. 0: no memory is left, or there is no device."""
     updates_on_device: bool
     """Whether updates run on the device."""
     plan: Plan
@@ -214,12 +214,12 @@ class Estimate:
 
     @cached_property
     def activations(self) -> Activations:
-        """Bytes and pages of activations that are paged."""
+        """Paged activations."""
         return _activations(self.model, self.workload, self.settings, self.budget)
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that the drives give this rank for its mix of reads and writes."""
+        """Drive bandwidth of this rank for its mix of reads and writes, in bytes per second."""
         return self._bandwidth(self.traffic)
 
     def _bandwidth(self, traffic: Traffic) -> float:
@@ -228,7 +228,7 @@ class Estimate:
 
     @cached_property
     def gathered_bytes(self) -> int:
-        """Bytes of weights gathered per step. Weights that are gathered twice count twice."""
+        """Bytes of weights that are gathered per step. Weights that are gathered twice count twice."""
         by_fsdp_module: Counter[int] = Counter()
         for page in self.layout.pages:
             by_fsdp_module[page.fsdp_module] += page.nbytes if page.role is Role.PARAM else 0
@@ -236,7 +236,7 @@ class Estimate:
 
     @cached_property
     def link_traffic(self) -> LinkTraffic:
-        """Bytes per step over the link between host and device in each direction, excluding activations."""
+        """Bytes per step that are copied between host and device in each direction, excluding activations."""
         return link_traffic(self.events, self.layout, self.resolved_schedule, update_on_device=self.updates_on_device)
 
     @cached_property
@@ -258,7 +258,6 @@ class Estimate:
         )
 
     def _busy(self, work: Workload, activations: Activations) -> dict[str, float]:
-        """Return the busy time of each resource in a step of the given workload, by its name in `Seconds`."""
         machine, traffic = self.machine, self._traffic(activations)
         link = machine.device.link
         hashed = max(traffic.read_bytes, traffic.written_bytes)
@@ -277,11 +276,11 @@ class Estimate:
         }
 
     def step_seconds(self, batch_tokens: int, *without: str) -> float:
-        """Return the step time for another number of tokens, with everything else unchanged.
+        """Return the step time, in seconds, for the given number of tokens, with everything else unchanged.
 
         Args:
-            batch_tokens: Tokens per step, over all ranks.
-            without: Names of resources in `Seconds` that are assumed to take no time.
+            batch_tokens: Tokens per step, summed over all ranks.
+            without: Resources that are assumed to take no time, named as in `Seconds`.
         """
         work = replace(self.workload, batch_tokens=batch_tokens)
         activations = _activations(self.model, work, self.settings, self.budget)
@@ -311,7 +310,7 @@ class Estimate:
 
     @property
     def _update_copies(self) -> tuple[float, float]:
-        """Seconds per step of copies to the device and back, for pages that are updated on the device."""
+        """Seconds per step to copy pages that are updated on the device to it, and seconds to copy them back."""
         traffic, link = self.link_traffic, self.machine.device.link
         return (traffic.read / link, traffic.changed / link) if link else (0.0, 0.0)
 
@@ -322,12 +321,11 @@ class Estimate:
 
     @property
     def _trained(self) -> float:
-        """Parameters that this rank updates."""
         return self.model.trainable_parameters / self.workload.world_size
 
     @property
     def _exchanged_bytes(self) -> float:
-        """Bytes per step that a rank receives from other ranks: their parts of all-gathers, and gradients in fp32."""
+        """Bytes per step that a rank receives from other ranks: their shards in all-gathers, and gradients in fp32."""
         ranks = self.workload.world_size
         return (ranks - 1) * (self.gathered_bytes + self._trained * ITEMSIZE["float32"] * self.passes)
 
@@ -335,7 +333,7 @@ class Estimate:
     def hidden_from_tokens(self) -> int | None:
         """Smallest number of tokens per step for which storage is hidden, accurate to one eighth.
 
-        ``None`` if no number of tokens hides it.
+        ``None`` if storage is not hidden for any number of tokens.
         """
         low, high = 0, self.workload.sequence * self.workload.world_size
         while not self._is_hidden(high):
@@ -352,14 +350,14 @@ class Estimate:
 
     @property
     def drive_bytes(self) -> int:
-        """Bytes that this rank occupies on the drives from the second step on, with activations and gradients."""
+        """Drive space of this rank from the second step on, including activations and gradients, in bytes."""
         stored = self.traffic.written[Role.GRAD] > 0
         # The space for activations stays reserved at its full size.
         return self.first_drive_bytes - (0 if stored else self._space_of_gradients)
 
     @property
     def first_drive_bytes(self) -> int:
-        """Bytes that this rank occupies on the drives during the first step.
+        """Drive space of this rank during the first step, in bytes.
 
         The first step runs without a plan, and may store gradients.
         """
@@ -389,13 +387,13 @@ class Estimate:
 
     @property
     def drive_days(self) -> float | None:
-        """Days of training until the drives of a node reach their rated endurance. ``None``: endurance is unknown."""
+        """Days of training until a node's drives reach their rated endurance. ``None``: the endurance is unknown."""
         rated, daily = self.machine.drives.endurance_bytes, self.node_written_per_day
         return rated / daily if rated and daily else None
 
     @cached_property
     def resident_bytes(self) -> dict[Role, int]:
-        """Bytes of pages that stay in the host cache, by role."""
+        """Bytes of pages that are kept permanently in the host cache, by role."""
         found = dict.fromkeys(Role, 0)
         for index in self.plan.resident:
             page = self.layout.pages[index]
@@ -404,7 +402,7 @@ class Estimate:
 
     @cached_property
     def gpu_resident_bytes(self) -> dict[Role, int]:
-        """Bytes of GPU-resident pages, by role. Gradients that are consumed by updates in backward are excluded."""
+        """Bytes of GPU-resident pages, by role. Gradients that updates consume in backward are excluded."""
         found = dict.fromkeys(Role, 0)
         for page in self.layout.pages:
             consumed = page.role is Role.GRAD and page.fsdp_module in self.resolved_schedule.in_backward
@@ -418,7 +416,7 @@ class Estimate:
 
     @property
     def moves_nothing(self) -> bool:
-        """Whether a step transfers no bytes over the drives, whatever the batch size."""
+        """Whether a step does not read from or write to the drives, regardless of the batch size."""
         return self.traffic.total_bytes == 0 and self.settings.activations.tier != "nvme"
 
     @cached_property
@@ -433,13 +431,13 @@ class Estimate:
     def working_bytes(self) -> float:
         """Approximate memory for computation, in bytes.
 
-        It is device memory, or host memory in addition to the host cache.
+        This is device memory or, without a device, host memory outside the host cache.
         """
         return working_bytes(self.model, self.workload, paged=self.settings.activations.tier != "device")
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Reasons why the run does not fit, each with the value and the setting to change. Empty if it fits."""
+        """Reasons why the run does not fit, each with a value and the setting to change. Empty if the run fits."""
         found = []
         drives, device = self.machine.drives, self.machine.device
         need = self.first_drive_bytes * self.machine.ranks_per_node
@@ -470,13 +468,13 @@ class Activations:
     """Paged activations of one rank per step, in bytes. All fields are 0 or empty if activations are not paged."""
 
     kept: int = 0
-    """Bytes of the inputs of all layers."""
+    """Total size of the inputs of all layers."""
     moved: int = 0
-    """Bytes of the inputs that are written to the drives and read back."""
+    """Part of `kept` that is written to the drives and read back."""
     pages: tuple[int, ...] = ()
-    """Lengths of the pages of one input, in bytes."""
+    """Sizes of the pages that store one input."""
     tensors: int = 0
-    """Number of inputs that exist at the same time, which is the number saved by one forward."""
+    """Number of inputs that are stored at the same time, which is the number that one forward saves."""
 
 
 def _activations(model: ModelShape, work: Workload, settings: Config, budget: Budget) -> Activations:
@@ -495,16 +493,16 @@ def _activations(model: ModelShape, work: Workload, settings: Config, budget: Bu
 def working_bytes(model: ModelShape, work: Workload, *, paged: bool = False) -> float:
     """Return the approximate memory for computation, in bytes.
 
-    The peak is the larger of two moments. In forward and backward: the gathered weights of the root and of two layers,
-    activations, and either the logits of one micro-batch or slice with the gradients of the head, or the gradients of
-    the head and those of a layer that is being reduced. At the end of backward: the gradients of the root while they
-    are reduced, when everything else has been freed.
+    The peak is the larger of the following two. During forward and backward, memory contains the activations and the
+    gathered weights of the root and of two layers. In addition, it contains the gradients of the head, and either the
+    logits of one micro-batch or slice, or the gradients of a layer that is being reduced. At the end of backward,
+    memory only contains the gradients of the root while they are reduced.
 
     Args:
         model: Shapes of the parameters.
         work: Batch, accumulation and checkpointing.
-        paged: Whether the inputs of layers are paged. Then only one input, one output and their gradients are in memory
-            at a time.
+        paged: Whether the inputs of layers are paged. If so, only one input, one output and their gradients are in
+            memory at a time.
     """
     itemsize = ITEMSIZE[work.computed]
     layer = max((fsdp_module.numel for fsdp_module in model.layers), default=0)
@@ -522,7 +520,7 @@ def working_bytes(model: ModelShape, work: Workload, *, paged: bool = False) -> 
     of_loss = at_once if work.loss_tokens is None else min(of_pass, work.loss_tokens)
     logits = of_loss * model.vocabulary
     head = sum(p.numel for p in model.root.parameters if p.trainable and p.used)
-    # Accumulation over slices keeps the gradients in fp32 while the gradient of the next slice is computed.
+    # Accumulation across slices keeps the gradients in fp32 while the gradient of the next slice is computed.
     of_root = ITEMSIZE["float32"] if work.slices_layers or of_loss < of_pass else itemsize
     of_layer = ITEMSIZE["float32"] if work.slices_layers else itemsize
     at_loss = logits * _LOGIT_BYTES + head * (of_root + (itemsize if of_root > itemsize else 0))
@@ -533,13 +531,13 @@ def working_bytes(model: ModelShape, work: Workload, *, paged: bool = False) -> 
 
 
 def _reduced_bytes(fsdp_module: FSDPModuleShape, work: Workload, left: int) -> float:
-    """Return the peak memory of FSDP2 for the gradients of one FSDP module while it reduces them.
+    """Return FSDP2's peak memory, in bytes, while it reduces the gradients of one FSDP module.
 
-    The peak is either the gradients from backward with the fp32 copy that is reduced, or that copy with the output of
-    the reduction. FSDP2 makes both copies on a single rank, too.
+    FSDP2 first holds the gradients from backward and an fp32 copy to reduce, and then this copy and the output of the
+    reduction. It also creates both on a single rank.
 
     Args:
-        fsdp_module: Shapes of its parameters.
+        fsdp_module: Shapes of the parameters.
         work: Workload with the number of ranks.
         left: Bytes per element of the gradients that backward produces.
     """
@@ -548,7 +546,7 @@ def _reduced_bytes(fsdp_module: FSDPModuleShape, work: Workload, left: int) -> f
 
 
 def spare_bytes(model: ModelShape, workload: Workload, machine: Machine, updates: int, *, paged: bool) -> int:
-    """Return the approximate device memory that computation, updates and the safety margin leave free, in bytes.
+    """Return the approximate device memory, in bytes, that computation, updates and the safety margin leave free.
 
     Args:
         model: Shapes of the parameters.
@@ -574,7 +572,7 @@ def _step_events(model: ModelShape, workload: Workload) -> tuple[Event, ...]:
 
 
 def updates_on_device(settings: Config, machine: Machine, layout: Layout) -> bool:
-    """Return whether updates run on the device, by the rule that a run applies to its measurements."""
+    """Return whether updates run on the device. A run applies the same rule to measured speeds."""
     wanted, device, form = settings.update.device, machine.device, settings.state.format
     if not device.link or form != "fp32":
         return False
@@ -592,15 +590,15 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
         model: Shapes of the parameters.
         workload: Batch, parallelism, accumulation and optimizer.
         machine: Drives, device and CPU of a rank.
-        settings: Configuration. `memory.host_bytes` must be set. `memory.page_bytes`, `memory.device_bytes`,
-            `activations`, `state.format`, `update.schedule`, `update.device` and `run.retained_checkpoints` are used,
-            too.
+        settings: Configuration. `memory.host_bytes` must be set. The estimate also uses `memory.page_bytes`,
+            `memory.device_bytes`, `activations`, `state.format`, `update.schedule`, `update.device` and
+            `run.retained_checkpoints`.
 
     Returns:
         The estimate, even if the run does not fit the drives or the device; see `Estimate.problems`.
 
     Raises:
-        BudgetError: If the host cache is too small. The message names the smallest size that works.
+        BudgetError: If the host cache is too small. The message states the smallest size that works.
         ConfigError: If the optimizer is unknown, the update schedule is impossible, or the state format has no effect.
     """
     if workload.optimizer not in OPTIMIZERS:
@@ -616,7 +614,8 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
     memory = settings.memory
     if settings.activations.tier == "host" and not machine.device.link:
         raise ConfigError(
-            'activations.tier = "host" needs an accelerator: the model computes in host memory; set "device" or "nvme"'
+            'activations.tier = "host" requires an accelerator, but the model computes in host memory; set "device" or '
+            '"nvme"'
         )
     budget = choose_budget(
         fsdp_modules, formats, memory.host_bytes, memory.page_bytes,
@@ -627,7 +626,7 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
     name = resolve_schedule(wanted, events, late=workload.clipping)
     if wanted == "in_backward" != name:
         raise ConfigError(
-            'update.schedule = "in_backward" is impossible with clipping or a loop over micro-batches; set "auto"'
+            'update.schedule = "in_backward" cannot be used with clipping or a loop over micro-batches; set "auto"'
         )
     on_device = updates_on_device(settings, machine, budget.layout)
     device_bytes = memory.device_bytes

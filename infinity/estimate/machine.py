@@ -10,16 +10,16 @@ from infinity.units import GIB
 
 @dataclass(frozen=True, kw_only=True)
 class Drives:
-    """All NVMe drives of a node, taken together."""
+    """Combined properties of all NVMe drives of a node."""
 
     count: int
-    """Number of drives. Pages are striped over them."""
+    """Number of drives. Pages are striped across them."""
     read: float
     """Combined read bandwidth, in bytes per second."""
     write: float
     """Combined write bandwidth, in bytes per second."""
     mixed: float = 0.0
-    """Combined bandwidth if half of the bytes are written, in bytes per second. 0: unknown; reads and writes are
+    """Combined bandwidth, in bytes per second, if half of the bytes are written. 0: unknown; reads and writes are
     assumed to alternate.
     """
     space_bytes: int = 0
@@ -50,7 +50,7 @@ class Accelerator:
     name: str
     """Name shown in messages."""
     flops: float
-    """Floating-point operations per second that training achieves, as opposed to the peak."""
+    """Floating-point operations per second that training achieves, which is less than the peak."""
     memory_bytes: int = 0
     """Device memory, in bytes. 0: the device computes in host memory."""
     link: float = 0.0
@@ -58,7 +58,8 @@ class Accelerator:
 
 
 REACHED = 0.4
-"""Assumed fraction of its peak that an accelerator achieves, which is typical of well-tuned training of large models.
+"""Assumed fraction of an accelerator's peak that training achieves. It is typical of well-tuned training of large
+models.
 """
 
 _PEAKS: Mapping[str, tuple[float, float, float]] = {
@@ -78,29 +79,31 @@ _PEAKS: Mapping[str, tuple[float, float, float]] = {
     "rtx5090": (209e12, 32, 55e9),
     "v100": (125e12, 32, 12e9),
 }
-"""Data sheet values by name: peak FLOP/s of dense bf16 (fp16 for the V100) with fp32 accumulation, memory in GiB, and
-the bandwidth in bytes per second that copies over the host link achieve (PCIe 3, 4 and 5 with 16 lanes; NVLink-C2C).
+"""Data sheet values by accelerator name: peak FLOP/s for dense bf16 (fp16 for the V100) with fp32 accumulation, memory
+in GiB, and achievable bandwidth of the link to the host in bytes per second (PCIe 3, 4 or 5 with 16 lanes, or
+NVLink-C2C).
 """
 
 ACCELERATORS: Mapping[str, Accelerator] = {
     name: Accelerator(name=name, flops=REACHED * peak, memory_bytes=int(memory * GIB), link=link)
     for name, (peak, memory, link) in _PEAKS.items()
 }
-"""Accelerators that `infinity plan --gpu` knows."""
+"""Accelerators that can be passed to `infinity plan --gpu`."""
 
 UPDATE_SECONDS: Mapping[str, float] = {"fp32": 2.9e-9, "split": 8.9e-9, "bf16-moments": 24e-9, "8bit": 34e-9}
-"""Seconds in which one core updates one parameter with AdamW, by `state.format`. Measured on the benchmark machine; see
-benchmarks/results/plan.json (`make bench-plan`).
+"""Seconds that one core takes to update one parameter with AdamW, by `state.format`. Measured on the benchmark machine;
+see benchmarks/results/plan.json (`make bench-plan`).
 """
 
 HASH_RATE = 10e9
-"""Approximate checksum speed of one thread, in bytes per second. XXH3 over pages in memory runs at 5e9 to 15e9 on
-servers.
+"""Approximate checksum speed of one thread, in bytes per second. On servers, XXH3 reaches 5e9 to 15e9 for pages in
+memory.
 """
 
 ACCESS_SECONDS = 500e-6
-"""Approximate Python time per page access if a GPU computes, chosen so that estimates match the step times in
-benchmarks/results/gpu.json. It covers all threads of a process, because they share the GIL.
+"""Approximate time that Python code takes per page access on a machine with a GPU, in seconds. It is chosen so that
+estimates match the step times in benchmarks/results/gpu.json, and covers all threads of a process, because they share
+the GIL.
 """
 
 
@@ -115,20 +118,19 @@ class Machine:
     device: Accelerator
     """Device of the rank."""
     update_seconds: Mapping[str, float]
-    """Seconds to update one parameter, by `state.format`: on one of `update_cores`, or on all computing cores together
-    if `update_cores` is 0.
+    """Seconds to update one parameter, by `state.format`. If `update_cores` is 0, the time applies to all compute cores
+    together, otherwise to a single core.
     """
     update_cores: int = 0
-    """Number of cores that the update thread uses. 0: there is no update thread, and updates use the computing cores.
-    """
+    """Number of cores that the update thread uses. 0: there is no update thread, and updates use the compute cores."""
     fixed_seconds: float = 0.0
     """Seconds per step in addition to computation, copies and updates, independent of the number of tokens."""
     hash_rate: float = 0.0
-    """Checksum speed in bytes per second of each of two threads: one for pages that are read, one for pages that are
-    written. 0: checksums take no time.
+    """Checksum speed per thread, in bytes per second. One thread handles pages that are read, and another handles pages
+    that are written. 0: checksums take no time.
     """
     access_seconds: float = 0.0
-    """Python time per page access, in seconds. 0: it takes no time, or is part of `fixed_seconds`."""
+    """Time that Python code takes per page access, in seconds. 0: it takes no time, or is part of `fixed_seconds`."""
     interconnect: float = 0.0
     """Bytes per second at which a rank exchanges weights and gradients with other ranks. 0: the exchange takes no time.
     """
@@ -143,7 +145,7 @@ class Machine:
         return self.update_seconds[state_format] / max(1, self.update_cores)
 
     def with_drives(self, count: int) -> Machine:
-        """Return a copy of the machine with another number of drives of the same kind."""
+        """Return a copy of the machine with the given number of drives of the same kind."""
         drives = self.drives
 
         def scaled(value: float) -> float:
@@ -160,7 +162,7 @@ class Machine:
         return replace(self, drives=more)
 
     def bandwidth(self, written_share: float) -> float:
-        """Return the drive bandwidth of this rank for a mix of reads and writes, in bytes per second.
+        """Return this rank's drive bandwidth for a mix of reads and writes, in bytes per second.
 
         Args:
             written_share: Fraction of the bytes that are written.

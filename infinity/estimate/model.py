@@ -12,7 +12,7 @@ from infinity.content.layout import FSDPModuleSpec, ShardSpec
 from infinity.errors import ConfigError
 
 Kinds = tuple[tuple[str, str], ...]
-"""Element-wise states of an optimizer, as (name, dtype)."""
+"""Name and dtype of each element-wise state of an optimizer."""
 
 OPTIMIZERS: dict[str, Kinds] = {
     "adamw": (("exp_avg", "float32"), ("exp_avg_sq", "float32")),
@@ -24,8 +24,8 @@ OPTIMIZERS: dict[str, Kinds] = {
     "momentum": (("momentum_buffer", "float32"),),
     "sgd": (),
 }
-"""States of optimizers by name. They correspond to torch.optim with fp32 parameters; `amsgrad` is Adam with
-``amsgrad=True``, and `momentum` is SGD with momentum.
+"""States of each optimizer, by name. They are the states that `torch.optim` creates for fp32 parameters. `amsgrad` is
+Adam with ``amsgrad=True``, and `momentum` is SGD with momentum.
 """
 
 
@@ -38,12 +38,12 @@ class ParameterShape:
     shape: tuple[int, ...]
     """Size of each dimension. The first dimension is sharded."""
     dtype: str = "float32"
-    """Dtype of the parameter. A frozen parameter is stored in it."""
+    """Dtype of the parameter. Frozen parameters are stored in this dtype."""
     trainable: bool = True
     """Whether the parameter is trained."""
     used: float = 1.0
-    """Fraction of the elements that each token is multiplied by: 0 for an embedding table that is only looked up, less
-    than 1 for experts because each token is routed to a few. Vectors are not counted.
+    """Fraction of the elements with which each token is multiplied. It is 0 for an embedding table, whose rows are only
+    looked up, and less than 1 for experts, because each token is routed to a few of them. It is ignored for vectors.
     """
     looked_up: bool = False
     """Whether the parameter is an embedding table that is looked up before the first layer."""
@@ -54,7 +54,7 @@ class ParameterShape:
         return math.prod(self.shape)
 
     def shard(self, world_size: int) -> tuple[int, ...]:
-        """Return the shape of the slice of rank 0, the largest one, because FSDP2 deals out rows like `torch.chunk`."""
+        """Return the shape of rank 0's slice, which is the largest, because FSDP2 splits rows as `torch.chunk` does."""
         rows, *others = self.shape or (1,)
         return (-(-rows // world_size), *others)
 
@@ -75,7 +75,7 @@ class FSDPModuleShape:
 
     @cached_property
     def used(self) -> float:
-        """Number of elements that each token is multiplied by in forward."""
+        """Number of elements with which each token is multiplied in forward."""
         return sum(parameter.used * parameter.numel for parameter in self.parameters if len(parameter.shape) > 1)
 
     @cached_property
@@ -96,10 +96,9 @@ class ModelShape:
     name: str
     """Name shown in messages."""
     root: FSDPModuleShape
-    """Parameters outside all layers: embeddings, head and last norm. FSDP2 gathers the root first, and once per step.
-    """
+    """Parameters outside of the layers: embeddings, head and final norm. Gathered first, and once per step."""
     layers: tuple[FSDPModuleShape, ...]
-    """Layers in the order of forward."""
+    """Layers in forward order."""
     hidden: int
     """Width of the hidden state between layers, in elements per token."""
     vocabulary: int
@@ -121,10 +120,10 @@ class ModelShape:
         return sum(fsdp_module.trained for fsdp_module in self.fsdp_modules)
 
     def forward_flops(self, sequence: int) -> tuple[float, float]:
-        """Return the floating-point operations per token in forward, as (root, all layers).
+        """Return the number of floating-point operations per token in forward, as (root, all layers).
 
-        Each token takes 2 operations per element that it is multiplied by, and 4 · sequence · hidden in the attention
-        of a layer (Chowdhery et al., "PaLM", 2022, appendix B).
+        Each token requires 2 operations per element with which it is multiplied, and 4 · sequence · hidden operations
+        in the attention of each layer (Chowdhery et al., "PaLM", 2022, appendix B).
 
         Args:
             sequence: Tokens per sequence.
@@ -135,12 +134,12 @@ class ModelShape:
     def specs(
         self, optimizer: str, *, world_size: int, computed: str, state_format: str
     ) -> tuple[list[FSDPModuleSpec], dict[str, StateFormat]]:
-        """Return the FSDP modules and state formats of rank 0, as an offloaded model would have them.
+        """Return the FSDP modules and state formats that rank 0 of an offloaded model would have.
 
         Args:
             optimizer: Name of an optimizer in `OPTIMIZERS`.
-            world_size: Number of ranks over which each parameter is sharded.
-            computed: Dtype of the computation, such as ``bfloat16``.
+            world_size: Number of ranks across which each parameter is sharded.
+            computed: Compute dtype, such as ``bfloat16``.
             state_format: Value of the setting `state.format`.
         """
         formats: dict[str, StateFormat] = {}
@@ -161,29 +160,29 @@ class ModelShape:
 
 
 def decoder(*, parameters: float, layers: int, hidden: int, vocabulary: int, tied: bool = False) -> ModelShape:
-    """Return the shapes of a decoder with gated MLPs, such as Llama, of about the given number of parameters.
+    """Return the shapes of a decoder with gated MLPs, such as Llama, that has about the given number of parameters.
 
-    All parameters outside the embedding and the head are distributed over the layers. Each layer has four attention
-    matrices, hidden by hidden unless they would exceed half of the layer, and three MLP matrices, hidden by inner, with
-    the inner width that results.
+    All parameters outside the embedding and the head are distributed evenly across the layers. Each layer has four
+    attention matrices and three MLP matrices. Attention matrices have the shape hidden by hidden, or fewer rows if they
+    would otherwise exceed half of the layer. The inner width of the MLP follows from the remaining parameters.
 
     Args:
         parameters: Total number of parameters.
         layers: Number of layers.
         hidden: Width of the hidden state.
         vocabulary: Number of tokens in the vocabulary.
-        tied: Whether the head shares the embedding.
+        tied: Whether the head shares the weights of the embedding.
 
     Raises:
-        ConfigError: If the numbers do not fit together in one model.
+        ConfigError: If there are too few parameters for the other sizes.
     """
     outside = vocabulary * hidden * (1 if tied else 2) + hidden
     each = (parameters - outside) / layers - 2 * hidden
     inner = round((each - 4 * (rows := min(hidden, int(each / 2 / 4 / hidden))) * hidden) / (3 * hidden))
     if rows < 1 or inner < 1:
         raise ConfigError(
-            f"{parameters:.4g} parameters are too few for {layers} layers of width {hidden} and a vocabulary of "
-            f"{vocabulary}: the parameters of embedding{'' if tied else ' and head'} alone are {outside:.4g}; use a "
+            f"{parameters:,.0f} parameters are too few for {layers} layers of width {hidden} and a vocabulary of "
+            f"{vocabulary}: the parameters of embedding{'' if tied else ' and head'} alone are {outside:,.0f}; use a "
             "smaller width or vocabulary, or fewer layers"
         )
     attention = {name: (rows, hidden) for name in ("q_proj", "k_proj", "v_proj")} | {"o_proj": (hidden, rows)}
@@ -192,7 +191,7 @@ def decoder(*, parameters: float, layers: int, hidden: int, vocabulary: int, tie
     embedding = ParameterShape(name="embedding", shape=(vocabulary, hidden), used=1.0 if tied else 0.0, looked_up=True)
     head = ParameterShape(name="head", shape=(vocabulary, hidden))
     return ModelShape(
-        name=f"decoder of {layers} layers",
+        name=f"{layers}-layer decoder",
         root=FSDPModuleShape(
             name="root",
             parameters=(embedding, ParameterShape(name="norm", shape=(hidden,)), *([] if tied else [head])),
@@ -217,18 +216,18 @@ def _ends_with(name: str, target: str) -> bool:
 
 
 def with_lora(model: ModelShape, rank: int, dtype: str, targets: Sequence[str] = ()) -> ModelShape:
-    """Return the model with LoRA adapters on the matrices of its layers, and with its own parameters frozen.
+    """Return the model with frozen parameters, and with LoRA adapters on the matrices of its layers.
 
-    The adapters of an m by n matrix have rank by n and m by rank elements (Hu et al., "LoRA", 2021).
+    The two adapters of an m by n matrix have the shapes rank by n and m by rank (Hu et al., "LoRA", 2021).
 
     Args:
         model: Base model.
         rank: Rank of the adapters.
         dtype: Dtype of the frozen parameters.
-        targets: Name suffixes of the adapted modules, as in `peft.LoraConfig`. Empty: every matrix of a layer.
+        targets: Name suffixes of the modules to adapt, as in `peft.LoraConfig`. Empty: every matrix of a layer.
 
     Raises:
-        ConfigError: If a target matches no module of a layer.
+        ConfigError: If a target does not match any module of a layer.
     """
     matrices = {item.name.removesuffix(".weight") for layer in model.layers for item in layer.parameters}
     for target in targets:
@@ -266,11 +265,11 @@ def with_lora(model: ModelShape, rank: int, dtype: str, targets: Sequence[str] =
 
 
 def with_trainable_share(model: ModelShape, share: float, dtype: str) -> ModelShape:
-    """Return the model with only its last layers trained, and everything else frozen.
+    """Return the model with all parameters frozen except those of its last layers.
 
     Args:
         model: Base model.
-        share: Fraction of the parameters that the trained layers hold together, at least.
+        share: Minimum fraction of the model's parameters in the trained layers together.
         dtype: Dtype of the frozen parameters.
     """
     trained, wanted = 0, share * model.parameters

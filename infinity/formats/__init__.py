@@ -1,1 +1,1 @@
-"""Formats of other tools: safetensors with the names of transformers, and `torch.distributed.checkpoint`."""
+"""File formats of other libraries: safetensors with transformers' tensor names, and `torch.distributed.checkpoint`."""

@@ -1,7 +1,7 @@
-"""Adapters of PEFT: names of adapter and base parameters, and saving of adapters.
+"""PEFT adapters: the names of adapter and base parameters, and saving adapters.
 
-A `PeftModel` wraps the base model, and wraps each adapted layer in a module of its own. A tensor therefore has
-another name in the model than in the checkpoint of the base: ``base_model.model.lm_head.base_layer.weight`` is
+A `PeftModel` wraps the base model, and wraps each adapted layer in another module. The name of a tensor in the model
+therefore differs from its name in the base checkpoint: ``base_model.model.lm_head.base_layer.weight`` corresponds to
 ``lm_head.weight``.
 """
 
@@ -34,14 +34,14 @@ _COPIES = "modules_to_save"
 
 
 def peft_model(model: nn.Module) -> Any | None:
-    """Return the `PeftModel` inside of `model`, without wrappers, or None if PEFT is not used."""
+    """Return the `PeftModel` in `model`, without other wrappers, or None if PEFT is not used."""
     inner = torch_private.unwrapped_module(model)
     peft = sys.modules.get("peft")  # a `PeftModel` cannot exist before peft is imported
     return inner if peft is not None and isinstance(inner, peft.PeftModel) else None
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """Return the model that adapters were added to, without wrappers; `model` itself if it has no adapters."""
+    """Return the model to which adapters were added, without wrappers, or `model` itself if it has no adapters."""
     found = peft_model(model)
     return torch_private.unwrapped_module(model if found is None else found.get_base_model())
 
@@ -52,15 +52,15 @@ def is_adapter(module: nn.Module) -> bool:
 
 
 def _is_copied(module: nn.Module) -> bool:
-    """Return whether a module is a PEFT wrapper around a module of which a copy, or a part, is trained."""
+    """Return whether a module is a PEFT wrapper that trains a copy of the wrapped module, or a part of it."""
     return hasattr(type(module), "adapter_layer_names") and "original_module" in {*dir(type(module)), *module._modules}
 
 
 def base_names(model: nn.Module) -> Callable[[str], str | None]:
     """Return a function that maps the name of a parameter or buffer in `model` to its name in the base checkpoint.
 
-    The function returns None for parameters of adapters. A copy that PEFT trains in place of a module has the name of
-    that module.
+    The function returns None for adapter parameters. A copy that PEFT trains in place of a module has the name of that
+    module.
     """
     base = base_model(model)
     inside = [torch_private.unwrapped_name(f"{name}.") for name, module in model.named_modules() if module is base]
@@ -96,22 +96,21 @@ class Adapter:
     """Content that `PeftModel.save_pretrained` writes for one adapter."""
 
     name: str
-    """Name of the adapter, and of its subfolder unless it is ``default``."""
+    """Name of the adapter. Unless it is ``default``, it is also the name of its subfolder."""
     config: Mapping[str, Any]
     """Content of adapter_config.json."""
     tensors: Mapping[str, str] | None
-    """Names in the model by names in adapter_model.safetensors; None if a saved tensor is computed from several
+    """Names in the model, by name in adapter_model.safetensors. None if a saved tensor is computed from several
     parameters.
     """
 
     @property
     def tree(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         return {"name": self.name, "config": self.config, "tensors": self.tensors}
 
 
 def adapters_of(model: nn.Module) -> tuple[Adapter, ...]:
-    """Return the adapters of a sharded model; empty without PEFT. No values are read."""
+    """Return the adapters of a sharded model, or an empty tuple without PEFT. No values are read."""
     found = peft_model(model)
     if found is None:
         return ()
@@ -132,8 +131,8 @@ def adapters_of(model: nn.Module) -> tuple[Adapter, ...]:
 def _picked(model: Any, state: Mapping[str, Any], adapter: str) -> dict[str, Any]:
     from peft import get_peft_model_state_dict
 
-    # PEFT would look up config.json of the base on the Hub to learn whether embeddings were resized; this avoids the
-    # network.
+    # To determine whether embeddings were resized, PEFT would load the base model's config.json from the Hub. This
+    # avoids the network access.
     base = model.peft_config[adapter].base_model_name_or_path
     embeddings: Any = "auto" if not base or os.path.isdir(base) else False
     picked: dict[str, Any] = get_peft_model_state_dict(
@@ -143,9 +142,7 @@ def _picked(model: Any, state: Mapping[str, Any], adapter: str) -> dict[str, Any
 
 
 def _prompt(model: Any, adapter: str) -> str | None:
-    """Return the name of the parameter that learns a prompt: "" if the prompt is computed, None without prompt
-    learning.
-    """
+    """Return the name of the learned prompt parameter, "" for a computed prompt, or None without prompt learning."""
     config = model.peft_config[adapter]
     if not config.is_prompt_learning:
         return None
@@ -154,7 +151,7 @@ def _prompt(model: Any, adapter: str) -> str | None:
 
 
 def _config(model: Any, adapter: str) -> dict[str, Any]:
-    """Return the content of adapter_config.json, for inference, as `save_pretrained` writes it."""
+    """Return the content of adapter_config.json as `save_pretrained` would write it, for inference."""
     config = copy.copy(model.peft_config[adapter])
     base = model.get_base_model()
     config.inference_mode = True
@@ -171,13 +168,13 @@ def _config(model: Any, adapter: str) -> dict[str, Any]:
 
 
 def save_whole_adapters(model: nn.Module) -> Callable[[], None]:
-    """Make `save_pretrained` of a `PeftModel` save full tensors although the model is sharded.
+    """Make `PeftModel.save_pretrained` save full tensors although the model is sharded.
 
-    Afterwards all ranks must call `save_pretrained` together, and rank 0 writes. Adapters are small; resized
-    embeddings that are saved with them are loaded like any weight.
+    Afterwards, all ranks must call `save_pretrained` together, and rank 0 writes the files. Adapters are small. Resized
+    embeddings that are saved with them are loaded into memory like any other weight.
 
     Returns:
-        A function that restores the original method.
+        Function that restores the original method.
     """
     found = peft_model(model)
     if found is None:
@@ -196,10 +193,10 @@ def _save_whole(
     path_initial_model_for_weight_conversion: str | None = None,
     **settings: Any,
 ) -> None:
-    """Save with PEFT's arguments; all ranks must call it together, and rank 0 writes.
+    """Save full tensors. Takes PEFT's arguments. All ranks must call this function together, and rank 0 writes.
 
     Raises:
-        InfinityError: if another rank failed, for example rank 0 while writing.
+        InfinityError: if another rank failed, for example rank 0 while it wrote the files.
     """
     given = settings.pop("state_dict", None)
     ranks = Ranks.current() if dist.is_initialized() else Ranks(0, 0, 1)
@@ -228,7 +225,7 @@ def _save_whole(
 
 @contextmanager
 def _whole_prompts(model: Any, adapters: list[str]) -> Iterator[None]:
-    """Replace the sharded parameters of prompt encoders by full tensors inside of the context."""
+    """Replace the sharded parameters of prompt encoders with full tensors inside the context."""
     encoders = [model.prompt_encoder[name] for name in adapters if model.peft_config[name].is_prompt_learning]
     held = [
         (module, key, param)

@@ -1,8 +1,7 @@
-"""Files that an export needs besides pages: config.json, tokenizer and the other files stored next to the initial
-weights.
+"""Files that an export needs in addition to the weights: config.json, the tokenizer and similar files.
 
-A run keeps copies in the folder `model` next to its checkpoints, so that an export requires neither the class of the
-model nor the folder that the initial weights came from.
+A run keeps copies of these files in the folder `model`, next to its checkpoints. An export therefore requires neither
+the model's class nor the folder from which the initial weights were loaded.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 _FOLDER, _NAMES, _ADAPTERS = "model", "names.json", "adapters.json"
 _SUFFIXES = {".json", ".txt", ".jinja", ".model", ".spm", ".tiktoken", ".codes", ".bpe", ".vocab"}
 _LEFT = {CONFIG, _NAMES, _ADAPTERS, "trainer_state.json", ADAPTER_CONFIG}
-_MOST = 256 << 20  # limit for one file, in bytes; tokenizers take tens of MiB
+_MOST = 256 << 20  # maximum size of a file, in bytes; tokenizers have tens of MiB
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,12 @@ class Companions:
 
     config: dict[str, Any] | None  # content of config.json; None for models that are not from transformers
     files: tuple[Path, ...]  # tokenizer, generation_config.json and similar files
-    loaded_from: tuple[str, ...] | None  # names of the tensors in the initial weights; None without `weights`
+    loaded_from: tuple[str, ...] | None  # names of the tensors in the initial weights, if any
     adapters: tuple[Adapter, ...]  # PEFT adapters that the run trains
 
     @classmethod
     def of_run(cls, checkpoints: Path) -> Companions:
-        """Read the copies that a run keeps in its folder of checkpoints.
+        """Read the copies that a run keeps in its checkpoint folder.
 
         Raises:
             ConfigError: if a file is malformed.
@@ -67,7 +66,7 @@ def _find_adapters(file: Path) -> tuple[Adapter, ...]:
 
 
 def companion_files(folder: Path) -> Iterator[Path]:
-    """Yield the files of a weight folder that an export copies: tokenizer, generation config, preprocessor, license.
+    """Yield the files in a weight folder that an export copies: tokenizer, generation config, preprocessor, license.
 
     Raises:
         OSError: if the folder cannot be read.
@@ -79,7 +78,7 @@ def companion_files(folder: Path) -> Iterator[Path]:
         if not known or file.name.startswith(".") or not file.is_file():
             continue
         if file.stat().st_size > _MOST:
-            _log.warning("%s is too large to be copied for exports; copy it to an export yourself", file)
+            _log.warning("%s is too large to be copied for exports; copy it to each export yourself", file)
         else:
             yield file
 
@@ -88,9 +87,9 @@ def keep_companions(checkpoints: Path, model: nn.Module, weights: WeightFiles | 
     """Copy the accompanying files next to the checkpoints of a new run.
 
     Args:
-        checkpoints: folder of the checkpoints of the run.
-        model: the model that is trained.
-        weights: initial weights, or None if they do not come from safetensors files.
+        checkpoints: checkpoint folder of the run.
+        model: model to train.
+        weights: initial weights, or None if they were not loaded from safetensors files.
 
     Raises:
         OSError: if a file cannot be read or written.
@@ -116,7 +115,9 @@ def keep_companions(checkpoints: Path, model: nn.Module, weights: WeightFiles | 
             write_durably(folder / GENERATION, inner.generation_config.to_json_string().encode())
     except (TypeError, ValueError, AttributeError) as error:  # the configuration cannot be written as JSON
         _log.warning(
-            "config.json cannot be saved for exports (%s: %s); pass one to the export", type(error).__name__, error
+            "config.json cannot be saved for exports (%s: %s); pass a config.json to the export",
+            type(error).__name__,
+            error,
         )
 
 
@@ -126,13 +127,13 @@ def _keep_adapters(folder: Path, model: nn.Module) -> None:
         write_durably(folder / _ADAPTERS, json.dumps(tree).encode())
     except OSError:
         raise
-    except Exception as error:  # PEFT raises various errors for adapters that it can train and not save
+    except Exception as error:  # PEFT raises various errors for adapters that it can train but not save
         _log.warning("adapters cannot be saved for exports (%s: %s); call model.save_pretrained() during training",
                      type(error).__name__, error)  # fmt: skip
 
 
 def carry_companions(old: Path, new: Path) -> None:
-    """Copy the accompanying files of a run to the run that continues from it; links are skipped. Raises `OSError`."""
+    """Copy the accompanying files of a run to the run that continues it, except links. Raises `OSError`."""
     if not (old / _FOLDER).is_dir():
         return
     (new / _FOLDER).mkdir(exist_ok=True)

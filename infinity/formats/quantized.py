@@ -1,9 +1,9 @@
-"""Frozen linear layers with weights quantized by torchao: the quantized bytes are paged and dequantized at use.
+"""Frozen linear layers whose weights are quantized by torchao, paged in quantized form, and dequantized when used.
 
-A quantized weight of torchao consists of several tensors (codes, scales, …), which FSDP2 cannot shard as one
-parameter. Here each of these tensors is a frozen parameter of its own. Floating-point ones are stored as integers
-with the same bits, so that no mixed-precision policy casts them. The layer reassembles the gathered tensors at use
-and dequantizes the weight in forward and again in backward, so that no dequantized weight stays in memory in between.
+A torchao quantized weight consists of several tensors (codes, scales, …), which FSDP2 cannot shard as one parameter.
+Here, each of these tensors is a separate frozen parameter. Floating-point tensors are stored as integers with the same
+bits, so that mixed-precision policies do not cast them. When the layer is used, it reassembles the gathered tensors. It
+dequantizes the weight in forward and again in backward, so that no dequantized weight stays in memory in between.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from infinity.optional_dependencies import needs
 
 _PREFIX = "weight_"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtypes that hold the bits of floating-point numbers, by size in bytes."""
+"""Integer dtypes for the bits of floating-point numbers, by item size in bytes."""
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer with a frozen, quantized weight of shape (out_features, in_features)."""
+    """Linear layer with a frozen, quantized weight of shape (out_features, in_features)."""
 
     def __init__(self, made_from: nn.Linear, config: Any) -> None:
-        """Quantize the weight of a layer; a layer on the meta device gives a layer on the meta device.
+        """Quantize the weight of a linear layer. If that layer is on the meta device, so is the new one.
 
         Args:
-            made_from: plain linear layer, which is not modified.
+            made_from: unquantized linear layer, which is not modified.
             config: torchao configuration, for example ``Int8WeightOnlyConfig()``.
         """
         nn.Module.__init__(self)
@@ -53,7 +53,7 @@ class QuantizedLinear(nn.Linear):
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), bias.requires_grad))
 
     def parts(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the parameters of this layer, by name, for a quantized or plain weight."""
+        """Return the parameters that represent a quantized or unquantized weight in this layer, by name."""
         if not hasattr(type(weight), "__tensor_flatten__"):
             weight = _quantize(weight.to(self.dtype), self._config)
         inner = {name: getattr(weight, name).detach() for name in self._made_of}
@@ -61,14 +61,14 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def stored(self) -> dict[str, torch.Tensor]:
-        """Return shapes and dtypes of the parameters, on the meta device."""
+        """Shapes and dtypes of the parameters, as tensors on the meta device, by name."""
         return {
             _PREFIX + name: _as_bits(torch.empty(shape or (1,), dtype=dtype, device="meta"))
             for name, (dtype, shape) in self._made_of.items()
         }
 
     def is_wrong(self, weight: torch.Tensor) -> bool:
-        """Return whether a tensor does not have the shape of the weight."""
+        """Return whether a tensor has a different shape than the weight."""
         return weight.shape != (self.out_features, self.in_features)
 
     def _dequantized(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -81,31 +81,29 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The dequantized weight, computed at each access; without values on the meta device and while the layer is
-        sharded.
-        """
+        """Dequantized weight, computed on each access. It has no valid values on the meta device and while sharded."""
         parts = self._parts
         if any(part.is_meta or type(part) is not nn.Parameter for part in parts):
             return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=parts[0].device.type)
         return self._dequantized(parts).as_subclass(_ToLookAt)
 
     def reset_parameters(self) -> None:
-        """Do nothing, because the weight has no initial values of its own."""
+        """Do nothing, because a quantized weight is not initialized."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` times the dequantized weight, plus the bias."""
+        """Apply the linear layer with the dequantized weight."""
         product: torch.Tensor = _Product.apply(x, self._dequantized, *self._parts)  # type: ignore[no-untyped-call]
         return product if self.bias is None else product + self.bias
 
 
 class _ToLookAt(torch.Tensor):
-    """A dequantized copy of a weight, for readers. Writing to it raises, because the write would be lost."""
+    """Dequantized copy of a weight, for reading. Assigning to its `data` raises, because the value would be lost."""
 
     __torch_function__ = torch_private.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
     @property  # type: ignore[override]
     def data(self) -> torch.Tensor:
-        """The values, for PEFT, which adds merged adapters to them."""
+        """The values. PEFT adds an adapter to them to merge it, and assigns the result."""
         return self.detach()
 
     @data.setter
@@ -146,21 +144,21 @@ class _Product(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Quantized:
-    """Layers whose weights are quantized while they are read from a checkpoint of plain weights."""
+    """Layers whose weights are quantized while they are read from an unquantized checkpoint."""
 
     layers: Mapping[str, QuantizedLinear]
-    """Layers by the names of their weights in the checkpoint."""
+    """Layers, by the name of their weight in the checkpoint."""
 
     @property
     def likes(self) -> dict[str, torch.Tensor]:
-        """Return the plain weights, by name, on the meta device."""
+        """Unquantized weights on the meta device, by name."""
         return {
             name: torch.empty(layer.out_features, layer.in_features, dtype=layer.dtype, device="meta")
             for name, layer in self.layers.items()
         }
 
     def conversions(self, found: Iterable[Conversion]) -> Iterator[Conversion]:
-        """Replace each conversion that produces a quantized weight by one that produces the parameters of its layer."""
+        """Yield, for each conversion that produces a quantized weight, one that produces its layer's parameters."""
         for conversion in found:
             for name in conversion.targets:
                 if name in self.layers and not (layer := self.layers[name]).is_wrong(conversion.targets[name]):
@@ -170,7 +168,7 @@ class Quantized:
 
 @dataclass(frozen=True)
 class _Quantizing:
-    """Quantizes a weight that is made from tensors of a checkpoint."""
+    """Rule that converts checkpoint tensors to a weight and quantizes it."""
 
     whole: Conversion
     name: str
@@ -178,7 +176,7 @@ class _Quantizing:
 
     @property
     def likes(self) -> dict[str, torch.Tensor]:
-        """Return the targets, by name in the model, on the meta device."""
+        """Targets on the meta device, by name in the model."""
         prefix = self.name.removesuffix("weight")
         return {prefix + key: torch.empty_like(part, device="meta") for key, part in self.layer.stored.items()}
 
@@ -191,17 +189,17 @@ class _Quantizing:
 def quantize_(
     model: nn.Module, config: Any, wanted: Callable[[nn.Module, str], bool] | None = None
 ) -> dict[str, QuantizedLinear]:
-    """Replace linear layers of a model by frozen, quantized layers, before adapters are added and `fully_shard` is
-    called.
+    """Replace a model's linear layers with frozen, quantized layers.
 
-    On the meta device, `infinity.offload(…, weights=folder)` reads the plain weights and quantizes them one by one
-    while they are written to the drives.
+    Call this function before adding adapters and before `fully_shard`. If the model is on the meta device,
+    `infinity.offload(…, weights=folder)` reads the unquantized weights and quantizes them one by one while it writes
+    them to the drives.
 
     Args:
-        model: model with plain linear layers, on a real device or the meta device.
-        config: weight-only configuration of torchao, for example ``torchao.quantization.Int8WeightOnlyConfig()``.
-        wanted: function of a linear layer and its name that returns whether to quantize it. Default: all except the
-            head.
+        model: model with unquantized linear layers, on a real device or the meta device.
+        config: torchao weight-only configuration, for example ``torchao.quantization.Int8WeightOnlyConfig()``.
+        wanted: function that returns whether to quantize a linear layer, given the layer and its name. Default: all
+            except the head.
 
     Returns:
         The new layers, by name.
@@ -235,8 +233,8 @@ def _quantize(weight: torch.Tensor, config: Any) -> torch.Tensor:
         quantize_(holder, copy.deepcopy(config))
     except (AssertionError, ImportError, NotImplementedError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"{type(config).__name__} cannot quantize a weight of shape {tuple(weight.shape)}: {error}; choose other "
-            "torchao settings, or exclude the layer with wanted="
+            f"{type(config).__name__} cannot quantize a weight of shape {tuple(weight.shape)}: {error}; choose a "
+            "different torchao configuration, or exclude the layer with wanted="
         ) from error
     quantized: Any = holder[0]
     found: torch.Tensor = quantized.weight.detach()
@@ -244,7 +242,7 @@ def _quantize(weight: torch.Tensor, config: Any) -> torch.Tensor:
         hasattr(found, "get_original_weight") or hasattr(found, "dequantize")
     ):
         raise ConfigError(
-            f"{type(config).__name__} produces a {type(found).__name__}, which is not a supported quantized weight"
+            f"{type(config).__name__} produces a {type(found).__name__}, which is not supported as a quantized weight"
         )
     return found
 

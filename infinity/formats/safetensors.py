@@ -1,4 +1,4 @@
-"""Export of a checkpoint, or of a run in progress, to a folder of safetensors that transformers can load."""
+"""Export a checkpoint or a run in progress to a folder of safetensors files that transformers can load."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from infinity.formats.weight_files import INDEX, SINGLE
 from infinity.units import parse_size
 
 FILE_BYTES = "1GiB"
-"""Default limit for the tensors of one file."""
+"""Default limit for the total size of the tensors in one file."""
 
 
 def file_size(value: int | str, *, name: str = "file_bytes") -> int:
-    """Return the limit for one file, in bytes. Raises `ConfigError` if `value` is not a size."""
+    """Return the file size limit in bytes. Raises `ConfigError` if `value` is not a positive size."""
     found = parse_size(value, name=name)
     if found == 0:
         raise ConfigError(f"{name} {value} is not a valid file size; the default is {FILE_BYTES}")
@@ -37,7 +37,7 @@ def file_size(value: int | str, *, name: str = "file_bytes") -> int:
 
 
 def digest_of(value: torch.Tensor | BytesIO) -> int:
-    """Return a digest of the bytes of a CPU tensor, or of a file in memory."""
+    """Return a digest of the bytes of a CPU tensor or an in-memory file."""
     if isinstance(value, BytesIO):
         return int(xxhash.xxh3_64_intdigest(value.getbuffer()))
     return int(xxhash.xxh3_64_intdigest(value.contiguous().reshape(-1).view(torch.uint8).numpy().data))
@@ -47,7 +47,7 @@ def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
     """Write a safetensors file, and verify it by reading it back.
 
     Raises:
-        ConfigError: if the file cannot be written, or its content differs.
+        ConfigError: if the file cannot be written, or differs when it is read back.
     """
     try:
         save_file(dict(tensors), file, metadata={"format": "pt"})
@@ -63,7 +63,7 @@ def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
 
 
 def cut(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Divide items into consecutive files of at most `most` bytes; a larger item gets a file of its own."""
+    """Divide items into consecutive files of at most `most` bytes. A larger item gets a separate file."""
     files: list[list[int]] = [[]]
     filled = 0
     for position, size in enumerate(sizes):
@@ -85,30 +85,29 @@ def export_safetensors(
     file_bytes: int,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[Path]:
-    """Write a folder that `from_pretrained` loads: weights in one or several files, their index, and config.json.
+    """Write a folder for `from_pretrained`: weights in one or several files, their index, and config.json.
 
-    Tensors have the names and shapes that `save_pretrained` of the model in config.json would give them: renaming,
-    fusing and splitting that transformers applies while loading is reversed, and a tied parameter is written once.
-    Without a config.json, or if its class is not from transformers, the names are the model's own. Peak memory is one
-    file plus the input and output of one conversion. Every file is read back and compared. The folder appears under
-    its name once all of it is durable.
+    Tensors have the names and shapes that `save_pretrained` would give them for the model in config.json: the renaming,
+    fusing and splitting that transformers applies when loading is reversed, and a tied parameter is written once.
+    Without a config.json, or if its class is not from transformers, the model's own names are used. Peak memory is one
+    file plus the input and output of one conversion. Every file is read back and compared. The folder only appears
+    under its name when all files are durable.
 
     For a `PeftModel`, the folder contains the adapters under PEFT's names, for `PeftModel.from_pretrained`.
 
     Args:
-        reader: checkpoint or run to read from.
-        folder: target, which must be new or empty.
-        config: content of config.json. Default: the copy that the run keeps; without a copy, no config.json is
-            written.
-        companions: folder to copy tokenizer, generation_config.json and similar files from. Default: the copies that
-            the run keeps of the files next to its initial weights.
-        dtype: dtype of floating-point weights. Default: the dtype that they are trained in.
-        file_bytes: limit for the weights in one file; a larger parameter gets a file of its own.
-        advance: called with the number of bytes of every parameter that was read.
+        reader: checkpoint or run to read.
+        folder: target folder, which must be new or empty.
+        config: content of config.json. Default: the run's copy. Without a copy, no config.json is written.
+        companions: folder from which to copy the tokenizer, generation_config.json and similar files. Default: the
+            run's copies of the files next to its initial weights.
+        dtype: dtype of floating-point weights. Default: the dtype in which they are trained.
+        file_bytes: limit for the weights in one file. A larger parameter gets a separate file.
+        advance: function that is called with the size, in bytes, of every parameter that was read.
 
     Raises:
         ConfigError: if the folder is not empty or not writable, a file differs when it is read back, or config.json
-            belongs to another model.
+            belongs to a different model.
         StorageError, CorruptPageError, CheckpointError: if the weights cannot be read.
     """
     if companions is not None and not companions.is_dir():
@@ -167,11 +166,11 @@ def _export_adapters(
     dtype: torch.dtype | None,
     advance: Callable[[int], None],
 ) -> list[Path]:
-    """Write adapters as `PeftModel.save_pretrained` does. Each is read as a whole, because adapters are small."""
+    """Write adapters as `PeftModel.save_pretrained` does. Adapters are small, so each is loaded into memory at once."""
     if unnamed := [adapter.name for adapter in adapters if adapter.tensors is None]:
         raise ConfigError(
             f"adapter {unnamed[0]} is computed from several parameters, which exports do not support; call "
-            "model.save_pretrained(folder) while the model trains"
+            "model.save_pretrained(folder) during training"
         )
     outgoing = _Outgoing(reader, None, None, dtype, advance)
     written: list[Path] = []
@@ -187,11 +186,10 @@ def _export_adapters(
 
 
 def export_bytes(reader: FullState, dtype: torch.dtype | None = None) -> int:
-    """Return the number of bytes of parameters that an export reads: all parameters, or the adapters if only those
-    are trained.
+    """Return the total size, in bytes, of the parameters that an export reads: the adapters if there are any, else all.
 
     Raises:
-        ConfigError: if the files that the run keeps for exports are malformed.
+        ConfigError: if the run's copies of files for exports are malformed.
     """
     adapters = Companions.of_run(reader.folder.checkpoints).adapters
     chosen = {source for adapter in adapters for source in (adapter.tensors or {}).values()}
@@ -215,7 +213,7 @@ def _write(file: Path, data: bytes) -> None:
 
 
 class _Outgoing:
-    """Tensors of an export, and the parameters and buffers that they are made from."""
+    """Tensors to export, and the parameters and buffers from which they are computed."""
 
     def __init__(
         self,
@@ -225,18 +223,18 @@ class _Outgoing:
         dtype: torch.dtype | None,
         advance: Callable[[int], None],
     ) -> None:
-        """Determine the tensors to write; no page is read yet.
+        """Determine the tensors to write, without reading any page.
 
         Args:
-            reader: checkpoint or run to read from.
-            config: configuration of a transformers model; None for another model.
-            loaded_from: names in the checkpoint that the model was loaded from, if any.
-            dtype: dtype of floating-point tensors in the export; None keeps the dtype that they are trained in.
-            advance: called with the number of bytes that were read.
+            reader: checkpoint or run to read.
+            config: configuration of a transformers model, or None for any other model.
+            loaded_from: names in the checkpoint from which the model was loaded, if any.
+            dtype: dtype of floating-point tensors in the export. None: the dtype in which they are trained.
+            advance: function that is called with the number of bytes that were read.
         """
         self._reader, self._dtype, self._advance = reader, dtype, advance
         self._buffers = {torch_private.unwrapped_name(name): value for name, value in reader.buffers()}
-        self._index = {  # of parameters, by each of their names
+        self._index = {  # index of each parameter, by all of its names
             torch_private.unwrapped_name(name): index
             for index, spec in enumerate(reader.tensors)
             for name in spec.names
@@ -250,7 +248,7 @@ class _Outgoing:
         self._last: tuple[Conversion, dict[str, torch.Tensor]] | None = None
 
     def read(self, index: int) -> tuple[str, torch.Tensor]:
-        """Return the name and value of a tensor; tensors must be read in order."""
+        """Return the name and value of a tensor. Tensors must be read in order."""
         conversion, name, _ = self.tensors[index]
         if self._last is None or self._last[0] is not conversion:
             self._last = None  # free the previous targets before the next conversion allocates memory
@@ -286,7 +284,7 @@ class _Outgoing:
                 return self._plain(own)
             chosen = self._chosen(model)
             converts, known = model.converts(loaded_from), {*self._index, *self._buffers}
-            # A model may have more tensors than its config describes, for example an adapter, but never fewer.
+            # A model may have more tensors than its config describes, for example those of an adapter, but never fewer.
             if foreign := sorted(model.all ^ known if converts else model.all - known):
                 raise ConfigError(
                     f"config.json does not match the checkpoint: {', '.join(foreign[:5])}; pass the config.json of "
@@ -304,10 +302,11 @@ class _Outgoing:
         return tuple(Conversion({name: self._like(name)}, {name: self._like(name)}) for name in chosen)
 
     def _chosen(self, model: names.Outgoing) -> list[str]:
-        """Return the names to write, in the order of `save_pretrained`; names unknown to it come last.
+        """Return the names to write, in the order of `save_pretrained`. Names that it does not know come last.
 
-        A parameter that is shared here but not in a model of this config is written twice, and two parameters that
-        such a model would tie are both written, so that a loaded export equals the trained model.
+        A parameter that is tied in the trained model but not in a model of this config is written under both names. If
+        only a model of this config ties two parameters, both are written. A loaded export therefore equals the trained
+        model.
         """
         all_names = [
             *([torch_private.unwrapped_name(name) for name in spec.names] for spec in self._reader.tensors),

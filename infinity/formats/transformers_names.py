@@ -1,10 +1,11 @@
-"""Mapping between tensors in files and tensors in models of transformers; the only user of its less public names.
+"""Map tensors in files to tensors in transformers models. No other module uses transformers' less public APIs.
 
 Since version 5, transformers renames tensors while it loads a checkpoint, fuses or splits some of them (for example,
-the experts of a layer become one tensor), and reverses this when it saves. The rules are objects of
-`transformers.conversion_mapping`. This module asks these rules which tensors of a checkpoint produce which tensors of
-a model, and runs one conversion at a time. `tests/formats/test_conversions.py` states the behavior expected of each
-name. If the installed transformers lacks them, names are used unchanged except for the prefix of the base model.
+it fuses a layer's experts into one tensor), and reverses these conversions when it saves. The rules are objects of
+`transformers.conversion_mapping`. This module uses them to determine which tensors in a checkpoint produce which
+tensors in a model, and runs one conversion at a time. `tests/formats/test_conversions.py` documents the expected
+behavior of each API. If the installed transformers version lacks them, names are used unchanged except for the prefix
+of the base model.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from infinity.optional_dependencies import needs
 
 @dataclass(frozen=True)
 class Conversion:
-    """Tensors of one side (files or model) that together produce tensors of the other side.
+    """Conversion of tensors in files to tensors in a model, or the reverse.
 
-    `sources` and `targets` map names to tensors on the meta device, for shapes and dtypes. A plain conversion has one
-    source and one target.
+    `sources` and `targets` map names to tensors on the meta device, which give the shapes and dtypes. A plain
+    conversion has one source and one target.
     """
 
     sources: Mapping[str, torch.Tensor]
@@ -38,29 +39,29 @@ class Conversion:
 
     @property
     def plain(self) -> bool:
-        """Return whether the target is the unmodified source, possibly under another name."""
+        """Whether the target is the unmodified source, possibly under a different name."""
         return self.rule is None
 
     def run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the target tensors, given the source tensors."""
+        """Compute the target tensors from the source tensors."""
         if self.rule is None:
             return dict(zip(self.targets, (values[name] for name in self.sources), strict=True))
         return self.rule.run(values)
 
 
 class Runs(Protocol):
-    """Protocol of objects that produce tensors from others."""
+    """Rule that computes target tensors from source tensors."""
 
     def run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the targets by name, given the sources."""
+        """Return the targets by name, given the sources by name."""
 
 
 @dataclass
 class _Rule:
-    """A `WeightConverter` applied to one set of tensors."""
+    """Application of a `WeightConverter` to one set of tensors."""
 
     converter: Any
-    first: str  # name of its first target; the converter derives the other names from it
+    first: str  # name of the first target, from which the converter derives the other names
     shapes: _Shapes
     renamings: Sequence[Any] = ()  # applied to the names of the targets when saving
     sources: list[tuple[str, str]] = field(default_factory=list)  # (matching pattern, name), in order
@@ -75,7 +76,7 @@ class _Rule:
 
 
 class _Shapes:
-    """The parts of a model that conversions ask for: its configuration, and shapes of full parameters by name."""
+    """Stand-in for a model in conversions. It provides the configuration, and the shapes of full parameters by name."""
 
     def __init__(self, config: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         self.config, self._tensors = config, tensors
@@ -91,40 +92,40 @@ class _Shapes:
 
 @dataclass(frozen=True)
 class Matched:
-    """Tensors of a checkpoint matched to tensors of a model."""
+    """Result of matching the tensors of a checkpoint to the tensors of a model."""
 
     conversions: tuple[Conversion, ...]
-    # names in the checkpoint that match no tensor of the model, and their names after conversion
+    # names in the checkpoint that do not match any tensor of the model, and their names after conversion
     unexpected: Mapping[str, str]
-    failed: Mapping[str, str]  # names in the model whose conversion failed, and the reason
+    failed: Mapping[str, str]  # names in the model whose conversion failed, and the reasons
 
 
 def pretrained_model(model: nn.Module) -> Any | None:
-    """Return the transformers model that `model` is, or has added adapters to; None for other models."""
+    """Return `model`, or its base if it has adapters, if this is a transformers model. Return None otherwise."""
     inner = base_model(model)
-    modeling = sys.modules.get("transformers.modeling_utils")  # no model of transformers exists before it is imported
+    modeling = sys.modules.get("transformers.modeling_utils")  # if it is not imported, no such model exists
     return inner if modeling is not None and isinstance(inner, modeling.PreTrainedModel) else None
 
 
 def class_name(model: nn.Module) -> str:
-    """Return the name of the class that a model had before `fully_shard` and before adapters were added."""
+    """Return the name of a model's class before `fully_shard` was called and adapters were added."""
     inner = base_model(model)
     with torch_private.classes_of_before(inner):
         return type(inner).__name__
 
 
 def converts() -> bool:
-    """Return whether the installed transformers has conversion rules."""
+    """Return whether the installed transformers version has conversion rules."""
     return _loading() is not None
 
 
 def match(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], model: nn.Module) -> Matched:
-    """Match a checkpoint to the tensors of a model, by the rules of transformers or by equal names.
+    """Match the tensors of a checkpoint to the tensors of a model, by transformers' rules or by equal names.
 
     Args:
         tensors: tensors of the checkpoint by name, on the meta device.
         wanted: tensors of the model's `state_dict` by name, on the meta device.
-        model: the model, for its class and configuration.
+        model: model whose class and configuration determine the rules.
     """
     inner = pretrained_model(model)
     prefix = inner.base_model_prefix if inner is not None else None
@@ -153,23 +154,21 @@ def match(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor
 
 class _Matching:
     def __init__(self, tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-        self._tensors, self._wanted = tensors, wanted  # of the checkpoint and of the model, by name, on the meta device
+        self._tensors, self._wanted = tensors, wanted  # tensors of checkpoint and model, by name
         self._plain: dict[str, str] = {}  # name in the checkpoint by name in the model
-        self._unexpected: dict[str, str] = {}  # by name in the checkpoint: name after conversion, which the model lacks
-        self._failed: dict[str, str] = {}  # by name in the model: reason of the failure
-        self.fused: dict[str, _Rule] = {}  # by name of the first target
+        self._unexpected: dict[str, str] = {}  # name after conversion, by name in the checkpoint
+        self._failed: dict[str, str] = {}  # reason for the failure, by name in the model
+        self.fused: dict[str, _Rule] = {}  # rules, by name of the first target
 
     def place(self, name: str, target: str) -> None:
-        """Record a tensor under its name in the model."""
         if target not in self._wanted:
             self._unexpected[name] = target
         elif target in self._plain:
-            self._failed[target] = f"both {self._plain[target]} and {name} of the checkpoint map to it"
+            self._failed[target] = f"both {self._plain[target]} and {name} in the checkpoint map to it"
         else:
             self._plain[target] = name
 
     def matched(self) -> Matched:
-        """Run all conversions on the meta device and return the result."""
         made, failed = _made(self.fused.values(), self._tensors)
         owner: dict[str, str] = dict(self._plain)
         for conversion in made:
@@ -178,7 +177,7 @@ class _Matching:
                 if target not in self._wanted:
                     self._unexpected[sources] = target
                 elif target in owner:
-                    failed[target] = f"both {owner[target]} and {sources} of the checkpoint map to it"
+                    failed[target] = f"both {owner[target]} and {sources} in the checkpoint map to it"
                 owner[target] = sources
         plain = [
             Conversion({name: self._tensors[name]}, {target: self._tensors[name]})
@@ -189,21 +188,21 @@ class _Matching:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """Names that `save_pretrained` of a model uses."""
+    """Names that `save_pretrained` uses for a model."""
 
     model: Any  # a transformers model, on the meta device
-    kept: tuple[str, ...]  # in order; of tied tensors, the one that is written
+    kept: tuple[str, ...]  # names that it writes, in order; one name for tied tensors
     all: frozenset[str]  # names in its `state_dict`
-    left_out: frozenset[str]  # names that it does not write, because they are computed
+    left_out: frozenset[str]  # names that it does not write, because the tensors are computed
 
     def converts(self, loaded_from: Iterable[str] | None) -> bool:
-        """Return whether saving renames, fuses or splits any tensor; see `reverted`."""
+        """Return whether saving renames, fuses or splits any tensor. See `reverted`."""
         loading = _loading()
         return loading is not None and bool(_rules_to_revert(loading, self.model, self.model.state_dict(), loaded_from))
 
 
 def outgoing(config: Mapping[str, Any]) -> Outgoing | None:
-    """Build the model of a config.json on the meta device; return None if its class is not from transformers.
+    """Build the model described by config.json on the meta device, or return None if it is not a transformers model.
 
     Raises:
         MissingPackageError: if transformers is not installed.
@@ -222,13 +221,13 @@ def outgoing(config: Mapping[str, Any]) -> Outgoing | None:
     try:
         with torch.device("meta"):
             kind: Any = cls.config_class
-            # infinities are stored as text
+            # config.json stores infinities as text
             decoded = getattr(kind, "_decode_special_floats", lambda tree: tree)(dict(config))
             model: Any = cls(kind.from_dict(decoded))
         state = model.state_dict()
         left_out = frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ()) & state.keys()
         kept = remove_tied({name: value for name, value in state.items() if name not in left_out}, model)
-    except Exception as error:  # the class raises errors of any kind for a config of another model
+    except Exception as error:  # the class raises any kind of error for the config of a different model
         raise ValueError(f"{architecture} cannot be built from it: {type(error).__name__}: {error}") from error
     return Outgoing(model, tuple(kept), frozenset(state), left_out)
 
@@ -236,13 +235,13 @@ def outgoing(config: Mapping[str, Any]) -> Outgoing | None:
 def reverted(
     tensors: Mapping[str, torch.Tensor], model: Any, loaded_from: Iterable[str] | None = None
 ) -> tuple[Conversion, ...]:
-    """Return the conversions from the tensors of a model to the tensors that its `save_pretrained` writes.
+    """Return the conversions from a model's tensors to the tensors that `save_pretrained` writes.
 
     Args:
-        tensors: tensors of the model's `state_dict`, each tied one once, on the meta device.
-        model: model of transformers, possibly on the meta device.
-        loaded_from: names in the checkpoint that the model was loaded from, if any. `save_pretrained` reverses the
-            rules that were used while loading, and all rules if nothing was loaded.
+        tensors: tensors of the model's `state_dict` on the meta device. Each tied tensor occurs once.
+        model: transformers model, possibly on the meta device.
+        loaded_from: names in the checkpoint from which the model was loaded, if any. `save_pretrained` reverses the
+            rules that were used while loading, or all rules if the model was not loaded.
 
     Raises:
         ValueError: if a conversion cannot be reversed.
@@ -289,14 +288,14 @@ def _rules_to_revert(
 
 
 def _made(rules: Iterable[_Rule], tensors: Mapping[str, torch.Tensor]) -> tuple[list[Conversion], dict[str, str]]:
-    """Run conversions on the meta device to learn their targets; also return the failed ones with reasons."""
+    """Run conversions on the meta device to determine their targets. Also return the reasons for failed conversions."""
     made: list[Conversion] = []
     failed: dict[str, str] = {}
     for rule in rules:
         sources = {name: tensors[name] for _, name in rule.sources}
         try:
             made.append(Conversion(sources, rule.run(sources), rule))
-        except Exception as error:  # operations of transformers raise errors of any kind
+        except Exception as error:  # transformers operations raise any kind of error
             failed[rule.first] = f"{type(error).__name__}: {error} (of {len(sources)} tensors: {', '.join(sources)})"
     return made, failed
 
@@ -308,14 +307,14 @@ def _renamed(name: str, renamings: Sequence[Any]) -> str:
 
 
 def _with_prefix(name: str, prefix: str, wanted: Mapping[str, torch.Tensor]) -> str:
-    """Return a name with the prefix of the base model added or removed, if only that name is in `wanted`."""
+    """Add or remove the prefix of the base model in a name, if the resulting name is in `wanted`."""
     if name.startswith(f"{prefix}.") and name.removeprefix(f"{prefix}.") in wanted:
         return name.removeprefix(f"{prefix}.")
     return f"{prefix}.{name}" if f"{prefix}.{name}" in wanted else name
 
 
 def _loading() -> Any | None:
-    """Return the conversion module of transformers; None if the installed version has no compatible one."""
+    """Return transformers' conversion module, or None if the installed version does not have a compatible one."""
     try:
         from transformers import conversion_mapping, core_model_loading
     except ImportError:
@@ -326,7 +325,7 @@ def _loading() -> Any | None:
 
 
 def _model_rules(model: Any, *, add_legacy: bool = True) -> list[Any]:
-    """Return the conversion rules of a model, in order, written for the model's unwrapped names."""
+    """Return the conversion rules of a model, in order, adapted to the model's names without wrappers."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     rules: list[Any] = get_model_conversion_mapping(model, add_legacy=add_legacy)
@@ -337,14 +336,14 @@ def _model_rules(model: Any, *, add_legacy: bool = True) -> list[Any]:
 
 
 def ignored(model: nn.Module, missing: Iterable[str], unexpected: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Return the missing and the unexpected names that `from_pretrained` ignores for this model."""
+    """Return the missing names and the unexpected names that `from_pretrained` ignores for this model."""
     inner = pretrained_model(model)
     if inner is None:
         return set(), set()
     may_miss = set(getattr(inner, "_keys_to_ignore_on_load_missing", None) or ())
     may_have = set(getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in inner.named_buffers()]
-    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):  # buffers that were once persistent
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):  # such buffers used to be persistent
         may_have.add(r"rotary_emb\.inv_freq")
     if any(name.endswith("position_ids") for name in buffers):
         may_have.add(r"(^|\.)position_ids$")

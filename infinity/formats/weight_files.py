@@ -1,4 +1,4 @@
-"""Safetensors files of a folder: selection of the weight files as in transformers, and their content."""
+"""Safetensors files in a folder: select the weight files as transformers does, and read their tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity.errors import ConfigError
 from infinity.untrusted_files import read_regular
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_MOST = 1 << 30  # limit for a JSON file, in bytes
+_MOST = 1 << 30  # maximum size of a JSON file, in bytes
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -37,31 +37,31 @@ _TORCH_FILES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
 
 
 class WeightFiles:
-    """Tensors in the weight files of a folder. Only headers are read until a tensor is requested."""
+    """Tensors in the weight files of a folder. Only the headers are read until a tensor is requested."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Select the files and read their headers.
 
         Args:
-            path: folder whose weights are `model.safetensors`, otherwise the files named by
-                `model.safetensors.index.json` (or by `transformers_weights` in its config.json), as in transformers;
-                or one of such files.
+            path: folder with weights, or one such file. As in transformers, the weights of a folder are in
+                `model.safetensors` or, if it does not exist, in the files listed in `model.safetensors.index.json`.
+                `transformers_weights` in config.json may specify a different file.
 
-        Raises:
-            ConfigError: if there are no such files, or one is malformed. The message names it.
+            Raises:
+                ConfigError: if there are no such files, or one is malformed. The message includes its path.
         """
         self.path = Path(path)
         chosen = _choose(self.path)
         self.folder = chosen.parent
         self.tensors: dict[str, torch.Tensor] = {}
-        """Shapes and dtypes by name, on the meta device."""
-        self._file_of: dict[str, Path] = {}  # by name of the tensor
+        """Tensors on the meta device, which give the shapes and dtypes, by name."""
+        self._file_of: dict[str, Path] = {}  # by tensor name
         index = read_index(chosen) if chosen.name.endswith(".json") else {}
         files = sorted({self.folder / file for file in index.values()}) or [chosen]
         for file in files:
             if not file.is_file():
                 raise ConfigError(
-                    f"{chosen} names {file.name}, which does not exist; copy the folder again, with all files"
+                    f"{chosen} refers to {file.name}, which does not exist; download or copy the complete folder again"
                 )
             opened = _open(file)
             for name in opened.keys():  # noqa: SIM118  # it is no mapping
@@ -69,14 +69,14 @@ class WeightFiles:
         for name, in_file in index.items():
             if name not in self._file_of:
                 raise ConfigError(
-                    f"{chosen} says that {name} is in {in_file}, which does not contain it; copy the folder again"
+                    f"according to {chosen}, {name} is in {in_file}, but it is not; download or copy the folder again"
                 )
 
     def _add(self, name: str, file: Path, index: dict[str, str], part: Any) -> None:
         if index.get(name, file.name) != file.name:
-            return  # the index decides between several files
+            return  # the index specifies a different file
         if name in self._file_of:
-            raise ConfigError(f"{name} is in {self._file_of[name].name} and in {file}; remove one of the files")
+            raise ConfigError(f"both {self._file_of[name].name} and {file} contain {name}; remove one of the files")
         dtype = _DTYPES.get(part.get_dtype())
         if dtype is None:
             raise ConfigError(f"{name} in {file} has dtype {part.get_dtype()}, which is not supported; save it as F32")
@@ -89,7 +89,7 @@ class WeightFiles:
 
 
 class WeightReader:
-    """Reads tensors slice by slice. Files stay mapped until `close`."""
+    """Reads tensors or slices of them. Files stay mapped into memory until `close`."""
 
     def __init__(self, file_of: dict[str, Path]) -> None:
         self._file_of = file_of
@@ -100,10 +100,10 @@ class WeightReader:
 
         Args:
             name: name of the tensor.
-            bounds: one slice per dimension; None for the full tensor.
+            bounds: one slice per dimension, or None for the full tensor.
 
-        Raises:
-            ConfigError: if its file cannot be read.
+            Raises:
+                ConfigError: if the file cannot be read.
         """
         file = self._file_of[name]
         if file not in self._opened:
@@ -128,16 +128,16 @@ def _open(file: Path) -> Any:
 
     try:
         return safe_open(file, framework="pt")
-    except Exception as error:  # safetensors raises errors of several kinds for malformed files
+    except Exception as error:  # safetensors raises several kinds of errors for malformed files
         raise _malformed(file, error) from error
 
 
 def _malformed(file: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{file} cannot be read as safetensors: {error}; if its size is wrong, copy it again")
+    return ConfigError(f"{file} cannot be read as safetensors: {error}; it may be damaged, download or copy it again")
 
 
 def _choose(path: Path) -> Path:
-    """Return the file, or the index, with the weights of a folder."""
+    """Return the weight file of a folder, or the index of its weight files."""
     if path.is_file():
         if path.name.endswith((".safetensors", ".safetensors.index.json")):
             return path
@@ -149,15 +149,18 @@ def _choose(path: Path) -> Path:
         if (path / name).is_file():
             return path / name
     if explicit:
-        raise ConfigError(f"{path / 'config.json'} says that the weights are in {explicit}, which does not exist")
+        raise ConfigError(
+            f"according to {path / 'config.json'}, the weights are in {explicit}, which does not exist; download or "
+            "copy the folder again"
+        )
     raise ConfigError(f"{path} has neither {SINGLE} nor {INDEX}; {_instead(path)}")
 
 
-_RESAVE = "load them with from_pretrained of transformers and save them with save_pretrained, which writes safetensors"
+_RESAVE = "load them with transformers' from_pretrained, and save them with save_pretrained, which writes safetensors"
 
 
 def _instead(folder: Path) -> str:
-    """Return advice for a folder without weights under the usual names."""
+    """Return advice for a folder that does not contain weights under the usual names."""
     if any(folder.glob("adapter_model.*")):
         return (
             "it contains an adapter: merge it into its base model with peft, and save the result with save_pretrained"
@@ -165,38 +168,38 @@ def _instead(folder: Path) -> str:
     others = sorted(file.name for file in folder.glob("*.safetensors*"))
     if others:
         named = [name for name in others if name.endswith(".index.json")] or others
-        return f"to load another file, name it: weights={str(folder / named[0])!r} (there: {', '.join(others)})"
+        return f"pass the file to load, e.g. weights={str(folder / named[0])!r} (found: {', '.join(others)})"
     found = sorted({file.name for pattern in _TORCH_FILES for file in folder.glob(pattern)})
     if found:
-        return f"it has {', '.join(found)}, which are pickles and are not read: {_RESAVE}"
+        return f"it contains {', '.join(found)}, and pickle files are not supported; {_RESAVE}"
     below = sorted(file.parent for name in (SINGLE, INDEX) for file in folder.glob(f"*/{name}"))
     if below:
-        return f"they are in {below[0]}: name that folder"
-    return "name a folder that save_pretrained wrote"
+        return f"pass {below[0]}, which contains weights"
+        return "pass a folder that save_pretrained wrote"
 
 
 def check_not_quantized(config: Mapping[str, Any], where: object) -> None:
-    """Raise if a configuration says that the weights are quantized, because quantized weights cannot be trained.
+    """Check that a configuration does not describe quantized weights, which cannot be trained.
 
     Raises:
-        ConfigError: if the weights are quantized. The message names `where`.
+        ConfigError: if the weights are quantized. The message includes `where`.
     """
     if found := config.get("quantization_config"):
         method = found.get("quant_method", "") if isinstance(found, dict) else found
         raise ConfigError(
-            f"{where} is quantized ({method}), which cannot be trained; load it with from_pretrained of "
-            "transformers, dequantize it, and save it with save_pretrained"
+            f"{where} is quantized ({method}), and quantized weights cannot be trained; load it with transformers' "
+            "from_pretrained, dequantize it, and save it with save_pretrained"
         )
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """Return the file of every tensor by name, as the index says."""
+    """Return the map from tensor names to file names in an index."""
     names = read_json(file).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise ConfigError(f"{file} has no weight_map from names to files; copy it again")
+        raise ConfigError(f"{file} has no valid weight_map; it may be damaged, download or copy it again")
     for name in set(names.values()):
         if Path(name).name != name:
-            raise ConfigError(f"{file} names {name}, which is not a file of its folder")
+            raise ConfigError(f"{file} refers to {name}, which is not a plain file name; use only files in its folder")
     return names
 
 
@@ -204,14 +207,14 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return the content of a JSON file.
 
     Raises:
-        ConfigError: if the file cannot be read, or is not a JSON object.
+        ConfigError: if the file cannot be read, or does not contain a JSON object.
     """
     try:
         found = json.loads(read_regular(os.path.realpath(file), _MOST))  # download caches use links to files
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}; copy it again") from error
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; if damaged, download or copy it again") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}; copy it again") from error
+        raise ConfigError(f"{file} cannot be read: {error}; it may be damaged, download or copy it again") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{file} is not a JSON object; copy it again")
+        raise ConfigError(f"{file} does not contain a JSON object; it may be damaged, download or copy it again")
     return found

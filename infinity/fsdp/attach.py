@@ -1,4 +1,4 @@
-"""Attach paged shards to a sharded model, and listen to its gathers and gradients."""
+"""Attach paged shards to a sharded model, and notify a listener of its forwards and gradients."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from infinity.telemetry.ledger import Ledger
 
 
 class ModelListener(Protocol):
-    """Receiver of the events of a model's training step."""
+    """Listener for the forwards and gradients of a model's training steps."""
 
     def forward(self, grad_enabled: bool) -> None:
-        """Note the beginning of an outermost forward, that is, one that no other FSDP module's forward contains.
+        """Called when an outermost forward begins, that is, one outside of any other FSDP module's forward.
 
         Args:
             grad_enabled: Whether grad mode is enabled.
         """
 
     def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
-        """Take over the gradient in `p.grad` after its reduction and after the user's hooks.
+        """Take over the gradient in `p.grad` after FSDP2 has reduced it and the user's hooks have run.
 
         Args:
             shard: Index of the shard.
-            local: Gradient of the local shape. ``None`` if a hook has dropped it.
+            local: This rank's gradient, in the local shape, or ``None`` if a hook has set `p.grad` to ``None``.
 
         Returns:
-            The gradient that `p.grad` holds from now on, or ``None`` to leave `p.grad` unchanged.
+            The gradient to store in `p.grad`, or ``None`` to leave `p.grad` unchanged.
         """
 
 
 class Attachment:
-    """Paged shards that replace the local tensors of a model, and hooks on FSDP2 that remain until `detach`."""
+    """Paged shards that replace a model's local tensors, and the FSDP2 hooks that `detach` removes."""
 
     def __init__(self, sharded: ShardedModel, source: ShardSource, listener: ModelListener, ledger: Ledger) -> None:
-        """Attach to a model. The previous values of its parameters are lost.
+        """Attach to a model. The current values of its parameters are discarded.
 
         Args:
             sharded: Model to attach to.
-            source: Content of the shards.
-            listener: Receiver of the model's events.
+            source: Storage that provides the content of the shards.
+            listener: Listener for the model's forwards and gradients.
             ledger: Ledger that records the time of collectives.
 
         Raises:
-            UnsupportedError: If the local tensor of a parameter cannot be replaced. Hooks set so far are removed.
+            UnsupportedError: If a parameter's local tensor cannot be replaced. Hooks that were already set are removed.
         """
         self._members = sharded.shards
         with ExitStack() as undo:
@@ -62,25 +62,25 @@ class Attachment:
             ]
             for shard, (group, member) in enumerate(zip(groups, self._members, strict=True)):
                 self._attach(shard, group, member, source, listener, undo)
-            # Must come before watch_collectives, which wraps these collectives, and is therefore undone after it.
+            # Must come before watch_collectives, which wraps these collectives. It is undone after watch_collectives.
             undo.callback(torch_private.reuse_reduce_buffers(sharded.groups))
             undo.callback(torch_private.watch_collectives(sharded.groups, partial(ledger.part, "collective")))
             undo.callback(check_conversions(sharded.model))
 
-            running: list[nn.Module] = []  # FSDP modules of the running forward, outermost first
+            running: list[nn.Module] = []  # FSDP modules whose forward is running, outermost first
 
-            # Only the outermost FSDP module notifies the listener, because checkpointing runs inner ones under no_grad
-            # and recomputes them.
+            # Only the outermost FSDP module notifies the listener, because activation checkpointing runs inner modules
+            # under no_grad and recomputes them in backward.
             def begin(module: nn.Module, args: Any) -> None:
                 again = module is sharded.model or any(other is module for other in running)
                 if again and not torch_private.in_backward():
-                    running.clear()  # left by an interrupted forward: torch calls `end` after an `Exception` only
+                    running.clear()  # left by an interrupted forward: torch calls `end` only after an `Exception`
                 if not running:
                     listener.forward(torch.is_grad_enabled())
                 running.append(module)
 
             def end(module: nn.Module, args: Any, output: Any) -> None:
-                if running and running[-1] is module:  # another hook may have failed before `begin`
+                if running and running[-1] is module:  # `begin` did not run if an earlier hook failed
                     running.pop()
 
             for module in sharded.model.modules():
@@ -130,29 +130,29 @@ class Attachment:
         """Check that all parameters are still paged.
 
         Raises:
-            UnsupportedError: If a parameter was replaced by another tensor, which would be neither trained nor
-                checkpointed.
+            UnsupportedError: If a parameter was replaced with a tensor that would be neither trained nor checkpointed.
         """
         for member in self._members:
             _check(member)
 
     def detach(self) -> None:
-        """Remove the hooks. Shards stay paged, and FSDP2 still checks that they are. Idempotent."""
+        """Remove the hooks. Idempotent. The shards stay paged, and replacing one still raises `UnsupportedError`."""
         self._undo.close()
 
 
 def _check(member: Member, exchanged: bool = False) -> None:
-    """Reject a tensor that replaces the pages of a parameter, and a gradient dtype that pages do not support.
+    """Check that a parameter is still paged, and that pages support its gradient dtype.
 
-    FSDP2 would silently compute with the other tensor.
+    Without this check, FSDP2 would silently compute with a tensor that replaced the parameter.
 
     Args:
         member: Parameter to check.
-        exchanged: Whether the module held a different parameter.
+        exchanged: Whether a different parameter was registered on the module.
     """
     if exchanged or not isinstance(torch_private.local_tensor(member.param), PagedShard):
         raise UnsupportedError(
-            f"{member.names[0]} is on NVMe, but was replaced by another tensor (load_state_dict(assign=True), "
-            "swap_tensors, a new nn.Parameter); use p.copy_(value) or load_state_dict(assign=False)"
+            f"{member.names[0]} is on NVMe, but was replaced by another tensor (for example, by "
+            "load_state_dict(assign=True), swap_tensors or a new nn.Parameter); use p.copy_(value) or "
+            "load_state_dict(assign=False)"
         )
     check_gradient_dtype(member.names[0], member.param.sharded_param)

@@ -1,9 +1,9 @@
-"""Reject conversions of an offloaded module that would take its weights off their pages.
+"""Reject conversions that would replace the paged weights of an offloaded module.
 
 `Module.to`, `.half()`, `.cuda()`, `.to_empty()`, `.share_memory()` and similar methods call `Module._apply`, which
-replaces each parameter by the result of a function. In memory, the result becomes the trained weight, but on NVMe no
-conversion would take place. A function that leaves parameters unchanged is therefore applied to buffers only, and any
-other function raises `UnsupportedError`.
+replaces each parameter with the result of a function. For a model in memory, the result becomes the trained weight. For
+an offloaded model, the weights on NVMe would not be converted. A function that would leave the parameters unchanged is
+therefore applied to buffers only, and any other function raises `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 def check_conversions(model: nn.Module) -> Callable[[], None]:
-    """Make conversions of an offloaded model raise `UnsupportedError`; return a function that allows them again."""
+    """Start rejecting conversions of an offloaded model. Return a function that allows them again."""
     guarded = list(model.modules())
     fsdp_modules = [module for module in guarded if torch_private.is_sharded_module(module)]
     for module in guarded:
@@ -36,21 +36,21 @@ def check_conversions(model: nn.Module) -> Callable[[], None]:
 
 
 class _Apply:
-    """Replacement for `Module._apply` of one module.
+    """Replacement for the `_apply` method of one module.
 
     Args:
         module: Module whose conversions are intercepted.
-        fsdp_modules: FSDP modules of the model that contains it.
+        fsdp_modules: FSDP modules of the model to which `module` belongs.
     """
 
     def __init__(self, module: nn.Module, fsdp_modules: Sequence[nn.Module]) -> None:
         self._module, self._fsdp_modules = module, fsdp_modules
 
     def __call__(self, function: Function, recurse: bool = True) -> nn.Module:
-        """Convert tensors that are not paged.
+        """Apply a conversion to the tensors that are not paged.
 
         Raises:
-            UnsupportedError: If the function would change a paged parameter. No tensor has been changed in that case.
+            UnsupportedError: If the function would change a paged parameter. In that case, no tensor is changed.
         """
         modules = list(self._module.modules()) if recurse else [self._module]
         if not all(map(_is_paged, _parameters(modules))):  # some may still be gathered
@@ -72,7 +72,7 @@ class _Apply:
         return self._module
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave out the FSDP modules, because a copied module has its parameters in memory."""
+        """Omit the FSDP modules, because the parameters of a copied module are in memory."""
         return _Apply, (self._module, ())
 
 
@@ -85,7 +85,7 @@ def _is_paged(tensor: torch.Tensor) -> bool:
 
 
 def _change(function: Function, param: torch.Tensor) -> str:
-    """Return how a function would change a parameter, tested on one element, or "" if it would not."""
+    """Describe how a function would change a parameter. Return "" if it would not, judging by a one-element tensor."""
     probe = torch.ones(1, dtype=param.dtype, device=param.device)
     with torch.no_grad():
         made = function(probe)

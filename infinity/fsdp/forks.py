@@ -1,4 +1,4 @@
-"""Protect processes that are forked from a rank, such as data loader workers."""
+"""Keep processes that are forked from a rank, such as data loader workers, from hanging when they exit."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from infinity import torch_private
 
 @cache
 def keep_process_groups() -> None:
-    """Keep forked children from destroying the process groups that they inherit. Takes effect from the next fork on.
+    """Prevent processes that are forked from now on from destroying the process groups that they inherit.
 
-    The destructor of a gloo process group waits for its threads, which do not exist in the child, so the child would
-    hang.
+    The destructor of a gloo process group waits for threads that do not exist in the child, so the child would hang.
     """
 
     def keep() -> None:

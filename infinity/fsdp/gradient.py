@@ -1,9 +1,9 @@
-"""Paged gradient: the value of `p.grad` while the gradient itself is in pages, or after it has been consumed.
+"""Paged gradient: the tensor in `p.grad` while the gradient's elements are stored in pages, or have been consumed.
 
-A `PagedGradient` has shape, dtype and device, but no storage. A read loads the gradient, and a write changes the
-gradient that the update uses. Element-wise operations with numbers, such as scaling, are only recorded and applied
-slice by slice at the next read. Views are lazy, so that writes to a view reach the gradient. Operations on lists
-process one gradient at a time.
+A `PagedGradient` has a shape, a dtype and a device, but no storage. Reading it loads the elements, and writing to it
+changes the gradient that the optimizer update uses. In-place operations with numbers, such as scaling, are only
+recorded, and are applied slice by slice when the elements are next read. Views are lazy, so that writes to a view reach
+the gradient. Operations on lists of gradients process one gradient at a time.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from infinity.memory.device import open_device
 aten = torch.ops.aten
 
 Edit = Callable[[torch.Tensor], object]
-"""Function that changes the elements of a gradient in place, independently of each other. Its argument is a full shard
-or a slice, shape (n,).
+"""Function that modifies each element of a gradient in place, independently of the other elements. Its argument has
+shape (n,) and contains all elements of this rank or a slice of them.
 """
 
 _RECORDED = {
@@ -44,7 +44,7 @@ _RECORDED = {
     aten._foreach_clamp_min_.Scalar,
     aten._foreach_clamp_max_.Scalar,
 }
-"""Element-wise in-place operations whose other arguments are numbers. They are recorded instead of run."""
+"""Element-wise in-place operations whose other arguments are numbers. They are recorded and run later."""
 
 _SHAPE_ONLY = {
     aten.empty_like.default,
@@ -58,29 +58,29 @@ _SHAPE_ONLY = {
     aten.new_ones.default,
     aten.new_full.default,
 }
-"""Operations that need only shape, strides, dtype and device of a gradient."""
+"""Operations that only need the shape, strides, dtype and device of a gradient."""
 
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 class Gradient(Protocol):
-    """Gradient of one shard, from its first arrival until it is consumed or dropped.
+    """Gradient of one shard, from the time it first arrives until it is consumed or dropped.
 
-    Afterwards, every method raises `InfinityError` with the reason and the fix, except for `replace` and `clear` after
-    `step()`, which may begin a new gradient.
+    Afterwards, every method raises `InfinityError` with the reason and the fix. The only exceptions are `replace` and
+    `clear`, which may start a new gradient after `step()`.
     """
 
     def load(self) -> torch.Tensor:
         """Return the elements in the local shape. The caller may modify the tensor and pass it to `replace`."""
 
     def replace(self, values: torch.Tensor) -> None:
-        """Replace the elements, in the local shape."""
+        """Replace the elements by `values`, which has the local shape."""
 
     def clear(self) -> None:
         """Set the elements to zero."""
 
     def record(self, edit: Edit) -> None:
-        """Apply an edit to the elements when they are next read."""
+        """Record an edit that is applied to the elements when they are next read."""
 
     def add(self, values: torch.Tensor) -> bool:
         """Add a gradient that FSDP2 has just reduced. Return ``False``, without adding, for any other tensor."""
@@ -93,7 +93,7 @@ class PagedGradient(WithoutMemory):
     """This rank's slice of a gradient, or a view of it."""
 
     gradient: Gradient
-    views: tuple[Callable[[torch.Tensor], Any], ...]  # operations that make this view from the full slice, in order
+    views: tuple[Callable[[torch.Tensor], Any], ...]  # operations that create this view from the full slice, in order
 
     @staticmethod
     def __new__(
@@ -129,13 +129,13 @@ class PagedGradient(WithoutMemory):
     def refusal(self) -> str:
         """Return the error message for operations that need memory. See `WithoutMemory`."""
         return (
-            f"the gradient of {self.gradient} is stored in pages and has no memory of its own; read a copy, "
-            "gradient.clone(); write with gradient.copy_(values), or assign a new gradient to p.grad"
+            f"the gradient of {self.gradient} is stored in pages and has no memory of its own; to read it, call "
+            "gradient.clone(); to write it, call gradient.copy_(values) or assign a new gradient to p.grad"
         )
 
     @property
     def data(self) -> torch.Tensor:
-        """The same gradient. Assignment raises `UnsupportedError`, because this tensor has no memory to exchange."""
+        """This gradient, detached. Assignment raises `UnsupportedError`, because it has no memory to replace."""
         return self.detach()
 
     @data.setter
@@ -158,7 +158,7 @@ class PagedGradient(WithoutMemory):
     ) -> Any:
         """Run an operation, without loading the gradient if possible."""
         kwargs = kwargs or {}
-        # A composite operation may return a view or a copy; only its parts are known.
+        # A composite operation may return a view or a copy, which is only known for the operations that it consists of.
         if (decomposed := torch_private.decomposition(func)) is not None:
             return decomposed(*args, **kwargs)
         first = args[0] if args else None
@@ -208,7 +208,7 @@ class _Loaded:
 
 
 def _on_content(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
-    """Run an operation on the elements, and store the ones that it changed."""
+    """Run an operation on loaded elements, and store the gradients that it changed."""
     changed = [value for value in written(func, args, kwargs) if isinstance(value, PagedGradient)]
     if changed and is_collective(func):
         raise UnsupportedError(
@@ -216,7 +216,7 @@ def _on_content(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any
             "it on copy = gradient.clone(), and then call gradient.copy_(copy)"
         )
     if changed and changes_memory(func):
-        raise UnsupportedError(f"{func} would change shape or storage: {changed[0].refusal()}")
+        raise UnsupportedError(f"{func} would change the gradient's shape or storage: {changed[0].refusal()}")
     loaded = _Loaded()
     given, settings = tree_map(loaded, args), tree_map(loaded, kwargs)
     result = func(*given, **settings)
@@ -227,7 +227,7 @@ def _on_content(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any
 
 
 def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
-    """Run an operation on lists for one gradient at a time, so that at most one gradient is in memory."""
+    """Run a list operation on one gradient at a time, so that at most one gradient is in memory."""
     number = len(args[0])
     numbers = func in _RECORDED and _are_numbers((*args[1:], *kwargs.values()))
     edit = _edit(func, args[1:], kwargs, listed=True) if numbers else None
@@ -259,7 +259,7 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any
 def _unscale(gradients: Sequence[torch.Tensor], found: torch.Tensor, scale: torch.Tensor) -> None:
     """Unscale gradients and check that they are finite, as `torch.amp.GradScaler` requests.
 
-    A finite norm proves that all elements are finite. The elements are only inspected if a norm is not.
+    A finite norm proves that all elements are finite. Elements are inspected only if a norm is unknown or not finite.
     """
     norms = [g.gradient.norm() if isinstance(g, PagedGradient) and g.is_whole else None for g in gradients]
     known = [norm for norm in norms if norm is not None]
@@ -277,7 +277,7 @@ def _unscale(gradients: Sequence[torch.Tensor], found: torch.Tensor, scale: torc
 
 
 class _Number:
-    """Snapshot of a scalar tensor for all gradients of a call, copied to another device at most once and on demand."""
+    """Snapshot of a scalar tensor for all gradients of a call. It is copied to each device on demand, at most once."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self._copies = {value.device: value.detach().clone()}  # the first copy is on the original device
@@ -285,13 +285,13 @@ class _Number:
         self._made = self._device.record_event(self._device.current())  # after the first copy
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return the number on a device. The first request on the host waits for the original device."""
+        """Return the number on a device. The first call for the host waits for the original device."""
         current = self._device.current()
         if device == self._device.name:
             self._made.before(current)
             self._device.keep(self._copies[device], current)
         if device not in self._copies:
-            stream = self._device.stream("numbers")  # does not wait for other work of this thread's own stream
+            stream = self._device.stream("numbers")  # avoids waiting for other work on this thread's stream
             self._made.before(stream)
             with self._device.on(stream):
                 self._copies[device] = next(iter(self._copies.values())).to(device)
@@ -299,7 +299,7 @@ class _Number:
 
 
 def _edit(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any], *, listed: bool = False) -> Edit:
-    """Return an in-place operation bound to a snapshot of its numbers."""
+    """Bind an in-place operation to a snapshot of its numeric arguments."""
     args, kwargs = tree_map(lambda value: _Number(value) if isinstance(value, torch.Tensor) else value, (args, kwargs))
 
     def edit(gradient: torch.Tensor) -> None:
@@ -321,14 +321,14 @@ def _is_dense(value: Any) -> bool:
 
 
 def _is_sum(first: PagedGradient, others: tuple[Any, ...], kwargs: dict[Any, Any]) -> bool:
-    """Whether the arguments add an unscaled tensor of the same shape to the full slice."""
+    """Whether `add_` was called on the full slice with an unscaled dense tensor of the same shape."""
     return (
         first.is_whole and not kwargs and len(others) == 1 and _is_dense(others[0]) and (others[0].shape == first.shape)
     )
 
 
 def _is_euclidean(args: Sequence[Any], kwargs: dict[Any, Any]) -> bool:
-    """Whether the arguments of a norm, after the tensor, request the L2 norm over all elements."""
+    """Whether the arguments of a norm operation request the L2 norm of all elements."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     others = [*args[2:], *(value for name, value in kwargs.items() if name != "ord")]
     return order == 2 and all(value is None or value is False for value in others)
@@ -339,12 +339,11 @@ def _same(first: PagedGradient, second: Any) -> bool:
 
 
 def _filled(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the values as `copy_` would store them in a tensor like `like`."""
+    """Return `values` broadcast and converted to the shape, dtype and device of `like`, as `copy_` does."""
     return torch.empty(like.shape, dtype=like.dtype, device=like.device).copy_(values)
 
 
 def _lazy_view(func: Any, base: PagedGradient, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
-    """Apply a view operation, and return the result as a paged gradient."""
     if func in (aten.detach.default, aten.alias.default):
         return PagedGradient(base.gradient, base, base.device, base.views)
     shape = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")

@@ -16,8 +16,8 @@ from infinity.fsdp import forks
 def mesh(device_type: str | None = None) -> DeviceMesh:
     """Return a one-dimensional device mesh over all ranks.
 
-    An existing process group is used. Otherwise, this function initializes one: from the environment under torchrun, or
-    with a single rank and no network under plain ``python``.
+    If a process group exists, the mesh uses it. Otherwise, this function initializes one: from the environment under
+    torchrun, or with a single rank and without network access under plain ``python``.
 
     Args:
         device_type: ``"cuda"`` or ``"cpu"``. Default: ``"cuda"`` if a GPU is available.
@@ -26,8 +26,8 @@ def mesh(device_type: str | None = None) -> DeviceMesh:
         The mesh, for ``fully_shard(..., mesh=infinity.mesh())``.
 
     Raises:
-        ConfigError: If the device does not exist, the environment variables of torchrun are invalid, or the ranks
-            cannot connect to each other.
+        ConfigError: If the device does not exist, torchrun's environment variables are invalid, or the ranks cannot
+            connect to each other.
 
     Example::
 
@@ -53,7 +53,7 @@ def mesh(device_type: str | None = None) -> DeviceMesh:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
     if device_type == "cpu":
-        # On a machine with GPUs, `init_device_mesh` would create a new gloo group in each call.
+        # On a machine with GPUs, each call of `init_device_mesh` would create a new gloo group.
         everyone = dist.group.WORLD
         assert everyone is not None
         return DeviceMesh.from_group(everyone, "cpu")
@@ -71,6 +71,6 @@ def _take_device(device_type: str, *, choose: bool) -> None:
         index, there = torchrun.number("LOCAL_RANK", 0), torch.cuda.device_count()
         if index >= there:
             raise ConfigError(
-                f"local rank {index} has no GPU: number of GPUs on this node: {there}; start at most one rank per GPU"
+                f"no GPU is left for local rank {index}: this node has {there}; start at most one rank per GPU"
             )
         torch.cuda.set_device(index)

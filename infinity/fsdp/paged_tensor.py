@@ -1,13 +1,13 @@
-"""Tensors whose elements are stored elsewhere.
+"""Tensors without memory of their own, whose elements are stored elsewhere.
 
-A `PagedTensor` has shape, strides, dtype and device, but no storage. A view of one is a `PagedTensor`, too, and records
-how it was made. Any other operation loads each stored tensor among its arguments once, rebuilds the views on the loaded
-copy so that arguments overlap as they would in memory, runs, and saves the tensors that it wrote to. Reads, in-place
-writes and writes through views are therefore bitwise equal to the same operations in memory, at the cost of a load and
-a save per call.
+A `PagedTensor` has a shape, strides, a dtype and a device, but no storage. A view of it is also a `PagedTensor`, and
+records how it was created. Before any other operation, each stored tensor among the arguments is loaded once, and the
+views are rebuilt on the loaded copy so that arguments overlap as they would in memory. After the operation, the tensors
+that it wrote to are saved. Reads, in-place writes and writes through views are therefore bitwise identical to the same
+operations on tensors in memory, at the cost of a load and a save per call.
 
-Operations that need real memory (a storage, its address, a change of dtype or shape in place) raise `UnsupportedError`.
-The same applies to paged gradients, which share the base class `WithoutMemory`.
+Operations that need real memory raise `UnsupportedError`: those that access the storage or its address, or change the
+dtype or shape in place. The same applies to paged gradients, which share the base class `WithoutMemory`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TensorHandle(Protocol):
         """Return a copy of all elements, flat.
 
         Raises:
-            UnsupportedError: If the tensor is too large to be loaded. The message names an alternative.
+            UnsupportedError: If the tensor is too large to be loaded. The message suggests an alternative.
         """
 
     def save(self, content: torch.Tensor) -> None:
@@ -53,9 +53,9 @@ class TensorHandle(Protocol):
 
 
 class WithoutMemory(torch.Tensor):
-    """Base class of tensors without memory.
+    """Base class of tensors that have no memory of their own.
 
-    Methods that bypass the dispatcher work on a copy, or raise `UnsupportedError`.
+    Methods that bypass the dispatcher operate on a copy or raise `UnsupportedError`.
     """
 
     __torch_function__ = torch_private.NO_TORCH_FUNCTION  # type: ignore[assignment]
@@ -65,25 +65,25 @@ class WithoutMemory(torch.Tensor):
         raise NotImplementedError
 
     def refusal(self) -> str:
-        """Return the error message for operations that need memory: why the tensor has none, and the alternative."""
+        """Return the error message for operations that need memory: the reason and an alternative."""
         raise NotImplementedError
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a tensor in memory. Raises the errors of `dense`."""
+        """Pickle an in-memory copy. Raises the same exceptions as `dense`."""
         return self.dense().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Return a tensor in memory. Raises the errors of `dense`."""
+        """Return an in-memory copy. Raises the same exceptions as `dense`."""
         copied = self.dense().requires_grad_(self.requires_grad)
         memo[id(self)] = copied
         return copied
 
     def tolist(self) -> Any:
-        """Return the elements as numbers. Raises the errors of `dense`."""
+        """Return the elements as nested lists of numbers. Raises the same exceptions as `dense`."""
         return self.dense().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return a copy as a read-only array, because a write to the copy would not reach this tensor."""
+        """Return a copy as a NumPy array. It is read-only, because writes to it would not reach this tensor."""
         array = self.dense().requires_grad_(self.requires_grad).numpy(force=force)
         array.setflags(write=False)
         return array
@@ -93,17 +93,16 @@ class WithoutMemory(torch.Tensor):
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
     def _no_memory(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise `UnsupportedError`: there is no memory that has an address or can be shared."""
         raise UnsupportedError(self.refusal())
 
     def untyped_storage(self) -> Any:
-        """Return a stand-in of size 0 whose other attributes raise `UnsupportedError`."""
+        """Return a storage stand-in of size 0. Its other attributes raise `UnsupportedError`."""
         return _NoStorage(self.refusal())
 
     def data_ptr(self) -> int:
         """Raise `UnsupportedError`.
 
-        torch's CUDA sanitizer, which asks for the address of every argument, gets 0.
+        PyTorch's CUDA sanitizer requests the address of every argument, and therefore receives 0 instead.
         """
         if sys._getframe(1).f_globals.get("__name__") == torch_private.SANITIZER:
             return 0
@@ -117,17 +116,16 @@ _DATA: Any = torch.Tensor.data
 
 
 class _NoStorage:
-    """Storage of a tensor without memory.
+    """Storage stand-in for a tensor that has no memory.
 
-    `torch.distributed.checkpoint` compares the storage size of a tensor with its own, and copies the tensor if they
-    differ.
+    `torch.distributed.checkpoint` clones a tensor if the size of its storage differs from the size of its elements.
+    The size 0 has this effect.
     """
 
     def __init__(self, refusal: str) -> None:
         self._refusal = refusal
 
     def size(self) -> int:
-        """Return 0."""
         return 0
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -135,22 +133,22 @@ class _NoStorage:
 
 
 class PagedTensor(WithoutMemory):
-    """A stored tensor, or a view of one. Create the stored tensor with `stored`."""
+    """Stored tensor, or a view of one. Use `stored` to create a stored tensor."""
 
     handle: TensorHandle
     _likeness: torch.Tensor  # on the meta device: shape, strides, offset and dtype of this view
     _whole: torch.Tensor  # the same for the stored tensor
-    _steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # make this view from the stored tensor
+    _steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]  # create this view from the stored tensor
 
     @classmethod
     def stored(
         cls: type[Paged], handle: TensorHandle, shape: Iterable[int], dtype: torch.dtype, device: torch.device
     ) -> Paged:
-        """Return the contiguous stored tensor of a handle.
+        """Create a contiguous tensor whose elements are accessed through a handle.
 
         Args:
             handle: Access to the elements.
-            shape: Shape with as many elements as `handle` loads.
+            shape: Shape of the tensor. Its number of elements must match the elements that `handle` loads.
             dtype: Dtype of the elements.
             device: Device of the tensor.
         """
@@ -184,11 +182,11 @@ class PagedTensor(WithoutMemory):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same elements without a graph. Assigning to `data` of the stored tensor itself raises `UnsupportedError`.
+        """The same elements, detached from the graph. Assigning to it raises `UnsupportedError` unless this is a view.
 
-        Before torch 2.13, `to_local()` of a DTensor returns this object under `no_grad`. In memory, the assignment
-        would then be visible to the optimizer but not to a gather. Since torch 2.13, `to_local()` returns a view, and
-        an assignment only changes that view.
+        Before PyTorch 2.13, `DTensor.to_local()` returns this object itself under `no_grad`. If it were in memory, the
+        optimizer would see an assigned value, but a gather would not. Since PyTorch 2.13, `to_local()` returns a view,
+        and an assignment changes only that view.
         """
         found: torch.Tensor = _DATA.__get__(self)
         return found
@@ -202,7 +200,7 @@ class PagedTensor(WithoutMemory):
     # Loading #
 
     def dense(self) -> torch.Tensor:
-        """Return a copy in memory, of the same shape and strides. Raises the errors of `TensorHandle.load`."""
+        """Return a copy in memory, of the same shape and strides. Raises the same exceptions as `TensorHandle.load`."""
         return self._seen_in(self.handle.load())
 
     def _seen_in(self, content: torch.Tensor) -> torch.Tensor:
@@ -225,7 +223,7 @@ class PagedTensor(WithoutMemory):
     ) -> Any:
         """Keep views paged. Run any other operation on loaded copies, and save the tensors that it wrote to."""
         kwargs = kwargs or {}
-        # A composite operation may return a view or a copy; only its parts are known.
+        # A composite operation may return a view or a copy, which is only known for the operations that it consists of.
         if (decomposed := torch_private.decomposition(func)) is not None:
             return decomposed(*args, **kwargs)
         first = args[0] if args else None
@@ -267,9 +265,9 @@ def make_view(
 
     Args:
         func: View operation.
-        args: Its arguments after the tensor.
-        kwargs: Its keyword arguments.
-        index: Position among several returned views, or ``None`` if the operation returns a single view.
+        args: Positional arguments of the operation, after the tensor.
+        kwargs: Keyword arguments of the operation.
+        index: Position of the view in the returned list, or ``None`` if the operation returns a single view.
         seen: Tensor to view.
     """
     made = func(seen, *args, **kwargs)
@@ -279,7 +277,7 @@ def make_view(
 
 @cache
 def makes_views(func: Any) -> bool:
-    """Return whether an operation returns views of its first argument and modifies no argument."""
+    """Return whether an operation returns views of its first argument and does not modify any argument."""
     schema = func._schema
     return not schema.is_mutable and any(value.alias_info is not None for value in schema.returns)
 
@@ -302,20 +300,20 @@ def is_collective(func: Any) -> bool:
 
 @cache
 def _receives(func: Any) -> bool:
-    """Whether a collective writes to its first argument. Its name tells, because the schemas of c10d do not."""
+    """Whether a collective writes to its first argument. Judged by its name, because c10d schemas do not tell."""
     return is_collective(func) and func._schema.name.endswith(("_", "::irecv"))
 
 
 def changes_memory(func: Any) -> bool:
-    """Return whether an operation changes shape, strides or storage in place."""
+    """Return whether an operation changes the shape, strides or storage of a tensor in place."""
     return torch.Tag.inplace_view in func.tags or func.overloadpacket in _REPLACES
 
 
 def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on loaded copies of its stored arguments, and save the ones that it wrote to.
+    """Run an operation on loaded copies of its stored arguments, and save the copies that it wrote to.
 
     Raises:
-        UnsupportedError: If the operation would change dtype, shape or storage in place, if it is a collective that
+        UnsupportedError: If the operation would change a dtype, shape or storage in place, if it is a collective that
             would write to a stored tensor, or if a tensor is too large to be loaded.
     """
     changed = {id(tensor.handle): tensor for tensor in written(func, args, kwargs) if isinstance(tensor, PagedTensor)}
@@ -327,10 +325,10 @@ def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     if changed and changes_memory(func):
         raise UnsupportedError(
-            f"{func} would change the shape or storage of {names}, which is on NVMe; write with tensor.copy_(values)"
+            f"{func} would change the shape or storage of {names}, which is on NVMe; use tensor.copy_(values) instead"
         )
-    contents: dict[int, torch.Tensor] = {}  # by handle
-    paged: dict[int, PagedTensor] = {}  # by the tensor that stands for it
+    contents: dict[int, torch.Tensor] = {}  # by id of the handle
+    paged: dict[int, PagedTensor] = {}  # by id of the loaded tensor
     kept: list[torch.Tensor] = []  # keeps the keys of `paged` unique: a freed tensor's id could be reused
 
     def loaded(value: Any) -> Any:

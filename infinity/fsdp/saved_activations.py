@@ -1,19 +1,20 @@
 """Page the activations that the forward of an FSDP module saves for its backward.
 
-[Note: paged activations] SavedActivations pages the inputs of FSDP modules, at the point where autograd saves them.
-With activation checkpointing (in torch, in transformers, or by `infinity.micro_batches`) the inputs are the only
-tensors kept per layer. All other tensors that autograd saves stay in memory: gathered weights, tensors that the root
-saves between its FSDP modules, and tensors that layers without checkpointing save.
+[Note: paged activations] `SavedActivations` pages the inputs of FSDP modules when autograd saves them. With activation
+checkpointing (PyTorch's, transformers', or `infinity.micro_batches`), these inputs are the only tensors that each layer
+keeps. Other saved tensors stay in memory: gathered weights, tensors that the root saves between its FSDP modules, and
+tensors saved by layers without checkpointing.
 
-Checkpointing around the call of an FSDP module saves the input before the call. A tensor saved outside FSDP modules is
-therefore held until an FSDP module is called with it, or until it is freed.
+If checkpointing wraps the call of an FSDP module, autograd saves the module's input before the call. A tensor that is
+saved outside FSDP modules is therefore held until an FSDP module is called with it, or until it is freed.
 
-[Note: hooks around the model] Saved-tensor hooks that a user sets around the model receive every saved tensor, and no
-activation is paged: `torch.utils.checkpoint` of the whole model counts the saved tensors, and `save_on_cpu` already
-moves them elsewhere.
+[Note: hooks around the model] If a user sets saved-tensor hooks around the model, these hooks receive every saved
+tensor, and no activation is paged. Examples are `torch.utils.checkpoint` around the whole model, which counts the saved
+tensors, and `save_on_cpu`, which already moves them elsewhere.
 
-[Note: in-place modification] The pages hold the tensor as it was saved. It may be modified afterwards, which autograd
-without hooks would reject, but not while a device is copying it.
+[Note: in-place modification] Pages hold the values that the tensor had when it was saved. Once a device has copied the
+tensor to pages, it may be modified in place, although autograd without hooks would reject this. If it is modified
+during the copy, loading it raises `RuntimeError`.
 """
 
 from __future__ import annotations
@@ -36,31 +37,31 @@ from infinity.units import KIB
 
 _log = logging.getLogger("infinity")
 _LEAST_BYTES: Final = 16 * KIB
-"""Smaller tensors are not worth a page."""
+"""Minimum size of a paged tensor. Smaller tensors are not worth a page."""
 _Key = tuple[int, int, int]
-"""Identity of a piece of memory: `cdata` of the storage, offset and length in bytes."""
+"""Identity of a memory range: `cdata` of the storage, offset in bytes, and length in bytes."""
 
 _MODIFIED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 
 
 class _Saved:
-    """Object that autograd holds in place of a saved tensor. It holds the tensor until the tensor is paged, if ever."""
+    """Object that autograd saves in place of a tensor. Until the tensor is paged, it holds the tensor itself."""
 
     __slots__ = ("__weakref__", "_version", "like", "paged", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Detached, because the output of an operation refers to its graph, which holds this object: a cycle that
-        # would never be freed.
+        # Detached, because the output of an operation refers to its graph, and the graph holds this object. This
+        # reference cycle would never be freed.
         self.tensor: torch.Tensor | None = tensor.detach()
         """The tensor without its graph. ``None`` once it is paged."""
         self._version = tensor._version
         self.paged: _Paged | None = None
-        """Pages with its bytes, once it is paged."""
+        """Paged copy of the tensor. ``None`` until it is paged."""
         self.like: torch.Tensor | None = None
-        """Meta tensor of its shape, strides and dtype, once it is paged."""
+        """Meta tensor with its shape, strides and dtype. ``None`` until it is paged."""
 
     def page(self, paged: _Paged) -> None:
-        """Release the tensor, whose bytes are now in pages."""
+        """Replace the tensor by its paged copy."""
         assert self.tensor is not None
         shape, strides = self.tensor.shape, self.tensor.stride()
         self.like = torch.empty_strided(shape, strides, dtype=self.tensor.dtype, device="meta")
@@ -68,12 +69,12 @@ class _Saved:
 
     @property
     def modified(self) -> bool:
-        """Whether the tensor was modified in place after it was saved, which autograd does not check with hooks."""
+        """Whether the tensor was modified in place after it was saved. With hooks, autograd does not check this."""
         return self.tensor is not None and self.tensor._version != self._version
 
 
 class _Paged:
-    """Paged copy of a piece of memory. Every saved tensor in that memory shares it, whatever its shape."""
+    """Paged copy of a memory range. All saved tensors that cover the same range share it, whatever their shapes."""
 
     __slots__ = ("__weakref__", "kept", "modified")
 
@@ -86,12 +87,12 @@ class _Paged:
 class SavedActivations:
     """Saved-tensor and module hooks that page the inputs of FSDP modules in training forwards.
 
-    The hooks stay on the model until `detach`. Only the training thread runs forwards; backwards run on a thread of
-    autograd.
+    The hooks stay on the model until `detach`. Only the training thread runs forwards; backward runs on an autograd
+    thread.
 
     Args:
         sharded: Model to hook.
-        pages: Storage for the bytes.
+        pages: Storage for the activations.
     """
 
     def __init__(self, sharded: ShardedModel, pages: ActivationPages) -> None:
@@ -99,19 +100,19 @@ class SavedActivations:
         self._inputs: dict[int, Any] = {}
         """Memory of the inputs of FSDP modules in the current forward, by `cdata`."""
         self._held: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
-        """Tensors saved outside FSDP modules that may become the input of one, by `id`."""
+        """Tensors saved outside FSDP modules that may later be passed to an FSDP module, by `id`."""
         self._paged: dict[_Key, tuple[Any, int, weakref.ref[_Paged]]] = {}
-        """Memory and version of tensors paged in the current forward. The same tensor may be saved again."""
+        """Memory, version and copy of each tensor paged in the current forward, because it may be saved again."""
         self._copying: list[tuple[torch.Tensor, int, DeviceEvent, _Paged]] = []
         """Tensors that a device is still copying into pages, with their versions."""
         self._inside: list[Any] = []
-        """Running FSDP modules except for the root, innermost last."""
+        """FSDP modules, except for the root, whose forward is running, innermost last."""
         self._begun: set[int] = set()
-        """FSDP modules except for the root that the current forward has called, by `id`."""
+        """FSDP modules, except for the root, that the current forward has called, by `id`."""
         self._entered: list[saved_tensors_hooks | None] = []
         """Saved-tensor hooks for each running forward of the root."""
         self._warned = False
-        """Whether the warning was logged. [Note: hooks around the model]"""
+        """Whether the warning was logged. See [Note: hooks around the model]."""
         fsdp_modules = [module for module in sharded.model.modules() if torch_private.is_sharded_module(module)]
         self._fsdp_modules = sum(fsdp_module is not sharded.model for fsdp_module in fsdp_modules)
         """Number of FSDP modules, excluding the root."""
@@ -119,7 +120,7 @@ class SavedActivations:
             for fsdp_module in fsdp_modules:
                 if fsdp_module is not sharded.model:
                     self._hook(fsdp_module, self._begin_fsdp_module, self._end_fsdp_module, undo)
-                    # Inspect the inputs again after the hook of FSDP2, which may cast them.
+                    # Inspect the inputs again after FSDP2's hook, which may cast them.
                     undo.callback(fsdp_module.register_forward_pre_hook(_eager(self._look), with_kwargs=True).remove)
             self._hook(sharded.model, self._begin, self._end, undo)
             self._undo = undo.pop_all()
@@ -161,18 +162,17 @@ class SavedActivations:
             self._warned = True
             _log.warning(
                 "activations.tier has no effect: saved-tensor hooks around the model (torch.utils.checkpoint, "
-                "save_on_cpu) receive all saved tensors; remove them, or apply checkpointing to single layers"
+                "save_on_cpu) receive all saved tensors; remove them, or apply checkpointing to individual layers"
             )
 
     def _end(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """End a forward of the root, also after an exception."""
-        hooks = self._entered.pop() if self._entered else None  # a hook of the user may have failed before `_begin`
+        hooks = self._entered.pop() if self._entered else None  # a user's hook may have failed before `_begin`
         if hooks is not None:
             hooks.__exit__()  # type: ignore[no-untyped-call]
         self._end_copies()
 
     def _drop_interrupted(self) -> None:
-        """Discard interrupted forwards, because torch calls `_end` after an `Exception` only."""
+        """Discard interrupted forwards. After exceptions like `KeyboardInterrupt`, torch does not call `_end`."""
         self._inside.clear()
         for hooks in filter(None, reversed(self._entered)):
             hooks.__exit__()  # type: ignore[no-untyped-call]
@@ -184,7 +184,6 @@ class SavedActivations:
         self._look(module, args, kwargs)
 
     def _end_fsdp_module(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """End the forward of an FSDP module, also after an exception."""
         if self._inside and self._inside[-1] is module:
             self._inside.pop()
 
@@ -203,7 +202,6 @@ class SavedActivations:
                 del self._held[id(saved)]
 
     def _can_be_paged(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor can be paged and is large enough to be worth it."""
         return (
             type(tensor) is torch.Tensor
             and tensor.is_floating_point()
@@ -219,10 +217,9 @@ class SavedActivations:
     # Called by autograd #
 
     def _save(self, tensor: torch.Tensor) -> _Saved:
-        """Return the object that autograd saves in place of the tensor."""
         saved = _Saved(tensor)
         if self._can_be_paged(tensor):
-            if self._is_input(tensor):  # even if detached, as in graphs of torch.compile
+            if self._is_input(tensor):  # also if it is detached, as in torch.compile graphs
                 saved.page(self._page(tensor))
             elif not self._inside and _is_activation(tensor):
                 self._held[id(saved)] = saved
@@ -232,7 +229,7 @@ class SavedActivations:
         """Return the saved tensor.
 
         Raises:
-            RuntimeError: If the tensor was modified in place in the meantime, as in autograd.
+            RuntimeError: If an in-place modification invalidated the tensor. See [Note: in-place modification].
         """
         paged = saved.paged
         if paged is None:
@@ -277,7 +274,7 @@ class SavedActivations:
         return paged
 
     def _end_copies(self) -> None:
-        """Release the tensors whose copies have completed, and note the modified ones."""
+        """Release the tensors whose copies have completed, and record which of them were modified during the copy."""
         while self._copying and self._copying[0][2].passed():
             tensor, version, _, paged = self._copying.pop(0)
             paged.modified = tensor._version != version

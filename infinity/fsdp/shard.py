@@ -1,9 +1,9 @@
-"""Paged shard: a tensor with shape, dtype and device, but no storage.
+"""Paged shard: a tensor that has a shape, a dtype and a device, but no storage.
 
-FSDP2 asks the shard for its all-gather input (`fsdp_pre_all_gather`). The shard returns another tensor without storage,
-which copies itself page by page into the buffer that FSDP2 has allocated. No shard is assembled in an intermediate
-buffer, a shard may span any number of pages, and a cache slot is held only while its bytes are copied. All other
-operations follow the rules of `PagedTensor`.
+FSDP2 obtains the all-gather input of a shard from `fsdp_pre_all_gather`, which returns another tensor without storage.
+When FSDP2 copies this tensor into its all-gather buffer, the shard's pages are read one by one, directly into the
+buffer. A shard may therefore span any number of pages, needs no intermediate buffer, and holds a cache slot only while
+its bytes are copied. All other operations behave as described for `PagedTensor`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class ShardSource(Protocol):
         """Copy the all-gather input of a shard (compute dtype, padded) into a flat tensor."""
 
     def load(self, shard: int) -> torch.Tensor:
-        """Return the elements of a shard without padding, in the dtype that is trained, shape (numel,)."""
+        """Return the elements of a shard without padding, in the dtype of the parameter, shape (numel,)."""
 
     def save(self, shard: int, content: torch.Tensor) -> None:
-        """Replace the elements of a shard, without padding."""
+        """Replace the elements of a shard by `content`, which has no padding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class ShardHandle:
     """Location and properties of one shard."""
 
     source: ShardSource
-    """Storage of the content."""
+    """Storage that provides the content."""
     shard: int
     """Index of the shard in the layout."""
     name: str
@@ -57,7 +57,7 @@ class ShardHandle:
         return self.source.load(self.shard).to(self.device)
 
     def save(self, content: torch.Tensor) -> None:
-        """Replace the elements, without padding."""
+        """Replace the elements by `content`, which has no padding."""
         self.source.save(self.shard, content)
 
 
@@ -80,24 +80,24 @@ class PagedShard(PagedTensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """Return the gathered parameter to FSDP2: the output of the all-gather, without a copy."""
+        """Return the gathered parameter to FSDP2: the all-gather output itself, not a copy."""
         (tensor,) = all_gather_outputs
         return None if out is not None else (tensor, (tensor,))
 
 
-# FSDP2 reads the signature in every gather of every parameter, and inspecting the function takes longer than the call.
+# FSDP2 inspects the signature in every gather of every parameter, which takes longer than the call unless it is cached.
 PagedShard.fsdp_pre_all_gather.__signature__ = inspect.signature(PagedShard.fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
 
 class GatherInput(torch.Tensor):
-    """All-gather input of a paged shard. It copies itself from the pages when FSDP2 copies it."""
+    """All-gather input of a paged shard. Copying it into a buffer reads the shard's pages into that buffer."""
 
     handle: ShardHandle
     raw: bool
 
     @staticmethod
     def __new__(cls: type[GatherInput], handle: ShardHandle, shape: Sequence[int], raw: bool = False) -> GatherInput:
-        """Create the input. With `raw`, it is the same bytes as uint8, the form in which FSDP2 gathers mixed dtypes."""
+        """Create the input. If `raw`, its bytes are viewed as uint8, because FSDP2 gathers mixed dtypes as uint8."""
         dtype = torch.uint8 if raw else handle.gather_dtype
         tensor: GatherInput = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=handle.device
@@ -109,7 +109,7 @@ class GatherInput(torch.Tensor):
         """Do nothing, because `__new__` has set all attributes."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return a description that names the shard."""
+        """Return a description with the parameter's name, without loading the shard."""
         return f"GatherInput({self.handle.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def copy_into(self, destination: torch.Tensor) -> None:
@@ -148,7 +148,7 @@ class GatherInput(torch.Tensor):
 
 
 def _viewed(shape: torch.Size, wanted: Sequence[int]) -> Sequence[int]:
-    """Return the resulting shape of `Tensor.view(wanted)`. FSDP2 always requests a flat view, which is fast."""
+    """Return the shape that `Tensor.view(wanted)` returns. The flat view that FSDP2 always requests has a fast path."""
     return (shape.numel(),) if tuple(wanted) == (-1,) else torch.empty(shape, device="meta").view(wanted).shape
 
 

@@ -27,24 +27,24 @@ from infinity.units import format_size
 
 
 class GatherListener(Protocol):
-    """Receiver of notifications about the use of shards."""
+    """Listener that is notified when shards are used."""
 
     def gathering(self, shard: int) -> bool:
-        """Note that the pages of a shard are about to be copied for an all-gather.
+        """Called before the pages of a shard are copied for an all-gather.
 
         Returns:
-            ``True`` in a training step.
+            Whether the all-gather belongs to a training step.
         """
 
     def gathered(self, shard: int) -> None:
-        """Note that the pages of a shard have been copied for an all-gather in a training step."""
+        """Called after the pages of a shard have been copied for an all-gather in a training step."""
 
     def look(self, shard: int) -> None:
-        """Flush the pending updates of a shard, because its weights or states are about to be read or written."""
+        """Flush the pending updates of a shard before its weights or optimizer states are read or written."""
 
 
 class _OpenRun(NamedTuple):
-    """Objects that are only available until the run is closed."""
+    """Objects of the run, which are available until it is closed."""
 
     pager: Pager
     listener: GatherListener
@@ -54,9 +54,9 @@ class _OpenRun(NamedTuple):
 
 
 class ShardIO:
-    """Gathers, loads and saves whole shards through the pager. It is the source of `PagedShard`.
+    """Gathers, loads and saves whole shards through the pager. Implements `ShardSource`.
 
-    The object lives as long as the tensors of the model. After `close`, its methods raise `InfinityError` with the
+    The object exists as long as the tensors of the model. After `close`, its methods raise `InfinityError` with the
     reason. Only the training thread calls its methods.
     """
 
@@ -77,31 +77,30 @@ class ShardIO:
         Args:
             layout: Pages of this rank.
             pager: Pager that holds the pages.
-            device: Device that computes.
+            device: Compute device.
             gpu_prefetcher: GPU prefetch buffer, which may hold weights ahead of their gather.
-            listener: Receiver of notifications.
+            listener: Listener that is notified when shards are used.
             ledger: Ledger that records times and copied bytes.
-            load_limit: Maximum number of bytes, outside the host cache, of loaded tensors that are alive at the same
-                time.
-            allow_new_versions: Callback that makes space on the drives for new versions of frozen pages. It is called with their
-                indices before they are rewritten.
+            load_limit: Maximum total size, in bytes, of loaded tensors that are alive at the same time. They are stored
+                outside the host cache.
+            allow_new_versions: Callback that frees drive space for new versions of frozen pages. It receives the
+                indices of the pages before they are rewritten.
         """
         self._layout, self._device, self._load_limit = layout, device, load_limit
         self._open: _OpenRun | None  # None once closed
         self._open = _OpenRun(pager, listener, ledger, gpu_prefetcher, allow_new_versions)
-        self._why_closed = "the optimizer of this model was closed, and the model's values went with it"
-        self._loaded = (
-            0  # bytes of tensors that `load` has returned, less the entries that `_held` took from `_returned`
-        )
-        # Bytes of loaded tensors that have been freed; `_held` consumes the entries. Any thread may append, even from
-        # within the garbage collector, where taking a lock could deadlock. `deque.append` is atomic and needs no lock.
+        self._why_closed = "the optimizer of this model was closed, so the model's values are no longer available"
+        # Bytes that `load` has returned, minus the entries that `_held` has consumed from `_returned`.
+        self._loaded = 0
+        # Sizes, in bytes, of loaded tensors that have been freed. Any thread may append to it, even from within the
+        # garbage collector, where taking a lock could deadlock. `deque.append` is atomic and needs no lock.
         self._returned: deque[int] = deque()
 
     def close(self, why: str = "") -> None:
-        """Release all objects of the run. Tensors may keep this object alive in cycles that Python cannot collect.
+        """Release the objects of the run, because uncollectable reference cycles may keep this object alive.
 
         Args:
-            why: Message of later errors. By default it states that the optimizer was closed.
+            why: Message of later errors. By default, it states that the optimizer was closed.
         """
         self._open = None
         self._why_closed = why or self._why_closed
@@ -156,7 +155,7 @@ class ShardIO:
                     self._device.copy(destination[first - placed.start : last - placed.start], source, stream)
 
     def load(self, shard: int) -> torch.Tensor:
-        """Return a copy of the elements of a shard without padding, in the dtype that is trained, shape (numel,).
+        """Return a copy of the elements of a shard without padding, in the dtype of the parameter, shape (numel,).
 
         Raises:
             UnsupportedError: If this tensor and the loaded tensors that are still alive would exceed the load limit.
@@ -168,13 +167,13 @@ class ShardIO:
         return content
 
     def _held(self) -> int:
-        """Return the number of bytes that `load` has returned and that are still alive."""
+        """Return the total size, in bytes, of the tensors from `load` that are still alive."""
         while self._returned:
             self._loaded -= self._returned.popleft()
         return self._loaded
 
     def load_section(self, shard: int, name: str) -> torch.Tensor:
-        """Return one section of the elements of a shard, without padding, shape (numel,).
+        """Return one section of a shard (its master or one optimizer state) without padding, shape (numel,).
 
         Args:
             shard: Index of the shard.
@@ -200,7 +199,7 @@ class ShardIO:
         return self.read(shard, name)
 
     def read(self, shard: int, name: str) -> torch.Tensor:
-        """Return the result of `load_section` without a limit on its size.
+        """Return the same section as `load_section`, without applying the load limit.
 
         The caller must free the tensor before the next read.
 
@@ -218,20 +217,20 @@ class ShardIO:
         return read_section(segment, name, placed.start, placed.start + placed.spec.numel, visit)
 
     def save(self, shard: int, content: torch.Tensor) -> None:
-        """Replace the elements of a shard, without padding: the master and the weights in the compute dtype."""
+        """Replace the master of a shard, and its weights in the compute dtype, by `content`, which has no padding."""
         self.save_section(shard, MASTER, content)
 
     def save_section(self, shard: int, name: str, content: torch.Tensor) -> None:
-        """Replace one section of the elements of a shard, without padding.
+        """Replace one section of a shard.
 
         Args:
             shard: Index of the shard.
             name: ``master`` or the name of an optimizer state.
-            content: New elements, shape (numel,).
+            content: New elements, without padding, shape (numel,).
 
         Raises:
             UnsupportedError: If `content` has a different number of elements.
-            BudgetError: If the shard is frozen and the drives have no space for another version of it.
+            BudgetError: If the shard is frozen and the drives have no space for a new version.
             InfinityError: See `load_section`.
         """
         placed = self._layout.shards[shard]
@@ -258,9 +257,9 @@ class ShardIO:
 
         Args:
             fsdp_module: Index of the FSDP module.
-            value_of: Function that returns one section of the elements of a shard, without padding, shape (numel,), or
-                ``None`` for zeros. Its arguments are the position of the shard in the FSDP module and ``master`` or the
-                name of an optimizer state. The master has the dtype that is trained.
+            value_of: Function that returns one section of a shard, without padding, shape (numel,), or ``None`` for
+                zeros. Its arguments are the position of the shard in the FSDP module, and ``master`` or the name of an
+                optimizer state. The master has the dtype of the parameter.
         """
         first = self._layout.fsdp_module_shards[fsdp_module][0]
         for segment in self._layout.segments:
@@ -281,7 +280,7 @@ class ShardIO:
                             put(content, page, component, start, items)
 
     def _checked(self, shard: int, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Return an initial value after a size check, because excess elements would overwrite the next shard."""
+        """Check the size and dtype of an initial value, because excess elements would overwrite the next shard."""
         spec, segment = self._layout.shards[shard].spec, self._layout.segments[self._layout.shards[shard].segment]
         wanted = torch_dtype(segment.format.dtypes[name])
         if value.numel() != spec.numel or value.dtype != wanted:

@@ -22,7 +22,7 @@ from infinity.schedule.trace import Event
 
 @dataclass(frozen=True)
 class Member:
-    """Parameter of an FSDP module: the FSDPParam object of FSDP2, and all names of the parameter in the model."""
+    """Parameter of an FSDP module: its `FSDPParam` object, and all names under which the model contains it."""
 
     param: Any
     names: tuple[str, ...]
@@ -30,36 +30,36 @@ class Member:
 
 @dataclass(frozen=True)
 class UpdateExtent:
-    """Elements that the update of a parameter needs together, if it is not element-wise. See `ShardSpec`."""
+    """Number of elements that an update must process together, if it is not element-wise. See `ShardSpec`."""
 
     row: int = 1
-    """Elements per row."""
+    """Number of elements per row, or 1 if the update does not need complete rows."""
     whole: int = 0
-    """Elements of the full parameter."""
+    """Number of elements of the full parameter, or 0 if the update does not need the full parameter."""
 
     @property
     def slices(self) -> str:
-        """Kind of the slices of an update, as in `StateFormat.key`."""
+        """Kind of slices that the update processes, as in `StateFormat.key`."""
         return "whole" if self.whole else "rows" if self.row > 1 else ""
 
 
-_SHOWN = 3  # names in a message
+_SHOWN = 3  # maximum number of names in a message
 _OTHER_WRAPPERS = {"FullyShardedDataParallel", "DistributedDataParallel"}
 
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """FSDP modules of a model, their parameters, and the properties of each on this rank."""
+    """A model on which `fully_shard` was called, with its FSDP modules and their parameters."""
 
     model: nn.Module
     names: tuple[str, ...]
-    """Names of the FSDP modules, in the order of FSDP2."""
+    """Names of the FSDP modules, in FSDP2's order."""
     groups: tuple[Any, ...]
     """FSDP2 parameter group of each FSDP module."""
     members: tuple[tuple[Member, ...], ...]
     """Parameters of each FSDP module, in all-gather order."""
     device: torch.device
-    """Device that computes."""
+    """Compute device."""
     on_meta: bool
     """Whether any parameter is on the meta device."""
 
@@ -68,8 +68,8 @@ class ShardedModel:
         """Find the FSDP modules of a model.
 
         Raises:
-            UnsupportedError: If the model is not sharded, a parameter is outside all FSDP modules, or this release of
-                torch lacks a required part of FSDP2.
+            UnsupportedError: If the model is not sharded, if a parameter does not belong to any FSDP module, or if this
+                PyTorch release lacks a required part of FSDP2.
         """
         if not isinstance(model, nn.Module):
             raise UnsupportedError(f"the model must be a torch.nn.Module, but is of type {type(model).__name__}")
@@ -92,20 +92,20 @@ class ShardedModel:
             if torch_private.uses_cpu_offload(group):
                 raise UnsupportedError(
                     f"FSDP module {name} was sharded with CPUOffloadPolicy, which paging replaces; "
-                    "remove offload_policy"
+                    "remove the offload_policy argument"
                 )
             if torch_private.reshards_to_fewer_ranks(group):
                 raise UnsupportedError(
-                    f"FSDP module {name} was sharded with a number for reshard_after_forward, which keeps a part of "
-                    "all gathered weights in memory until backward; pass True, or False for FSDP modules whose "
-                    "weights should stay gathered"
+                    f"FSDP module {name} was sharded with an integer reshard_after_forward, which keeps part of the "
+                    "gathered weights in memory until backward; pass True, or False for FSDP modules whose weights "
+                    "should stay gathered"
                 )
             for param in torch_private.fsdp_params(group):
                 if id(param.sharded_param) not in names_of:
                     module, key = torch_private.owner(param)
                     raise UnsupportedError(
                         f"{key} of a {torch_private.original_class(module).__name__} in FSDP module {name} is not the "
-                        "parameter that fully_shard sharded; tie or replace parameters before fully_shard"
+                        "parameter that fully_shard sharded; tie or replace parameters before calling fully_shard"
                     )
             members.append(
                 tuple(Member(p, tuple(names_of.pop(id(p.sharded_param)))) for p in torch_private.fsdp_params(group))
@@ -141,7 +141,7 @@ class ShardedModel:
         return [[member.param.sharded_param for member in fsdp_module] for fsdp_module in self.members]
 
     def expected_step(self, *, alone: bool) -> tuple[Event, ...]:
-        """Return the events of a training step that uses the FSDP modules in the order of the model.
+        """Return the expected events of a training step that uses the FSDP modules in model order.
 
         Args:
             alone: Whether there is only one rank.
@@ -165,9 +165,9 @@ class ShardedModel:
         """Return the FSDP modules and state formats that determine the layout of pages.
 
         Args:
-            kinds_of: Function that returns the optimizer's element-wise states of a trainable parameter, as (name,
-                dtype).
-            reach_of: Function that returns the elements that the update of a trainable parameter needs together.
+            kinds_of: Function that returns the (name, dtype) of each element-wise optimizer state of a trainable
+                parameter.
+            reach_of: Function that returns the extent that the update of a trainable parameter must process together.
         """
         fsdp_modules: list[FSDPModuleSpec] = []
         formats: dict[str, StateFormat] = {}
@@ -201,12 +201,12 @@ class ShardedModel:
 
 _UNQUANTISED = (
     "load the base model in bfloat16 without quantization_config, and quantize its layers with "
-    "infinity.formats.quantized.quantize_, or leave it in bfloat16 (4 bytes read per parameter and step)"
+    "infinity.formats.quantized.quantize_, or leave it in bfloat16 (4 bytes read per parameter per step)"
 )
 
 
 def _outside(model: nn.Module, names: list[str]) -> UnsupportedError:
-    """Return the error for parameters that are in no FSDP module. The fix depends on how they were added."""
+    """Return the error for parameters outside of all FSDP modules. The fix depends on how they were added."""
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
     def of_adapter(name: str) -> bool:
@@ -216,20 +216,20 @@ def _outside(model: nn.Module, names: list[str]) -> UnsupportedError:
 
     if all(map(of_adapter, names)):
         return UnsupportedError(
-            f"these adapter parameters of peft were added after fully_shard and are in no FSDP module: {shown}; pass "
-            "the adapter configuration to infinity.from_pretrained or from_config (adapters=), or call get_peft_model "
-            "before fully_shard (docs/how-to/lora.md)"
+            "these peft adapter parameters were added after fully_shard and do not belong to any FSDP module: "
+            f"{shown}; pass the adapter configuration to infinity.from_pretrained or from_config (adapters=), or call "
+            "get_peft_model before fully_shard (docs/how-to/lora.md)"
         )
-    return UnsupportedError(f"these parameters are in no FSDP module: {shown}; also call fully_shard(model)")
+    return UnsupportedError(f"these parameters do not belong to any FSDP module: {shown}; call fully_shard(model) too")
 
 
 def _reject_quantized_modules(model: nn.Module) -> None:
     """Reject bitsandbytes modules, whose quantization state is not part of the parameter.
 
-    `fully_shard` replaces the parameter by a DTensor and loses that state.
+    `fully_shard` replaces the parameter with a DTensor and loses that state.
 
     Raises:
-        UnsupportedError: If there is such a module. The message names it.
+        UnsupportedError: If the model contains such a module. The message includes its name.
     """
     for name, module in model.named_modules():
         cls = torch_private.original_class(module)
@@ -241,12 +241,10 @@ def _reject_quantized_modules(model: nn.Module) -> None:
 
 
 def _reject_composite(member: Member) -> None:
-    """Reject a tensor subclass that consists of several tensors, because its bytes are not its elements.
-
-    Quantized weights are an example.
+    """Reject a tensor subclass that consists of several tensors, such as a quantized weight.
 
     Raises:
-        UnsupportedError: If the parameter is of such a type. The message names it.
+        UnsupportedError: If the parameter is of such a type. The message includes its name.
     """
     local = torch_private.local_tensor(member.param)
     if hasattr(type(local), "__tensor_flatten__") and not isinstance(local, PagedShard):
@@ -270,7 +268,7 @@ def check_gradient_dtype(name: str, param: nn.Parameter) -> None:
 
 
 def local_bounds(param: Any) -> tuple[list[int], list[int]]:
-    """Return offsets and sizes of this rank's slice of a full parameter, one per dimension."""
+    """Return the offsets and the sizes of this rank's slice of a full parameter, one per dimension."""
     sizes = list(torch_private.full_shape(param))
     offsets = [0] * len(sizes)
     rank, size = torch_private.shard_rank_and_size(param)

@@ -1,10 +1,11 @@
 """Prefetch weights to the GPU: a thread copies the weights of the next FSDP module while the current one computes.
 
 [Note: GPU prefetch] Once an FSDP module has been gathered, the training thread reserves the pages of the next one. The
-reservation takes their place in the plan immediately, so the transfers do not depend on timing. The prefetch thread
-waits for the pages, copies each into a slot on the device on its own stream, and returns the reservation after a device
-event. The gather is then a copy on the device. A slot is reused after the last such copy. The slots of *kept* FSDP
-modules hold their weights until the step ends, and later gathers of these FSDP modules read no pages.
+reservation counts as the planned access immediately, so the order of transfers does not depend on timing. The prefetch
+thread waits for each page and copies it, on its own stream, into a slot in device memory. The reservation is returned
+after the device event that follows the copy. The later gather then only copies within the device, and the slot is
+reused after the last of these copies. *Kept* FSDP modules keep their slots until the step ends, so that later gathers
+of the same modules do not read pages.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from infinity.schedule.update_schedule import UpdateSchedule
 
 
 class _Part(NamedTuple):
-    """Elements of a shard in one page."""
+    """Part of a shard that is stored in one page."""
 
     reservation: Reservation
     page: Page
@@ -47,28 +48,28 @@ class _Slot:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory  # bytes
-        self.used: DeviceEvent | None = None  # after the last use of the memory; None before the first use
-        self.filled: Future[DeviceEvent] | None = None  # result: the event after all copies into the slot
+        self.used: DeviceEvent | None = None  # recorded after the last use of the memory; None before the first use
+        self.filled: Future[DeviceEvent] | None = None  # result: the event that follows all copies into the slot
 
 
 class GpuPrefetcher:
     """GPU prefetch buffer: its slots, and the thread that fills them.
 
-    There are no slots before `provide`. `stage` starts to prefetch an FSDP module. Its shards are then copied out one
-    after another, and the slot is free again after the last one unless the FSDP module is kept. `drop` discards
-    prefetched weights before they change. The training thread calls all methods.
+    `provide` allocates the slots. `stage` starts prefetching an FSDP module, and `copy_out` copies its shards out of
+    the slot one after another. The slot becomes free after the last shard unless the FSDP module is kept. `drop`
+    discards prefetched weights before they change. Only the training thread calls these methods.
 
     Args:
         layout: Pages of this rank.
         pager: Pager that holds the pages.
-        device: Device that computes.
+        device: Compute device.
     """
 
     def __init__(self, layout: Layout, pager: Pager, device: Device) -> None:
         self._layout, self._pager, self._device = layout, pager, device
-        self._free: deque[_Slot] = deque()  # slots for FSDP modules that are not kept, the next one first
+        self._free: deque[_Slot] = deque()  # free slots for FSDP modules that are not kept, next one first
         self._own: dict[int, _Slot] = {}  # slots of kept FSDP modules
-        self._prefetched: dict[int, _Slot] = {}  # by FSDP module, the slot that holds or receives its weights
+        self._prefetched: dict[int, _Slot] = {}  # slot that holds or receives the weights, by FSDP module
         self._provided: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
         """FSDP modules that have slots, and the kept ones among them."""
         self._thread: ThreadPoolExecutor | None = None  # started by `provide`
@@ -77,7 +78,7 @@ class GpuPrefetcher:
         """Allocate the slots for steps with the given events. If the slots change, prefetched weights are discarded.
 
         Raises:
-            torch.OutOfMemoryError: If the device memory is too small. No slots remain in that case.
+            torch.OutOfMemoryError: If the device memory is too small. In that case, no slots remain.
         """
         prefetched = (
             frozenset(prefetched_modules(events, update_schedule)) if update_schedule.prefetched else frozenset()
@@ -108,16 +109,16 @@ class GpuPrefetcher:
         return fsdp_module in self._prefetched
 
     def has_free_buffer(self, fsdp_module: int) -> bool:
-        """Return whether there is a slot for an FSDP module.
+        """Return whether a slot is available for an FSDP module.
 
-        Outside the plan, weights that are prefetched but never gathered keep their slot.
+        If a step deviates from the plan, weights that are prefetched but never gathered continue to occupy their slot.
         """
         return fsdp_module in self._own or bool(self._free)
 
     def stage(self, fsdp_module: int) -> None:
-        """Start to prefetch the weights of an FSDP module, and take their place in the plan.
+        """Start prefetching the weights of an FSDP module, and count this as the planned access to their pages.
 
-        Raises the errors of `Pager.reservation`.
+        Raises the same exceptions as `Pager.reservation`.
         """
         if self._thread is None:
             raise InfinityError("the GPU prefetch buffer has no slots; call provide first")
@@ -142,11 +143,11 @@ class GpuPrefetcher:
         return parts
 
     def _fill(self, memory: torch.Tensor, used: DeviceEvent | None, parts: deque[_Part]) -> DeviceEvent:
-        """Issue all copies into the memory of a slot, and return the event after them. Runs in the prefetch thread.
+        """Issue all copies into the memory of a slot, and return the event that follows. Runs in the prefetch thread.
 
         Args:
             memory: Memory of the slot.
-            used: Event after earlier uses of the memory.
+            used: Event that follows earlier uses of the memory.
             parts: Parts to copy, each with its reservation.
         """
         try:
@@ -173,7 +174,7 @@ class GpuPrefetcher:
         """Copy the prefetched weights of a shard, padding included, into a flat tensor on the current stream.
 
         Raises:
-            Exception: The error that kept its pages from being read.
+            Exception: The error that occurred while the shard's pages were read.
         """
         fsdp_module = self._layout.shards[shard].fsdp_module
         slot, stream = self._prefetched[fsdp_module], self._device.current()
@@ -191,14 +192,14 @@ class GpuPrefetcher:
     def _filled(self, slot: _Slot) -> DeviceEvent:
         """Wait until all copies into a slot have been issued.
 
-        Raises the error that prevented them, or the pager's first error.
+        Raises the error that stopped the copies, or the pager's first error.
         """
         assert slot.filled is not None
         self._pager.wait_for_job(slot.filled, "read")
         return slot.filled.result()
 
     def drop(self, fsdp_module: int | None = None) -> None:
-        """Discard the prefetched weights of one FSDP module, or of all, because they are about to change."""
+        """Discard the prefetched weights of one FSDP module, or of all (``None``), before the weights change."""
         for index in [fsdp_module] if fsdp_module is not None else list(self._prefetched):
             slot = self._prefetched.pop(index, None)
             if slot is not None:
@@ -208,7 +209,7 @@ class GpuPrefetcher:
                     self._free.append(slot)
 
     def close(self) -> None:
-        """End the thread. Copies that have not begun are dropped."""
+        """Stop the thread and discard copies that have not started."""
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
         self._free, self._own, self._prefetched = deque(), {}, {}

@@ -1,1 +1,1 @@
-"""Integrations with frameworks that have a training loop of their own."""
+"""Integrations with frameworks that have their own training loop."""

@@ -1,8 +1,7 @@
 """Accelerate: a `prepare` function that replaces `Accelerator.prepare` in scripts that use FSDP2.
 
-The model is sharded as Accelerate would shard it (unless the script already did), `infinity.offload` takes over its
-shards, and the methods of the accelerator that would load the whole state into memory are replaced. All other methods
-are Accelerate's own.
+`prepare` shards the model as Accelerate would (unless it is already sharded), offloads it with `infinity.offload`, and
+replaces the accelerator's methods that would load the whole state into memory. All other methods are unchanged.
 """
 
 from __future__ import annotations
@@ -55,38 +54,39 @@ def prepare(
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
     resume_from: str | os.PathLike[str] | None = None,
 ) -> tuple[Any, ...]:
-    """Do what `accelerator.prepare(model, optimizer, *others)` does, with the training state on NVMe.
+    """Prepare objects as `accelerator.prepare(model, optimizer, *others)` does, but with the training state on NVMe.
 
-    These methods of the accelerator change: `no_sync` and `accumulate` reduce the gradients of every micro-batch (as
-    with `sync_each_batch`), because unreduced gradients of the whole model would stay in memory; `save_state` saves a
-    checkpoint and the files that Accelerate writes in addition to weights and optimizer; `load_state` checks that the
-    run has resumed from that checkpoint; `save_model` streams; `get_state_dict` raises for a model that does not fit
-    in memory.
+    Some methods of the accelerator change. `no_sync` and `accumulate` reduce the gradients of every micro-batch (as
+    with `sync_each_batch`), because unreduced gradients of the whole model would stay in memory. `save_state` saves an
+    infinity checkpoint, and the files that Accelerate writes in addition to the weights and the optimizer.
+    `load_state` checks that the run has resumed from that checkpoint. `save_model` writes the weights in bounded
+    memory. `get_state_dict` raises an error if the model is too large to gather in memory.
 
     Args:
-        accelerator: accelerator of one process, of several processes on CPUs or GPUs, or with FSDP2.
-        model: model, sharded with `fully_shard`, or unsharded to be sharded as the FSDP2 plugin says. A model on the
-            meta device is initialized from `weights`, or by its own code.
-        optimizer: optimizer of the model's parameters, not prepared.
-        others: data loaders and schedulers, which Accelerate prepares.
-        config: settings, as for `infinity.offload`.
-        weights: as for `infinity.offload`.
-        strict: as for `infinity.offload`.
-        init: as for `infinity.offload`.
-        fsdp_plugin: plugin that describes the sharding. Default: the accelerator's. Accelerate has none on CPUs.
+        accelerator: accelerator with one process, with several processes on CPUs or GPUs, or with FSDP2.
+        model: model to train. Unless it is already sharded with `fully_shard`, it is sharded as the FSDP2 plugin
+            specifies. A model on the meta device is initialized from `weights`, or by its own code.
+        optimizer: optimizer of the model's parameters, which must not be prepared yet.
+        others: data loaders and schedulers for Accelerate to prepare.
+        config: settings; see `infinity.offload`.
+        weights: see `infinity.offload`.
+        strict: see `infinity.offload`.
+        init: see `infinity.offload`.
+        fsdp_plugin: plugin that describes the sharding. Default: the accelerator's plugin, which does not exist on
+            CPUs.
         resume_from: folder that `save_state` wrote. The run resumes from its checkpoint. Call `load_state` with the
             same folder afterwards.
 
     Returns:
-        Model, optimizer (Accelerate's; the result of `infinity.offload` is its `.optimizer`) and `others`.
+        The model, the optimizer and `others`. The optimizer is wrapped by Accelerate; its `optimizer` attribute is the
+        result of `infinity.offload`.
 
     Raises:
-        UnsupportedError: if the accelerator is configured for a feature that cannot work. The message gives the
-            reason.
+        UnsupportedError: if the accelerator is configured for an unsupported feature. The message gives the reason.
         ConfigError: if the model is not sharded, does not compute in the accelerator's precision, or `resume_from`
             was not written by `save_state`.
-        CheckpointError: if the checkpoint of `resume_from` was replaced. Nothing is changed.
-        Exception: any error of `infinity.offload`.
+        CheckpointError: if the checkpoint of `resume_from` was replaced. In that case, nothing is changed.
+        Exception: any exception that `infinity.offload` raises.
     """
     _check(accelerator, optimizer, others)
     settings = load_config(config)
@@ -99,7 +99,7 @@ def prepare(
     _check_precision(accelerator, model)
     paged = infinity.offload(model, optimizer, settings, weights=weights, strict=strict, init=init)
     _Served(accelerator, model, paged).take_over()
-    wrapped = accelerator.prepare_optimizer(paged, device_placement=False)  # otherwise it requests the whole state
+    wrapped = accelerator.prepare_optimizer(paged, device_placement=False)  # placement would load the whole state
     accelerator._models.append(model)
     for item in (model, wrapped):
         item._is_accelerate_prepared = True
@@ -113,33 +113,34 @@ def _prepared(accelerator: Accelerator, other: Any) -> Any:
 
 
 def _check(accelerator: Accelerator, optimizer: torch.optim.Optimizer, others: tuple[Any, ...]) -> None:
-    """Raise `UnsupportedError` for features that cannot work."""
+    """Raise `UnsupportedError` if the arguments use an unsupported feature of Accelerate."""
     kind = str(accelerator.distributed_type.value)
     if kind not in _SERVED:
-        raise UnsupportedError(f"Accelerate with {kind}: it shards the model itself; use FSDP2 or remove it")
+        raise UnsupportedError(f"Accelerate with {kind} is not supported: it shards the model itself; use FSDP2")
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise UnsupportedError("FSDP1 keeps flat parameters in memory; set fsdp_version: 2")
+        raise UnsupportedError("FSDP1 is not supported: it keeps flat parameters in memory; set fsdp_version: 2")
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise UnsupportedError(
-            f"mixed_precision = {accelerator.mixed_precision!r}: Accelerate would scale losses or convert layers; "
-            "use 'bf16' or 'no'"
+            f"mixed_precision = {accelerator.mixed_precision!r} is not supported: Accelerate would scale losses or "
+            "convert layers; use 'bf16' or 'no'"
         )
     if accelerator.state.dynamo_plugin.backend != "NO":
         raise UnsupportedError(
-            "dynamo_backend compiles the whole model; remove it, and compile the layers before prepare"
+            "dynamo_backend is not supported: it compiles the whole model; remove it, and compile the layers before "
+            "calling prepare"
         )
     parallel = accelerator.parallelism_config
     if parallel is not None and (parallel.tp_enabled or parallel.cp_enabled):
         raise UnsupportedError(
-            "tensor and context parallelism of Accelerate are not supported; shard over data-parallel ranks only"
+            "Accelerate's tensor and context parallelism are not supported; shard across data-parallel ranks only"
         )
     if isinstance(optimizer, AcceleratedOptimizer):
         raise UnsupportedError("the optimizer is already prepared; call this function instead of accelerator.prepare")
     for other in others:
         if isinstance(other, nn.Module | torch.optim.Optimizer):
             raise UnsupportedError(
-                f"a second {type(other).__name__} in addition to model and optimizer is not supported; prepare "
-                "objects that stay in memory with accelerator.prepare"
+                f"a {type(other).__name__} in addition to the model and the optimizer is not supported; if it stays "
+                "in memory, prepare it with accelerator.prepare"
             )
 
 
@@ -149,31 +150,31 @@ def _shard(
     optimizer: torch.optim.Optimizer,
     given: FullyShardedDataParallelPlugin | None,
 ) -> None:
-    """Shard a model as Accelerate does, and give the optimizer its new parameters, by name.
+    """Shard a model as Accelerate does, and replace the optimizer's parameters with the sharded ones by name.
 
-    Accelerate matches parameters by the address of their memory, and a model on the meta device has no addresses.
+    Accelerate matches parameters by memory address, but parameters on the meta device do not have one.
     """
     plugin = given if given is not None else getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None:
         raise ConfigError(
-            "the model is not sharded, and this accelerator has no FSDP2 plugin: call fully_shard on its layers and on "
-            "itself, or give fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, …)"
+            "the model is not sharded, and this accelerator has no FSDP2 plugin; call fully_shard on its layers and on "
+            "the model, or pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, …)"
         )
     if plugin.fsdp_version != 2:
         raise UnsupportedError("the FSDP plugin has fsdp_version=1; set fsdp_version=2")
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        raise UnsupportedError("the FSDP plugin has cpu_offload, which keeps the state in memory; remove it")
+        raise UnsupportedError("the FSDP plugin enables cpu_offload, which keeps the state in memory; remove it")
     on_meta = all(param.is_meta for param in model.parameters())
     if plugin.cpu_ram_efficient_loading and not on_meta and accelerator.num_processes > 1:
         raise ConfigError(
-            "cpu_ram_efficient_loading has the weights on rank 0 only, all of them in its memory; make the model on "
-            "the meta device and give weights=folder, or turn it off (fsdp_cpu_ram_efficient_loading: false)"
+            "cpu_ram_efficient_loading loads all weights into the memory of rank 0; create the model on the meta "
+            "device and pass weights=folder, or turn it off (fsdp_cpu_ram_efficient_loading: false)"
         )
     plugin = copy.copy(plugin)
     plugin.cpu_ram_efficient_loading = False
     if plugin.mixed_precision_policy is None and accelerator.mixed_precision != "no":
         plugin.set_mixed_precision(accelerator.mixed_precision)
-    asked = SimpleNamespace(  # the attributes that these two functions read from an accelerator
+    asked = SimpleNamespace(  # attributes that the two functions below read from an accelerator
         state=SimpleNamespace(fsdp_plugin=plugin),
         torch_device_mesh=accelerator.torch_device_mesh,
         parallelism_config=accelerator.parallelism_config,
@@ -194,8 +195,9 @@ def _shard(
 
 
 def _check_precision(accelerator: Accelerator, model: nn.Module) -> None:
-    """Check that FSDP modules compute in the accelerator's precision, because no other component would cast. Raises
-    `ConfigError`.
+    """Check that FSDP modules compute in the accelerator's precision, because nothing else casts.
+
+    Raises `ConfigError` if they do not.
     """
     if accelerator.mixed_precision != "bf16":
         return
@@ -209,33 +211,32 @@ def _check_precision(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 class _Served:
-    """Methods of an accelerator that read or write state on NVMe."""
+    """Replacements for the accelerator's methods that read or write the training state."""
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, paged: PagedOptimizer) -> None:
         self._accelerator, self._model, self._paged = accelerator, model, paged
-        self._checkpoints = Checkpoints(paged, "prepare(…, resume_from={})")
+        self._checkpoints = Checkpoints(paged, "call prepare(…, resume_from={})")
         self._save, self._load = accelerator.save_state, accelerator.load_state
 
     def take_over(self) -> None:
-        """Replace the methods of the accelerator."""
         for name in ("no_sync", "save_state", "load_state", "save_model", "get_state_dict"):
             setattr(self._accelerator, name, getattr(self, name))
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Reduce gradients anyway, so that they accumulate on NVMe and not unreduced in the memory of every rank."""
+        """Reduce gradients nevertheless, because each rank would otherwise keep all unreduced gradients in memory."""
         yield
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **named: Any) -> Any:
-        """Write the files that Accelerate saves in addition to weights and optimizer, then save a checkpoint.
+        """Write the files that Accelerate saves in addition to weights and optimizer, and then save a checkpoint.
 
-        All ranks call it together. If it is interrupted, the previous folder and the previous checkpoint still belong
-        together, even if both folders have the same name, because the previous folder is kept under another name
-        until the new checkpoint exists. This does not hold if Accelerate itself removes that folder
+        All ranks must call this method together. If it is interrupted, the previous folder and checkpoint can still be
+        resumed from, even if the new folder has the same name, because the previous folder is kept under a different
+        name until the new checkpoint exists. This does not apply if Accelerate itself removes the previous folder
         (`total_limit=1`).
 
         Raises:
-            InfinityError: if gradients are pending (call it after `step`), or another rank failed.
+            InfinityError: if gradients are pending (call this method after `step`), or another rank failed.
             StorageError, OSError: if a drive reports an error. The previous checkpoint stays intact.
         """
 
@@ -248,12 +249,13 @@ class _Served:
         return self._checkpoints.save("save_state", folder, write)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **named: Any) -> None:
-        """Load the files that Accelerate saved in addition to weights and optimizer, from which the run must have
-        resumed.
+        """Load the files that Accelerate saved in addition to weights and optimizer.
+
+        The run must have resumed from the checkpoint of this folder.
 
         Raises:
             ConfigError: if `save_state` did not write the folder.
-            CheckpointError: if the run did not resume from its checkpoint, or has trained since. The message names
+            CheckpointError: if the run did not resume from its checkpoint, or has trained since. The message states
                 the fix.
         """
         folder = self._checkpoints.check(Path(input_dir if input_dir is not None else self._newest()).expanduser())
@@ -265,7 +267,7 @@ class _Served:
         folders = Path(self._accelerator.project_dir or "", "checkpoints")
         found = sorted(folders.glob("checkpoint_*"), key=lambda folder: int(folder.name.rpartition("_")[2]))
         if not found:
-            raise ConfigError(f"{folders} has no checkpoint_*; name the folder to load")
+            raise ConfigError(f"{folders} does not contain a checkpoint_* folder; pass the folder to load")
         return found[-1]
 
     def save_model(
@@ -275,9 +277,9 @@ class _Served:
         max_shard_size: int | str = FILE_BYTES,
         safe_serialization: bool = True,
     ) -> list[Path]:
-        """Write the weights as a stream and replace earlier ones, as `PagedOptimizer.save_pretrained` does.
+        """Write the weights in bounded memory, as `PagedOptimizer.save_pretrained` does, and replace earlier weights.
 
-        Raises its errors; the folder is then unchanged.
+        Raises the same exceptions as `save_pretrained`. In that case, the folder is unchanged.
         """
         if not safe_serialization:
             raise UnsupportedError("safe_serialization=False is not supported, because it pickles the whole model")
@@ -288,15 +290,15 @@ class _Served:
         """Return the full weights on rank 0, and an empty dict on other ranks.
 
         Raises:
-            UnsupportedError: if they are too large to gather.
+            UnsupportedError: if the weights are too large to gather in memory.
         """
         self._check_model(model)
         nbytes = sum(param.numel() * param.itemsize for param in self._model.parameters())
         if nbytes > _GATHERED:
             raise UnsupportedError(
                 f"get_state_dict() would gather {format_size(nbytes)} in memory (limit {format_size(_GATHERED)}); "
-                "accelerator.save_model(model, folder), or optimizer.optimizer.save_pretrained(folder) on all ranks, "
-                "writes them in bounded memory"
+                "to write the weights in bounded memory, call accelerator.save_model(model, folder) or "
+                "optimizer.optimizer.save_pretrained(folder) on all ranks"
             )
         found = get_model_state_dict(self._model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
@@ -307,7 +309,7 @@ class _Served:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Hide model and optimizer from Accelerate, because their state is in the checkpoint."""
+        """Hide the model and the optimizer from Accelerate, because the infinity checkpoint contains their state."""
         accelerator = self._accelerator
         models, optimizers = accelerator._models, accelerator._optimizers
         accelerator._models = [model for model in models if model is not self._model]

@@ -1,4 +1,4 @@
-"""Checkpoints of a framework: a folder with the framework's files, and the infinity checkpoint that belongs to it."""
+"""Checkpoints of a framework. Each consists of a folder with the framework's files and an infinity checkpoint."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from infinity.units import MIB
 from infinity.untrusted_files import read_regular
 
 RECORD = "infinity.json"
-"""File in a folder that names its infinity checkpoint."""
-_KEY = "checkpoint"  # key in the `extra` of a checkpoint that names its folder
+"""File in a folder that refers to its infinity checkpoint."""
+_KEY = "checkpoint"  # key in the `extra` of an infinity checkpoint for the reference to its folder
 
 
 class Record(NamedTuple):
@@ -41,7 +41,7 @@ class Record(NamedTuple):
     run_id: str
     step: int
     token: str
-    """Random; the checkpoint contains the same token."""
+    """Random string, which the infinity checkpoint also contains."""
 
     @classmethod
     def read(cls, folder: Path) -> Record:
@@ -57,14 +57,14 @@ class Record(NamedTuple):
 
     @classmethod
     def of_checkpoint(cls, folder: Path, settings: Config, ranks: Ranks) -> tuple[Path, Record]:
-        """Return the folder whose checkpoint exists, and its record. All ranks call it together, and rank 0 reads.
+        """Return the version of a folder whose checkpoint exists, and its record.
 
-        The result is the folder itself, or the copy that was set aside while the folder is written again. Nothing is
-        changed.
+        The result is the folder itself, or the previous version if rewriting the folder was interrupted. No file is
+        changed. All ranks must call this method together, and rank 0 reads the files.
 
         Raises:
             ConfigError: if there is no record.
-            CheckpointError: if another save has replaced the checkpoint since.
+            CheckpointError: if a later save has replaced the checkpoint.
         """
         there = ranks.on_first("reading the checkpoint", partial(_records, folder))
         belongs = [_belongs(record, settings, ranks) for _, record in there]
@@ -73,18 +73,18 @@ class Record(NamedTuple):
                 return place, record
         place, record = there[0]
         if belongs[0] is not None:
-            other = str(belongs[0].get("folder", "")) or "another one, without a folder"
+            other = str(belongs[0].get("folder", "")) or "no folder"
             raise CheckpointError(
-                f"{folder} belongs to a checkpoint of step {record.step} of run {record.run_id} that was replaced: "
-                f"the checkpoint of this step belongs to {other}; nothing was changed, pass a folder whose checkpoint "
-                "exists"
+                f"the checkpoint of {folder}, at step {record.step} of run {record.run_id}, was replaced by one that "
+                f"belongs to {other}; pass a folder whose checkpoint still exists (nothing was changed)"
             )
         return place, record  # `infinity.offload` reports which checkpoints exist
 
     @classmethod
     def newest(cls, folders: Sequence[Path], settings: Config, ranks: Ranks) -> tuple[Path, Record] | None:
-        """Return the first of several folders whose checkpoint exists, as `of_checkpoint`. All ranks call it together
-        with the same arguments.
+        """Return the first folder whose checkpoint exists, and its record. See `of_checkpoint`.
+
+        All ranks must call this method together, with the same arguments.
 
         Raises:
             CheckpointError: if a checkpoint cannot be read.
@@ -102,19 +102,18 @@ class Record(NamedTuple):
 
 
 class Checkpoints:
-    """Saves folders and checkpoints so that after an interruption at any point one folder and its checkpoint still
-    match.
+    """Saves folders and checkpoints. After an interruption at any point, there is still a folder with its checkpoint.
 
-    If a folder is saved again, its previous version is kept until the new checkpoint exists. [Note: a folder that is
-    written again]
+    If a folder is saved again, its previous version is kept until the new checkpoint exists. See [Note: rewriting a
+    folder].
     """
 
     def __init__(self, paged: PagedOptimizer, how: str) -> None:
-        """Determine the folder that the run has resumed from.
+        """Determine the folder from which the run has resumed, if any.
 
         Args:
             paged: optimizer of the run.
-            how: call that resumes from a folder, with ``{}`` for the folder, for errors.
+            how: instruction for resuming from a folder, for error messages. It contains ``{}`` in place of the folder.
         """
         self._paged, self._how = paged, how
         found = paged.resumed_extra.get(_KEY)
@@ -124,51 +123,50 @@ class Checkpoints:
         self._step = paged.steps  # step of that checkpoint
 
     def save(self, what: str, folder: Path | None, write: Callable[[], Path]) -> Path:
-        """Let a framework write its folder, then save a checkpoint. All ranks call it together.
+        """Let a framework write its folder, and then save a checkpoint. All ranks must call this method together.
 
         Args:
-            what: name of the call in messages.
-            folder: folder to write; None if the framework creates a new one.
+            what: name of the operation, for messages.
+            folder: folder to write, or None if the framework creates a new one.
             write: function that writes the files of this rank and returns the folder.
 
         Raises:
-            InfinityError: if gradients are pending (call it after `step`), or another rank failed.
+            InfinityError: if gradients are pending (call this method after `step`), or another rank failed.
             StorageError, OSError: if a drive reports an error. The previous checkpoint stays intact.
         """
         self._paged.check_between(what)
         ranks, run = self._paged.run.ranks, self._paged.run
-        # If two folders are saved at one step, the second checkpoint replaces the first and belongs to both folders.
+        # If two folders are saved at the same step, the second checkpoint replaces the first and belongs to both.
         again = bool(self._token) and self._step == self._paged.steps
         token = self._token if again else ranks.agree(secrets.token_hex(16))
         if folder is not None:
-            self._flush_updates(what, folder)
+            self._finish_rewrite(what, folder)
             ranks.on_first(what, partial(_set_aside, folder))
         folder = ranks.together(what, write)
         record = Record(run.folder.run_id, self._paged.steps, token) if ranks.rank == 0 else None
         ranks.together(what, partial(_make_durable, folder, record))
         self._paged.save_checkpoint({_KEY: {"token": token, "folder": os.path.abspath(folder)}})
         self._token, self._folder, self._step = token, os.path.abspath(folder), self._paged.steps
-        self._flush_updates(what, folder)
+        self._finish_rewrite(what, folder)
         return folder
 
     def export(self, folder: Path, **named: Any) -> list[Path]:
-        """Write weights with `PagedOptimizer.save_pretrained`, replacing weights in the folder. All ranks call it
-        together.
+        """Write weights with `PagedOptimizer.save_pretrained`, and replace earlier weights in the folder.
 
-        Other files of the folder stay.
+        Other files in the folder are kept. All ranks must call this method together.
 
         Args:
             folder: new folder, or folder with earlier weights.
-            named: further arguments of `save_pretrained`.
+            named: additional arguments for `save_pretrained`.
 
         Returns:
-            The files, on every rank.
+            Paths of the files, on every rank.
 
         Raises:
-            Exception: any error of `save_pretrained`; the folder is then unchanged.
+            Exception: any exception that `save_pretrained` raises. In that case, the folder is unchanged.
         """
         what, ranks = "save_pretrained", self._paged.run.ranks
-        self._flush_updates(what, folder)
+        self._finish_rewrite(what, folder)
         if not ranks.on_first(what, lambda: folder.is_dir() and any(folder.iterdir())):
             return self._paged.save_pretrained(folder, **named)
         beside = ranks.agree(made_beside(folder))
@@ -178,14 +176,14 @@ class Checkpoints:
         return [folder / file.name for file in written]
 
     def check(self, folder: Path) -> Path:
-        """Check that the run is at the step of a saved folder. All ranks call it together.
+        """Check that the run is at the step of a saved folder. All ranks must call this method together.
 
         Returns:
-            The folder to load: the folder itself, or the copy that was set aside while it is written again.
+            The folder to load: the folder itself, or the previous version if rewriting the folder was interrupted.
 
         Raises:
             ConfigError: if `save` did not write the folder.
-            CheckpointError: if the run did not resume from its checkpoint, or has trained since. The message names
+            CheckpointError: if the run did not resume from its checkpoint, or has trained since. The message states
                 the fix.
         """
         ranks = self._paged.run.ranks
@@ -194,14 +192,14 @@ class Checkpoints:
             if record.token == self._token and record.step == self._paged.steps:
                 return place
         record = there[0][1]
-        behind = f" behind {self._folder}" if self._folder else ""
+        after = f", after {self._folder}" if self._folder else ""
         raise CheckpointError(
-            f"{folder} belongs to step {record.step} of run {record.run_id}, and this one is at step "
-            f"{self._paged.steps}{behind}: weights and optimizer are restored when the run starts; "
-            f"{self._how.format(repr(str(folder)))}; older folders need run.retained_checkpoints"
+            f"{folder} belongs to step {record.step} of run {record.run_id}, but this run is at step "
+            f"{self._paged.steps}{after}; weights and optimizer are only restored when a run starts: "
+            f"{self._how.format(repr(str(folder)))}; to keep older folders usable, set run.retained_checkpoints"
         )
 
-    def _flush_updates(self, what: str, folder: Path) -> None:
+    def _finish_rewrite(self, what: str, folder: Path) -> None:
         """Finish an interrupted rewrite of a folder: keep the version whose checkpoint exists."""
         ranks, settings = self._paged.run.ranks, self._paged.run.settings
         if not ranks.agree(before(folder).is_dir()):
@@ -210,15 +208,15 @@ class Checkpoints:
         belongs = [(_belongs(record, settings, ranks) or {}).get("token") == record.token for _, record in there]
         good = [place for (place, _), found in zip(there, belongs, strict=True) if found]
 
-        def flush_updates() -> None:
+        def finish_rewrite() -> None:
             lost = not folder.is_dir() or (folder not in good and bool(good))
             (put_back if lost else finish)(folder)
 
-        ranks.on_first(what, flush_updates)
+        ranks.on_first(what, finish_rewrite)
 
 
 def _records(folder: Path, *, strict: bool = True) -> list[tuple[Path, Record]]:
-    """Return the records of a folder and of its copy that was set aside. Raises `ConfigError` if `strict`."""
+    """Return the records of a folder and its previous version. If `strict`, raise `ConfigError` if there are none."""
     found, wrong = [], None
     for place in (folder, before(folder)):
         try:
@@ -231,10 +229,9 @@ def _records(folder: Path, *, strict: bool = True) -> list[tuple[Path, Record]]:
 
 
 def _belongs(record: Record, settings: Config, ranks: Ranks) -> dict[str, Any] | None:
-    """Return the reference to a folder in the checkpoint of a record's run and step; None if there is no such
-    checkpoint.
+    """Return the folder reference in the checkpoint to which a record refers, or None without such a checkpoint.
 
-    All ranks call it together, because nodes may not see each other's checkpoints.
+    All ranks must call this function together, because nodes may not see each other's checkpoints.
 
     Raises:
         CheckpointError: if the checkpoint cannot be read.
@@ -269,7 +266,7 @@ def _set_aside(folder: Path) -> None:
 
 
 def _make_durable(folder: Path, record: Record | None) -> None:
-    """Flush the files that all ranks have written into a folder, and record the coming checkpoint."""
+    """Flush the files that all ranks have written to a folder, and write the record of the checkpoint that follows."""
     make_durable(folder)
     if record is not None:
         write_durably(folder / RECORD, json.dumps(record._asdict()).encode())

@@ -33,16 +33,17 @@ with needs("lightning", "infinity.integrations.lightning"):
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
 META = "meta.pt"
-"""File in a checkpoint folder with the data that Lightning saves in addition to weights and optimizer."""
-_MOST_META = 1 << 30  # limit for its size, in bytes
+"""File in a checkpoint folder for the data that Lightning saves in addition to the weights and the optimizer."""
+_MOST_META = 1 << 30  # maximum size of this file, in bytes
 
 
 class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
-    """Trains a module whose `configure_model` calls `fully_shard`, with its state on NVMe.
+    """Strategy that trains a module with its state on NVMe. The module's `configure_model` must call `fully_shard`.
 
-    `trainer.fit` creates the optimizer, offloads it, and with `ckpt_path` resumes from that checkpoint. A Lightning
-    checkpoint is a folder with Lightning's own data, plus an infinity checkpoint on the NVMe paths, which copies no
-    data. All ranks are data parallel: `self.device_mesh["data_parallel"]` is the mesh for `fully_shard`.
+    `trainer.fit` creates and offloads the optimizer, and resumes from `ckpt_path` if it is given. A Lightning
+    checkpoint consists of a folder with Lightning's own data and an infinity checkpoint on the NVMe paths, which is
+    saved without copying data. All ranks are data parallel: `self.device_mesh["data_parallel"]` is the mesh for
+    `fully_shard`.
     """
 
     def __init__(
@@ -55,21 +56,21 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         **named: Any,
     ) -> None:
         """Args:
-            config: settings, as for `infinity.offload`.
-            weights: as for `infinity.offload`; names are relative to the module that `fully_shard` was called on
-                last.
-            strict: as for `infinity.offload`.
-            init: as for `infinity.offload`.
-            named: further arguments of `ModelParallelStrategy` (`process_group_backend`, `timeout`).
+            config: settings; see `infinity.offload`.
+            weights: see `infinity.offload`. Names are relative to the module on which `fully_shard` was called last.
+            strict: see `infinity.offload`.
+            init: see `infinity.offload`.
+            named: additional arguments for `ModelParallelStrategy` (`process_group_backend`, `timeout`).
 
         Raises:
             ConfigError: if a setting is invalid.
-            UnsupportedError: if parallel sizes or a checkpoint format are given.
+            UnsupportedError: if parallel sizes or a checkpoint format are passed.
         """
-        for refused in ("data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint"):
-            if refused in named:
+        for unsupported in ("data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint"):
+            if unsupported in named:
                 raise UnsupportedError(
-                    f"{refused}: all ranks are data parallel, and checkpoints are folders; remove it"
+                    f"{unsupported} is not supported: all ranks are data parallel, and checkpoints are folders; "
+                    "remove it"
                 )
         super().__init__(**named)
         self._settings, self._weights, self._strict, self._init = load_config(config), weights, strict, init
@@ -79,11 +80,9 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
 
     @property
     def paged(self) -> PagedOptimizer:
-        """Optimizer returned by `infinity.offload`, to save, inspect and close. Raises `UnsupportedError` before
-        `fit`.
-        """
+        """Optimizer returned by `infinity.offload`. Raises `UnsupportedError` before `fit`."""
         if self._paged is None:
-            raise UnsupportedError("call trainer.fit first: it creates the optimizer and moves the weights to NVMe")
+            raise UnsupportedError("there is no optimizer yet; call trainer.fit(), which creates and offloads it")
         return self._paged
 
     @property
@@ -97,35 +96,34 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         super().setup_environment()
 
     def _get_process_group_backend(self) -> str:
-        """Return a backend that can also exchange Python objects if ranks compute on GPUs."""
+        """Return a backend that can exchange Python objects even if ranks compute on GPUs."""
         given: str | None = self._process_group_backend
         return given or ("cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo")
 
     def setup(self, trainer: Trainer) -> None:
-        """Create the optimizer and move the training state to NVMe; values are initialized or read as a stream.
+        """Create the optimizer and move the training state to NVMe, in bounded memory.
 
         Raises:
-            UnsupportedError: if the module or the trainer uses a feature that cannot work. The message gives the
-                reason.
+            UnsupportedError: if the module or the trainer uses an unsupported feature. The message gives the reason.
             ConfigError: if this strategy did not write the checkpoint.
-            Exception: any error of `infinity.offload`.
+            Exception: any exception that `infinity.offload` raises.
         """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         if not is_overridden("configure_model", self.lightning_module):
             raise UnsupportedError(
-                "the LightningModule has no configure_model(); define it, and call fully_shard on the layers in it"
+                "the LightningModule has no configure_model(); define it, and call fully_shard on the layers there"
             )
         if self.precision_plugin.precision != "32-true":
             raise UnsupportedError(
-                f"Trainer(precision={self.precision_plugin.precision!r}): give fully_shard "
-                "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) instead, and remove precision"
+                f"Trainer(precision={self.precision_plugin.precision!r}) is not supported; remove it, and pass "
+                "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) to fully_shard instead"
             )
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self._fit(trainer)
         elif self._paged is None:
-            raise UnsupportedError("validate(), test() and predict() need weights on NVMe; call fit() first")
+            raise UnsupportedError("validate(), test() and predict() require weights on NVMe; call fit() first")
 
     def _fit(self, trainer: Trainer) -> None:
         settings, loaded = self._settings, self._loaded
@@ -149,39 +147,39 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
             strict=self._strict,
             init=self._init,
         )
-        self._checkpoints = Checkpoints(self._paged, "trainer.fit(…, ckpt_path={})")
+        self._checkpoints = Checkpoints(self._paged, "call trainer.fit(…, ckpt_path={})")
         if loaded is not None:
             self._checkpoints.check(loaded)
         self.optimizers = [self._paged]
         self.setup_precision_plugin()
 
     def on_exception(self, exception: BaseException) -> None:
-        """End the run, and report the reason to the other ranks."""
+        """Close the run, and report the reason to the other ranks."""
         if self._paged is not None:
             self._paged.close(exception)
 
     # Checkpoints #
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return an empty dict, because weights are in the checkpoint."""
+        """Return an empty dict, because the infinity checkpoint contains the weights."""
         return {}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return an empty dict, because optimizer states are in the checkpoint."""
+        """Return an empty dict, because the infinity checkpoint contains the optimizer states."""
         return {}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write Lightning's data into a folder, and save a checkpoint. All ranks call it together.
+        """Write Lightning's data to a folder, and save an infinity checkpoint. All ranks must call this together.
 
-        Without optimizer states (`save_weights_only=True`), the folder is written for `from_pretrained` instead,
-        without a checkpoint. A previous folder is replaced once the new one is complete.
+        If `save_weights_only` is set, the folder contains weights for `from_pretrained` instead, and no infinity
+        checkpoint is saved. A previous folder is replaced once the new one is complete.
 
         Raises:
             InfinityError: if gradients are pending, or another rank failed.
             StorageError, OSError, ConfigError: if a drive reports an error. The previous checkpoint stays intact.
-            UnsupportedError: if `storage_options` are given.
+            UnsupportedError: if `storage_options` is passed.
         """
         if storage_options is not None:
             raise UnsupportedError(
@@ -207,11 +205,11 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return Lightning's data; the run starts from weights and optimizer of the checkpoint, or is already there.
+        """Return Lightning's data. `fit` then resumes from the checkpoint; other calls require that the run is there.
 
         Raises:
             ConfigError: if `save_checkpoint` did not write the folder.
-            CheckpointError: if the run is not at that checkpoint. The message names the fix.
+            CheckpointError: if the run is not at that checkpoint. The message states the fix.
         """
         folder, ranks = Path(self.broadcast(checkpoint_path)), Ranks.current()
         assert self.lightning_module is not None
@@ -230,7 +228,7 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
 
 
 def _sharded(module: nn.Module) -> nn.Module:
-    """Return the module that `fully_shard` was called on last: `module`, or the child with all of its parameters."""
+    """Return the module on which `fully_shard` was called last: `module`, or the child with all of its parameters."""
     whole = {id(param) for param in module.parameters()}
     for child in module.children():
         if isinstance(child, FSDPModule) and {id(param) for param in child.parameters()} == whole:

@@ -1,4 +1,4 @@
-"""Infinity checkpoints on NVMe paths, to which the checkpoints of frameworks refer."""
+"""Find and resume the infinity checkpoints to which the checkpoints of other frameworks refer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from infinity.store.marker import look_for_runs
 
 
 def checkpoint_folders(paths: Iterable[str]) -> dict[str, Path]:
-    """Return the checkpoint folder of each run by its id, for the runs that this node has. Raises `OSError`."""
+    """Return the checkpoint folder of each run on this node, by run id. Raises `OSError`."""
     runs, _ = look_for_runs([path for path in paths if os.path.isdir(path)])
     # checkpoints are on the first path
     return {run.run_id: run.roots[0] / "checkpoints" for run in runs if 0 in run.roots}

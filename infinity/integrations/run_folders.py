@@ -1,9 +1,9 @@
-"""Rewriting of folders under the same name: the previous version is kept until the new one is complete.
+"""Rewrite folders under the same name. The previous version is kept until the new one is complete.
 
-[Note: a folder that is written again] The folder is renamed to `.NAME.before`, and a new one is written in its place.
-Only when the new one is valid (its checkpoint is published, its weights are durable) is the previous one dissolved:
-files that the new one lacks are moved into it, because a framework would have left them, and the rest is removed. If
-the process is interrupted earlier, both folders exist.
+[Note: rewriting a folder] The folder is renamed to `.NAME.before`, and a new one is written in its place. Once the new
+folder is valid (its checkpoint is published, or its weights are durable), files that exist only in the previous folder
+are moved to the new one, because a framework would have left them in place, and the previous folder is removed. If the
+process is interrupted before that, both folders exist.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from infinity.checkpoint.durable import sync_file
 from infinity.untrusted_files import sync_folder
 
 WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "adapter_model.safetensors")
-"""Files of an export; files of an earlier export are removed."""
+"""Patterns of the weight files of an export. Such files of an earlier export are removed."""
 
 
 def before(folder: Path) -> Path:
-    """Return the name of the previous version of a folder."""
+    """Return the path of the previous version of a folder."""
     place = Path(os.path.realpath(folder))
     return place.with_name(f".{place.name}.before")
 
 
 def made_beside(folder: Path) -> Path:
-    """Return the folder in which weights are written before they replace others."""
+    """Return the path of the folder to which weights are written before they replace earlier weights."""
     place = Path(os.path.realpath(folder))
     return place.with_name(f".{place.name}.new")
 
@@ -40,9 +40,7 @@ def remove(folder: Path) -> None:
 
 
 def make_durable(folder: Path) -> None:
-    """Flush all files of a folder and its directory entries, independent of the process that wrote them. Raises
-    `OSError`.
-    """
+    """Flush a folder, its files and its parent to the drive, whichever process wrote them. Raises `OSError`."""
     for file in folder.iterdir():
         if file.is_file():
             sync_file(file)
@@ -51,7 +49,7 @@ def make_durable(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> None:
-    """Start to write a folder again. Raises `OSError`."""
+    """Start rewriting a folder: rename it, and create an empty one in its place. Raises `OSError`."""
     place = Path(os.path.realpath(folder))
     os.rename(place, before(folder))
     place.mkdir()
@@ -67,8 +65,7 @@ def put_back(folder: Path) -> None:
 
 
 def finish(folder: Path, drop: Sequence[str] = ()) -> None:
-    """Finish writing a folder again: move files that it lacks from the previous version, except files matching
-    `drop`.
+    """Finish rewriting a folder: move missing files from the previous version, except files that match `drop`.
 
     Raises:
         OSError: if the file system reports an error. Files that were not moved stay in the previous version.
@@ -83,7 +80,7 @@ def finish(folder: Path, drop: Sequence[str] = ()) -> None:
 
 
 def exchange(folder: Path, made: Path) -> None:
-    """Replace a folder by another one with new weights. Raises `OSError`."""
+    """Replace a folder with the folder `made`, which contains new weights. Raises `OSError`."""
     place = Path(os.path.realpath(folder))
     os.rename(place, before(folder))
     try:

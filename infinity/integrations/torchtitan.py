@@ -1,9 +1,8 @@
-"""torchtitan: `on_nvme(config, settings)` turns a Trainer config into the config of the same training with its state
-on NVMe.
+"""torchtitan: `on_nvme(config, settings)` converts a Trainer config to one that keeps the training state on NVMe.
 
 The model stays on the meta device and is initialized one FSDP module at a time. The optimizer container steps the
-optimizer that `infinity.offload` returns. A torchtitan checkpoint is a folder with torchtitan's own data, plus an
-infinity checkpoint on the NVMe paths, which copies no data.
+optimizer that `infinity.offload` returns. A torchtitan checkpoint consists of a folder with torchtitan's own data and
+an infinity checkpoint on the NVMe paths, which is saved without copying data.
 """
 
 from __future__ import annotations
@@ -43,20 +42,19 @@ _FOLDER = re.compile(r"step-(\d+)")  # torchtitan's naming
 
 
 def on_nvme(config: Trainer.Config, settings: Mapping[str, Any] | str | os.PathLike[str]) -> PagedTrainer.Config:
-    """Return the config of the same training with its state on NVMe, for example from a function of a config
-    registry.
+    """Return a config for the same training with its state on NVMe. Use it, for example, in a config registry function.
 
     Args:
-        config: config that `torchtitan.trainer.Trainer` is built from.
-        settings: as for `infinity.offload`.
+        config: config of a `torchtitan.trainer.Trainer`.
+        settings: see `infinity.offload`.
 
     Raises:
-        UnsupportedError: if the config belongs to another Trainer.
+        UnsupportedError: if the config belongs to a different Trainer class.
     """
     if type(config) is not Trainer.Config:
         raise UnsupportedError(
-            f"{type(config).__qualname__} is the config of another Trainer, which is not supported; pass a torchtitan "
-            "Trainer.Config"
+            f"{type(config).__qualname__} is the config of a different Trainer class, which is not supported; pass a "
+            "torchtitan Trainer.Config"
         )
     given = dict(settings) if isinstance(settings, Mapping) else os.fspath(settings)
     return PagedTrainer.Config(**_fields(config), infinity=given)
@@ -74,15 +72,15 @@ class PagedTrainer(Trainer):  # type: ignore[misc]
         """Config returned by `on_nvme`."""
 
         infinity: Annotated[Any, tyro.conf.Suppress] = field(default_factory=dict)
-        """Settings, as for `infinity.offload`: a mapping, or the name of a file."""
+        """Settings: a mapping, or the path to a file. See `infinity.offload`."""
 
     def __init__(self, config: PagedTrainer.Config) -> None:
-        """Build the trainer and move its state to NVMe, or resume from a checkpoint. All ranks build it together.
+        """Build the trainer and move its state to NVMe, or resume from a checkpoint. A collective call.
 
         Raises:
-            UnsupportedError: if the config uses a feature that cannot work. The message gives the reason.
-            ConfigError: if a setting is invalid, or `checkpoint.load_step` has no folder.
-            Exception: any error of `infinity.offload`.
+            UnsupportedError: if the config uses an unsupported feature. The message gives the reason.
+            ConfigError: if a setting is invalid, or there is no folder for `checkpoint.load_step`.
+            Exception: any exception that `infinity.offload` raises.
         """
         _check(config)
         folder = os.path.join(config.dump_folder, config.checkpoint.folder) if config.checkpoint.enable else ""
@@ -97,42 +95,42 @@ class PagedTrainer(Trainer):  # type: ignore[misc]
             "model_spec": replace(spec, parallelize_fn=partial(_paralllized, spec.parallelize_fn)),
             # Of the ways to obtain tensor-parallel parameters, this one leaves all other parameters to FSDP2.
             "parallelism": replace(config.parallelism, spmd_backend="partial_dtensor"),
-            # a graph would keep the addresses of cache slots
+            # a CUDA graph would record the addresses of cache slots
             "training": replace(config.training, disable_cuda_graphs=True),
         }
         super().__init__(replace(config, **changed))
 
     def init_distributed(self) -> ParallelDims:
-        """Create process groups that can also exchange Python objects if ranks compute on GPUs."""
+        """Create process groups that can exchange Python objects even if ranks compute on GPUs."""
         world_size = init_distributed(
             self.config.comm, enable_cpu_backend=self.device.type != "cpu", base_folder=self.config.dump_folder
         )
         return ParallelDims.from_config(self.config.parallelism, world_size)
 
     def close(self) -> None:
-        """Close the run. State without a checkpoint is discarded unless `run.keep` says otherwise."""
+        """Close the run. State that is not part of a checkpoint is discarded, depending on `run.keep`."""
         if hasattr(self, "optimizers"):
             self.optimizers.paged.close()
         super().close()
 
 
 def _fields_of_base(config: BaseCheckpointManager.Config) -> dict[str, Any]:
-    """Return the arguments common to all checkpoint managers of torchtitan."""
+    """Return the fields that all torchtitan checkpoint managers have in common."""
     return {item.name: getattr(config, item.name) for item in fields(BaseCheckpointManager.Config)}
 
 
 def _check(config: PagedTrainer.Config) -> None:
-    """Raise `UnsupportedError` or `ConfigError` for features that cannot work."""
+    """Raise `UnsupportedError` or `ConfigError` if the config uses an unsupported feature."""
     checkpoint, parallelism = config.checkpoint, config.parallelism
     wrong = {
         "parallelism.pipeline_parallel_degree": (
             parallelism.pipeline_parallel_degree > 1,
-            "several model parts on one rank do not form one sequence of FSDP modules",
+            "several model parts on one rank do not form a single sequence of FSDP modules",
         ),
         **{
             f"parallelism.{kind}_parallel_degree": (
                 getattr(parallelism, f"{kind}_parallel_degree") > 1,
-                "all ranks are data parallel",
+                "all ranks must be data parallel",
             )
             for kind in ("tensor", "context", "expert")
         },
@@ -147,19 +145,19 @@ def _check(config: PagedTrainer.Config) -> None:
         ),
         "checkpoint.initial_load_path": (
             checkpoint.initial_load_path is not None,
-            "a run is initialized by its own code",
+            "the model is initialized by its own code",
         ),
         "checkpoint.last_save_in_hf": (
             checkpoint.last_save_in_hf,
-            "weights are saved under torchtitan's names; call trainer.optimizers.paged.save_dcp(folder)",
+            "weights keep torchtitan's parameter names; call trainer.optimizers.paged.save_dcp(folder) instead",
         ),
-        "checkpoint.create_seed_checkpoint": (checkpoint.create_seed_checkpoint, "it needs a model in memory"),
+        "checkpoint.create_seed_checkpoint": (checkpoint.create_seed_checkpoint, "it requires a model in memory"),
     }
     for name, (is_so, why) in wrong.items():
         if is_so:
-            raise UnsupportedError(f"{name} with the state on NVMe: {why}")
+            raise UnsupportedError(f"{name} is not supported with the state on NVMe: {why}")
     if config.model_spec is None:
-        raise ConfigError("model_spec is missing; use a config of torchtitan's registry")
+        raise ConfigError("model_spec is missing; use a config from torchtitan's registry")
 
 
 def _owner(config: Any) -> type:
@@ -168,7 +166,7 @@ def _owner(config: Any) -> type:
 
 
 def _paralllized(paralllize: Callable[..., nn.Module], model: nn.Module, **named: Any) -> nn.Module:
-    """Return the sharded model, still on the meta device; `PagedOptimizers` initializes it."""
+    """Shard a model but keep it on the meta device, because `PagedOptimizers` initializes it."""
     sharded = paralllize(model, **named)
     sharded.to_empty = lambda **_: sharded  # type: ignore[method-assign]
     sharded.init_weights = lambda **_: None  # type: ignore[assignment]
@@ -176,37 +174,37 @@ def _paralllized(paralllize: Callable[..., nn.Module], model: nn.Module, **named
 
 
 def _initialize(module: nn.Module) -> None:
-    """Initialize a module's own parameters as torchtitan does; its children are initialized separately."""
+    """Initialize a module's own parameters as torchtitan does. Its children are initialized separately."""
     if isinstance(module, Module):
         module._init_self_parameters()
         module._init_self_buffers()
 
 
 class PagedOptimizers(OptimizersContainer):  # type: ignore[misc]
-    """torchtitan's optimizers as one optimizer that updates pages. All ranks build it together."""
+    """Container that combines torchtitan's optimizers into one offloaded optimizer. All ranks build it together."""
 
     optimizers: list[Any]
-    """The optimizer returned by `infinity.offload`, as the only item."""
+    """List whose only item is the optimizer that `infinity.offload` returned."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc]
-        """torchtitan's config plus the location of the state."""
+        """torchtitan's config, extended by the location of the state."""
 
         infinity: Annotated[Any, tyro.conf.Suppress] = field(default_factory=dict)
-        """Settings, as for `infinity.offload`: a mapping, or the name of a file."""
+        """Settings: a mapping, or the path to a file. See `infinity.offload`."""
 
         folder: Annotated[str, tyro.conf.Suppress] = ""
-        """Folder of checkpoints to resume from; empty to start a new run."""
+        """Folder with the checkpoints to resume from. Empty: start a new run."""
 
         load_step: Annotated[int, tyro.conf.Suppress] = -1
-        """Step to resume from; -1 for the last one whose checkpoint exists, if any."""
+        """Step to resume from. -1: the last step whose checkpoint exists, if any."""
 
     def __init__(self, config: PagedOptimizers.Config, *, model_parts: list[nn.Module]) -> None:
         """Build the optimizers and pass them to `infinity.offload`.
 
         Raises:
-            ConfigError: if there is no checkpoint of `load_step`.
-            Exception: any error of `infinity.offload`.
+            ConfigError: if there is no checkpoint for `load_step`.
+            Exception: any exception that `infinity.offload` raises.
         """
         super().__init__(config, model_parts=model_parts)
         settings, self.resumed = load_config(config.infinity), None
@@ -220,7 +218,7 @@ class PagedOptimizers(OptimizersContainer):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Raise `UnsupportedError`, because the state is on NVMe."""
-        raise UnsupportedError("the state of the optimizers is on NVMe: `NVMeCheckpointManager` saves it")
+        raise UnsupportedError("the state of the optimizers is on NVMe; use `NVMeCheckpointManager` to save it")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise `UnsupportedError`, because the state is on NVMe."""
@@ -228,7 +226,7 @@ class PagedOptimizers(OptimizersContainer):  # type: ignore[misc]
 
 
 def _resumed(folder: Path, step: int, settings: Config) -> tuple[Path, Record] | None:
-    """Return the checkpoint to resume from. All ranks call it together. Raises `ConfigError`, `CheckpointError`."""
+    """Return the checkpoint to resume from. A collective call. Raises `ConfigError` or `CheckpointError`."""
     ranks = Ranks.current()
     if step >= 0:
         return Record.of_checkpoint(folder / f"step-{step}", settings, ranks)
@@ -236,29 +234,28 @@ def _resumed(folder: Path, step: int, settings: Config) -> tuple[Path, Record] |
     found = Record.newest(there[::-1], settings, ranks)
     if there and found is None:
         raise CheckpointError(
-            f"{folder} has checkpoint folders, but storage.paths has none of their NVMe checkpoints; set "
+            f"{folder} contains checkpoint folders, but none of their infinity checkpoints is in storage.paths; set "
             "run.resume_paths to the paths of the run, or remove the folder to start a new run"
         )
     return found
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Return the checkpoint folders, ordered by step."""
+    """Return the checkpoint folders in a folder, ordered by step."""
     found = [child for child in folder.iterdir() if _FOLDER.fullmatch(child.name)] if folder.is_dir() else []
     return sorted(found, key=lambda child: int(child.name.removeprefix("step-")))
 
 
 class NVMeCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
-    """Saves torchtitan checkpoints as folders of torchtitan's own data, one file per rank, plus an infinity
-    checkpoint.
+    """Saves a checkpoint as a folder with torchtitan's own data, one file per rank, and an infinity checkpoint.
 
-    `run.retained_checkpoints` sets the number of checkpoints to keep, not `keep_latest_k`. All ranks call all methods
-    together.
+    The number of checkpoints to keep is set by `run.retained_checkpoints` instead of `keep_latest_k`. All ranks must
+    call each method together.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
-        """torchtitan's config. Fields about file formats of other managers have no effect."""
+        """torchtitan's config. Fields that describe the file formats of other managers have no effect."""
 
     def __init__(
         self,
@@ -278,7 +275,7 @@ class NVMeCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self._checkpoints = Checkpoints(optimizers.paged, "build the trainer with checkpoint.load_step for {}")
 
     def _load(self, step: int = -1) -> bool:
-        """Load torchtitan's own data; the optimizers have already resumed from the state. Raises `ConfigError`."""
+        """Load torchtitan's own data. The optimizers have already resumed. Raises `ConfigError`."""
         if self._optimizers.resumed is None:
             return False
         file = self._checkpoints.check(self._optimizers.resumed[0]) / self._name
@@ -286,7 +283,8 @@ class NVMeCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             kept = torch.load(file, weights_only=True)
         except FileNotFoundError:
             raise ConfigError(
-                f"{str(file)!r} is missing: data loading can only resume on as many ranks as saved the checkpoint"
+                f"{str(file)!r} is missing: data loading can only resume with the number of ranks that saved the "
+                "checkpoint"
             ) from None
         for name, state in self._kept.items():
             if name not in self._config.exclude_from_loading:
@@ -320,7 +318,7 @@ class NVMeCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             try:
                 record = Record.read(folder)
             except ConfigError as error:
-                _log.warning("%s stays: %s", folder, error)
+                _log.warning("%s is not removed: %s", folder, error)
                 continue
             if record.run_id == run.folder.run_id and record.step not in run.store.checkpoints:
                 shutil.rmtree(folder, ignore_errors=True)

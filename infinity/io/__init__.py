@@ -1,4 +1,4 @@
-"""I/O engines that transfer data between memory and files on NVMe."""
+"""I/O engines that transfer data between memory and files on NVMe drives."""
 
 from infinity.io.engine import DataFile, Engine, Op, Ticket
 from infinity.io.paced import PacedEngine

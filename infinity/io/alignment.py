@@ -1,4 +1,4 @@
-"""O_DIRECT: opening files with it where possible, and the alignment that it requires."""
+"""O_DIRECT: open files with it where possible, and determine the alignment that it requires."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import warnings
 from dataclasses import dataclass
 
 DEFAULT_ALIGNMENT = 4096
-"""Alignment in bytes that suffices for every drive and file system that does not report its own."""
+"""Alignment, in bytes, that suffices for every drive and file system that does not report its own."""
 
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
@@ -22,7 +22,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, kw_only=True)
 class AlignedFile:
-    """Descriptor of a file, and the requirements for transfers through it; see `DataFile`."""
+    """Descriptor of a file, and the requirements for transfers through it. See `DataFile`."""
 
     fd: int
     direct: bool
@@ -49,7 +49,7 @@ def open_aligned(path: str, flags: int, mode: int = 0o600) -> AlignedFile:
 
 
 def direct_alignment(fd: int) -> int:
-    """Return the alignment of O_DIRECT transfers on `fd` in bytes, or 0 if the kernel reports no support.
+    """Return the alignment of O_DIRECT transfers on `fd` in bytes, or 0 if O_DIRECT is not supported.
 
     The alignment applies to the memory address, the file offset and the length. For kernels before 6.1, and for file
     systems that do not report an alignment, the result is `DEFAULT_ALIGNMENT`.
@@ -69,8 +69,8 @@ def direct_alignment(fd: int) -> int:
 
 def _open_buffered(path: str, flags: int, mode: int) -> AlignedFile:
     warnings.warn(
-        f"{path}: the file system does not support O_DIRECT, so transfers use the page cache, which costs memory and "
-        "speed. Set storage.paths to folders on a local drive with ext4 or XFS.",
+        f"{path}: the file system does not support O_DIRECT, so transfers use the page cache, which needs memory and "
+        "is slower. Set storage.paths to folders on a local drive with ext4 or XFS.",
         RuntimeWarning,
         stacklevel=4,
     )

@@ -1,6 +1,6 @@
-"""Drives and file systems of folders, with their properties and counters from the kernel.
+"""Drives and file systems of folders, with their properties and the kernel's I/O statistics.
 
-All information comes from ``stat``, ``statvfs``, ``/proc/self/mountinfo`` and sysfs, and does not require root.
+All information comes from ``stat``, ``statvfs``, ``/proc/self/mountinfo`` and sysfs, none of which requires root.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from pathlib import Path
 from typing import Final
 
 SYSFS: Final = Path("/sys")
-_SECTOR_BYTES: Final = 512  # unit of /sys/class/block/*/stat, independent of the sector size of the drive
-_PER_SECOND: Final = 1000  # the file counts milliseconds
+_SECTOR_BYTES: Final = 512  # unit of /sys/class/block/*/stat, regardless of the sector size of the drive
+_PER_SECOND: Final = 1000  # times in that file are in milliseconds
 _IN_MEMORY: Final = ("tmpfs", "ramfs", "hugetlbfs")
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drive:
-    """Block device. `name` is assigned by the kernel. `identity` stays the same after renumbering if there is one."""
+    """Block device.
+
+    `name` is assigned by the kernel and may change. `identity` does not change if the drive reports an identifier;
+    otherwise it is the name.
+    """
 
     name: str
     identity: str
@@ -29,7 +33,7 @@ class Drive:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Location of a folder: its drive and the number of its file system (`st_dev`), which may be in memory."""
+    """Location of a folder: its drive, and the number of its file system (`st_dev`), which may be in memory."""
 
     path: str
     drive: Drive
@@ -44,16 +48,16 @@ class Mount:
     point: str
     """Mount point."""
     kind: str
-    """Type, e.g. ``ext4``; ``none`` if unknown."""
+    """File system type, for example ``ext4``; ``none`` if unknown."""
     source: str
-    """Device, or its equivalent for the type of file system."""
+    """Device, or its equivalent for this type of file system."""
     options: str
-    """Options of the mount and of the file system, separated by commas."""
+    """Mount options and file system options, separated by commas."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """Capacity of a file system and space available to users, in bytes."""
+    """Capacity of a file system, and the space available to users, in bytes."""
 
     capacity: int
     free: int
@@ -61,29 +65,29 @@ class Space:
 
 @dataclass(frozen=True, kw_only=True)
 class DriveCounters:
-    """Traffic of a drive since boot."""
+    """I/O statistics of a drive since boot."""
 
     read: int
-    """Bytes read."""
+    """Number of bytes read."""
     written: int
-    """Bytes written."""
+    """Number of bytes written."""
     reads: int
-    """Number of completed reads, as issued by the kernel, which merges adjacent requests and splits large ones."""
+    """Number of completed reads as issued by the kernel, which merges adjacent requests and splits large ones."""
     writes: int
     """Number of completed writes."""
     read_seconds: float
-    """Total time of all reads in seconds, each from queueing to completion."""
+    """Total duration of all reads in seconds, each measured from queueing to completion."""
     write_seconds: float
-    """Total time of all writes in seconds."""
+    """Total duration of all writes in seconds."""
     busy_seconds: float
-    """Time in seconds during which at least one request was in flight."""
+    """Time, in seconds, during which at least one request was in flight."""
 
 
 def locate(path: str, sysfs: Path = SYSFS) -> Place:
     """Return the location of a folder.
 
     A partition counts as its drive. A file system without a block device (tmpfs, overlay, NFS) is represented by a
-    drive named after its type and number.
+    drive that is named after the type and number of the file system.
 
     Raises:
         OSError: if the folder does not exist or is not accessible.
@@ -103,14 +107,14 @@ def locate(path: str, sysfs: Path = SYSFS) -> Place:
 
 
 def mount_of(path: str, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mount:
-    """Return the file system of a folder. Raises `OSError`."""
+    """Return the mounted file system that contains a folder. Raises `OSError`."""
     target = Path(path).resolve()
     best, answer = -1, Mount(point="/", kind="none", source="", options="")
     for line in mountinfo.read_text(errors="surrogateescape").splitlines():  # names may contain any bytes
         before, _, after = line.partition(" - ")
         _, _, _, _, mounted, options, *_ = before.split()
         point = Path(_ESCAPE.sub(lambda match: chr(int(match[1], 8)), mounted))
-        # >= because of two mounts on one mount point, the later one is visible.
+        # >= because only the later one of two mounts on the same mount point is visible.
         if target.is_relative_to(point) and len(point.parts) >= best:
             kind, source, *more = after.split(" ", 2)
             best = len(point.parts)
@@ -119,13 +123,13 @@ def mount_of(path: str, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mount
 
 
 def space(path: str) -> Space:
-    """Return the size and free space of a folder's file system. Raises `OSError`."""
+    """Return the capacity and free space of a folder's file system. Raises `OSError`."""
     found = os.statvfs(path)
     return Space(capacity=found.f_frsize * found.f_blocks, free=found.f_frsize * found.f_bavail)
 
 
 def counters(drive: Drive, sysfs: Path = SYSFS) -> DriveCounters | None:
-    """Return the traffic of a drive, or ``None`` if the kernel does not count it."""
+    """Return the I/O statistics of a drive, or ``None`` if the kernel keeps none."""
     try:
         fields = (sysfs / "class/block" / drive.name / "stat").read_text().split()
         reads, _, read, reading, writes, _, written, writing, _, busy = map(int, fields[:10])
@@ -143,10 +147,10 @@ def counters(drive: Drive, sysfs: Path = SYSFS) -> DriveCounters | None:
 
 
 def wear_ratio(drive: Drive, sysfs: Path = SYSFS) -> float | None:
-    """Return the used fraction of a drive's rated life, or ``None`` if sysfs does not report it.
+    """Return the used fraction of a drive's rated lifetime, or ``None`` if sysfs does not report it.
 
-    Current kernels report it only for eMMC (``life_time``: two numbers in steps of 10 %; 1 means up to 10 %). The
-    health log of an NVMe drive requires root.
+    Current kernels report it only for eMMC (``life_time``: two numbers in steps of 10%; 1 means up to 10%). Reading
+    the health log of an NVMe drive requires root.
     """
     try:
         steps = [
@@ -159,7 +163,7 @@ def wear_ratio(drive: Drive, sysfs: Path = SYSFS) -> float | None:
 
 
 def _block_name(number: int, sysfs: Path) -> str | None:
-    """Return the drive for a device number, or ``None`` for an anonymous one (tmpfs, overlay, btrfs: major 0)."""
+    """Return the drive for a device number, or ``None`` if there is none (tmpfs, overlay, btrfs: major 0)."""
     try:
         folder = (sysfs / "dev/block" / f"{os.major(number)}:{os.minor(number)}").resolve(strict=True)
     except OSError:

@@ -1,12 +1,12 @@
 """Interface of I/O engines.
 
-An engine transfers bytes between memory and (file, offset). Every request has its own ticket, and a caller that needs
-the bytes waits for that ticket. A ticket completes exactly once: either without an error, after every byte has been
-transferred, or with a `StorageError` that names the operation, path, offset, length and errno. The engine continues
-short transfers. A transfer that makes no progress is an error.
+An engine transfers bytes between memory and a range of a file. Every request has its own ticket, and a caller that
+needs the bytes waits for this ticket. A ticket completes exactly once: either without an error, after every byte has
+been transferred, or with a `StorageError` that contains the operation, path, offset, length and errno. The engine
+continues partial transfers. A transfer that makes no progress is an error.
 
-If `DataFile.direct` is true, file offset, length and address must be multiples of `DataFile.alignment`. The engine
-checks this and raises `ValueError`; it never copies.
+If `DataFile.direct` is ``True``, file offset, length and memory address must be multiples of `DataFile.alignment`.
+Otherwise the engine raises `ValueError`; it never copies data to satisfy the alignment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Protocol
 from infinity.errors import InfinityError, StallError
 
 CLOSE_SECONDS = 10.0
-"""Seconds that closing an engine waits for requests in flight."""
+"""Time, in seconds, that `Engine.close` waits for requests in flight."""
 
 
 class Op(Enum):
@@ -33,15 +33,17 @@ class Op(Enum):
 
 @dataclass(frozen=True)
 class DataFile:
-    """Open file of an engine."""
+    """File that is open in an engine."""
 
     path: str
     fd: int
-    """Descriptor. It stays open as long as the file is in the engine's table of files."""
+    """File descriptor. It stays open as long as the file is in the engine's file table."""
     direct: bool
     """``True`` if transfers bypass the page cache (O_DIRECT)."""
     alignment: int
-    """Alignment of offset, length and address of direct transfers in bytes; 1 if the file is not direct."""
+    """Required alignment, in bytes, for offset, length and memory address of direct transfers; 1 if the file is not
+    direct.
+    """
 
 
 @dataclass(eq=False)
@@ -49,34 +51,38 @@ class Ticket:
     """State of one request.
 
     Life cycle: a ticket is in flight until the engine calls `complete`, exactly once, from any thread. Afterwards it
-    does not change. Callbacks run in the completing thread in the order in which they were added. A callback that is
-    added after completion runs immediately in the adding thread.
+    does not change. Callbacks run on the completing thread, in the order in which they were added. A callback that is
+    added after completion runs immediately on the adding thread.
     """
 
     op: Op
     path: str
     offset: int
-    """Offset in the file in bytes."""
+    """Offset in the file, in bytes."""
     length: int
     """Length in bytes."""
     submitted: float = field(default_factory=time.perf_counter)
-    """Time of submission, in seconds of `time.perf_counter`."""
+    """Time of submission, from `time.perf_counter`."""
     started: float = 0.0
-    """Time at which the first bytes were requested from the drive, on the same clock. Until then the request waits for
-    other requests, and the value is 0. Set by the engine."""
+    """Time at which the first bytes were requested from the drive, from `time.perf_counter`. It is 0 while the
+    request waits for other requests. Set by the engine.
+    """
     completed: float = 0.0
-    """Time of completion, on the same clock. Set by `complete`."""
+    """Time of completion, from `time.perf_counter`. Set by `complete`."""
     retries: int = 0
-    """Number of parts that were resubmitted after a short or interrupted transfer. Threads of an engine update it
-    without a lock, so an increment may be lost. The value is only reported."""
+    """Number of parts that were resubmitted after a partial or interrupted transfer. The threads of an engine update
+    it without a lock, so an increment may be lost. It is used only for reports.
+    """
     error: InfinityError | None = None
-    """Error of the transfer. Set by `complete` before `_done`, so it is visible to every thread that sees the end."""
+    """Error of the transfer. `complete` sets it before `_done`, so every thread that sees the completion also sees
+    the error.
+    """
     _done: threading.Event = field(default_factory=threading.Event, repr=False)
     """Set by `complete`, under `_lock`."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     """Ensures that a callback that is added during completion is called exactly once."""
     _callbacks: list[Callable[[Ticket], None]] = field(default_factory=list, repr=False)
-    """Callbacks for `complete`. Guarded by `_lock`."""
+    """Callbacks to call on completion. Guarded by `_lock`."""
 
     @property
     def done(self) -> bool:
@@ -84,7 +90,7 @@ class Ticket:
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until the transfer has ended.
+        """Wait until the transfer has ended.
 
         Raises:
             StorageError: if the transfer failed.
@@ -107,9 +113,9 @@ class Ticket:
         callback(self)
 
     def complete(self, error: InfinityError | None = None) -> None:
-        """End the transfer. Called only by engines."""
+        """End the transfer. Only engines call this method."""
         with self._lock:
-            # The error is set before the event: a thread that sees the end must also see the error.
+            # The error is set before the event: a thread that sees the completion must also see the error.
             self.error, self.completed = error, time.perf_counter()
             self._done.set()
             callbacks, self._callbacks = self._callbacks, []
@@ -125,14 +131,16 @@ class Engine(Protocol):
         """Name in settings, metrics and logs: ``io_uring`` or ``threads``."""
 
     def open(self, path: str, *, create: bool = False) -> DataFile:
-        """Open a file with O_DIRECT if its file system supports it. With `create`, create it with mode 0600.
+        """Open a file, with O_DIRECT if its file system supports it. With `create`, create it with mode 0600.
 
         Raises:
             StorageError: if the file cannot be opened.
         """
 
     def register(self, memory: memoryview) -> None:
-        """Register memory that later transfers use, so that it is pinned once. A failure only reduces speed.
+        """Register memory that later transfers use, so that it is pinned only once.
+
+        If the operating system does not allow this, transfers are slower.
 
         Raises:
             InfinityError: if the engine is closed.
@@ -142,8 +150,8 @@ class Engine(Protocol):
         """Start a transfer of ``len(memory)`` bytes and return immediately. Never blocks on the device.
 
         Raises:
-            ValueError: if the request is empty, negative or misaligned, if the memory is not contiguous, or if a read
-                has read-only memory as its target.
+            ValueError: if the request is empty or misaligned, if the offset is negative, if the memory is not
+                contiguous, or if the memory for a read is read-only.
             StorageError: if the file is not open in this engine.
             InfinityError: if the engine is closed.
         """
@@ -156,11 +164,12 @@ class Engine(Protocol):
         """
 
     def forget(self, file: DataFile) -> None:
-        """Close a file that has no request in flight."""
+        """Close a file that has no requests in flight."""
 
     def close(self) -> None:
         """Wait for requests in flight, then release threads, rings and descriptors. Idempotent.
 
         Raises:
-            StallError: if requests are still in flight after `CLOSE_SECONDS`. They keep the resources that they need.
+            StallError: if requests are still in flight after `CLOSE_SECONDS`. The resources that they use are not
+                released.
         """

@@ -1,4 +1,4 @@
-"""Common parts of all engines: the table of open files, validation of requests, memory addresses, and shutdown."""
+"""Common parts of all engines: file table, validation of requests, memory addresses, and shutdown."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from infinity.io.engine import CLOSE_SECONDS, DataFile, Op, Ticket
 
 
 class FileTable:
-    """Files that an engine has open.
+    """Files that are open in an engine.
 
-    The system reuses a descriptor number as soon as it is closed. Therefore a request or a second `forget` for a file
-    that is no longer in the table must be rejected; otherwise it would reach another file.
+    The operating system reuses a descriptor number as soon as it is closed. Therefore a request or a second `forget`
+    for a file that is no longer in the table must be rejected; otherwise it would affect a different file.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         """Guards changes to `_files`. A single lookup needs no lock."""
         self._files: dict[int, DataFile] = {}
-        """Open files by descriptor. Any thread may add and remove."""
+        """Open files by descriptor. Any thread may add and remove files."""
 
     def open(self, path: str, *, create: bool) -> DataFile:
         """Open `path` for reading and writing. With `create`, create it with mode 0600.
@@ -45,7 +45,7 @@ class FileTable:
         """Check that `file` is open in this table.
 
         Raises:
-            StorageError: if it is not. The error contains `op`, `offset` and `length`, in bytes.
+            StorageError: if it is not. The error contains `op`, `offset` and `length`.
         """
         if self._files.get(file.fd) is not file:
             raise StorageError(
@@ -84,7 +84,7 @@ class FileTable:
 
 
 class PinnedView:
-    """Memory of one request: its address, and an export that keeps it alive.
+    """Memory of one request: its address, and an export of its buffer that keeps it alive.
 
     The export is held until `release`. Until then, the owner cannot resize, release or unmap the memory.
 
@@ -97,8 +97,8 @@ class PinnedView:
     def __init__(self, memory: memoryview) -> None:
         if not memory.c_contiguous:
             raise ValueError("memory of a transfer must be contiguous")
-        self.length = memory.nbytes  # bytes
-        # `address` is 0 if the memory is empty. `_export` keeps the memory alive; ``None`` after `release`.
+        self.length = memory.nbytes  # in bytes
+        # `address` is 0 if the memory is empty. `_export` keeps the memory alive and is ``None`` after `release`.
         if memory.readonly:
             view = _PyBuffer()
             ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(memory), ctypes.byref(view), 0)
@@ -131,7 +131,7 @@ class _PyBuffer(ctypes.Structure):
 
 
 class _ReadOnlyExport:
-    """Export of read-only memory, which a write may use but `from_buffer` does not accept."""
+    """Export of read-only memory. A write may use such memory, but `from_buffer` does not accept it."""
 
     __slots__ = ("_view",)
 
@@ -146,8 +146,8 @@ def pin_request(op: Op, file: DataFile, offset: int, memory: memoryview) -> Pinn
     """Validate a request and return its memory, pinned.
 
     Raises:
-        ValueError: if the request is empty, if offset, length or address is negative or misaligned, if the memory is
-            not contiguous, or if a read has read-only memory as its target.
+        ValueError: if the request is empty or misaligned, if the offset is negative, if the memory is not contiguous,
+            or if the memory for a read is read-only.
     """
     if offset < 0:
         raise ValueError(f"{op.value} of {file.path}: offset {offset} is negative")
@@ -165,7 +165,7 @@ def pin_request(op: Op, file: DataFile, offset: int, memory: memoryview) -> Pinn
 
 
 def transfer_error(ticket: Ticket, code: int | None, at: int) -> StorageError:
-    """Return the error of a transfer that stopped `at` bytes after its start. Without errno, it made no progress."""
+    """Return the error of a transfer that stopped after `at` bytes. Without a `code`, the transfer made no progress."""
     where = f"stopped at byte {ticket.offset + at}"
     if code is None:
         where += ": end of file" if ticket.op is Op.READ else ": the device accepts no more bytes"

@@ -1,7 +1,7 @@
-"""Engine that limits the rate at which another engine receives requests for the files of a folder.
+"""Engine that limits the rate at which another engine receives requests for the files in a folder.
 
-It serves drives that several jobs share: the daemon of the node assigns a rate to each job (`infinity.run.pacing`).
-Without a rate, requests pass through immediately.
+It is used on drives that several runs share: the node daemon assigns a rate to each run (`infinity.run.pacing`).
+Without a rate, requests are forwarded immediately.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from infinity.io.engine import DataFile, Engine, Op, Ticket
 from infinity.io.files import PinnedView, join_threads, pin_request
 
 _BURST_SECONDS = 0.1
-"""Amount that an idle file may transfer at once, in seconds of its rate."""
-_LONGEST_SLEEP = 60.0  # seconds; waits have a maximum timeout
+"""Amount of data that may be transferred at once after an idle period, as seconds at the current rate."""
+_LONGEST_SLEEP = 60.0  # seconds; waits must have a finite timeout
 
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """Request that waits for its turn. The pacing thread submits it exactly once."""
+    """Request that waits to be forwarded. The pacing thread submits it exactly once."""
 
     ticket: Ticket
     file: DataFile
@@ -35,53 +35,55 @@ class _Request:
 
 @dataclass(eq=False, slots=True)
 class _Bucket:
-    """Token bucket of a folder. A request may start while there is a token, and takes one token per byte.
+    """Token bucket of a folder. A request may start unless the number of tokens is negative, and takes one per byte.
 
-    The number of tokens may become negative, so a request larger than the bucket waits only for its predecessors. All
+    The number of tokens may become negative, so a request larger than the bucket waits only for earlier requests. All
     attributes are guarded by the engine's condition.
     """
 
     rate: float
-    """Tokens added per second, i.e. bytes per second."""
+    """Number of tokens added per second, which is the rate in bytes per second."""
     tokens: float = 0.0
-    """Number of tokens. Negative after a request that exceeded them."""
+    """Number of tokens. Negative after a request larger than the available number."""
     filled: float = field(default_factory=time.monotonic)
-    """Time at which tokens were last added, in seconds of `time.monotonic`."""
+    """Time at which tokens were last added, from `time.monotonic`."""
     waiting: deque[_Request] = field(default_factory=deque)
-    """Requests in order of arrival."""
+    """Waiting requests in order of arrival."""
 
     def seconds_left(self, now: float) -> float:
-        """Add the tokens since the last call. Return the seconds until the next request may start, or 0."""
+        """Add the tokens accrued since the last call. Return the seconds until the next request may start, or 0."""
         self.tokens = min(self.tokens + (now - self.filled) * self.rate, self.rate * _BURST_SECONDS)
         self.filled = now
         return max(0.0, -self.tokens / self.rate)
 
 
 class PacedEngine:
-    """Forwards requests to another engine. Requests for a folder with a rate wait for their turn.
+    """Forwards requests to another engine. Requests for a folder with a rate may have to wait.
 
-    Life cycle: initially *open*, without rates and without a thread. The first rate starts the pacing thread. When the
-    rate of a folder is removed, its waiting requests are forwarded at once. `close` removes all rates, ends the
-    thread, and closes the other engine, which completes its requests.
+    Life cycle: initially there are no rates and no thread. The first rate starts the pacing thread. When the rate of
+    a folder is removed, its waiting requests are forwarded at once. `close` removes all rates, ends the thread, and
+    closes the other engine, which completes its requests.
 
-    If the other engine rejects a request after its wait, the error is reported by the ticket of the request.
+    If the other engine rejects a request that has waited, the ticket of the request reports the error.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._changed = threading.Condition()
-        """Guards the following attributes. Notified when the pacing thread may have work."""
+        """Guards the attributes below. Notified when there may be work for the pacing thread."""
         self._buckets: dict[str, _Bucket] = {}
-        """Token bucket by folder. The dict is replaced, never modified, so `submit` can read it without the lock."""
+        """Token bucket for each folder. The dict is replaced, never modified, so `submit` can read it without the
+        lock.
+        """
         self._released: deque[_Request] = deque()
-        """Requests that waited for a rate that has been removed."""
+        """Requests that were waiting when the rate of their folder was removed."""
         self._thread: threading.Thread | None = None
         """Thread that forwards waiting requests. Started with the first rate."""
         self._closed = False
 
     @property
     def name(self) -> str:
-        """Name of the engine that transfers the bytes."""
+        """Name of the engine that transfers the data."""
         return self._engine.name
 
     def open(self, path: str, *, create: bool = False) -> DataFile:
@@ -89,11 +91,11 @@ class PacedEngine:
         return self._engine.open(path, create=create)
 
     def register(self, memory: memoryview) -> None:
-        """Register memory with the engine that transfers the bytes."""
+        """Register memory with the engine that transfers the data."""
         self._engine.register(memory)
 
     def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
-        """Forward a transfer, now or after its wait. Raises `ValueError` (misaligned, empty) or `InfinityError`."""
+        """Forward a transfer, immediately or later. Raises `ValueError` (misaligned or empty) or `InfinityError`."""
         if not self._buckets or (folder := os.path.dirname(file.path)) not in self._buckets:
             return self._engine.submit(op, file, offset, memory)
         pinned = pin_request(op, file, offset, memory)
@@ -108,10 +110,11 @@ class PacedEngine:
         return self._engine.submit(op, file, offset, memory)
 
     def pace(self, rates: Mapping[str, float]) -> None:
-        """Set the rates of folders; all other folders have no limit. Does nothing after `close`.
+        """Set the rates of folders. Folders that are not listed have no limit. Does nothing after `close`.
 
         Args:
-            rates: Bytes per second by folder, greater than 0, for all files and both directions together.
+            rates: bytes per second for each folder, greater than 0. The rate covers all files in the folder, and
+                reads and writes together.
         """
         with self._changed:
             if self._closed or (not rates and not self._buckets):
@@ -134,7 +137,7 @@ class PacedEngine:
         self._engine.sync(file)
 
     def forget(self, file: DataFile) -> None:
-        """Close a file that has no request in flight."""
+        """Close a file that has no requests in flight."""
         self._engine.forget(file)
 
     def close(self) -> None:
@@ -151,12 +154,12 @@ class PacedEngine:
         while (due := self._due()) is not None:
             while due:
                 ticket, moved = self._hand_on(due.popleft())
-                # No reference to the request is left here, so that its memory can be freed when the transfer has ended.
+                # Keep no reference to the request here, so that its memory can be freed when the transfer has ended.
                 if moved is not None:
                     moved.on_done(partial(_end, ticket))
 
     def _due(self) -> deque[_Request] | None:
-        """Wait until requests may start and return them. Return ``None`` at the end."""
+        """Wait until requests may start, and return them. Return ``None`` after `close`, when no request waits."""
         with self._changed:
             while True:
                 due, self._released = self._released, deque()
@@ -178,13 +181,13 @@ class PacedEngine:
                 self._changed.wait(None if sleep is None else min(sleep, _LONGEST_SLEEP))
 
     def _hand_on(self, request: _Request) -> tuple[Ticket, Ticket | None]:
-        """Return the ticket of a request, and the ticket of the other engine if it accepts the request."""
         ticket = request.ticket
         try:
             return ticket, self._engine.submit(ticket.op, request.file, ticket.offset, request.memory)
-        except Exception as error:  # on the pacing thread: the ticket must report it, or its waiter would block forever
+        # on the pacing thread: the ticket must report the error, because its waiter would otherwise block forever
+        except Exception as error:
             failed = error if isinstance(error, InfinityError) else InfinityError(repr(error))
-            failed = failed.with_traceback(None)  # because its frames refer to the request's memory
+            failed = failed.with_traceback(None)  # its frames refer to the request's memory
         finally:
             request.pinned.release()
         ticket.complete(failed)
@@ -193,5 +196,5 @@ class PacedEngine:
 
 def _end(ticket: Ticket, moved: Ticket) -> None:
     ticket.retries = moved.retries
-    ticket.started = ticket.submitted  # the wait for the rate counts as time of the drive
+    ticket.started = ticket.submitted  # waiting for the rate counts as time spent in the drive
     ticket.complete(moved.error)

@@ -1,18 +1,18 @@
 """One io_uring instance, accessed through raw system calls with `ctypes`.
 
-For layout and constants, see include/uapi/linux/io_uring.h. All methods must be called by the thread that created the
-ring. The kernel then processes completions only in that thread (DEFER_TASKRUN), never interrupts another thread, and
-never cancels requests because the submitting thread has ended.
+For the layout and the constants, see include/uapi/linux/io_uring.h. All methods must be called by the thread that
+created the ring. The kernel then processes completions only on that thread (DEFER_TASKRUN), never interrupts other
+threads, and never cancels requests because the submitting thread has ended.
 
 [Note: memory order] liburing accesses heads and tails with acquire and release semantics, but Python has only plain
-loads and stores. These are sufficient for submissions: without a polling thread of the kernel (SQPOLL, not used here),
-the kernel reads the submission queue only inside `enter`, on this thread, and a thread sees its own stores in order.
+loads and stores. These are sufficient for submissions: without a kernel polling thread (SQPOLL, not used here), the
+kernel reads the submission queue only inside `enter`, on this thread, and a thread sees its own stores in order.
 
-Plain loads are sufficient for completions since kernel 6.1, because with DEFER_TASKRUN the kernel writes completions
-inside `enter` on this thread as well. Older kernels may write them at any time from another processor: first the entry,
-then the tail. In that case the processor must not reorder loads, which holds for x86-64. The interpreter does not
-reorder them either, because the tail is loaded by one call and each entry by a later one. On other processors, `_setup`
-rejects such a kernel. An outdated tail is harmless: the next `reap` returns the missing completions.
+For completions, plain loads are sufficient since kernel 6.1, because with DEFER_TASKRUN the kernel also writes
+completions inside `enter`, on this thread. Older kernels may write them at any time from another CPU: first the
+entry, then the tail. In that case the CPU must not reorder loads, which holds for x86-64. The interpreter does not
+reorder them either, because one call loads the tail and later calls load the entries. On other CPUs, `_setup` rejects
+such a kernel. An outdated tail is harmless: the next `reap` returns the missing completions.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ NOP, READ_FIXED, WRITE_FIXED, READ, WRITE = 0, 4, 5, 22, 23
 """Operation codes."""
 
 FIXED_PIECE_BYTES = 1 << 30
-"""The kernel registers at most 1 GiB as one buffer."""
+"""Maximum size of a registered buffer: 1 GiB, a limit of the kernel."""
 
 FIXED_PIECES = 1024
-"""Size of the table of registered buffers, in pieces."""
+"""Number of entries in the table of registered buffers."""
 
 _SYS_SETUP, _SYS_ENTER, _SYS_REGISTER = 425, 426, 427
 _SETUP_CLAMP, _SETUP_SINGLE_ISSUER, _SETUP_DEFER_TASKRUN = 1 << 4, 1 << 12, 1 << 13
@@ -91,7 +91,7 @@ class _Iovec(ctypes.Structure):
 
 
 class RingRefusedError(InfinityError):
-    """Raised if the kernel, the seccomp profile of a container, or a sysctl does not allow io_uring."""
+    """The kernel, the seccomp profile of a container, or a sysctl does not allow io_uring."""
 
     def __init__(self, code: int, call: str = "io_uring") -> None:
         self.errno = code
@@ -102,11 +102,11 @@ class Ring:
     """Submission queue and completion queue.
 
     Args:
-        entries: Maximum number of submissions between two calls of `enter`. The kernel rounds up to a power of two and
-            clamps the value to 32768.
+        entries: maximum number of submissions between two calls of `enter`. The kernel rounds the value up to a power
+            of two and limits it to 32768.
 
     Raises:
-        RingRefusedError: if the kernel does not allow the ring or its use, or is older than 5.6.
+        RingRefusedError: if the kernel does not allow creating or using the ring, or is older than 5.6.
     """
 
     def __init__(self, entries: int) -> None:
@@ -114,9 +114,9 @@ class Ring:
         self.entries = int(params.sq_entries)
         """Capacity of the submission queue."""
         self._pending = 0
-        """Number of pushed submissions that the kernel has not taken. Changed by `push` and `enter`."""
+        """Number of pushed submissions that the kernel has not consumed. Changed by `push` and `enter`."""
         self._sparse: bool | None = None
-        """``True`` if registered buffers can be added one after the other. ``None`` until `register` has tried it."""
+        """``True`` if buffers can be registered one after the other. ``None`` until `register` has tried it."""
         try:
             if params.features & _NEEDED != _NEEDED:
                 raise RingRefusedError(errno.ENOSYS)
@@ -128,20 +128,21 @@ class Ring:
             raise
         # `_map` contains both index rings and the completions in the kernel's layout; `_sqes` contains the submissions.
         self._words = memoryview(self._map).cast("I")
-        """`_map` as 32-bit words. An aligned word is loaded and stored atomically."""
+        """`_map` as 32-bit words. Loads and stores of an aligned word are atomic."""
         self._sq_tail_at, self._cq_tail_at = params.sq.tail // 4, params.cq.tail // 4
         self._cq_head_at, self._cqes_at = params.cq.head // 4, params.cq.cqes
-        # The first three are indices into `_words`, the last one is an offset into `_map`.
+        # The first three are indices into `_words`; the last one is an offset into `_map`.
         self._sq_mask, self._cq_mask = params.sq_entries - 1, params.cq_entries - 1
         self._tail = self._head = 0
         """Local copies of the submission tail (changed by `push`) and of the completion head (changed by `reap`),
-        modulo 2**32. Only this object changes them."""
+        modulo 2**32. Only this object changes their originals.
+        """
         for index in range(params.sq_entries):
             self._words[params.sq.array // 4 + index] = index
         self._try()
 
     def _try(self) -> None:
-        """Submit one no-op, because a seccomp profile may allow the setup of a ring but not its use."""
+        """Submit one no-op, because a seccomp profile may allow creating a ring but not using it."""
         self.push(NOP, -1, 0, 0, 0, 0)
         code = errno.EAGAIN
         for _ in range(_TRIES):
@@ -156,7 +157,7 @@ class Ring:
         raise RingRefusedError(code, "io_uring_enter")
 
     def push(self, opcode: int, fd: int, address: int, length: int, offset: int, data: int, piece: int = 0) -> None:
-        """Add a submission to the queue; `enter` passes it to the kernel.
+        """Add a submission to the queue. `enter` passes it to the kernel.
 
         The caller must push fewer than `entries` submissions between two calls of `enter`.
         """
@@ -167,10 +168,10 @@ class Ring:
         self._pending += 1
 
     def enter(self, wait_for: int) -> None:
-        """Submit pushed entries and wait for `wait_for` completions, without the GIL.
+        """Submit pushed entries and wait for `wait_for` completions, without holding the GIL.
 
-        The call may return early, e.g. after a signal or a temporary lack of memory. Entries that were not submitted
-        are submitted by the next call.
+        The call may return early, for example after a signal or a temporary lack of memory. Entries that were not
+        submitted are submitted by the next call.
 
         Raises:
             OSError: if the ring is broken.
@@ -184,14 +185,14 @@ class Ring:
             raise OSError(code, os.strerror(code), "io_uring_enter")
 
     def reap(self) -> list[tuple[int, int]]:
-        """Return (data, result) of every available completion. A negative result is a negated errno."""
+        """Return (data, result) for every available completion. A negative result is a negated errno."""
         tail = self._words[self._cq_tail_at]  # a plain load, before the loads of the entries [Note: memory order]
         found: list[tuple[int, int]] = []
         while self._head != tail:
             data, result, _ = _CQE.unpack_from(self._map, self._cqes_at + ((self._head & self._cq_mask) << 4))
             found.append((data, result))
             self._head = (self._head + 1) & _MASK
-        # Stored after the entries have been copied, because the kernel may overwrite them from now on.
+        # Stored after the entries have been copied, because the kernel may then overwrite them.
         self._words[self._cq_head_at] = self._head
         return found
 
@@ -201,7 +202,7 @@ class Ring:
         Kernels before 5.19 accept only one call of this method.
 
         Raises:
-            OSError: EPERM or ENOMEM for the locked-memory limit; EBUSY for a second call on an old kernel.
+            OSError: EPERM or ENOMEM if the locked-memory limit is exceeded; EBUSY for a second call on an old kernel.
         """
         vectors = (_Iovec * len(pieces))(*(_Iovec(address, length) for address, length in pieces))
         if self._sparse is None:
@@ -229,7 +230,7 @@ class Ring:
 
 def _setup(entries: int) -> tuple[_Params, int]:
     choices = [_SETUP_CLAMP | _SETUP_SINGLE_ISSUER | _SETUP_DEFER_TASKRUN]
-    if platform.machine() == "x86_64":  # kernels before 6.1 [Note: memory order]
+    if platform.machine() == "x86_64":  # for kernels before 6.1 [Note: memory order]
         choices.append(_SETUP_CLAMP)
     for flags in choices:
         params = _Params(flags=flags)
@@ -247,14 +248,14 @@ def _refusal(code: int) -> str:
         try:
             with open("/proc/sys/kernel/io_uring_disabled") as file:
                 if file.read().strip() != "0":
-                    return "sysctl kernel.io_uring_disabled"
+                    return "disabled by sysctl kernel.io_uring_disabled"
         except OSError:
             pass
-        return "probably the seccomp profile of the container"
+        return "probably blocked by the container's seccomp profile"
     if code == errno.ENOSYS:
-        return "the kernel has no io_uring or is older than 5.6, or a seccomp profile blocks it"
+        return "the kernel does not support io_uring or is older than 5.6, or a seccomp profile blocks it"
     if code == errno.EINVAL and platform.machine() != "x86_64":
         return f"the kernel is older than 6.1 on {platform.machine()}, which reorders loads"
     if code == errno.ENOMEM:
-        return "limit of locked memory, see ulimit -l"
+        return "the locked-memory limit is too low, see ulimit -l"
     return os.strerror(code)

@@ -1,4 +1,4 @@
-"""Selection of an I/O engine."""
+"""Selection of the I/O engine."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _log = logging.getLogger(__name__)
 
 
 def open_engine(config: StorageConfig, why: str = "") -> tuple[Engine, str]:
-    """Return a running engine and the reason for choosing it. The reason is logged.
+    """Return a running engine and the reason for choosing it. The reason is also logged.
 
     Args:
-        config: Storage settings. For ``auto``, io_uring is used if the kernel allows it.
-        why: Reason for the engine in `config`, if it was not set by the user.
+        config: storage settings. ``auto`` means io_uring if the kernel allows it.
+        why: reason for the engine in `config`, if it was not set by the user.
 
     Raises:
         ConfigError: if `storage.engine` is ``io_uring``, but the kernel does not allow it.
@@ -32,7 +32,7 @@ def open_engine(config: StorageConfig, why: str = "") -> tuple[Engine, str]:
 
 @cache
 def _say_once(reason: str) -> None:
-    _log.warning("%s. Using the thread engine instead, which needs more CPU time.", reason)
+    _log.warning("%s. Using the thread engine instead, which uses more CPU time.", reason)
 
 
 def _choose(config: StorageConfig, why: str) -> tuple[Engine, str]:
@@ -47,4 +47,4 @@ def _choose(config: StorageConfig, why: str) -> tuple[Engine, str]:
         return ThreadEngine(config.queue_depth, config.request_bytes), str(error)
     if config.engine == "io_uring":
         return engine, "set by storage.engine"
-    return engine, why or "io_uring available"
+    return engine, why or "io_uring is available"

@@ -1,10 +1,10 @@
-"""Thread engine: transfers with `preadv` and `pwritev`, which release the GIL. Works on all systems.
+"""Thread engine: transfers data with `preadv` and `pwritev`, which release the GIL. Works on all systems.
 
 It is the fallback if io_uring is not available, and the reference implementation of the interface.
 
 Life cycle of a request: `submit` divides it into chunks, which wait in one queue. Each chunk is transferred by one
-thread, with as many calls as needed. The thread that ends the last chunk completes the ticket. After the first error,
-the remaining chunks are counted but not transferred.
+thread, in as many calls as necessary. The thread that ends the last chunk completes the ticket. After the first
+error, the remaining chunks are counted but not transferred.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ _MOST_RETRIES = 1000
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """One transfer."""
-
     ticket: Ticket
     file: DataFile
     pinned: PinnedView
     memory: memoryview
-    chunks_left: int  # not ended yet; changed under the engine's lock by any of its threads
-    # Error of a chunk. Threads may set it concurrently without the lock. Each value is valid, and a thread that does
-    # not see it yet transfers a chunk too many, which is harmless. The thread that reads it has ended the last chunk
-    # under the lock, so all other threads have set theirs before.
+    chunks_left: int  # number of chunks that have not ended; changed under the engine's lock by any of its threads
+    # Error of a chunk. Threads may set it concurrently without the lock; each of the values is valid. A thread that
+    # does not see it yet transfers one chunk too many, which is harmless. The thread that reads it has ended the last
+    # chunk under the lock, so all other threads have set their values before.
     error: InfinityError | None = None
 
 
@@ -52,10 +50,10 @@ class _Chunk:
 
 
 class ThreadEngine:
-    """Transfers each chunk of at most `request_bytes` in one of `queue_depth` threads (at most 32), in order.
+    """Transfers chunks of at most `request_bytes` on `queue_depth` threads (at most 32), in order of submission.
 
-    The number of threads is also the number of chunks in flight. Life cycle: open after construction. After `close`, no
-    request is accepted, submitted requests complete, and the threads end.
+    The number of threads is also the maximum number of chunks in flight. Life cycle: the engine is open after
+    construction. After `close`, it accepts no requests, submitted requests complete, and the threads end.
     """
 
     name = "threads"
@@ -64,9 +62,9 @@ class ThreadEngine:
         self._request_bytes = request_bytes
         self._files = FileTable()
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
-        """Chunks that no thread has taken, in order. ``None`` ends one thread."""
+        """Chunks that no thread has taken yet, in order of submission. ``None`` ends one thread."""
         self._lock = threading.Lock()
-        """Guards `_closed` and `chunks_left` of every request, so that no chunk is queued after the end markers."""
+        """Guards `_closed`, and `chunks_left` of every request, so that no chunk is queued after the end markers."""
         self._closed = False
         """``True`` if no more requests are accepted. Set by `close`."""
         self._threads = [
@@ -81,7 +79,7 @@ class ThreadEngine:
         return self._files.open(path, create=create)
 
     def register(self, memory: memoryview) -> None:
-        """Do nothing, because `preadv` does not use registered memory."""
+        """Do nothing, because `preadv` and `pwritev` do not use registered memory."""
 
     def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
         """Queue a transfer. See `Engine.submit`."""
@@ -102,7 +100,7 @@ class ThreadEngine:
         self._files.sync(file)
 
     def forget(self, file: DataFile) -> None:
-        """Close a file that has no request in flight."""
+        """Close a file that has no requests in flight."""
         self._files.forget(file)
 
     def close(self) -> None:

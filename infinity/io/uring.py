@@ -1,14 +1,14 @@
 """io_uring engine: a few rings, each with one thread that submits requests and reaps completions.
 
-`submit` only appends to a list and, if a thread sleeps, wakes it through an eventfd. The thread divides requests into
-chunks and keeps at most its part of `queue_depth` of each file in the kernel. It submits all new chunks and waits for
-completions in a single system call. Files take turns, so that a slow drive does not delay the others. Only this thread
-touches the ring (see `ring.py` for the reason).
+`submit` only appends to a list and, if the thread sleeps, wakes it through an eventfd. The thread divides requests
+into chunks and keeps at most its part of `queue_depth` chunks per file in the kernel. It submits all new chunks and
+waits for completions in a single system call. Chunks of different files are submitted in alternation, so that a slow
+drive does not delay the others. Only this thread accesses the ring (see `ring.py` for the reason).
 
-Life cycle of a request: incoming (after `submit`), backlog (taken by the thread), chunks in the kernel (resubmitted if
-one was short or interrupted), and completion of its ticket when all chunks have ended. After the first error, the
-remaining chunks are not submitted. The ticket completes with that error only when the chunks in the kernel have ended,
-so that the kernel never writes to memory that the caller has reused. For a broken ring, see `_abandon`.
+Life cycle of a request: incoming (after `submit`), backlog (taken by the thread), chunks in the kernel (resubmitted
+after a partial or interrupted transfer), and completion of its ticket when all chunks have ended. After the first
+error, the remaining chunks are not submitted. The ticket completes with this error only when the chunks in the kernel
+have ended, so that the kernel never writes to memory that the caller has reused. For a broken ring, see `_abandon`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ from infinity.units import align_down
 _log = logging.getLogger(__name__)
 
 RINGS = 2
-"""Number of rings. With two rings, a step that is limited by the drive took 10 % less time than with one, on two cores
-that also compute. Four rings were not faster."""
+"""Number of rings. With two rings, drive-limited steps took 10% less time than with one, on two cores that also
+computed. Four rings were not faster.
+"""
 _MOST_RETRIES = 1000
 _MOST_SLOTS = 4096
-"""Maximum number of chunks of a ring in the kernel. The limit of io_uring itself is 32768."""
+"""Maximum number of chunks per ring in the kernel. The limit of io_uring itself is 32768."""
 _WAKE = (1 << 64) - 1
-"""`data` of the read of `_wake_fd`. No slot has this number."""
+"""`data` for the read of `_wake_fd`. No slot has this number."""
 _LAST_ADDRESS = (1 << 64) - 1
 """Highest end address of registered memory."""
 _RETRY_ERRORS = (-errno.EAGAIN, -errno.EINTR)
@@ -49,13 +50,13 @@ _RETRY_ERRORS = (-errno.EAGAIN, -errno.EINTR)
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """One transfer. Changed only by the thread of its ring."""
+    """Request in progress. Changed only by the thread of its ring."""
 
     ticket: Ticket
     file: DataFile
     pinned: PinnedView
-    cursor: int = 0  # bytes that have been divided into chunks; all bytes after an error
-    chunks: int = 0  # chunks that have not ended
+    cursor: int = 0  # number of bytes that have been divided into chunks; all bytes after an error
+    chunks: int = 0  # number of chunks that have not ended
     error: StorageError | None = None  # first error of a chunk
 
 
@@ -70,17 +71,17 @@ class _Chunk:
 
 
 class UringEngine:
-    """Transfers chunks of at most `request_bytes` with io_uring, with at most `queue_depth` of each file in flight.
+    """Transfers chunks of at most `request_bytes` with io_uring, at most `queue_depth` per file at a time.
 
-    The total number of chunks in flight is limited to `queue_depth` for each of `paths`, because a run has one file per
+    The total number of chunks in flight is limited to `queue_depth` times `paths`, because a run has one file per
     path. Each request goes to the ring with the fewest requests for its file. Each ring has its own thread
     (`RingThread`): while one thread waits for the GIL or verifies a page, the others keep the drives busy.
 
-    Life cycle: open after construction. After `close`, no request is accepted, submitted requests complete, and the
-    threads end. A broken ring accepts no more requests, which ends the run.
+    Life cycle: the engine is open after construction. After `close`, it accepts no requests, submitted requests
+    complete, and the threads end. A broken ring accepts no more requests, which ends the run.
 
     Raises:
-        RingRefusedError: if io_uring is not available. The message states the reason.
+        RingRefusedError: if io_uring is not available. The message contains the reason.
     """
 
     name = "io_uring"
@@ -89,7 +90,7 @@ class UringEngine:
         self._files = FileTable()
         try:
             self._rings = _open_rings(min(rings, queue_depth), queue_depth, request_bytes, paths)
-        except RingRefusedError:  # one ring may fit into the limits of locked memory and descriptors
+        except RingRefusedError:  # a single ring may fit within the limits for locked memory and descriptors
             self._rings = _open_rings(1, queue_depth, request_bytes, paths)
 
     def open(self, path: str, *, create: bool = False) -> DataFile:
@@ -99,9 +100,9 @@ class UringEngine:
     def register(self, memory: memoryview) -> None:
         """Pin `memory` in the kernel, so that transfers do not have to look up its pages.
 
-        If the process lacks the permission or exceeds its locked-memory limit (EPERM, ENOMEM; each ring counts), a
-        message is logged, and transfers use unregistered memory. The memory cannot be freed before the engine is
-        closed.
+        If the process lacks the permission or exceeds its locked-memory limit (EPERM, ENOMEM; each ring counts
+        separately), a message is logged, and transfers use unregistered memory. The memory cannot be freed before the
+        engine is closed.
 
         Raises:
             InfinityError: if the engine is closed.
@@ -113,7 +114,7 @@ class UringEngine:
         """Queue a transfer. See `Engine.submit`."""
         pinned = pin_request(op, file, offset, memory)
         self._files.require(file, op, offset, pinned.length)
-        # Read without locks, because the choice of a ring with one request more is just as good.
+        # Read without locks, because a ring with one request more is just as good a choice.
         return min(self._rings, key=lambda ring: ring.load(file)).submit(op, file, offset, pinned)
 
     def sync(self, file: DataFile) -> None:
@@ -121,11 +122,11 @@ class UringEngine:
         self._files.sync(file)
 
     def forget(self, file: DataFile) -> None:
-        """Close a file that has no request in flight."""
+        """Close a file that has no requests in flight."""
         self._files.forget(file)
 
     def close(self) -> None:
-        """Complete submitted requests, then end threads, rings and files. Idempotent. Raises `StallError`."""
+        """Complete submitted requests, then close threads, rings and files. Idempotent. Raises `StallError`."""
         for ring in self._rings:
             ring.end()
         join_threads([ring.thread for ring in self._rings])
@@ -147,13 +148,13 @@ def _open_rings(number: int, queue_depth: int, request_bytes: int, paths: int) -
 
 
 class RingThread:
-    """One ring and its thread, with at most `queue_depth` chunks of each file in flight.
+    """One ring and its thread, with at most `queue_depth` chunks per file in flight.
 
-    Life cycle: open after construction. After `end`, or if the ring is broken, no request is accepted, submitted
-    requests complete, and the thread ends.
+    Life cycle: the ring is open after construction. After `end`, or if the ring is broken, it accepts no requests,
+    submitted requests complete, and the thread ends.
 
     Raises:
-        RingRefusedError: if io_uring is not available. The message states the reason.
+        RingRefusedError: if io_uring is not available. The message contains the reason.
     """
 
     def __init__(self, queue_depth: int, request_bytes: int, paths: int) -> None:
@@ -161,45 +162,47 @@ class RingThread:
         self._most = min(queue_depth * paths, _MOST_SLOTS)
         """Maximum number of chunks in the kernel."""
         self._lock = threading.Lock()
-        """Guards the attributes up to `_wake_fd`, which are shared with the thread."""
+        """Guards the attributes from here to `_wake_fd`, which are shared with the thread."""
         self._incoming: list[_Request] = []
-        """Requests that the thread has not taken. `submit` adds to it."""
+        """Requests that the thread has not taken yet. `submit` adds to the list."""
         self._commands: list[Callable[[], None]] = []
-        """Other functions for the thread to run. `register` adds to it."""
+        """Functions for the thread to run. `register` adds to the list."""
         self._outstanding = 0
-        """Number of requests whose tickets have not completed. `submit` adds, the thread subtracts."""
+        """Number of requests whose tickets have not completed. `submit` increments it; the thread decrements it."""
         self._of_file: Counter[DataFile] = Counter()
-        """The same by file. Files without requests are not included."""
+        """Number of such requests for each file. Files without requests are not included."""
         self._asleep = False
         """``True`` if the thread waits in the kernel or is about to, so that only a write to `_wake_fd` wakes it.
 
-        The thread sets it under the lock when it has found no work. Therefore every later `submit` sees it. `_wake`
-        clears it under the lock. The thread also clears it without the lock, but checks `_incoming` again before it
-        sleeps, and an unnecessary wake-up is harmless."""
+        The thread sets it under the lock when it has found no work, so every later `submit` sees it. `_wake` clears
+        it under the lock. The thread also clears it without the lock, but it checks `_incoming` again before it
+        sleeps, and an unnecessary wake-up is harmless.
+        """
         self._closed = False
         """``True`` if no more requests are accepted. Set by `end`, or by the thread if the ring is broken."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
-        """Eventfd that wakes the thread. The thread closes it at its end."""
-        # Only the thread uses the following attributes, except for `_start`, which runs before the thread.
+        """Eventfd that wakes the thread. The thread closes it when it ends."""
+        # Only the thread uses the attributes below, except for `_start`, which runs before the thread.
         self._backlog: dict[DataFile, deque[_Request]] = {}
-        """Requests that have not been divided into chunks completely, by file and in order. Files without requests are
-        not included."""
+        """Requests that have not been completely divided into chunks, by file and in order of submission. Files
+        without requests are not included.
+        """
         self._in_kernel: Counter[DataFile] = Counter()
-        """Number of chunks in the kernel by file. Files without chunks are not included."""
+        """Number of chunks in the kernel for each file. Files without chunks are not included."""
         self._again: deque[_Chunk] = deque()
-        """Chunks that were short or interrupted. They are resubmitted before any others."""
+        """Chunks whose transfer was partial or interrupted. They are resubmitted before any other chunks."""
         self._slots: list[_Chunk | None] = []
-        """Chunk in the kernel by slot. The slot number is returned with the completion."""
+        """Chunk in the kernel for each slot. The completion returns the slot number."""
         self._free: list[int] = []
         """Slots without a chunk."""
         self._wake_armed = False
-        """``True`` if a read of `_wake_fd` is in the ring, so that a write ends the wait."""
+        """``True`` if a read of `_wake_fd` is in the ring, so that a write to it ends the wait."""
         self._wake_count = ctypes.create_string_buffer(8)
-        """Buffer of that read, eight bytes."""
+        """Buffer for this read, eight bytes."""
         self._pieces: list[tuple[int, int]] = []
-        """Registered memory as (address, end), sorted."""
+        """Registered memory as sorted pairs (address, end)."""
         self._piece_numbers: list[int] = []
-        """Number of each of `_pieces` in the ring."""
+        """Buffer number in the ring for each of `_pieces`."""
         self._registered: list[PinnedView] = []
         """Keeps registered memory alive. Released when the thread ends."""
         self._ring: Ring
@@ -232,7 +235,7 @@ class RingThread:
         return self._of_file.get(file, 0), self._outstanding
 
     def submit(self, op: Op, file: DataFile, offset: int, pinned: PinnedView) -> Ticket:
-        """Queue a transfer of an open file. Raises `InfinityError` if no more requests are accepted."""
+        """Queue a transfer for an open file. Raises `InfinityError` if no more requests are accepted."""
         ticket = Ticket(op, file.path, offset, pinned.length)
         request = _Request(ticket, file, pinned)
         with self._lock:
@@ -251,7 +254,7 @@ class RingThread:
             self._wake()
 
     def _wake(self) -> None:
-        # Called with the lock held, because the thread closes the descriptor and clears `_asleep` under it.
+        # The caller must hold the lock, because the thread closes the descriptor and clears `_asleep` under it.
         if self._asleep:
             self._asleep = False
             os.eventfd_write(self._wake_fd, 1)
@@ -278,7 +281,7 @@ class RingThread:
             os.close(self._wake_fd)
             raise refused[0]
 
-    # The following methods run in the thread.
+    # The methods below run on the thread.
 
     def _run(self, ring: Ring) -> None:
         self._ring = ring
@@ -305,7 +308,7 @@ class RingThread:
                 pinned.release()
 
     def _prepare(self) -> bool:
-        """Push all chunks that fit. Return whether there is anything to wait for."""
+        """Push all chunks that fit. Return ``False`` if the thread should end."""
         while True:
             self._push_chunks()
             with self._lock:
@@ -317,13 +320,13 @@ class RingThread:
                 elif not commands:
                     if self._closed and not self._outstanding:
                         return False
-                    # If all slots are taken, a completion arrives before there is room: no wake-up is needed.
+                    # If all slots are taken, no wake-up is needed, because a completion must arrive first.
                     asleep = self._asleep = bool(self._free)
                     break
             for command in commands:
                 command()
-        # Uses the local copy, because `_wake` may have cleared `_asleep` and written since the lock was released. If
-        # the read is pushed in that case, it ends at once. Without the read, no write could end the wait.
+        # This uses the local copy, because `_wake` may have cleared `_asleep` and written to the eventfd since the lock
+        # was released. In that case the read ends at once. Without the read, no write could end the wait.
         if asleep and not self._wake_armed:
             self._ring.push(uapi.READ, self._wake_fd, ctypes.addressof(self._wake_count), 8, 0, _WAKE)
             self._wake_armed = True
@@ -341,7 +344,6 @@ class RingThread:
                 files.append(file)
 
     def _next_chunk(self, file: DataFile) -> _Chunk | None:
-        """Return the next chunk of a file, or ``None`` if its requests have been divided completely."""
         backlog = self._backlog[file]
         while backlog:
             request = backlog[0]
@@ -375,7 +377,6 @@ class RingThread:
         self._ring.push(opcode, request.file.fd, address, length, ticket.offset + start, slot, piece)
 
     def _piece_of(self, address: int, length: int) -> int | None:
-        """Return the number of the registered piece that contains this memory, or ``None``."""
         at = bisect.bisect_right(self._pieces, (address, _LAST_ADDRESS)) - 1
         if at < 0 or address + length > self._pieces[at][1]:
             return None
@@ -391,7 +392,7 @@ class RingThread:
         self._in_kernel[request.file] -= 1
         if not self._in_kernel[request.file]:
             del self._in_kernel[request.file]
-        # Every result is inspected: complete, interrupted, failed, short, or without progress.
+        # All possible results are handled: complete, interrupted, failed, partial, or without progress.
         if result == chunk.stop - chunk.start:
             self._end_chunk(request)
         elif result in _RETRY_ERRORS and chunk.retries < _MOST_RETRIES:
@@ -415,7 +416,7 @@ class RingThread:
 
     def _end_chunk(self, request: _Request) -> None:
         request.chunks -= 1
-        # Only when no chunk is left in the kernel, because the caller reuses the memory as soon as the ticket
+        # Only when no chunk is left in the kernel, because the caller may reuse the memory as soon as the ticket
         # completes.
         if request.chunks == 0 and request.cursor == request.pinned.length:
             self._end_request(request, request.error)
@@ -458,9 +459,9 @@ class RingThread:
     def _abandon(self, cause: BaseException) -> None:
         """Fail all requests after the ring has broken, so that no thread waits forever.
 
-        Chunks that are in the kernel can no longer be awaited. The kernel may still write to the memory of a read that
-        has failed. Therefore a caller that receives this error must not reuse the memory. The pager complies, because
-        it starts no transfer after a failure.
+        It is no longer possible to wait for chunks in the kernel, which may still write to the memory of a failed
+        read. Therefore a caller that receives this error must not reuse the memory. The pager complies, because it
+        starts no transfer after a failure.
         """
         with self._lock:
             self._closed = True

@@ -1,1 +1,1 @@
-"""Memory: the host cache, compute devices, and the limits on memory use."""
+"""The host cache, compute devices, and limits on memory use."""

@@ -1,7 +1,7 @@
-"""Control groups of this process, as far as they are visible to it.
+"""Control groups (cgroups) of this process, as far as the process can see them.
 
-Each group from the process's own up to the root has its own limits, and all of them apply. A container sees only the
-part of the hierarchy that is mounted in it; the path in /proc/self/cgroup may start above that part.
+Each group from the process's own group up to the root has limits, and all of them apply. A container sees only the part
+of the hierarchy that is mounted in it, and the path in /proc/self/cgroup may start above this part.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import NamedTuple
 
 
 class Group(NamedTuple):
-    """Control group."""
+    """Control group that is visible to this process."""
 
     version: int
-    """Version of control groups, 1 or 2. Their files have different names."""
+    """Version of the cgroup interface, 1 or 2. File names differ between versions."""
     folder: Path
-    """Folder where the group is mounted."""
+    """Folder that contains the files of the group."""
 
 
 def groups(controller: str, root: Path = Path("/")) -> Iterator[Group]:
-    """Yield the groups whose limits on a resource apply to this process, starting with its own group.
+    """Yield the control groups whose limits on a resource apply to this process, starting with its own group.
 
     Args:
-        controller: Name of the resource in version 1, e.g. ``memory`` or ``cpu``.
+        controller: Name of the resource controller in version 1, for example ``memory`` or ``cpu``.
         root: Folder that contains `proc` and all mount points.
     """
     try:
@@ -50,14 +50,14 @@ def groups(controller: str, root: Path = Path("/")) -> Iterator[Group]:
                 inner = PurePosixPath(path).relative_to(mounted)
             except ValueError:
                 inner = PurePosixPath("..")
-            if ".." in inner.parts:  # outside the mounted part, or the mounted part has another name here
+            if ".." in inner.parts:  # outside the mounted part, or the mount uses a different name
                 inner = PurePosixPath()
             for folder in (inner, *inner.parents):
                 yield Group(version, root / point.lstrip("/") / folder)
 
 
 def cores_of_groups(root: Path = Path("/")) -> float:
-    """Return the CPU time that the control groups allow this process, in cores; infinity without a limit.
+    """Return the number of CPU cores that the control groups allow this process, or infinity if there is no limit.
 
     Args:
         root: Folder that contains `proc` and all mount points.
@@ -72,7 +72,7 @@ def cores_of_groups(root: Path = Path("/")) -> float:
                 period = (folder / "cpu.cfs_period_us").read_text()
             if int(time) > 0:
                 least = min(least, int(time) / int(period))
-        except (OSError, ValueError):  # no limit ("max"), or the root group
+        except (OSError, ValueError):  # no limit ("max"), or the root group, which has no such file
             continue
     return least
 

@@ -1,8 +1,9 @@
 """Compute devices: streams, events, and host memory for copies to and from a device.
 
-All asynchronous device operations are in this module, and no other module of the package uses `torch.cuda`, except for
-random states in checkpoints and `infinity.mesh`. `AcceleratorDevice` uses only functions that `torch.get_device_module`
-provides for every accelerator, like FSDP2. Registered host memory, which only CUDA provides, is in `CudaDevice`.
+This module contains all asynchronous device operations. No other module of the package uses `torch.cuda`, except
+`infinity.mesh` and the code that saves random states in checkpoints. Like FSDP2, `AcceleratorDevice` uses only
+functions that `torch.get_device_module` provides for every accelerator. `CudaDevice` adds registered host memory, which
+only CUDA provides.
 """
 
 from __future__ import annotations
@@ -23,28 +24,30 @@ from infinity.memory.limits import device_margin
 from infinity.units import GIB
 
 Stream = Any
-"""Stream of the device, of the type that its module defines. ``None`` on the CPU."""
+"""Stream of a device. The device module defines its type, for example `torch.cuda.Stream`. ``None`` on the CPU."""
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 100e-6, 1e-3
-"""Limits for the pause between two queries of an event, in seconds. The pause doubles after each query. The shortest
-one is the time that one page takes. A query needs the GIL, which delays the thread that launches kernels."""
+"""Shortest and longest pause between two queries of an event, in seconds. The pause doubles after each query, because
+queries need the GIL and delay the thread that launches GPU kernels. The shortest pause is roughly the time to copy one
+page.
+"""
 _LARGEST_PIECE: Final = 64 * GIB
-"""Maximum number of bytes per registration. Newer drivers reject single registrations of 512 GiB."""
+"""Maximum number of bytes per registration. Recent drivers reject a single registration of 512 GiB."""
 _PORTABLE: Final = 1
-"""`cudaHostRegisterPortable`: pinned for every device of this process, whichever was current."""
+"""`cudaHostRegisterPortable`: the memory is pinned for all devices of this process, not only for the current one."""
 
 
 class DeviceEvent(Protocol):
-    """Point on a stream, after all operations that were queued before."""
+    """Point on a stream, after all operations that were queued previously."""
 
     def passed(self) -> bool:
         """Return whether the device has reached the event, without blocking."""
 
     def before(self, stream: Stream) -> None:
-        """Make further operations on a stream wait for the event, without blocking the host."""
+        """Make all operations that are queued on a stream from now on wait for the event, without blocking the host."""
 
 
 class Pinned(Protocol):
-    """Registered host memory, to and from which copies run asynchronously."""
+    """Host memory that may be registered with a device, so that copies to and from it are asynchronous."""
 
     @property
     def registered(self) -> bool:
@@ -58,46 +61,50 @@ class Device(Protocol):
     """Compute device. All methods are thread-safe."""
 
     name: torch.device
-    """Device as torch names it."""
+    """The corresponding PyTorch device."""
     asynchronous: bool
-    """``True`` if operations return before they have completed."""
+    """``True`` if operations may return before they have completed."""
 
     def enter_thread(self) -> None:
-        """Make this the current device of the calling thread. By default, a thread uses the first device."""
+        """Make this the current device of the calling thread. The default in a new thread is the first device."""
 
     def current(self) -> Stream:
         """Return the current stream of the calling thread."""
 
     def stream(self, purpose: str) -> Stream:
-        """Return the stream for a purpose. Each purpose has its own stream."""
+        """Return the stream for the given purpose. Each purpose has its own stream."""
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """Return a context manager that queues operations of the calling thread on a stream."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """Copy between host and device or within the device. Shapes are equal, and host tensors are contiguous."""
+        """Copy between host and device, or within the device. Shapes must be equal, and host tensors contiguous."""
 
     def take_copied(self) -> tuple[int, int]:
         """Return the number of bytes copied to the device and from it since the last call."""
 
     def record_event(self, stream: Stream) -> DeviceEvent:
-        """Return an event after all operations that a stream has been given."""
+        """Record an event on a stream, after all operations that have been queued so far."""
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Prevent reuse of a tensor's memory until a stream has completed its queued operations."""
+        """Prevent reuse of a tensor's memory until a stream has completed all operations that are queued now."""
 
     def spare_bytes(self) -> int:
-        """Return the device memory available for optional buffers in bytes: free memory less a margin."""
+        """Return the number of bytes of device memory for optional buffers, which is the free memory minus a margin."""
 
     def pin(self, memory: memoryview, piece: int) -> Pinned:
-        """Register host memory, in parts that start at multiples of `piece` bytes. Emit a warning if that fails."""
+        """Register host memory. Emit a warning if registration fails.
+
+        Args:
+            memory: Memory to register.
+            piece: Size in bytes of the pieces into which the memory is divided. No piece spans two registrations.
+        """
 
 
 class _Passed:
-    """Event of a device whose operations have completed when they return."""
+    """Event of a synchronous device. It has always passed."""
 
     def passed(self) -> bool:
-        """Return ``True``."""
         return True
 
     def before(self, stream: Stream) -> None:
@@ -114,7 +121,7 @@ class _Unregistered:
 
 
 class CpuDevice:
-    """CPU device. Copies are synchronous, and there are no streams."""
+    """The CPU as a compute device. Copies are synchronous, and there are no streams."""
 
     asynchronous = False
 
@@ -125,7 +132,7 @@ class CpuDevice:
         """Do nothing."""
 
     def current(self) -> Stream:
-        """Return ``None``, like `stream`."""
+        """Return ``None``, because the CPU has no streams."""
 
     def stream(self, purpose: str) -> Stream:
         """Return ``None``, because the CPU has no streams."""
@@ -139,7 +146,7 @@ class CpuDevice:
         target.copy_(source)
 
     def take_copied(self) -> tuple[int, int]:
-        """Return zeros, because the CPU computes in host memory."""
+        """Return zeros, because the CPU computes in host memory, and nothing is copied."""
         return 0, 0
 
     def record_event(self, stream: Stream) -> DeviceEvent:
@@ -154,29 +161,25 @@ class CpuDevice:
         return 0
 
     def pin(self, memory: memoryview, piece: int) -> Pinned:
-        """Return unregistered memory."""
+        """Leave the memory unregistered."""
         return _Unregistered()
 
 
 class _StreamEvent:
-    """Event recorded on a stream."""
-
     __slots__ = ("_event",)
 
     def __init__(self, event: Any) -> None:
         self._event = event
 
     def passed(self) -> bool:
-        """Return whether the device has reached the event."""
         return bool(self._event.query())
 
     def before(self, stream: Stream) -> None:
-        """Make a stream wait for the event."""
         stream.wait_event(self._event)
 
 
 class AcceleratorDevice:
-    """Any accelerator that torch supports. Host memory is not registered, so copies are not concurrent."""
+    """Any accelerator that PyTorch supports. Host memory is not registered, so copies do not overlap other work."""
 
     asynchronous = True
 
@@ -185,7 +188,10 @@ class AcceleratorDevice:
         index = name.index if name.index is not None else self._module.current_device()
         self.name = name if name.type == "cpu" else torch.device(name.type, index)
         self._streams: dict[str, Stream] = {}  # by purpose, created on first use; guarded by `_lock`
-        self._copied = {True: 0, False: 0}  # bytes to the host (True) and from it (False); guarded by `_lock`
+        self._copied = {
+            True: 0,
+            False: 0,
+        }  # bytes copied to the host (True) and to the device (False); guarded by `_lock`
         self._lock = threading.Lock()
 
     def enter_thread(self) -> None:
@@ -214,8 +220,8 @@ class AcceleratorDevice:
             with self._lock:
                 self._copied[back] += target.nbytes
         with self.on(stream):
-            # If the dtypes differ, torch copies through a temporary buffer and, on the host, does not wait for that
-            # copy.
+            # If the dtypes differed, `copy_` would use a temporary buffer and, on the host, would not wait for the copy
+            # into this buffer.
             target.copy_(source.to(target.dtype), non_blocking=True)
 
     def _is_host(self, tensor: torch.Tensor) -> bool:
@@ -228,33 +234,32 @@ class AcceleratorDevice:
         return copied[False], copied[True]
 
     def record_event(self, stream: Stream) -> DeviceEvent:
-        """Return an event after all operations that a stream has been given."""
+        """Record an event on a stream, after all operations that have been queued so far."""
         return _StreamEvent(stream.record_event())
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Make the allocator wait for a stream."""
+        """Make the allocator wait for a stream before it reuses the memory of a tensor."""
         tensor.record_stream(stream)
 
     def spare_bytes(self) -> int:
-        """Return free memory less a margin for longer steps, in bytes."""
+        """Return the free memory minus a margin for longer steps, in bytes."""
         free, total = self._memory()
         return max(0, free - device_margin(total))
 
     def _memory(self) -> tuple[int, int]:
-        """Return the number of free bytes and of all bytes."""
+        """Return free and total memory, in bytes."""
         free, total = self._module.mem_get_info(self.name)
         return int(free), int(total)
 
     def pin(self, memory: memoryview, piece: int) -> Pinned:
-        """Return unregistered memory, because accelerators have no common call that registers memory."""
+        """Leave the memory unregistered, because there is no common function that registers memory for accelerators."""
         return _Unregistered()
 
 
 class CudaDevice(AcceleratorDevice):
-    """GPU of CUDA or ROCm."""
+    """CUDA or ROCm GPU."""
 
     def _memory(self) -> tuple[int, int]:
-        """Return free and total memory within the limit of this process, in bytes."""
         free, total = super()._memory()
         allowed = int(torch.cuda.get_per_process_memory_fraction(self.name) * total)
         return min(free, allowed - torch.cuda.memory_reserved(self.name)), allowed
@@ -265,7 +270,7 @@ class CudaDevice(AcceleratorDevice):
         return _Registered(memory, piece, torch.cuda.cudart(), self._clear)  # type: ignore[no-untyped-call]
 
     def _clear(self) -> None:
-        """Clear the error that CUDA keeps after a failed call. Otherwise the next, unrelated call would raise it."""
+        """Clear the error that CUDA stores after a failed call. Otherwise the next, unrelated call would raise it."""
         try:
             torch.zeros(1, device=self.name)
             torch.cuda.synchronize(self.name)
@@ -274,11 +279,13 @@ class CudaDevice(AcceleratorDevice):
 
 
 class _Registered:
-    """Host memory registered with CUDA, piece by piece. If one piece fails, all pieces are unregistered."""
+    """Host memory that is registered with CUDA in pieces. If registering one piece fails, all pieces are
+    unregistered.
+    """
 
     def __init__(self, memory: memoryview, piece: int, cudart: Any, clear: Callable[[], None]) -> None:
         self._cudart = cudart
-        self._addresses: list[int] = []  # of registered pieces
+        self._addresses: list[int] = []  # start of each registered piece
         start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         step = max(1, _LARGEST_PIECE // piece) * piece
         for offset in range(0, len(memory), step):
@@ -288,8 +295,8 @@ class _Registered:
                 clear()
                 self.close()
                 warnings.warn(
-                    f"CUDA did not register {nbytes} bytes of host memory ({_error(cudart, status)}), so copies to and "
-                    "from the device are slower. Raise the limit of locked memory (ulimit -l).",
+                    f"CUDA could not register {nbytes} bytes of host memory ({_error(cudart, status)}), so copies to "
+                    "and from the device are slower. Raise the limit on locked memory (ulimit -l).",
                     stacklevel=4,
                 )
                 return
@@ -300,13 +307,11 @@ class _Registered:
         return bool(self._addresses)
 
     def close(self) -> None:
-        """Unregister all pieces."""
         while self._addresses:
             self._cudart.cudaHostUnregister(self._addresses.pop())
 
 
 def _error(cudart: Any, status: int) -> str:
-    """Return CUDA's description of an error and its number."""
     try:
         return f"{cudart.cudaGetErrorString(cudart.cudaError(status))}, error {status}"
     except (AttributeError, TypeError, ValueError):
@@ -314,33 +319,33 @@ def _error(cudart: Any, status: int) -> str:
 
 
 KINDS: dict[str, Callable[[torch.device], Device]] = {"cpu": CpuDevice, "meta": CpuDevice, "cuda": CudaDevice}
-"""Device classes by type. Any other type uses `AcceleratorDevice`. Operations on the meta device do nothing."""
+"""Device classes by device type. All other types use `AcceleratorDevice`. Operations on the meta device do nothing."""
 
 
 @cache
 def open_device(name: torch.device) -> Device:
-    """Return the device of this name. Repeated calls return the same object."""
+    """Return the compute device for a PyTorch device. Repeated calls return the same object."""
     return KINDS.get(name.type, AcceleratorDevice)(name)
 
 
 def transfer_bytes(device: Device, nbytes: int, piece: int) -> tuple[torch.Tensor, Pinned]:
-    """Return host memory for device copies as a byte tensor, and its registration. See `Device.pin`."""
+    """Allocate host memory for device copies. Return it as a byte tensor, with its registration (`Device.pin`)."""
     memory = transfer_memory(nbytes)
     return torch.frombuffer(memory, dtype=torch.uint8), device.pin(memory, piece)
 
 
 def wait(device_event: DeviceEvent, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
-    """Wait until an event has passed. The caller must not hold a lock.
+    """Wait until the device has passed an event. The caller must not hold a lock.
 
-    The host polls, because events have no wait with a timeout.
+    The function polls the event, because device events do not support waiting with a timeout.
 
     Args:
         device_event: Event to wait for.
         timeout: Maximum time to wait, in seconds.
-        given_up: Ends the wait when it returns ``True``.
+        given_up: Function that ends the wait early by returning ``True``.
 
     Returns:
-        ``True`` if the event has passed.
+        ``True`` if the device has passed the event.
     """
     deadline, pause = time.perf_counter() + timeout, _SHORTEST_SLEEP
     while not device_event.passed():

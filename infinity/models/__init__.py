@@ -1,1 +1,1 @@
-"""Build sharded models of transformers from a name or a configuration."""
+"""Build sharded transformers models from a name or a configuration."""

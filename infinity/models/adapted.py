@@ -1,6 +1,6 @@
-"""Add adapters of peft to a model before it is sharded.
+"""Add peft adapters to a model before it is sharded.
 
-Adapters that are added after `fully_shard` are not part of its FSDP modules.
+Adapters that are added after `fully_shard` do not belong to any FSDP module.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ def with_adapters(model: nn.Module, config: Any) -> Any:
     """Return a `PeftModel` that adds adapters to a model on the meta device.
 
     Args:
-        model: Model of transformers that is not sharded. peft decides which parameters are frozen and which modules are
-            added.
+        model: transformers model that has not been sharded. peft decides which parameters are frozen and which modules
+            are added.
         config: A `PeftConfig`, such as `peft.LoraConfig`.
 
     Raises:
         ConfigError: If `config` is not a `PeftConfig`, or peft cannot add the adapters. The message gives the reason
-            and the linear layers of the model.
+            and lists the model's linear layers.
         MissingPackageError: If peft is not installed.
     """
     with needs("peft", "adapters="):
@@ -33,8 +33,8 @@ def with_adapters(model: nn.Module, config: Any) -> Any:
 
     if not isinstance(config, peft.PeftConfig):
         raise ConfigError(
-            f"adapters={config!r:.80} must be a configuration of peft, but is of type {type(config).__name__}; pass, "
-            'for example, peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")'
+            f"adapters={config!r:.80} must be a peft configuration, but is of type {type(config).__name__}; pass, for "
+            'example, peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")'
         )
     linear = sorted({name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, nn.Linear)})
     try:
@@ -43,6 +43,6 @@ def with_adapters(model: nn.Module, config: Any) -> Any:
     except Exception as error:  # peft raises many types for values that do not fit the model
         reason = one_line(error).rstrip(".")
         raise ConfigError(
-            f"{type(config).__name__} cannot be added to this model: {reason}; linear layers of the model: "
+            f"{type(config).__name__} adapters cannot be added to this model: {reason}; linear layers of the model: "
             f"{', '.join(linear) or 'none'}"
         ) from error

@@ -1,4 +1,4 @@
-"""Build models of transformers on the meta device, and choose the class for a configuration."""
+"""Build transformers models on the meta device, and choose the model class for a configuration."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from infinity.formats.weight_files import check_not_quantized
 from infinity.optional_dependencies import needs
 
 Dtype = torch.dtype | str
-"""Dtype of parameters: a torch dtype, its name, or ``"auto"`` for the dtype of the configuration (fp32 if it has
-none).
+"""Dtype of parameters: a torch dtype, its name, or ``"auto"`` for the dtype in the configuration (fp32 if it specifies
+no dtype).
 """
 
 
@@ -39,13 +39,13 @@ def build(
             quantized.
         MissingPackageError: If transformers is not installed.
     """
-    with needs("hf", "a model of transformers"):
+    with needs("hf", "a transformers model"):
         import transformers
 
     if not isinstance(config, transformers.PreTrainedConfig):
         raise ConfigError(
-            f"{config!r:.80} must be a configuration of transformers, but is of type {type(config).__name__}; create "
-            "one with AutoConfig.from_pretrained, or call infinity.from_pretrained with a name or a folder"
+            f"{config!r:.80} must be a transformers configuration, but is of type {type(config).__name__}; create one "
+            "with AutoConfig.from_pretrained, or call infinity.from_pretrained with a name or a folder"
         )
     check_not_quantized(config.to_dict(), getattr(config, "_name_or_path", "") or type(config).__name__)
     cls, config = _class_for(config, auto_class, trust_remote_code)
@@ -65,7 +65,7 @@ def build(
 
 
 def is_auto(cls: Any) -> bool:
-    """Return whether a class of transformers is an auto class, which selects the model class by the configuration."""
+    """Return whether a transformers class is an auto class, which selects the model class based on the configuration."""
     return hasattr(cls, "_model_mapping")
 
 
@@ -79,7 +79,7 @@ def attention_of(config: Any, auto_class: str) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Return the message of an error of transformers as one line."""
+    """Return the message of an exception from transformers as one line."""
     text = " ".join(str(error).split())
     return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
 
@@ -88,12 +88,12 @@ def _dtype(wanted: Dtype, config: Any) -> torch.dtype:
     named = getattr(config, "dtype", None) or torch.float32 if wanted == "auto" else wanted
     found = getattr(torch, named, None) if isinstance(named, str) else named
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f"dtype={wanted!r} must be a floating-point dtype of torch, or 'auto'")
+        raise ConfigError(f"dtype={wanted!r} is not supported; pass a floating-point torch dtype or 'auto'")
     return found
 
 
 def _class_for(config: Any, wanted: type | str | None, trust: bool) -> tuple[Any, Any]:
-    """Return the class to build with, and the part of the configuration that it takes."""
+    """Return the class to build with, and the part of the configuration that it uses."""
     import transformers
 
     cls: Any = wanted
@@ -104,7 +104,7 @@ def _class_for(config: Any, wanted: type | str | None, trust: bool) -> tuple[Any
         if cls is None:
             near = difflib.get_close_matches(wanted, [n for n in dir(transformers) if n.startswith("Auto")], n=1)
             raise ConfigError(
-                f"auto_class={wanted!r} is not a class of transformers{f'; did you mean {near[0]}?' if near else ''}"
+                f"auto_class={wanted!r} is not a transformers class{f'; did you mean {near[0]}?' if near else ''}"
             )
     if is_auto(cls):
         remote = trust and cls.__name__ in (getattr(config, "auto_map", None) or {})
@@ -112,22 +112,22 @@ def _class_for(config: Any, wanted: type | str | None, trust: bool) -> tuple[Any
             raise ConfigError(f"{cls.__name__} does not support models of type {config.model_type}; {_choices(config)}")
         return cls, config
     if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
-        raise ConfigError(f"auto_class={wanted!r} must be an AutoModel class or a model class of transformers")
+        raise ConfigError(f"auto_class={wanted!r} must be an AutoModel class or a transformers model class")
     kind: Any = cls.config_class
     for part in (config, config.get_text_config()):  # the language model of a multimodal configuration
         if kind is None or isinstance(part, kind):
             return cls, part
-    raise ConfigError(f"{cls.__name__} needs a {kind.__name__}, but the configuration is a {type(config).__name__}")
+    raise ConfigError(f"{cls.__name__} requires a {kind.__name__}, but the configuration is a {type(config).__name__}")
 
 
 def _own_class(config: Any, trust: bool) -> Any:
-    """Return the class that a configuration names as its architecture."""
+    """Return the class that the configuration specifies as its architecture."""
     import transformers
 
     architecture = next(iter(getattr(config, "architectures", None) or ()), None)
     if architecture is None:
         raise ConfigError(
-            f"the configuration names no architecture; choose a class with auto_class; {_choices(config)}"
+            f"the configuration specifies no architecture; choose a class with auto_class ({_choices(config)})"
         )
     remote = getattr(config, "auto_map", None) or {}
     if trust:
@@ -138,17 +138,16 @@ def _own_class(config: Any, trust: bool) -> Any:
         return cls
     if remote and not trust:
         raise ConfigError(
-            f"{architecture} is not in transformers, and its own code ({config._name_or_path}) is not trusted; review "
-            "the code, and pass trust_remote_code=True to run it"
+            f"{architecture} is not part of transformers, and the model's own code ({config._name_or_path}) is not "
+            "trusted; review the code, and pass trust_remote_code=True to run it"
         )
     raise ConfigError(
-        f"the architecture {architecture} of the configuration is not in transformers {transformers.__version__}; "
-        f"choose another class with auto_class ({_choices(config)}), or install a release that has it"
+        f"the configuration's architecture {architecture} is not part of transformers {transformers.__version__}; "
+        f"choose a different class with auto_class ({_choices(config)}), or install a release that contains it"
     )
 
 
 def _choices(config: Any) -> str:
-    """Return a list of the AutoModel classes that support the type of a configuration, for messages."""
     import transformers
 
     autos = [name for name in dir(transformers) if name.startswith("AutoModel")]

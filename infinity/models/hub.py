@@ -1,4 +1,4 @@
-"""Locate the files of a pretrained model, in a folder or on the Hugging Face Hub, with functions of transformers."""
+"""Locate the files of a pretrained model in a folder or on the Hugging Face Hub, using transformers' functions."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from infinity.optional_dependencies import needs
 
 @dataclass(frozen=True, kw_only=True)
 class HubOptions:
-    """Arguments of transformers that select the source of files."""
+    """Arguments to transformers' `from_pretrained` that select where files come from."""
 
     revision: str | None = None
     """Branch, tag or commit. ``None``: the main branch."""
     subfolder: str = ""
-    """Folder of the files inside the model's folder."""
+    """Subfolder of the model's folder that contains the files."""
     cache_dir: str | os.PathLike[str] | None = None
-    """Cache for downloaded files. ``None``: the cache that the environment variables of the Hub select."""
+    """Cache for downloaded files. ``None``: the cache that the Hub's environment variables select."""
     token: str | bool | None = None
     """Token for models with restricted access. ``None``: the token stored by `hf auth login`."""
     local_files_only: bool = False
     """Whether to use only files that are already in the cache."""
 
     def arguments(self, revision: str | None = None) -> dict[str, Any]:
-        """Return the options as keyword arguments for a function of transformers.
+        """Return the options as keyword arguments for a transformers function.
 
         Args:
-            revision: Fixed revision that replaces one that may move, such as a branch.
+            revision: Fixed revision, which replaces a movable one such as a branch.
         """
         return {**vars(self), "revision": revision or self.revision}
 
@@ -46,12 +46,12 @@ def find_config(
 
     Args:
         name: Folder, or model id on the Hub.
-        options: Source of the files.
+        options: Where the files come from.
         trust_remote_code: Whether code that comes with the configuration may run.
-        values: Values that override values of the file.
+        values: Values that override entries of the configuration file.
 
     Raises:
-        ConfigError: If no configuration can be read, or it does not have one of the values.
+        ConfigError: If no configuration can be read, or it has no entry for one of the values.
         MissingPackageError: If transformers is not installed.
     """
     with needs("hf", "infinity.from_pretrained"):
@@ -74,21 +74,22 @@ def find_config(
     if wrong := sorted(unused.keys() & values.keys()):
         near = difflib.get_close_matches(wrong[0], config.to_dict(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"{wrong[0]} is neither a value of {type(config).__name__} nor an argument{hint}")
+        raise ConfigError(f"{wrong[0]} is neither an entry of {type(config).__name__} nor an argument{hint}")
     return config
 
 
 def _where(name: str | os.PathLike[str]) -> str:
     if os.path.isdir(name):
         return f"the configuration in {os.fspath(name)} cannot be read"
-    return f"{os.fspath(name)!r} is not a folder, and cannot be loaded as a model from the Hub"
+    return f"{os.fspath(name)!r} is not a folder and cannot be loaded from the Hub"
 
 
 def find_weights(name: str | os.PathLike[str], config: Any, options: HubOptions) -> Path:
-    """Return the folder with the safetensors of a pretrained model. If `name` is a model id, download them first.
+    """Return the folder that contains a pretrained model's safetensors files. If `name` is a model id, download them
+    first.
 
     Raises:
-        ConfigError: If there are no safetensors, a file is malformed, or the weights are quantized.
+        ConfigError: If there are no safetensors files, a file is malformed, or the weights are quantized.
     """
     check_not_quantized(config.to_dict(), os.fspath(name))
     folder = Path(name) / options.subfolder if os.path.isdir(name) else _fetch(str(name), config, options)
@@ -97,7 +98,7 @@ def find_weights(name: str | os.PathLike[str], config: Any, options: HubOptions)
 
 
 def _fetch(name: str, config: Any, options: HubOptions) -> Path:
-    """Download all weight files of one commit into the cache, and return their folder there."""
+    """Download all weight files of one commit into the cache, and return the folder that contains them."""
     from transformers.utils.hub import cached_file
 
     arguments = options.arguments(getattr(config, "_checkpoint_hash", None))
@@ -113,13 +114,13 @@ def _fetch(name: str, config: Any, options: HubOptions) -> Path:
             continue
         return Path(found).parent
     raise ConfigError(
-        f"{name} has no safetensors that can be loaded ({SINGLE} or {INDEX}): {reason}; to convert pickles, which are "
-        "not supported, load the model with from_pretrained of transformers and save it with save_pretrained"
+        f"{name} has no safetensors files that can be loaded ({SINGLE} or {INDEX}): {reason}; pickle files are not "
+        "supported; to convert them, load the model with transformers' from_pretrained and save it with save_pretrained"
     )
 
 
 def find_generation_config(folder: Path) -> Any | None:
-    """Return the generation config next to weights, or ``None`` if it does not exist or cannot be read."""
+    """Return the generation config next to the weights, or ``None`` if it does not exist or cannot be read."""
     from transformers import GenerationConfig
 
     try:

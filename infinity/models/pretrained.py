@@ -1,4 +1,4 @@
-"""Public functions that return a sharded model of transformers on the meta device."""
+"""Public functions that return a sharded transformers model on the meta device."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ def from_config(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """Build a model of transformers from a configuration, sharded and on the meta device.
+    """Build a sharded transformers model on the meta device from a configuration.
 
-    The model takes no memory. `infinity.offload` initializes it, one FSDP module at a time, as the model's own code
-    does. `fully_shard` is called on the layers, which are found by the structure of the model, and on the model itself.
-    This works for decoders, encoders, encoder-decoders, vision models, multimodal models and mixtures of experts.
-    Embeddings and heads belong to the root. The model is in training mode.
+    The model's tensors take no memory. `infinity.offload` initializes them one FSDP module at a time, in the same way
+    as the model's own code. `fully_shard` is called on the layers, which are identified from the model's structure, and
+    on the model itself. This works for decoders, encoders, encoder-decoders, vision models, multimodal models and
+    mixtures of experts. Embeddings and heads belong to the root FSDP module. The model is in training mode.
 
     Args:
-        config: Configuration of transformers. As in transformers, `dtype` and `attn_implementation` are stored in it.
+        config: transformers configuration. As in transformers, `dtype` and `attn_implementation` are stored in it.
         auto_class: An AutoModel class or a model class, or the name of one (``"AutoModelForSequenceClassification"``).
-            Default: the architecture that the configuration names.
+            Default: the architecture that the configuration specifies.
         adapters: A `PeftConfig`, such as `peft.LoraConfig`. The model is passed to `get_peft_model` before it is
-            sharded, and the returned model is the `PeftModel`, whose base is frozen.
-        dtype: Dtype of the parameters, in which they are trained. ``"auto"``: the dtype of the configuration.
-        mp_policy: Mixed precision policy of FSDP2. Default: bf16 for gathered weights and computation, fp32 for
-            reductions. ``MixedPrecisionPolicy()`` computes in `dtype`.
+            sharded, and the resulting `PeftModel`, whose base model is frozen, is returned.
+        dtype: Dtype in which the parameters are trained. ``"auto"``: the dtype in the configuration.
+        mp_policy: FSDP2 mixed precision policy. Default: bf16 for gathered weights and computation, fp32 for
+            reductions. With ``MixedPrecisionPolicy()``, the model computes in `dtype`.
         mesh: Device mesh. Default: `infinity.mesh()`.
         reshard_after_forward: See `fully_shard`; an ``int`` is not supported. Default: layers are resharded after
             forward, and the root is not.
-        activation_checkpointing: Whether layers recompute their activations in backward. Leave it off with
+        activation_checkpointing: Whether layers recompute their activations in backward. Leave it off when you use
             `infinity.micro_batches`, which always recomputes them.
-        attn_implementation: Attention implementation of transformers, such as ``"sdpa"``.
+        attn_implementation: Attention implementation that transformers uses, such as ``"sdpa"``.
         trust_remote_code: Whether code that comes with the configuration may run.
 
     Returns:
@@ -63,10 +63,10 @@ def from_config(
 
     Raises:
         ConfigError: If the class does not exist, the model cannot be built from the configuration, the model is
-            quantized or needs remote code, or peft cannot add the adapters.
+            quantized or requires remote code that is not trusted, or peft cannot add the adapters.
         UnsupportedError: If `fully_shard` does not support a parameter, or the model does not support activation
             checkpointing.
-        MissingPackageError: If transformers is not installed, or peft with `adapters`.
+        MissingPackageError: If transformers is not installed, or if `adapters` is passed and peft is not installed.
 
     Example::
 
@@ -75,8 +75,8 @@ def from_config(
     """
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise ConfigError(
-            f"reshard_after_forward={reshard_after_forward!r} is not supported: with a number of ranks, a part of all "
-            "gathered weights stays in memory until backward; pass True, False or None"
+            f"reshard_after_forward={reshard_after_forward!r} is not supported: with an integer, part of all gathered "
+            "weights stays in memory until backward; pass True, False or None"
         )
     model = build(
         config, auto_class, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
@@ -114,18 +114,18 @@ def from_pretrained(
     local_files_only: bool = False,
     **config_values: Any,
 ) -> Any:
-    """Return a pretrained model of transformers, sharded and on the meta device.
+    """Return a sharded pretrained transformers model on the meta device.
 
-    The function works like `from_pretrained` of transformers, except that no weights are loaded. It reads only
-    config.json and the headers of the safetensors, and records their location with the model. `infinity.offload` then
-    streams the weights to NVMe, one FSDP module at a time, and applies its rules for missing and unexpected tensors
-    (`strict`). If `offload` is called with `weights=`, it reads from that folder instead, and a run that resumes from a
-    checkpoint reads neither. With `adapters`, the weights are loaded into the base model.
+    The function works like transformers' `from_pretrained`, except that no weights are loaded. It reads only
+    config.json and the headers of the safetensors files, and records the location of the files with the model.
+    `infinity.offload` then streams the weights to NVMe, one FSDP module at a time, and applies its rules for missing
+    and unexpected tensors (`strict`). If `offload` is called with `weights=`, it reads from that folder instead, and a
+    run that resumes from a checkpoint reads neither. With `adapters`, the weights are loaded into the base model.
 
     Args:
-        name_or_folder: A folder written by `save_pretrained`, or the id of a model on the Hub. transformers looks up
-            the id and downloads the model into its cache, according to its environment variables and `HF_HUB_OFFLINE`.
-            Pickles are not supported.
+        name_or_folder: A folder written by `save_pretrained`, or the id of a model on the Hub. Given an id,
+            transformers downloads the model into its cache and honors its environment variables, such as
+            `HF_HUB_OFFLINE`. Pickle files are not supported.
         auto_class: See `infinity.from_config`.
         adapters: See `infinity.from_config`.
         dtype: See `infinity.from_config`.
@@ -136,18 +136,18 @@ def from_pretrained(
         attn_implementation: See `infinity.from_config`.
         trust_remote_code: Whether code that comes with the model may run.
         revision: Branch, tag or commit of a model on the Hub. Default: the main branch.
-        subfolder: Folder of the files inside the model's folder.
-        cache_dir: Cache for downloaded files. Default: the cache of transformers.
+        subfolder: Subfolder of the model's folder that contains the files.
+        cache_dir: Cache for downloaded files. Default: transformers' cache.
         token: Token for models with restricted access. Default: the token stored by `hf auth login`.
         local_files_only: Whether to use only files that are already in the cache.
-        **config_values: Values that override values of the configuration, such as ``num_labels=3``.
+        **config_values: Values that override entries of the configuration, such as ``num_labels=3``.
 
     Returns:
         The model, ready for `infinity.offload`.
 
     Raises:
-        ConfigError: If the model does not exist or has no safetensors, a value is not part of its configuration, or for
-            a reason listed in `infinity.from_config`.
+        ConfigError: If the model does not exist or has no safetensors files, if a value is not part of its
+            configuration, or for a reason listed in `infinity.from_config`.
         UnsupportedError: See `infinity.from_config`.
         MissingPackageError: See `infinity.from_config`.
 

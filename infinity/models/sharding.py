@@ -1,6 +1,6 @@
 """Choose the modules of a transformers model that become FSDP modules, and call `fully_shard` on them.
 
-This module is the only place where the choice is made.
+This choice is made only in this module.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ _log = logging.getLogger("infinity")
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that become FSDP modules of their own, in the order of the model.
+    """Return the modules that become FSDP modules of their own, in model order.
 
-    All other modules belong to the root. The layers are the members of the outermost module lists: the layers of a
-    decoder or an encoder, and of each part of a multimodal model. If `_no_split_modules` names members of lists further
-    inside, these are the layers instead (the layers of a stage, not the stage). Members without submodules, such as a
-    list of heads, stay with the root. Members that share a parameter with a module outside themselves also stay with
-    the root, because an FSDP module owns its parameters.
+    All other modules belong to the root FSDP module. The layers are the members of the outermost module lists: the
+    layers of a decoder or an encoder, and of each part of a multimodal model. If `_no_split_modules` contains the class
+    of members of more deeply nested lists, those members are the layers instead (for example, the layers of a stage
+    rather than the stage). Members without submodules, such as the heads in a list of heads, stay in the root. Members
+    that share a parameter with a module outside themselves also stay in the root, because a parameter belongs to
+    exactly one FSDP module.
     """
     return [layer for layer, shares in _candidates(model) if not shares]
 
@@ -43,7 +44,7 @@ def shard(
     Args:
         model: Model to shard.
         mesh: Device mesh.
-        mp_policy: Mixed precision policy of FSDP2.
+        mp_policy: FSDP2 mixed precision policy.
         reshard_after_forward: See `fully_shard`. Default: layers are resharded after forward, and the root is not.
         activation_checkpointing: Whether layers recompute their activations in backward.
 
@@ -56,20 +57,20 @@ def shard(
     scalars = [key for key, parameter in model.named_parameters() if parameter.dim() == 0]
     if scalars:
         raise UnsupportedError(
-            f"{', '.join(scalars)} of {name} has no dimension, which fully_shard does not support; choose an "
-            "auto_class without this parameter, or a model class of your own in which it has the shape (1,)"
+            f"{', '.join(scalars)} of {name} has shape (), which fully_shard does not support; choose an auto_class "
+            "without such parameters, or a model class of your own in which they have shape (1,)"
         )
     if activation_checkpointing:
         _checkpoint_layers(model)
     candidates = _candidates(model)
     if shared := [layer for layer, shares in candidates if shares]:
         _log.warning(
-            "parameters of %d of the layers of %s are shared with other modules, which keeps these layers in the root: "
+            "%d of the layers of %s stay in the root FSDP module, because they share parameters with other modules: "
             "%s",
             len(shared), name, ", ".join(sorted({type(layer).__name__ for layer in shared})),
         )  # fmt: skip
     elif not candidates:
-        _log.warning("%s has no list of layers, so the whole model is one FSDP module and is gathered at once", name)
+        _log.warning("%s has no list of layers, so the model is a single FSDP module and is gathered as a whole", name)
     for layer, shares in candidates:
         if not shares:
             fully_shard(layer, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard_after_forward)
@@ -77,7 +78,7 @@ def shard(
 
 
 def _candidates(model: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Return members of module lists, each with ``True`` if it shares a parameter with another module."""
+    """Return the members of module lists, each paired with ``True`` if it shares a parameter with another module."""
     named = frozenset(getattr(model, "_no_split_modules", None) or ())
     members = list(dict.fromkeys(_members(model, named)))
     owners = Counter(id(parameter) for layer in members for parameter in layer.parameters())
@@ -90,11 +91,11 @@ def _candidates(model: nn.Module) -> list[tuple[nn.Module, bool]]:
 
 
 def _members(module: nn.Module, named: Collection[str]) -> Iterator[nn.Module]:
-    """Yield candidates for FSDP modules inside a module.
+    """Yield the candidates for FSDP modules inside a module.
 
     Args:
         module: Module to search.
-        named: Names of the classes in `_no_split_modules`.
+        named: Class names in `_no_split_modules`.
     """
     for child in module.children():
         yield from _in_list(child, named) if isinstance(child, nn.ModuleList) else _members(child, named)
@@ -104,7 +105,7 @@ def _in_list(layers: nn.ModuleList, named: Collection[str]) -> Iterator[nn.Modul
     for member in layers:
         if isinstance(member, nn.ModuleList):
             yield from _in_list(member, named)
-        elif type(member).forward is nn.Module.forward or (  # never called itself
+        elif type(member).forward is nn.Module.forward or (  # not called directly
             type(member).__name__ not in named and _has_inside(member, named)
         ):
             yield from _members(member, named)
@@ -130,10 +131,10 @@ def _outside(module: nn.Module, layers: Collection[nn.Module], seen: set[nn.Modu
 def _checkpoint_layers(model: nn.Module) -> None:
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise UnsupportedError(
-            f"{type(model).__name__} has no activation checkpointing; leave activation_checkpointing out"
+            f"{type(model).__name__} does not support activation checkpointing; omit activation_checkpointing"
         )
     values = {"use_reentrant": False}
     if enable := getattr(model, "activation_checkpointing_enable", None):
         enable(activation_checkpointing_kwargs=values)
-    else:  # its name in earlier versions of transformers 5
+    else:  # the name of the method in earlier versions of transformers 5
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=values)  # type: ignore[operator]

@@ -1,6 +1,6 @@
 """Build small copies of transformers models with random values.
 
-A copy has every kind of layer that the model has, but fewer and narrower layers.
+A copy contains every kind of layer that the model contains, but fewer and narrower layers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from infinity.models.sharding import layers_of
 VOCABULARY = 256
 """Maximum vocabulary size of a copy."""
 
-_LARGEST = 64_000_000  # parameters of a copy
+_LARGEST = 64_000_000  # maximum number of parameters of a copy
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = re.compile(r"(^|_)(n|num)_(\w+_)?heads?$|attention_heads$")
 _GROUPS = re.compile(r"(key_value|kv)_heads$|n_?groups$|num_query_groups$")
@@ -31,26 +31,27 @@ _WIDTHS = re.compile(
 )
 _EXPERTS = re.compile(r"^(n|num|moe_num)_(local_|routed_)?experts$")
 _MODEL_WIDTH = re.compile(r"^(hidden_size|d_model|n_embd|emb(edding)?_dim)$")
-_MULTIPLE = 8  # widths stay a multiple of this, as grouped matrix products of experts require
+_MULTIPLE = 8  # widths stay multiples of this, as grouped matrix multiplications of experts require
 _TOKENS = re.compile(r"_token_(id|index)$")
 
 
 def small_copy(config: Any, auto_class: str) -> nn.Module:
     """Return a small model with the structure of a large one, on the CPU and in evaluation mode.
 
-    The copy has the first layers of the model, up to the point where each kind of layer has occurred, or all layers if
+    The copy contains as many of the model's first layers as it takes to include each kind of layer, or all layers if
     fewer do not work. Widths and numbers of heads are divided by a common factor. The kinds of layers are compared with
-    the model itself, built on the meta device, and a copy that lacks one is rejected. Every parameter has random
-    values, including parameters that models initialize to zero. The states of random number generators are preserved. A
-    copy takes less than 1 GiB of memory and a few seconds.
+    the original model, built on the meta device, and a copy that lacks a kind is rejected. Every parameter has random
+    values, including parameters that models initialize to zero. The states of the random number generators are
+    preserved. Building a copy takes a few seconds and less than 1 GiB of memory.
 
     Args:
-        config: Configuration of transformers. It is not modified.
+        config: transformers configuration. It is not modified.
         auto_class: Name of an AutoModel class.
 
     Raises:
-        ConfigError: If the model itself cannot be built.
-        UnsupportedError: If no copy that was tried has the structure of the model. The message gives the reason.
+        ConfigError: If the original model cannot be built.
+        UnsupportedError: If none of the copies that were tried has the structure of the model. The message gives the
+            reason.
     """
     attention = attention_of(config, auto_class)
     whole = build(copy.deepcopy(config), auto_class, attn_implementation=attention)
@@ -84,7 +85,7 @@ def _with_values(config: Any, auto_class: str, attention: str) -> nn.Module:
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Return the structure of a layer regardless of its sizes: its modules with their flags and strings."""
+    """Return a layer's structure regardless of its sizes: its modules, with their boolean and string attributes."""
     return tuple(
         (name, type(module).__name__, tuple(sorted((key, value) for key, value in vars(module).items()
                                                    if isinstance(value, bool | str))))
@@ -93,7 +94,7 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _candidates(config: Any, kinds: list[Any]) -> Iterator[Any]:
-    """Yield smaller configurations, the most promising ones first: few layers before all, narrow before wide."""
+    """Yield smaller configurations, most promising first: few layers before all layers, narrow before wide."""
     least = max(2, max(kinds.index(kind) for kind in kinds) + 1)
     numbers = [number for part in _parts(config) for number in _numbers(part)]
     heads = [value for name, value in numbers if _HEADS.search(name) and not _GROUPS.search(name)]
@@ -111,7 +112,6 @@ def _candidates(config: Any, kinds: list[Any]) -> Iterator[Any]:
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """Yield a configuration and its nested configurations."""
     import transformers
 
     yield config
@@ -127,7 +127,7 @@ def _numbers(config: Any) -> Iterator[tuple[str, int]]:
 
 
 def _shrink(config: Any, divisor: int, layers: int, all_layers: int, fewer_experts: int) -> None:
-    """Change the numbers of one configuration in proportion, and preserve the size of a head."""
+    """Scale the sizes in one configuration proportionally, preserving the head size."""
     for name, value in _numbers(config):
         if name in _LAYERS and value == all_layers:
             setattr(config, name, layers)

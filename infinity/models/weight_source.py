@@ -1,4 +1,4 @@
-"""Record the location of the initial weights with a model on the meta device, until `offload` reads them."""
+"""Record where the initial weights of a model on the meta device are located, until `offload` reads them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _ATTRIBUTE = "_infinity_weights"  # attribute of the model, so that copies keep 
 
 
 def note_weights(model: nn.Module, weights: Path) -> None:
-    """Record the folder with the weights of a model."""
+    """Record the folder that contains the weights of a model."""
     setattr(model, _ATTRIBUTE, weights)
 
 
 def noted_weights(model: nn.Module) -> Path | None:
-    """Return the recorded folder with the weights of a model, or ``None`` if none was recorded.
+    """Return the folder that `note_weights` recorded for a model, or ``None`` if no folder was recorded.
 
     Raises:
-        ConfigError: If the folder was recorded for a submodule, whose parameter names differ from the names in the
-            model.
+        ConfigError: If the folder was recorded for a submodule, because its parameter names differ from the names in
+            the model.
     """
     own = torch_private.unwrapped_module(model)
     for name, module in own.named_modules():
@@ -32,7 +32,7 @@ def noted_weights(model: nn.Module) -> Path | None:
         if module is own:
             return found
         raise ConfigError(
-            f"{found} holds the weights of {name}, which is only a part of this model; pass weights=, a folder with "
-            "the tensors of the whole model under its own names"
+            f"{found} contains the weights of {name}, which is only a part of this model; pass weights=, a folder that "
+            "contains the tensors of the whole model under its own parameter names"
         )
     return None

@@ -1,1 +1,1 @@
-"""Optimizer updates on pages, and their schedule within a training step."""
+"""Optimizer updates of pages, and their schedule within a training step."""

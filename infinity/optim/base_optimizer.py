@@ -1,6 +1,6 @@
-"""Access to the optimizer that was passed to `infinity.offload`, the base optimizer.
+"""Access to the base optimizer: the optimizer that was passed to `infinity.offload`.
 
-Its param groups remain in use, for example by schedulers. Its state is stored on NVMe.
+Its param groups remain in use (by schedulers, for example), but its state is stored on NVMe.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ NO_ENTRIES = (
 
 
 class BaseOptimizer:
-    """Settings and attributes of the base optimizer that updates use.
+    """Base optimizer, whose settings and attributes are used to update pages.
 
-    The base optimizer no longer trains by itself. Its settings may change between steps, for example through a
-    scheduler. Changes that updates of pages cannot follow raise an error.
+    The base optimizer itself no longer trains. Its settings may change between steps, for example because of a
+    scheduler. Changes that page updates cannot take into account raise an error.
 
     Args:
         optimizer: optimizer that was passed to `infinity.offload`.
@@ -46,16 +46,16 @@ class BaseOptimizer:
         self._shards = {id(param): shard for shard, param in enumerate(parameters)}  # by id of the parameter
         self._members = self._members_now()  # ids of the parameters of each param group at `infinity.offload`
         self._watched = {name for name, value in attributes(optimizer).items() if is_plain(value)}
-        """Attributes whose current values updates use."""
+        """Attributes whose current values are copied for each update."""
         self._wrapped = [
             inner
             for inner in attributes(optimizer).values()
             if isinstance(inner, torch.optim.Optimizer) and inner.param_groups is optimizer.param_groups
         ]
-        """Inner optimizers that share its param groups."""
+        """Inner optimizers that share the param groups of the base optimizer."""
         self._fixed: list[Any] = []  # attributes of each combined optimizer at `hand_over`
-        self._state: object = None  # value of its attribute `state` since `hand_over`
-        # Settings of the groups, and attributes, at the first gradient of this step; None before.
+        self._state: object = None  # `state` attribute of the base optimizer since `hand_over`
+        # Group settings and attributes when the first gradient of this step arrived; None before.
         self._noted: tuple[list[dict[str, Any]], Own] | None = None
 
     @property
@@ -64,13 +64,12 @@ class BaseOptimizer:
         return name_of(self.optimizer)
 
     def hand_over(self, paged: torch.optim.Optimizer, state: object) -> None:
-        """Let `paged` train in place of the base optimizer.
+        """Make `paged` train in place of the base optimizer, whose `step()` raises an error from now on.
 
-        From now on, `step()` of the base optimizer raises an error. The base optimizer holds no reference to `paged`,
-        so that it does not keep a closed run in memory.
+        The base optimizer holds no reference to `paged`, so that it does not keep a closed run in memory.
 
         Args:
-            paged: optimizer that trains.
+            paged: optimizer that `infinity.offload` returns.
             state: mapping that becomes the `state` of the base optimizer.
         """
         torch_private.share_step_hooks(paged, self.optimizer)
@@ -83,18 +82,18 @@ class BaseOptimizer:
         self._fixed = self._content_of_parts()
 
     def called(self) -> None:
-        """Record that `step()` was called, for schedulers that were created on the base optimizer."""
+        """Mark `step()` as called, because schedulers that were created with the base optimizer check this."""
         for part in {id(one): one for one in (self.optimizer, *parts(self.optimizer))}.values():
             vars(part)["_opt_called"] = True
 
     # Settings #
 
     def settings_of(self, shards: Iterable[int]) -> dict[int, Mapping[str, Any]]:
-        """Return a snapshot of the settings of shards, because schedulers may change them before the update runs."""
+        """Return a snapshot of each shard's param group settings, which schedulers may change before the update."""
         fixed: dict[int, Mapping[str, Any]] = {}
         found = {}
         for shard in shards:
-            # Looked up now, because groups may be replaced
+            # Looked up here, because groups may have been replaced
             group = self.optimizer.param_groups[self._group_numbers[shard]]
             if id(group) not in fixed:
                 fixed[id(group)] = snapshot(group)
@@ -102,28 +101,28 @@ class BaseOptimizer:
         return found
 
     def groups_by_shard(self) -> list[dict[str, Any]]:
-        """Return the param groups with shards in place of parameters, as stored in checkpoints."""
+        """Return the param groups with shard indices in place of parameters, as stored in checkpoints."""
         return [
             {**group, "params": [self._shards[id(param)] for param in group["params"]]}
             for group in self.optimizer.param_groups
         ]
 
     def check_copies(self) -> None:
-        """Check that settings and attributes of the optimizer can be copied.
+        """Check that the settings and attributes of the optimizer can be copied.
 
         Raises:
-            UnsupportedError: if one cannot be copied.
+            UnsupportedError: if a setting or an attribute cannot be copied.
         """
         for group in self.optimizer.param_groups:
             snapshot(group)
         self.kernel.own()
 
     def note_settings(self) -> None:
-        """Record the settings with which updates in backward begin, once per step.
+        """Record, once per step, the settings that updates in backward start from.
 
         Raises:
             InfinityError: if the optimizer is in a mode in which it cannot step.
-            UnsupportedError: if `check` raises it.
+            UnsupportedError: under the same conditions as `check`.
         """
         if self._noted is None:
             self.check()
@@ -150,10 +149,10 @@ class BaseOptimizer:
         return f"an attribute of {self.name} was changed" if self.kernel.own() is not own else ""
 
     def check_settings(self) -> None:
-        """Check that `step()` would use the same settings as updates in backward did.
+        """Check that settings have not changed since updates in backward used them.
 
         Raises:
-            InfinityError: if settings changed, because the new values would apply to only some of the parameters.
+            InfinityError: if settings have changed, because the new values would apply to only some of the parameters.
         """
         if changed := self.changed_setting():
             raise InfinityError(
@@ -164,11 +163,11 @@ class BaseOptimizer:
     # Replaced attributes #
 
     def check(self) -> None:
-        """Check that updates know the parameters and the state of the base optimizer.
+        """Check that the base optimizer still has the parameters and the state that updates use.
 
         Raises:
             UnsupportedError: if the parameters of a param group, the state, or an attribute of a combined optimizer
-                changed.
+                have changed.
         """
         groups = self.optimizer.param_groups
         if self._members_now() != self._members or any(inner.param_groups is not groups for inner in self._wrapped):
@@ -192,10 +191,10 @@ class BaseOptimizer:
         return [[id(param) for param in group["params"]] for group in self.optimizer.param_groups]
 
     def set_attribute(self, name: str, value: Any) -> None:
-        """Set an attribute of the base optimizer, which updates use from the next step on.
+        """Set an attribute of the base optimizer. Updates use the new value from the next step on.
 
         Raises:
-            UnsupportedError: if updates would not use it.
+            UnsupportedError: if updates would not use the new value.
         """
         known = isinstance(getattr(type(self.optimizer), name, None), property)
         if not known and not (name in self._watched and is_plain(value)):
@@ -207,16 +206,16 @@ class BaseOptimizer:
         setattr(self.optimizer, name, value)
 
     def check_method(self, name: str, *args: Any, **named: Any) -> None:
-        """Check that a method of the base optimizer would change no weights or states.
+        """Check that calling a method of the base optimizer would not change weights or states.
 
         Raises:
-            UnsupportedError: if it would.
+            UnsupportedError: if the method would change them.
         """
         if name not in MODES or self.kernel.would_change(name, *args, **named):
             hint = "; call train() before infinity.offload" if name in MODES else ""
             raise UnsupportedError(
                 f"{name}() of {self.name} would have to change weights or states, which are stored on NVMe"
-                f"{hint}; to evaluate other weights than the trained ones, load an exported checkpoint"
+                f"{hint}; to evaluate weights other than the trained ones, load an exported checkpoint"
             )
 
 
@@ -229,24 +228,24 @@ def _reject_step_of_base(optimizer: torch.optim.Optimizer, args: Any, kwargs: An
 
 
 def reject_add_param_group(*_: Any, **__: Any) -> NoReturn:
-    """Raise an error, because param groups cannot be added.
+    """Raise an error, because param groups cannot be added to an offloaded optimizer.
 
     Raises:
         UnsupportedError: always.
     """
     raise UnsupportedError(
-        "a param group cannot be added to an offloaded optimizer because its parameters have no pages; add all "
+        "a param group cannot be added to an offloaded optimizer because the group's parameters have no pages; add all "
         "groups before infinity.offload"
     )
 
 
 def reject_load_state_dict(*_: Any, **__: Any) -> NoReturn:
-    """Raise an error, because a state cannot be loaded.
+    """Raise an error, because offloaded optimizers do not support `load_state_dict`.
 
     Raises:
         UnsupportedError: always.
     """
     raise UnsupportedError(
-        "load_state_dict() is not supported: the optimizer state is stored on NVMe. Set run.resume to continue from a "
-        "checkpoint."
+        "load_state_dict() is not supported: the optimizer state is stored on NVMe. To continue from a checkpoint, set "
+        "run.resume."
     )

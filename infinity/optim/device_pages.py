@@ -1,10 +1,11 @@
 """Pages that are updated on the GPU, and their copies to and from cache slots.
 
-[Note: updates on the device] The pages of a batch of ranges are copied to the GPU, updated there by the same code as in
-memory, and copied back. Each of these operations has its own stream, so that one batch is copied while the previous one
-is updated. A page that later ranges of the FSDP module need stays on the GPU until the last of these ranges. The
-reservations of pages are returned with the event after the copies back, so that a cache slot is not used before it
-holds the result of the update. Pages of GPU-resident FSDP modules are updated in place.
+[Note: updates on the device] A *range* is a set of contiguous elements of an FSDP module that are updated together. The
+pages of a batch of ranges are copied to the GPU, updated there by the same code as in host memory, and copied back.
+Each of these operations has its own stream, so that one batch is copied while the previous one is updated. A page stays
+on the GPU until the last range that needs it has been updated. A page reservation ends with the event after the copies
+back, so that a cache slot is not used before it holds the result of the update. Pages of GPU-resident FSDP modules are
+updated in place.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from infinity.schedule.trace import Access
 
 
 class DevicePages:
-    """Pages on the GPU of the FSDP module that is being updated. The update thread calls all methods.
+    """GPU copies of the pages of the FSDP module that is being updated. The update thread calls all methods.
 
     Args:
         layout: pages of this rank.
@@ -37,22 +38,26 @@ class DevicePages:
     def __init__(self, layout: Layout, device: Device, pager: Pager) -> None:
         self._layout, self._device, self._pager = layout, device, pager
         self._pages: dict[int, torch.Tensor] = {}  # bytes on the GPU, by page
-        self._needed: Counter[int] = Counter()  # number of remaining ranges of the FSDP module, by page
+        self._needed: Counter[int] = Counter()  # number of remaining ranges that need a page, by page
         # Cache slot and GPU bytes of the pages that `leave` copies back
         self._back: dict[int, tuple[memoryview, torch.Tensor]] = {}
         self._batches: deque[DeviceEvent] = deque()  # events after batches that may be unfinished
-        # Event after all work so far, from `leave` until the next batch; shared by all reservations of a batch
+        # Event after all work so far, set from `leave` until the next batch; all reservations of a batch share it
         self._left: DeviceEvent | None = None
 
     def begin(
         self, grads: Mapping[int, torch.Tensor] | None, arrived: Sequence[DeviceEvent], accesses: Iterable[Access]
     ) -> Slices | None:
-        """Begin the update of an FSDP module, and return its gradients, or ``None`` if they are in pages.
+        """Begin the update of an FSDP module.
 
         Args:
             grads: flat gradients by shard; ``None`` if they are in pages.
             arrived: events after which the gradients are complete.
-            accesses: accesses of all ranges of the FSDP module.
+            accesses: page accesses of all ranges of the FSDP module.
+
+        Returns:
+            The gradients by shard, each with the index of its first element in the segment; ``None`` if they are in
+            pages.
         """
         self._needed = Counter(use.page for access in accesses for use in access)
         self._left = None
@@ -66,17 +71,17 @@ class DevicePages:
         return {shard: (self._layout.shards[shard].start, grad) for shard, grad in grads.items()}
 
     def bring(self, access: Access, contents: Sequence[Content]) -> list[torch.Tensor]:
-        """Begin to copy the pages of a range to the GPU, and return their bytes there for use in `on_stream`.
+        """Start copying the pages of a range to the GPU, and return the copies for use in `on_stream`.
 
         GPU-resident pages are returned as they are.
 
         Args:
-            access: access of the range.
-            contents: bytes of its pages.
+            access: page access of the range.
+            contents: bytes of the pages.
 
         Raises:
             StallError: if the GPU does not respond.
-            Exception: the first error of the run, if it has failed before.
+            Exception: the first error of the run, if the run has already failed.
         """
         while len(self._batches) >= BATCHES:
             self._pager.wait_for_device(self._batches.popleft(), "update pages")
@@ -108,7 +113,7 @@ class DevicePages:
         return self._device.on(self._device.stream("update"))
 
     def leave(self) -> None:
-        """End a batch, and begin to copy back the pages that no later range of the FSDP module needs."""
+        """End a batch, and start copying back the pages that no later range of the FSDP module needs."""
         if not self._back:
             self._batches.append(self._device.record_event(self._device.stream("update")))
             return
@@ -123,13 +128,13 @@ class DevicePages:
         self._batches.append(self._left)
 
     def join(self) -> None:
-        """Make this thread's stream wait for all updates so far, because scalar states may be on the GPU."""
+        """Make the current stream wait for all updates so far, because scalar states may be on the GPU."""
         self._device.record_event(self._device.stream("update")).before(self._device.current())
 
     def record_event(self) -> DeviceEvent:
         """Return an event after all work on pages so far.
 
-        After a failed update, no copies back have recorded an event, so one is recorded here.
+        If an update failed before its pages were copied back, no such event exists yet, so one is recorded here.
         """
         if self._left is not None:
             return self._left

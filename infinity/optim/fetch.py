@@ -1,4 +1,7 @@
-"""Copies of gradients from the GPU to the thread that updates with them, range by range."""
+"""Copies of gradients from the GPU to the host, range by range, for updates on the CPU.
+
+A *range* is a set of contiguous elements of an FSDP module that are updated together.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,16 @@ from infinity.memory.device import Device, DeviceEvent, transfer_bytes, wait
 from infinity.schedule.pager import Pager
 
 _LAST_SECONDS = 5.0
-"""Time limit of `close` for each copy that was not taken, in seconds."""
+"""Time that `close` waits for each copy that was not taken, in seconds."""
 Slices = Mapping[int, tuple[int, torch.Tensor]]
-"""Gradients of a range by shard, each with the element of the segment at which it begins."""
+"""Gradients of a range by shard, each with the index of its first element in the segment."""
 
 
 class GradientFetcher:
-    """Copy gradients to the host ahead of their update, through a ring buffer of pinned memory.
+    """Copy gradients to the host ahead of their update, through a pinned ring buffer.
 
-    The update thread calls all methods, for one FSDP module at a time. On the CPU, gradients are used in place.
+    The update thread calls all methods, for one FSDP module at a time. If the model trains on the CPU, gradients are
+    used in place.
 
     Args:
         layout: pages of this rank.
@@ -31,22 +35,22 @@ class GradientFetcher:
 
     def __init__(self, layout: Layout, device: Device, pager: Pager) -> None:
         self._layout, self._device, self._pager = layout, device, pager
-        # Bytes of a slot, which holds one range
+        # Size of a ring slot in bytes; a slot holds the gradients of one range
         self._slot_bytes = range_gradient_bytes(layout) if device.asynchronous else 0
-        self._ring: list[torch.Tensor] = []  # the slots, in bytes
+        self._ring: list[torch.Tensor] = []  # slots of dtype uint8
         if self._slot_bytes:
             ring, self._pinned = transfer_bytes(device, FETCHED * self._slot_bytes, self._slot_bytes)
             self._ring = [*ring.view(FETCHED, self._slot_bytes)]
         self._next = 0  # slot to fill next
-        self._held = 0  # slots with gradients that were taken and not released
-        # Flat gradients on the device of the current FSDP module, by shard
+        self._held = 0  # slots whose gradients were taken but not released
+        # Flat gradients of the current FSDP module on the device, by shard
         self._grads: Mapping[int, torch.Tensor] = {}
         self._waiting: deque[Range] = deque()  # ranges whose copies have not begun
-        # Gradients of ranges in order, and the events after their copies
+        # Gradients of the next ranges in order, and the events after their copies
         self._coming: deque[tuple[Slices, DeviceEvent]] = deque()
 
     def begin(self, grads: Mapping[int, torch.Tensor], arrived: Sequence[DeviceEvent], ranges: Sequence[Range]) -> None:
-        """Begin with the gradients of an FSDP module.
+        """Start copying the gradients of an FSDP module.
 
         Args:
             grads: flat gradients by shard.
@@ -64,7 +68,7 @@ class GradientFetcher:
 
         Raises:
             StallError: if the device does not respond.
-            Exception: the first error of the run, if it has failed before.
+            Exception: the first error of the run, if the run has already failed.
         """
         slices, device_event = self._coming[0]
         self._pager.wait_for_device(device_event, "copy gradients")
@@ -85,13 +89,12 @@ class GradientFetcher:
             self._grads = {}
 
     def close(self) -> None:
-        """Unregister the ring buffer, unless the device has not finished its copies in time."""
+        """Unregister the ring buffer if the device finishes its copies in time."""
         if self._ring and all(wait(device_event, _LAST_SECONDS) for _, device_event in self._coming):
             self._ring = []
             self._pinned.close()
 
     def _copy_ahead(self) -> None:
-        """Begin copies until all slots are in use."""
         while self._waiting and (not self._ring or len(self._coming) + self._held < len(self._ring)):
             self._coming.append(self._copy(self._waiting.popleft()))
 

@@ -1,15 +1,15 @@
-"""Full parameters, gathered from the slices of all ranks for updates that cannot run on a slice.
+"""Gathering of full parameters from the slices on all ranks, for updates that cannot run on a slice.
 
-[Note: exchange in updates] An update that requires a full parameter runs on every rank that has a slice of it, with the
-same inputs and the same result. Each rank keeps its own slice. Gradient, master and states are gathered for one
-parameter at a time. Updates run on their own thread in parallel with FSDP2's collectives, so they use separate process
-groups. All ranks run these updates in the same order, and no rank waits for something that another rank does later.
-Therefore, all of them run in backward as soon as the gradients have arrived, or in `step()` (`UpdateSchedule.of`). They
-never run in the next forward, because a single rank could run them ahead of time by reading a weight.
+[Note: exchange in updates] If an update requires a full parameter, every rank that has a slice of the parameter runs
+the update with the same inputs and the same result, and keeps its own slice of the result. The gradient, master weights
+and states are gathered for one parameter at a time. Updates run on their own thread in parallel with FSDP2's
+collectives, so they use separate process groups. To avoid deadlocks, all ranks must run these updates in the same
+order. Therefore, they run in backward as soon as the gradients have arrived, or in `step()` (`UpdateSchedule.of`), but
+never in the next forward, where a single rank could trigger an update early by reading a weight.
 
-[Note: abandoned exchanges] An exchange that another rank never joins cannot be cancelled. The destructor of a gloo
-group waits for it up to the timeout of collectives, wherever Python happens to collect garbage. Therefore, the group of
-such an exchange is never destroyed. Its threads and sockets end with the process.
+[Note: abandoned exchanges] An exchange that another rank never joins cannot be canceled. The destructor of a gloo group
+waits for such an exchange until the collective timeout, wherever Python happens to collect garbage. Therefore, the
+group is never destroyed. Its threads and sockets are released when the process exits.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from infinity.errors import InfinityError, LostRankError, StallError
 from infinity.ranks import Ranks, naming_loss
 
 _SHORTEST, _LONGEST = 50e-6, 5e-3
-"""Minimum and maximum interval between two checks for the end of an exchange, in seconds."""
+"""Minimum and maximum interval between two polls of an unfinished exchange, in seconds."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Slice of a parameter on this rank. All slices have the same length, but the last may be shorter or empty."""
+    """This rank's slice of a parameter. All slices have the same length, except that the last ones may be shorter."""
 
     group: Any
     """Process group of the ranks that share the parameter."""
@@ -47,16 +47,17 @@ class Slice:
 
 
 class FullParameters:
-    """Gather parameters that ranks share.
+    """Gather parameters whose slices are on several ranks.
 
-    The update thread calls `meet`, `gather` and `own`. Call `close` after it has stopped.
+    The update thread calls `meet`, `gather` and `own`. Call `close` after this thread has stopped.
 
     Args:
         layout: pages of this rank.
-        slices: slices of parameters that are updated as full parameters and shared with other ranks, by shard.
+        slices: this rank's slices of parameters that are updated as full parameters and shared with other ranks, by
+            shard.
         ranks: communication between ranks.
-        failure: returns the error of a run that has failed, which ends all waits, or ``None``.
-        exchanging: returns a context for each exchange, which lasts until the slowest rank has joined.
+        failure: returns the error if the run has failed, which ends all waits; otherwise, returns ``None``.
+        exchanging: returns a context in which each exchange runs; an exchange lasts until the slowest rank has joined.
         timeout: time limit in seconds for an exchange after the run has ended.
     """
 
@@ -71,14 +72,14 @@ class FullParameters:
     ) -> None:
         self._layout, self._slices, self._ranks = layout, slices, ranks
         self._failure, self._exchanging = failure, exchanging
-        # Time limits per exchange in seconds; the second is set by `end`
+        # Time limits for an exchange in seconds: after the end of the run, and currently (lowered by `end`)
         self._timeout, self._patience = timeout, math.inf
-        self._last: dict[Any, Any] = {}  # by process group, its last exchange
+        self._last: dict[Any, Any] = {}  # last exchange, by process group
 
     def end(self, *, early: bool = False) -> None:
-        """Note that the run ends.
+        """Limit the time that exchanges may take, because the run is ending.
 
-        Updates that have begun still exchange data, and others too, unless the run ends `early`.
+        Updates may still exchange data, unless the run ends `early`.
         """
         self._patience = 0.0 if early else min(self._patience, self._timeout)
 
@@ -93,9 +94,9 @@ class FullParameters:
                 dist.destroy_process_group(group)
 
     def on_any_rank(self, value: bool) -> bool:
-        """Return whether `value` is true on any rank, because it determines the order of updates.
+        """Return whether `value` is true on any rank. All ranks must agree on values that affect the order of updates.
 
-        Only the training thread calls it.
+        Only the training thread calls this.
         """
         return any(self._ranks.collect(value))
 
@@ -103,7 +104,7 @@ class FullParameters:
         """Check that all ranks that share a parameter are about to update it in the same step.
 
         Raises:
-            InfinityError: if they are not.
+            InfinityError: if another rank is about to update a different parameter, or is in a different step.
             LostRankError: if another rank has exited.
         """
         if shard not in self._slices:
@@ -113,20 +114,20 @@ class FullParameters:
         if len({tuple(place) for place in places.tolist()}) > 1:
             name = self._layout.shards[shard].spec.name
             raise InfinityError(
-                f"ranks update different parameters: this rank updates {name} in step {step + 1}, and another rank "
+                f"ranks update different parameters: this rank updates {name} in step {step + 1}, but another rank "
                 "does not; drop, change and read gradients in the same way on all ranks"
             )
 
     def gather(self, shard: int, values: torch.Tensor) -> torch.Tensor:
-        """Return a section of the full parameter as a flat tensor.
+        """Return the gradient, the master weights or a state of the full parameter as a flat tensor.
 
         Args:
             shard: index of the shard.
-            values: this rank's elements of the section.
+            values: this rank's elements of the gradient, master weights or state.
 
         Raises:
             LostRankError: if another rank has exited.
-            StallError: if another rank does not join while the run ends.
+            StallError: if another rank does not join in time while the run ends.
         """
         if shard not in self._slices:
             return values
@@ -137,7 +138,7 @@ class FullParameters:
         return whole[: spec.whole]
 
     def own(self, shard: int, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's elements of a section of the full parameter."""
+        """Return this rank's elements of `whole`, a flat tensor with all elements of the full parameter."""
         if shard not in self._slices:
             return whole
         spec = self._layout.shards[shard].spec
@@ -145,7 +146,6 @@ class FullParameters:
         return whole[first : first + spec.numel]
 
     def _gather(self, shard: int, into: torch.Tensor, mine: torch.Tensor) -> None:
-        """Concatenate the slices of all ranks in `into`."""
         name, group = self._layout.shards[shard].spec.name, self._slices[shard].group
         try:
             with self._exchanging(), naming_loss():
@@ -156,7 +156,7 @@ class FullParameters:
             failure = self._failure() or lost
             if not isinstance(failure, LostRankError):
                 raise failure from lost.__cause__
-            raise LostRankError(f"{failure}; the update of {name} waits for it") from lost.__cause__
+            raise LostRankError(f"{failure}; the update of {name} needs this rank") from lost.__cause__
 
     def _wait(self, work: Any, name: str) -> None:
         seconds, began = _SHORTEST, time.monotonic()
@@ -171,10 +171,10 @@ class FullParameters:
 
 
 def open_slices(shared: Mapping[int, tuple[tuple[int, ...], int]], ranks: Ranks) -> dict[int, Slice]:
-    """Create process groups for parameters that are updated as full parameters. All ranks call it together.
+    """Create process groups for parameters that are updated as full parameters. All ranks must call this together.
 
     Args:
-        shared: by shard, the ranks that share the parameter, and the index of this rank among them.
+        shared: the ranks that share a parameter, and this rank's index among them, by shard.
         ranks: communication between ranks.
 
     Returns:

@@ -1,10 +1,14 @@
-"""Gradients between backward and the update, as they arrived or in GRAD pages, with the changes made to them since.
+"""Gradients between their arrival in backward and the update, and the changes made to them in between.
 
-[Note: life of a gradient] A gradient begins when FSDP2 has reduced it, or when the user assigns it. It is *held* until
-all gradients of its FSDP module have arrived. Then it is *stored*, or used by an update in backward. It ends when
-`step()` uses it, or when it is dropped, i.e. when `p.grad` becomes another tensor or None. PyTorch does not report
-that, so `p.grad` is checked when a gradient arrives, in the next forward, and in `step()`. Operations that the user
-applies to `p.grad` in between reach this module through a `PagedGradient`.
+[Note: life of a gradient] The life of a gradient begins when FSDP2 has reduced it, or when the user assigns it. The
+gradient is *held* as a tensor on the compute device until all gradients of its FSDP module have arrived. Then it is
+*stored* in GRAD pages, or consumed by an update in backward. Its life ends when `step()` consumes it, or when it is
+*dropped*, i.e. when `p.grad` is set to a different tensor or to None. PyTorch does not report such an assignment, so
+`p.grad` is checked when a gradient arrives, in the next forward, and in `step()`. Operations that the user applies to
+`p.grad` in between reach this module through a `PagedGradient`.
+
+An fp32 gradient may be stored as two *components*, its upper and lower 16-bit halves, in separate pages. The lower
+halves are stored only if they are not all zero.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from infinity.schedule.trace import Access, Mode, Use, store_gradient_accesses
 from infinity.telemetry.ledger import Ledger
 
 _MOST_EDITS = 16
-"""Maximum number of recorded operations per gradient. With one more, the gradient is stored again."""
+"""Maximum number of recorded edits per gradient. One more edit causes the edited gradient to be stored again."""
 
 USED_IN_BACKWARD = (
     "the gradient of {name} was consumed by its update in backward; to use clip_grad_norm_, torch.amp.GradScaler or "
@@ -48,7 +52,7 @@ SECOND = (
 )
 USED_BY_STEP = (
     "the gradient of {name} was consumed by step(); read it before step(), and call zero_grad() before the next "
-    "backward, because a gradient cannot be accumulated across steps"
+    "backward, because gradients cannot be accumulated across steps"
 )
 USED_TWICE = (
     "the gradient of {name} was consumed by the previous step(), and an optimizer in memory would apply it again; call "
@@ -62,26 +66,29 @@ CLOSED = "the gradient of {name} was released when the optimizer was closed"
 
 
 class OneGradient:
-    """One gradient of a shard, accessed through a `PagedGradient`. Only the training thread uses it."""
+    """One gradient of a shard, which user code accesses through a `PagedGradient`. Only the training thread uses it.
+
+    See `infinity.fsdp.gradient.Gradient` for the methods.
+    """
 
     __slots__ = ("arriving", "edits", "gone", "held", "length", "owner", "shape", "shard", "stored", "zero")
 
     def __init__(self, owner: Gradients, shard: int, shape: torch.Size) -> None:
         self.owner, self.shard = owner, shard
         self.shape = shape  # of the local shard
-        self.held: torch.Tensor | None = None  # on the device as it arrived, to be added to the stored part
-        self.stored = False  # whether it is in GRAD pages, in part or completely
-        self.zero = False  # whether all elements are zero, so that no elements are held or stored
-        self.edits: list[Edit] = []  # changes since it was stored, which every reader must still apply
-        self.length: torch.Tensor | None = None  # its 2-norm when it was stored, a scalar
-        self.arriving = False  # true from FSDP2's accumulation until the last hook, with user hooks in between
+        self.held: torch.Tensor | None = None  # part that has arrived but has not been added to the stored part
+        self.stored = False  # whether the gradient, or a part of it, is in GRAD pages
+        self.zero = False  # whether all elements are zero, in which case none are held or stored
+        self.edits: list[Edit] = []  # edits since it was stored, which every reader must still apply
+        self.length: torch.Tensor | None = None  # 2-norm at the time it was stored, a scalar
+        self.arriving = False  # true from FSDP2's accumulation until all hooks, including the user's, have run
         self.gone = ""  # reason why it is unavailable, with {name} for the parameter; empty while available
 
     def __repr__(self) -> str:
         return self.owner.name(self.shard)
 
     def load(self) -> torch.Tensor:
-        """Return the elements. For all methods, see `infinity.fsdp.gradient.Gradient`."""
+        """Return the elements in the local shape."""
         return self.owner.load(self).view(self.shape)
 
     def replace(self, values: torch.Tensor) -> None:
@@ -93,11 +100,11 @@ class OneGradient:
         self.owner.clear(self)
 
     def record(self, edit: Edit) -> None:
-        """Apply a change to the elements the next time they are read."""
+        """Record an edit to apply the next time the elements are read."""
         self.owner.record(self, edit)
 
     def add(self, values: torch.Tensor) -> bool:
-        """Take over a gradient that FSDP2 has reduced."""
+        """Add a gradient that FSDP2 has just reduced. Return ``False``, without adding, for any other tensor."""
         return self.owner.add(self, values)
 
     def norm(self) -> torch.Tensor | None:
@@ -107,27 +114,27 @@ class OneGradient:
 
     @property
     def there(self) -> bool:
-        """``True`` if it has elements, to update with or to exclude from a checkpoint."""
+        """``True`` if the gradient has elements that are neither consumed nor dropped."""
         return not self.gone and (self.held is not None or self.stored)
 
     def end(self, reason: str) -> None:
-        """Release the elements."""
+        """Release the elements, and make later accesses raise an error with `reason`."""
         self.gone = reason
         self.held, self.length, self.stored, self.zero = None, None, False, False
         self.edits = []
 
 
 class Gradients:
-    """Gradients of this rank, from their arrival until an update uses them.
+    """Gradients of this rank, from their arrival until an update consumes them.
 
-    Gradients of one FSDP module arrive one after the other. `close_arrivals` then stores them or begins the update of
-    the FSDP module, as the update schedule says. The training thread calls all methods.
+    The gradients of an FSDP module arrive one after the other. Then `close_arrivals` stores them, or begins the update
+    of the FSDP module in backward, depending on the update schedule. The training thread calls all methods.
 
     Args:
         layout: pages of this rank.
-        pager: provides the pages.
+        pager: provides access to pages.
         device: compute device.
-        planner: holds the update schedule.
+        planner: provides the update schedule.
         updates: running and pending updates.
         recording: events of the current step.
         ledger: records times.
@@ -153,24 +160,24 @@ class Gradients:
         self._trainable = [
             sum(layout.shards[shard].spec.trainable for shard in shards) for shards in layout.fsdp_module_shards
         ]
-        """Number of trainable shards by FSDP module, i.e. of gradients that it can receive."""
+        """Number of trainable shards of each FSDP module, which is the number of gradients that it can receive."""
         self._fsdp_module = -1  # FSDP module whose gradients are arriving, or -1
-        # Gradients of `_fsdp_module` by shard that are held, and neither stored nor used
+        # Gradients of `_fsdp_module` that have arrived but are not stored or consumed yet, by shard
         self._arrivals: dict[int, OneGradient] = {}
-        self._arrived: dict[Stream, DeviceEvent] = {}  # by stream, the last event after gradients of `_fsdp_module`
-        # Gradients in `p.grad` by shard; after `step()`, a consumed one stays until it is replaced
+        self._arrived: dict[Stream, DeviceEvent] = {}  # last event after gradients of `_fsdp_module`, by stream
+        # Gradients in `p.grad`, by shard; a gradient that `step()` has consumed stays until it is replaced
         self._current: dict[int, OneGradient] = {}
-        # Stored gradients by FSDP module, in order of arrival, and shard
+        # Stored gradients, by FSDP module (in order of arrival) and by shard
         self._stored: dict[int, dict[int, OneGradient]] = {}
         self._components: dict[int, int] = {}  # number of stored components by FSDP module; it never decreases
         self.looked_at = False
-        """``True`` if a gradient was read by anything but the update since the last step."""
+        """``True`` if anything but the update has read a gradient since the last step."""
         self.changed = False
         """``True`` if gradients changed since the last `reconcile`."""
         self._summed = any(isinstance(param, DTensor) and param.device_mesh.size() > 1 for param in parameters)
-        """``True`` if gradients are sums over ranks. The lower halves of sums are hardly ever zero, so they are not
-        checked if the check would make the host wait for the reduction."""
-        self._pinned: Pinned | None = None  # registration of `_on_host`
+        """``True`` if gradients are sums across ranks. The lower halves of such sums are hardly ever all zero, so this
+        is not checked if the check would make the host wait for the reduction."""
+        self._pinned: Pinned | None = None  # memory registration of `_on_host`
         self._on_host: torch.Tensor | None = None  # buffer of shape (1,) for numbers from the GPU; None on the CPU
         if device.asynchronous:
             memory, self._pinned = transfer_bytes(device, PAGESIZE, PAGESIZE)
@@ -180,7 +187,8 @@ class Gradients:
     def close(self) -> None:
         """Release all gradients.
 
-        Gradients reference this object from within tensors, where Python's garbage collector finds no cycles.
+        This is necessary because gradients reference this object from inside tensors, where Python's garbage collector
+        cannot find reference cycles.
         """
         if self._closed:
             return
@@ -197,7 +205,7 @@ class Gradients:
         return self._layout.shards[shard].spec.name
 
     def check(self, gradient: OneGradient) -> None:
-        """Note that a gradient is needed.
+        """Check that a gradient is available, and note that it was read.
 
         Raises:
             InfinityError: if it was consumed or dropped.
@@ -207,13 +215,12 @@ class Gradients:
         self.looked_at = True
 
     def _is_current(self, shard: int, local: torch.Tensor) -> bool:
-        """Return whether a tensor is the known gradient of a shard."""
         return isinstance(local, PagedGradient) and local.is_whole and local.gradient is self._current.get(shard)
 
     # Arrival #
 
     def take(self, shard: int, local: torch.Tensor | None) -> OneGradient | None:
-        """Take over the gradient in `p.grad` after a reduction and the user's hooks.
+        """Take over the gradient in `p.grad` after it was reduced and the user's hooks have run.
 
         Args:
             shard: index of the shard.
@@ -233,7 +240,7 @@ class Gradients:
             gradient = self._current[shard]
             gradient.arriving = False
             if gradient.held is not None:
-                self._mark_arrival()  # after the changes by user hooks
+                self._mark_arrival()  # again, because user hooks may have changed the gradient
         else:
             found = self._begin(shard, local.clone() if isinstance(local, PagedGradient) else local)
         if self._arrivals and len(self._arrivals) == self._trainable[self._fsdp_module]:
@@ -254,7 +261,7 @@ class Gradients:
         self._arrived[stream] = self._device.record_event(stream)
 
     def close_arrivals(self) -> None:
-        """Store or use the gradients of the FSDP module whose gradients were arriving.
+        """Store the gradients that have arrived, or begin the update of their FSDP module in backward.
 
         Raises:
             InfinityError: if the FSDP module was already updated in backward, so that these are its second gradients in
@@ -272,7 +279,7 @@ class Gradients:
         name = self._layout.fsdp_modules[fsdp_module].name
         if fsdp_module in self._updates.begun:
             raise InfinityError(SECOND.format(fsdp_module=name))
-        # Values that were written into gradients before backward are stored. Then the sum is stored too, for `step()`.
+        # If values were written into gradients before backward, they are stored. Then the sums must be stored too.
         in_backward = fsdp_module in self._planner.update_schedule.in_backward and fsdp_module not in self._stored
         with torch.no_grad(), record_function(f"infinity::gradients ({name})"):
             held = {shard: gradient.held for shard, gradient in arrivals.items() if gradient.held is not None}
@@ -284,7 +291,7 @@ class Gradients:
                 arrived = (self._device.record_event(self._device.current()),)
             if in_backward:
                 self._recording.gradients(fsdp_module, self._components.get(fsdp_module, 1))
-                # May raise, in which case the gradients remain available
+                # This may raise an error, in which case the gradients remain available
                 self._updates.begin_in_backward(fsdp_module, grads, arrived)
                 for gradient in arrivals.values():
                     gradient.end(USED_IN_BACKWARD)
@@ -302,17 +309,16 @@ class Gradients:
     # Operations on one gradient #
 
     def _begin(self, shard: int, values: torch.Tensor) -> OneGradient:
-        """Replace the gradient of a shard with one that has just been reduced."""
         self._drop(shard)
         gradient = self._current[shard] = OneGradient(self, shard, values.shape)
         self._hold(gradient, values)
         return gradient
 
     def add(self, gradient: OneGradient, values: torch.Tensor) -> bool:
-        """Take over a gradient that FSDP2 adds to `p.grad` in backward, before hooks are called.
+        """Take over a gradient that FSDP2 adds to `p.grad` in backward, before it calls hooks.
 
         Returns:
-            ``True`` if FSDP2 added it. An addition by other code is an ordinary change.
+            ``True`` if FSDP2 is adding the gradient. If other code is adding, the addition is an ordinary edit.
 
         Raises:
             InfinityError: if the gradient was consumed by its update in backward or by `step()`.
@@ -325,7 +331,7 @@ class Gradients:
         if gradient.gone:
             self.check(gradient)
         if gradient.zero:
-            values.add_(0.0)  # as in an addition to zeros, which turns -0 into 0
+            values.add_(0.0)  # adding to stored zeros would also turn -0 into 0
         gradient.arriving = True
         self._hold(gradient, values)
         return True
@@ -338,7 +344,7 @@ class Gradients:
         self._note_arrival(gradient)
 
     def load(self, gradient: OneGradient) -> torch.Tensor:
-        """Return the elements: the held tensor, or a copy of the stored ones."""
+        """Return the elements: the held tensor itself, or a copy of the stored elements."""
         self.check(gradient)
         if gradient.held is not None and not gradient.stored:
             return gradient.held
@@ -364,7 +370,7 @@ class Gradients:
         return flat.to(device)
 
     def replace(self, gradient: OneGradient, values: torch.Tensor) -> None:
-        """Replace the elements. After `step()` has consumed a gradient, this begins a new one."""
+        """Replace the elements. If `step()` has consumed the gradient, this begins a new one."""
         if gradient.held is values:
             return
         self._restart(gradient)
@@ -389,7 +395,7 @@ class Gradients:
             self.check(gradient)
 
     def record(self, gradient: OneGradient, edit: Edit) -> None:
-        """Apply a change when the elements are read next, or immediately if they are held."""
+        """Apply an edit immediately if the elements are held, otherwise the next time they are read."""
         self.check(gradient)
         if gradient.held is not None and gradient.stored:
             self.close_arrivals()
@@ -404,16 +410,16 @@ class Gradients:
 
     @property
     def there(self) -> bool:
-        """``True`` if there are gradients to update with."""
+        """``True`` if there are gradients that have not been consumed or dropped."""
         return any(gradient.there for gradient in self._current.values())
 
     @property
     def zeros(self) -> bool:
-        """``True`` if there are gradients whose elements are all zero. Updates in memory use these gradients too."""
+        """``True`` if there are gradients whose elements are all zero. In-memory updates use such gradients too."""
         return any(gradient.zero for gradient in self._current.values())
 
     def reconcile(self) -> None:
-        """Check every `p.grad`. Drop gradients that were removed, and store gradients that were assigned.
+        """Check every `p.grad`. Drop gradients that the user has removed, and store those that the user has assigned.
 
         Raises:
             InfinityError: if a removed gradient was already consumed by an update in backward.
@@ -444,10 +450,10 @@ class Gradients:
         self.changed = False
 
     def check_new(self) -> None:
-        """Check that no gradient of the previous step remains in `p.grad`, and that all are complete.
+        """Check that no gradient of the previous step remains in `p.grad`, and that all gradients are complete.
 
         Raises:
-            InfinityError: if one remains or is incomplete.
+            InfinityError: if a gradient remains or is incomplete.
         """
         for shard, gradient in self._current.items():
             if gradient.gone == USED_BY_STEP:
@@ -491,8 +497,8 @@ class Gradients:
         """End all gradients because a step consumes them.
 
         Returns:
-            Stored gradients by FSDP module, in order of arrival, and shard, each with the changes that must still be
-            applied.
+            The edits that must still be applied to the stored gradients, by FSDP module (in order of arrival) and by
+            shard.
         """
         stored = {
             fsdp_module: {shard: tuple(gradient.edits) for shard, gradient in of_fsdp_module.items()}
@@ -505,7 +511,7 @@ class Gradients:
         return stored
 
     def discard(self) -> None:
-        """End all gradients and free their pages because a step does not use them."""
+        """End all gradients and free their pages because a step skips its updates."""
         for fsdp_module in self._stored:
             self._discard(fsdp_module)
         self.use_up()
@@ -518,7 +524,7 @@ class Gradients:
     # Pages #
 
     def _store(self, fsdp_module: int, arrivals: Mapping[int, OneGradient]) -> None:
-        """Add the held gradients of an FSDP module to the stored ones, and store the sums."""
+        """Add the held gradients of an FSDP module to its stored gradients, and store the sums."""
         self._updates.run_pending(fsdp_module)
         stored = self._stored.pop(fsdp_module, {})
         try:
@@ -536,22 +542,22 @@ class Gradients:
                 self._walk(accesses, stored, totals, gpu_resident=self._pager.gpu_resident(fsdp_module))
             with self._ledger.part("update"):
                 norms = torch._foreach_norm(list(totals.values()), 2.0)
-        except BaseException:  # some pages hold sums already, and others do not
+        except BaseException:  # some pages already hold sums, but others do not
             for gradient in (stored | dict(arrivals)).values():
                 gradient.end(CUT_OFF)
-            with suppress(Exception):  # an I/O error, which the outer exception already reports
+            with suppress(Exception):  # such as an I/O error, which the outer exception already reports
                 self._discard(fsdp_module)
             raise
         for shard, norm in zip(totals, norms, strict=True):
             gradient = arrivals[shard]
             gradient.held, gradient.stored, gradient.length, gradient.edits = None, True, norm, []
-        # Appended, to keep the order of arrival
+        # Appended, so that the dictionary keeps the order of arrival
         self._stored[fsdp_module] = stored | {shard: arrivals[shard] for shard in totals}
 
     def _components_of(self, fsdp_module: int, values: Mapping[int, torch.Tensor], *, added: bool) -> int:
-        """Return the number of components that gradients of an FSDP module need.
+        """Return how many components are needed to store the gradients of an FSDP module exactly.
 
-        A sum of two gradients is assumed to need all components.
+        If gradients were `added`, all components are assumed to be needed.
         """
         pages = [
             self._layout.pages[access[0].page]
@@ -567,11 +573,11 @@ class Gradients:
             return 1
         if added or (self._device.asynchronous and self._summed) or self._components.get(fsdp_module) == len(HALVES):
             return len(HALVES)
-        # Sum on the device, so that the host waits only once.
+        # Sum on the device, so that the host waits only once
         return len(HALVES) if self._number(sum(torch.count_nonzero(halves(part)[1]) for part in divided)) else 1
 
     def _number(self, value: torch.Tensor | int) -> int:
-        """Return a number that the device computes. Waits for the device."""
+        """Wait for a number that the device computes, and return it."""
         if self._on_host is None or isinstance(value, int):
             return int(value)
         stream = self._device.current()
@@ -587,15 +593,15 @@ class Gradients:
         *,
         gpu_resident: bool,
     ) -> None:
-        """Add stored gradients to the new ones, and store the sums.
+        """Add stored gradients to new gradients, and store the sums.
 
-        The result equals that in memory because the addition of two values is commutative.
+        The sums equal those of in-memory training, because adding two values is commutative.
 
         Args:
-            accesses: page accesses of the FSDP module, in order.
+            accesses: accesses to the GRAD pages of the FSDP module, in order.
             stored: stored gradients by shard.
-            totals: new gradients by shard.
-            gpu_resident: whether the pages are on the device.
+            totals: new gradients by shard, which are replaced with the sums.
+            gpu_resident: whether the pages are on the GPU.
         """
         current = self._device.current()
         back = current if gpu_resident else self._device.stream("back")
@@ -608,7 +614,7 @@ class Gradients:
                     for content, page in zip(contents, pages, strict=True)
                 ]
                 for component in components[old:] if old else ():
-                    component.zero_()  # shards without a gradient this time
+                    component.zero_()  # shards whose gradient has not arrived
                 for shard, at, part in self._slices(pages[0], totals):
                     fmt = self._layout.format_of(shard)
                     if shard in stored:
@@ -625,9 +631,9 @@ class Gradients:
                         self._device.keep(of_component, back)
 
     def _to_device(self, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return values on the compute device.
+        """Return `values` on the device of `like`.
 
-        The copy runs on the current stream, so it reads the page before later copies write to it.
+        The copy runs on the current stream, so it reads the page before later copies overwrite it.
         """
         if not self._device.asynchronous:
             return values
@@ -636,7 +642,7 @@ class Gradients:
         return copied
 
     def _write(self, gradient: OneGradient, values: torch.Tensor) -> None:
-        """Replace the stored elements of one gradient. `values` is flat."""
+        """Replace the stored elements of one gradient with the flat tensor `values`."""
         with interrupts.held():
             try:
                 self._write_whole(gradient, values)
@@ -667,7 +673,7 @@ class Gradients:
         self._stored[fsdp_module][shard] = gradient
 
     def _add_components(self, fsdp_module: int, components: int) -> None:
-        """Extend the gradients of an FSDP module to more components, which are zero at first."""
+        """Increase the number of stored components of an FSDP module's gradients. New components are zero."""
         before = self._components[fsdp_module]
         if components <= before:
             return
@@ -680,7 +686,7 @@ class Gradients:
         self._recording.widen(fsdp_module, components)
 
     def _slices(self, page: Page, flats: Mapping[int, torch.Tensor]) -> Iterator[tuple[int, slice, torch.Tensor]]:
-        """Yield (shard, slice of the page, slice of the shard's flat tensor) for every overlap with a page."""
+        """Yield (shard, slice of the page, part of the shard's flat tensor) for every shard that overlaps a page."""
         for shard in self._layout.page_shards[page.index]:
             if shard in flats:
                 placed = self._layout.shards[shard]

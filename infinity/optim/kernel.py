@@ -1,13 +1,13 @@
 """Update kernel that runs any optimizer on views of pages.
 
-This module has no knowledge of specific algorithms such as Adam. A page is updated by running a copy of the user's own
-optimizer on views of the page. The same class with the same settings runs the same kernels and gives the same bits.
-`infinity.optim.slicing_check` detects optimizers for which that does not hold.
+This module is independent of specific algorithms such as Adam. To update a page, it runs a copy of the user's own
+optimizer on views of the page. The same class with the same settings runs the same kernels, so results are bitwise
+equal. `infinity.optim.slicing_check` detects optimizers for which this is not the case.
 
 [Note: values that advance] Some optimizers count steps in their param groups or attributes instead of in the state of
-each parameter. All pages of a step start from the values before the step. These values are then advanced once per step
-by a copy of the optimizer whose parameters have no gradient (`advance`), as soon as all updates of the step hold their
-starting values. The updates themselves may run later. The probe verifies that the advanced values match the values in
+each parameter. All page updates of a step must start from the values before the step. As soon as all updates of the
+step have copied these values, `advance` advances them once, by a step of an optimizer copy whose parameters have no
+gradients. The updates themselves may run later. The slicing check verifies that the advanced values are the same as in
 memory.
 """
 
@@ -39,20 +39,21 @@ from infinity.optim.optimizer_clone import (
 from infinity.optim.validation import reaches_an_optimizer
 
 MODES: Final = ("eval", "train")
-"""Methods of schedule-free optimizers that switch weights between their evaluation and training values."""
+"""Methods with which schedule-free optimizers switch weights between evaluation and training values."""
 Scalars = dict[str, Any]
 Own = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """Layout of the state of one parameter.
+    """Layout of the optimizer state of one parameter.
 
     Attributes:
         kinds: element-wise states as (name, dtype name).
         scalars: names of the scalar states.
-        slices: smallest slices that an update supports: ``flat`` slices of any elements, shape (n,); slices with the
-            ``rank`` of the parameter, shape (1, …, 1, n); full ``rows``, shape (n, …); or the ``whole`` parameter.
+        slices: smallest slices that can be updated separately: ``flat`` slices of any elements, of shape (n,); slices
+            with as many dimensions as the parameter (``rank``), of shape (1, …, 1, n); full ``rows``, of shape (n, …);
+            or only the ``whole`` parameter.
     """
 
     kinds: tuple[tuple[str, str], ...]
@@ -62,7 +63,7 @@ class StateSpec:
 
 @dataclass
 class Piece:
-    """A slice of one shard in an update, with its elements, gradient and state views, all of shape (n,).
+    """A slice of one shard to update: its master weights, gradient and state views, all of shape (n,).
 
     The gradient is ``None`` if a method of the optimizer runs in place of its step.
     """
@@ -76,7 +77,7 @@ class Piece:
 class UpdateKernel:
     """Run a copy of one optimizer on slices of parameters.
 
-    `infinity.optim.slicing_check.make_kernel` verifies that the optimizer supports this.
+    `infinity.optim.slicing_check.make_kernel` verifies that the optimizer can be run in this way.
 
     Args:
         optimizer: optimizer to copy.
@@ -89,33 +90,33 @@ class UpdateKernel:
         self.name = name_of(optimizer)  # class name, for errors
         self._optimizer = optimizer
         self.template = Template(optimizer)  # creates copies of the optimizer
-        self._runner = self.template.over([])  # the copy that updates; has parameters only inside `update`
-        self._step = torch_private.unhooked_step(self._runner)  # its step, without user hooks
+        self._runner = self.template.over([])  # the copy that runs updates; has parameters only inside `update`
+        self._step = torch_private.unhooked_step(self._runner)  # `step` of the runner, without user hooks
         self.shapes: dict[int, tuple[int, ...]] = {}
         """Shapes in which slices are passed to the optimizer, by shard, unless the shape is (n,). -1 marks the
-        dimension given by the length of the slice. The probe sets it during its trials; `give_shapes` then sets it
-        once, before the first update."""
+        dimension that depends on the length of the slice. The slicing check sets the shapes of its own parameters
+        during its trials. `give_shapes` then sets the final shapes once, before the first update."""
         self.advancing: frozenset[str] = frozenset()
-        """Settings of param groups that an update changes."""
+        """Names of param group settings that a step changes."""
         self.advancing_own: frozenset[str] = frozenset()
-        """Attributes of the optimizer that an update changes."""
+        """Names of optimizer attributes that a step changes."""
         self._own: Own = {}  # last return value of `own`
-        self._applied: Own = {}  # values applied to the runner; it and the runner belong to the update thread
+        self._applied: Own = {}  # values applied to the runner; only the update thread uses the runner and these values
         self.uses_closure = False
         """``True`` if updates depend on the loss that a closure returns."""
         self.modes = all(inspect.ismethod(getattr(optimizer, name, None)) for name in MODES)
-        """``True`` if the optimizer has the methods `MODES`. The probe resets it if they cannot run on pages."""
+        """``True`` if the optimizer has the methods `MODES` and they can run on pages, as the slicing check finds."""
         self.builds = any(optimizer.state.values()) and self._makes_its_state()
-        """``True`` if the constructor creates the state of parameters."""
-        # Attributes that are copied to the runner.
+        """``True`` if the constructor of the optimizer already creates the state of parameters."""
+        # Attributes that are copied to the runner before updates.
         self._watched = [name for name, value in attributes(optimizer).items() if is_plain(value)]
         self._objects = [name for name, value in attributes(optimizer).items() if is_object(value)]
-        """Attributes that are not plain data and may change during training, such as settings classes and sets."""
+        """Attributes that are not plain data and may change during training, such as settings objects and sets."""
         self._tied = {name for name in self._objects if reaches_an_optimizer(vars(optimizer)[name])}
-        """Attributes in `_objects` that reference the optimizer. They are not copied again."""
-        # Contents of these attributes in the last call of `own`.
+        """Attributes in `_objects` that reference the optimizer. They are copied only once."""
+        # Contents of the attributes in the last call of `own`.
         self._seen, self._seen_objects = self._content_of_own(), self._content_of_objects()
-        self._objects_now: dict[str, Any] = {}  # copies of `_objects`, once their contents have changed
+        self._objects_now: dict[str, Any] = {}  # copies of `_objects`; empty until their contents change
         self.layouts: dict[tuple[int, torch.dtype, int], StateSpec] = {}
         """State layouts by param group number, dtype and number of dimensions."""
 
@@ -127,7 +128,7 @@ class UpdateKernel:
     # State created by the constructor #
 
     def has_progress(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer has taken steps, i.e. has more state than its constructor creates."""
+        """Return whether an optimizer has taken steps, i.e. has state that its constructor did not create."""
         return any(optimizer.state.values()) and not self.builds
 
     def _makes_its_state(self) -> bool:
@@ -138,7 +139,7 @@ class UpdateKernel:
                 built = self.build([nn.Parameter(torch.ones(2, 2))], group)
             except Exception:
                 return False
-            # The defaults differ, because the new optimizer receives the group's settings as defaults.
+            # `defaults` differ, because the new optimizer receives the group's settings as its defaults.
             part = owner(self._optimizer, group)
             found, expected = ({**attributes(one), "defaults": None} for one in (built, part))
             if content(found) != content(expected):
@@ -152,7 +153,7 @@ class UpdateKernel:
         return True
 
     def build(self, params: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """Return a new optimizer of the same class, with the settings that its constructor accepts."""
+        """Return a new optimizer of the same class, with all `settings` that its constructor accepts."""
         made = type(owner(self._optimizer, settings))
         accepted = inspect.signature(made.__init__).parameters.keys() - {"self", "params"}
         return made(params, **{key: value for key, value in settings.items() if key in accepted})
@@ -160,7 +161,7 @@ class UpdateKernel:
     # Attributes of the optimizer #
 
     def own(self) -> Own:
-        """Return the attribute values that new updates start from; empty if they have never changed.
+        """Return the attribute values that new updates start from, or an empty mapping if they have never changed.
 
         Raises:
             UnsupportedError: if a changed attribute cannot be copied.
@@ -180,7 +181,7 @@ class UpdateKernel:
         if any(before.get(name) != now for name, now in self._content_of_objects() if name in self._tied):
             raise UnsupportedError(
                 f"{', '.join(sorted(self._tied))} on {self.name} changed after infinity.offload and references the "
-                "optimizer, but updates of pages run on copies; change numeric attributes of the optimizer instead"
+                "optimizer, but pages are updated by copies of it; change numeric attributes of the optimizer instead"
             )
         changed = {name: value for name, value in changed.items() if name not in self._tied}
         try:
@@ -188,7 +189,8 @@ class UpdateKernel:
         except Exception as error:
             raise UnsupportedError(
                 f"{', '.join(changed)} on {self.name} changed after infinity.offload and cannot be copied ({error}), "
-                "but updates of pages run on copies; change numeric attributes or param group settings instead"
+                "but pages are updated by copies of the optimizer; change numeric attributes or param group settings "
+                "instead"
             ) from error
 
     def plain_own(self) -> Iterator[tuple[str, Any]]:
@@ -214,13 +216,13 @@ class UpdateKernel:
 
     @property
     def persistent_attributes(self) -> dict[str, Any]:
-        """Attribute values that a checkpoint stores, i.e. the ones that updates advance."""
+        """Values of the attributes that updates advance. Checkpoints store them."""
         return {name: copied(vars(self._optimizer)[name]) for name in sorted(self.advancing_own)}
 
     # Modes #
 
     def would_change(self, method: str, *args: Any, **named: Any) -> bool:
-        """Return whether a method such as `train` would change param groups or attributes of the optimizer."""
+        """Return whether calling `method` would change param groups or attributes of the optimizer."""
         clock = self._clock(self._optimizer.param_groups, dict(self.plain_own()))
         before = content([[settings_of(group) for group in clock.param_groups], attributes(clock)])
         getattr(clock, method)(*args, **named)
@@ -245,7 +247,7 @@ class UpdateKernel:
         """Check that the optimizer is in a mode in which it can step.
 
         Raises:
-            InfinityError: if it is not; the message contains the error of the optimizer.
+            InfinityError: if it is not; the message contains the error that the optimizer raised.
         """
         if not self.modes:
             return
@@ -255,9 +257,9 @@ class UpdateKernel:
             raise InfinityError(f"{self.name} cannot step: {error}") from error
 
     def _clock(self, groups: Sequence[Mapping[str, Any]], own: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """Return a copy whose parameters have no gradients, so that it changes only groups and attributes.
+        """Return an optimizer copy whose parameters have no gradients, so that it changes only groups and attributes.
 
-        It is separate from the runner, which may be in use on another thread.
+        The copy is separate from the runner, which may be in use on another thread.
         """
         clock = self.template.over(
             [{**settings_of(group), "params": [nn.Parameter(torch.zeros(1))]} for group in groups]
@@ -267,16 +269,16 @@ class UpdateKernel:
         return clock
 
     def reset(self) -> None:
-        """Replace the runner with a new copy of the optimizer after a failure."""
+        """After a failure, replace the runner with a new copy of the optimizer."""
         self._runner = self.template.over([])
         self._step, self._applied = torch_private.unhooked_step(self._runner), {}
 
     # Updates #
 
     def advance(self) -> None:
-        """Advance the values in param groups and attributes that an update changes.
+        """Advance the values in param groups and attributes that a step changes.
 
-        Call it once per step, after all updates of the step have received their settings.
+        Call this once per step, after all updates of the step have received their settings.
         """
         if self.advancing or self.advancing_own:
             own = {name: copied(value) for name, value in self.plain_own()}
@@ -285,7 +287,7 @@ class UpdateKernel:
             there.update({name: in_place_of(there[name], own[name]) for name in self.advancing_own})
 
     def advance_values(self, groups: Sequence[dict[str, Any]], own: dict[str, Any]) -> None:
-        """Advance values in param groups, and the attribute values in `own`, as one step does."""
+        """Advance values in param groups, and the attribute values in `own`, as one step would."""
         clock = self._clock(groups, own)
         torch_private.unhooked_step(clock)()
         own.update({name: copied(vars(clock)[name]) for name in own if name in vars(clock)})
@@ -293,7 +295,6 @@ class UpdateKernel:
             group.update({key: in_place_of(group.get(key), after[key]) for key in self.advancing if key in after})
 
     def _apply(self, own: Own) -> None:
-        """Set the attribute values from which the runner starts."""
         if self.advancing_own:
             objects = {name: value for name, value in own.items() if name in self._objects}
             vars(self._runner).update({k: copied(v) for k, v in own.items() if k not in objects} | objects)
@@ -309,20 +310,20 @@ class UpdateKernel:
         own: Own,
         method: str = "",
     ) -> dict[int, Scalars]:
-        """Update the master and the states of slices in place.
+        """Update the master weights and the states of slices in place.
 
         Args:
-            pieces: slices of shards in the same param group.
+            pieces: slices of shards that belong to the same param group.
             settings: settings of the group at the time of the step, as in `param_groups`.
-            before: scalar states of each shard before the step. Shards that were never updated are missing.
+            before: scalar states before the step, by shard. Shards that were never updated are missing.
             own: return value of `own()` at the time of the step.
-            method: one of `MODES` that runs in place of `step()`, or an empty string.
+            method: one of `MODES` to call in place of `step()`, or an empty string.
 
         Returns:
-            Scalar states of each shard after the step.
+            Scalar states after the step, by shard.
 
         Raises:
-            InfinityError: if the optimizer creates a state that it did not have when it was probed.
+            InfinityError: if the optimizer creates a state that it did not have in the slicing check.
         """
         runner, prepared = self._runner, []
         runner.state.clear()
@@ -364,28 +365,28 @@ class UpdateKernel:
     def _take(self, piece: Piece, param: nn.Parameter, states: Mapping[str, torch.Tensor]) -> Scalars:
         """Copy tensors that the optimizer has replaced back into the page, and return the scalar states."""
         if param.data_ptr() != piece.master.data_ptr():
-            piece.master.copy_(param.detach().reshape(-1))  # an optimizer that replaces `p.data`
+            piece.master.copy_(param.detach().reshape(-1))  # the optimizer has replaced `p.data`
         scalars = {}
         for key, value in self._runner.state[param].items():
             view = states.get(key)
             if view is not None:
                 if value is not None and value is not view and value.data_ptr() != view.data_ptr():
-                    view.copy_(value)  # first step, or an optimizer that replaces its state
+                    view.copy_(value)  # first step, or the optimizer has replaced its state
             elif value is not None:
                 if isinstance(value, torch.Tensor) and value.numel() != 1:
                     raise InfinityError(
                         f"{self.name} has created state {key!r} of shape {tuple(value.shape)}, which it did not have "
-                        "with the settings at infinity.offload; change the settings before infinity.offload"
+                        "with its settings at infinity.offload; change the settings before infinity.offload"
                     )
                 scalars[key] = value
         return scalars
 
 
 def _copied_for(key: str, value: Any, master: torch.Tensor, settings: Mapping[str, Any]) -> Any:
-    """Return a copy of a scalar state on the device where torch's optimizers keep it.
+    """Return a copy of a scalar state on the device where PyTorch's optimizers keep it.
 
-    That is the CPU, except for step counts of fused and capturable kernels. They stay on the GPU, because reading one
-    from the host would wait for all work queued on the GPU.
+    This is the CPU, except for the step counts of fused and capturable optimizers. These stay on the device of the
+    weights, because reading a step count from the host would wait for all work queued on the GPU.
     """
     if key == "step" and isinstance(value, torch.Tensor) and (settings.get("fused") or settings.get("capturable")):
         return value.detach().to(master.device, copy=True)
@@ -393,7 +394,7 @@ def _copied_for(key: str, value: Any, master: torch.Tensor, settings: Mapping[st
 
 
 def _numbers(state: Mapping[str, Any], but: frozenset[str] = frozenset()) -> dict[str, float]:
-    """Return the scalar states with known values, except for the names in `but`."""
+    """Return the scalar states whose values are known, except those named in `but`."""
     return {
         key: float(value)
         for key, value in state.items()
@@ -402,5 +403,5 @@ def _numbers(state: Mapping[str, Any], but: frozenset[str] = frozenset()) -> dic
 
 
 def _numbers_unknown(state: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of states that are not scalars, or are on the meta device."""
+    """Return the names of states that are not scalars or that are on the meta device."""
     return frozenset(k for k, v in state.items() if isinstance(v, torch.Tensor) and (v.is_meta or v.ndim))

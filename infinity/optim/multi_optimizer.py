@@ -1,6 +1,6 @@
-"""Several optimizers over disjoint sets of parameters, combined into one.
+"""Combination of several optimizers, each with its own parameters, into a single optimizer.
 
-For example, Muon for matrices and AdamW for all other parameters.
+An example is Muon for matrices and AdamW for all other parameters.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from infinity import torch_private
 from infinity.errors import UnsupportedError
 
 OWNER: Final = "optimizer"
-"""Param group setting that holds the index of the optimizer to which the group belongs."""
+"""Name of the param group setting that holds the index of the optimizer to which the group belongs."""
 
 
 class Optimizers(torch.optim.Optimizer):
-    """Optimizers over different parameters that step one after the other, with the param groups of all of them.
+    """Optimizer that steps several optimizers one after the other, and has the param groups of all of them.
 
-    The groups are the ones of the optimizers themselves, so that schedulers of each optimizer keep working. Each group
-    gets the setting `OWNER`.
+    The param groups are the optimizers' own dictionaries, so that schedulers of each optimizer keep working. The
+    setting `OWNER` is added to each group.
 
     Args:
         optimizers: optimizers to combine.
@@ -42,10 +42,13 @@ class Optimizers(torch.optim.Optimizer):
                 )
             name = type(optimizer).__name__
             if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad or "zero_grad" in vars(optimizer):
-                raise UnsupportedError(f"{name} overrides zero_grad(), which is not called in a list of optimizers")
+                raise UnsupportedError(
+                    f"{name} overrides zero_grad(), which is not called for optimizers in a list; move the additional "
+                    "work into the training loop"
+                )
             if any(hooks for key, hooks in vars(optimizer).items() if torch_private.is_hooks(key)):
                 raise UnsupportedError(
-                    f"{name} has hooks, which are not called in a list of optimizers; register them on the optimizer "
+                    f"{name} has hooks, which are not called for optimizers in a list; register them on the optimizer "
                     "that infinity.offload returns"
                 )
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -59,14 +62,14 @@ class Optimizers(torch.optim.Optimizer):
             for group in optimizer.param_groups:
                 group[OWNER] = number
         self.optimizers = list(optimizers)
-        """The combined optimizers, in order."""
+        """Combined optimizers, in the order in which they step."""
         super().__init__(groups, {})
         for optimizer in optimizers:
             self.state.update(optimizer.state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run a step of each optimizer. All of them receive the loss that the closure returns."""
+        """Run a step of each optimizer. All of them receive the same loss, which the closure returns."""
         loss = closure() if closure is not None else None
         for number, inner in enumerate(self.optimizers):
             inner.param_groups = [group for group in self.param_groups if group[OWNER] == number]
@@ -75,12 +78,12 @@ class Optimizers(torch.optim.Optimizer):
                 if inner.param_groups:
                     torch_private.unhooked_step(inner)(*([] if closure is None else [lambda: loss]))
             finally:
-                inner.param_groups = []  # parameters may be views of cache slots, which must not be kept alive
+                inner.param_groups = []  # their parameters may be views of cache slots, which must not be kept alive
         return loss
 
 
 def parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that an optimizer combines, or only itself."""
+    """Return the optimizers that `optimizer` combines, or a list with only `optimizer` itself."""
     return optimizer.optimizers if isinstance(optimizer, Optimizers) else [optimizer]
 
 

@@ -1,7 +1,7 @@
-"""Copies of the user's optimizer over other parameters.
+"""Copies of the user's optimizer for different parameters.
 
-A copy has all attributes of the original, but no tensors of the size of the model. `copy.deepcopy` does not suffice,
-because torch's optimizers pickle only their param groups, defaults and state, without the attributes of a subclass.
+A copy has all attributes of the original, but no tensors of the size of the model. `copy.deepcopy` is not sufficient,
+because PyTorch optimizers pickle only their param groups, defaults and state, but not the attributes of a subclass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from infinity.errors import UnsupportedError
 from infinity.optim.multi_optimizer import Optimizers, name_of, parts
 
 _LARGEST = 4096
-"""Maximum number of elements of a tensor attribute of an optimizer."""
+"""Maximum number of elements in a tensor that is an attribute of an optimizer."""
 _NOT_COPIED = {"state", "param_groups"}
 _DEPTH = 4
 
@@ -29,9 +29,9 @@ Groups = list[dict[str, Any]]
 
 
 def is_plain(value: Any, depth: int = _DEPTH) -> bool:
-    """Return whether a value can be stored in a checkpoint.
+    """Return whether a value is plain data, which checkpoints can store.
 
-    Numbers, strings, small tensors, and nested tuples, lists and dicts of these can be stored.
+    Plain data are numbers, strings, small tensors, and nested tuples, lists and dicts of these.
     """
     if isinstance(value, torch.Tensor):
         return (
@@ -48,9 +48,9 @@ def is_plain(value: Any, depth: int = _DEPTH) -> bool:
 
 
 def content(value: Any, depth: int = _DEPTH) -> Any:
-    """Return a representation that compares equal with ``==`` for bitwise equal values.
+    """Return a representation of a value. Representations of bitwise equal values compare equal with ``==``.
 
-    Objects are compared by their attributes. Objects without attributes are equal to all others of their type.
+    Objects are represented by their attributes. All objects of a type without attributes are equal.
     """
     if isinstance(value, torch.Tensor):
         if value.is_meta or value.numel() > _LARGEST:
@@ -80,9 +80,9 @@ def is_object(value: Any) -> bool:
 
 
 def object_content(value: Any) -> Any:
-    """Return a representation that differs if anything in an object differs, at any depth.
+    """Return a representation of an object that changes if anything in the object changes, at any depth.
 
-    Objects that cannot be pickled are represented by `content`.
+    `content` represents objects that cannot be pickled.
     """
     try:
         return pickle.dumps(value)
@@ -105,14 +105,15 @@ def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the settings of a param group that shares no mutable values with it."""
+    """Return a copy of a param group's settings that shares no mutable values with the group."""
     return {key: copied(value) for key, value in group.items() if key != "params"}
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of a setting or a scalar. Tensors are copied to the CPU, where pages are updated.
+    """Return a copy of a setting or a scalar. Tensors are copied to the CPU.
 
-    Copying from a GPU waits for the GPU here. Torch's kernels read a learning rate on the GPU without waiting.
+    Copying a tensor from a GPU waits for the GPU. In-memory training does not: PyTorch's kernels read a learning rate
+    directly from GPU memory.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -124,23 +125,23 @@ def copied(value: Any) -> Any:
 
 
 def in_place_of(there: Any, value: Any) -> Any:
-    """Return a copy of a setting or a scalar that replaces another one, on the same device."""
+    """Return a copy of `value` with which to replace `there`. A tensor is copied to the device of `there`."""
     found = copied(value)
     both = isinstance(there, torch.Tensor) and isinstance(found, torch.Tensor)
     return found.to(there.device) if both else found
 
 
 class Template:
-    """An optimizer without its parameters, from which copies are created.
+    """Optimizer without parameters, from which copies are created.
 
-    Each parameter that an attribute references is replaced by a parameter with a single element.
+    Parameters that attributes of the optimizer reference are replaced with parameters that have a single element.
 
     Args:
         optimizer: optimizer to copy.
 
     Raises:
-        UnsupportedError: if an attribute cannot be copied, or makes the update of a parameter depend on more than that
-            parameter.
+        UnsupportedError: if an attribute cannot be copied, or if updates depend on an attribute that is a module or a
+            large tensor.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -163,7 +164,7 @@ class Template:
                         "parameter; use an element-wise optimizer such as AdamW"
                     )
         stand_ins = {id(param): nn.Parameter(torch.zeros(1, dtype=param.dtype)) for param in params}
-        # All other copies are made from this one, which has no parameters of the model.
+        # All other copies are made from this copy, which references no parameters of the model.
         self._master = self._copy(optimizer, [], dict(stand_ins))
 
     def over(self, groups: Groups) -> torch.optim.Optimizer:
@@ -177,7 +178,7 @@ class Template:
         made.__dict__.update(param_groups=groups, state=state)
         for name in vars(optimizer):
             if torch_private.is_hooks(name):
-                made.__dict__[name] = OrderedDict()  # hooks run once per step, on the optimizer that the user holds
+                made.__dict__[name] = OrderedDict()  # hooks run once per step, on the optimizer that the user calls
         for name, value in attributes(optimizer).items():
             if isinstance(optimizer, Optimizers) and name == "optimizers":
                 made.__dict__[name] = [self._copy(part, [], memo) for part in value]  # `step` assigns their groups
@@ -191,7 +192,7 @@ class Template:
             except Exception as error:
                 raise UnsupportedError(
                     f"attribute {name} of {type(optimizer).__name__}, of type {type(value).__name__}, cannot be copied "
-                    f"({error}), but updates of pages run on copies of the optimizer"
+                    f"({error}), but pages are updated by copies of the optimizer"
                 ) from error
         return made
 

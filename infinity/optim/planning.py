@@ -1,4 +1,8 @@
-"""Selection of the update schedule and of the plan that the pager follows, based on the events of completed steps."""
+"""Selection of the update schedule, and of the pager's plan, based on the events of completed steps.
+
+An *event* is a gather, the arrival of gradients, or a call of `step()`. Updates whose gradients are ready at `step()`
+may be *left to* the next forward; until then, they are *pending*.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +20,24 @@ from infinity.schedule.update_schedule import UpdateSchedule, expand, expand_pen
 from infinity.telemetry.ledger import Ledger
 
 Start = Literal["pending", "nothing", "flushing"]
-"""State at the beginning of a plan: updates left to the next forward, no updates, or updates that are flushed first."""
+"""State in which a plan begins: with pending updates, without them, or with pending updates that are flushed first."""
 
 
 class StepPlanner:
-    """Select the update schedule, and install plans for it in the pager.
+    """Select the update schedule, and install matching plans in the pager.
 
-    The first step *records* its events. Its pages are prefetched as long as it matches the expected events, and served
-    on demand afterwards. The update schedule is selected once, at the end of the first step. When the events of a step
-    differ from the previous step, a new plan is made.
+    The first step *records* its events. Its pages are prefetched while the events are the expected ones, and read on
+    demand from the first unexpected event on. The update schedule is selected once, at the end of the first step. If
+    the events of a step differ from those of the previous step, a new plan is made.
 
-    [Note: transition step] The first step stores the gradients of all FSDP modules, including the ones that are updated
-    in backward from the second step on. Their first updates are left to the next forward, as with ``in_forward``. That
-    step, the *transition step*, has its own plan. GPU-resident FSDP modules need no transfers, and are updated
-    immediately.
+    [Note: transition step] The first step stores the gradients of all FSDP modules, even those that are updated in
+    backward from the second step on. The first updates of these modules are left to the forward of the second step, as
+    with ``in_forward``. This *transition step* has its own plan. GPU-resident FSDP modules need no transfers, so they
+    are updated immediately.
 
     Args:
         layout: pages of this rank.
-        pager: follows the plans.
+        pager: pager in which plans are installed.
         ledger: receives the predicted traffic.
         cache_slots: number of slots in the host cache.
         wanted: value of the setting `update.schedule`.
@@ -49,19 +53,19 @@ class StepPlanner:
         self._layout, self._pager, self._ledger = layout, pager, ledger
         self._cache_slots, self._wanted, self._threaded = cache_slots, wanted, threaded
         self.schedule = wanted if wanted in ("in_forward", "after_backward") else "recording"
-        """Name of the update schedule; ``recording`` until it is selected."""
+        """Name of the update schedule, or ``recording`` until the schedule is selected."""
         self.update_schedule = UpdateSchedule()
-        """Update schedule of the current step. It changes only between steps."""
+        """Update schedule of the current step; changes only between steps."""
         self.events: tuple[Event, ...] = ()
         """Events of the step for which the current plan was made."""
         self.device_bytes = 0
-        """GPU memory for prefetched weights and GPU-resident FSDP modules, in bytes. 0 on the CPU; set after the first
-        step."""
+        """GPU memory for prefetched weights and GPU-resident FSDP modules, in bytes. Set after the first step; 0 if the
+        model trains on the CPU."""
         self.update_on_device = False
         """``True`` if pages are updated on the GPU. Set before the first step."""
         self.plan: Plan | None = None
         """Plan for steps with these events; ``None`` until the first step has been recorded."""
-        self._plans: dict[Start, Plan] = {}  # for `events` and `update_schedule`, made on first use
+        self._plans: dict[Start, Plan] = {}  # plans for `events` and `update_schedule`, made on first use
 
     @property
     def recording(self) -> bool:
@@ -70,15 +74,16 @@ class StepPlanner:
 
     @property
     def automatic(self) -> bool:
-        """``True`` if the update schedule is selected based on the events of the first step."""
+        """``True`` if `update.schedule` is ``auto``, so that the schedule depends on the events of the first step."""
         return self._wanted == "auto"
 
     def expect(self, events: tuple[Event, ...]) -> None:
-        """Prefetch pages of the first step on the assumption that it has these events.
+        """Prefetch pages of the first step, assuming that it will have these events.
 
-        A wrong assumption only costs time. All gradients are stored until the update schedule is selected.
+        A wrong assumption only costs time. All gradients of this step are stored, because the update schedule is
+        selected at its end.
         """
-        # Unless it is ruled out, the next forward uses the gradients, whichever schedule is selected.
+        # Except in these cases, the next forward consumes the gradients, whichever schedule is selected.
         at_once = self._exchanges or self._wanted == "after_backward"
         update_schedule = UpdateSchedule.of("after_backward" if at_once else "in_forward", events)
         plan = make_plan(expand(events, self._layout, update_schedule), self._layout, self._cache_slots, quick=True)
@@ -87,7 +92,7 @@ class StepPlanner:
         self._pager.install(plan, guessed=True)
 
     def next_schedule(self, waiting: Collection[int]) -> UpdateSchedule:
-        """Return the update schedule of the next step; see [Note: transition step].
+        """Return the update schedule of the next step. See [Note: transition step].
 
         Args:
             waiting: FSDP modules whose updates are left to the next forward.
@@ -102,12 +107,12 @@ class StepPlanner:
 
         Args:
             events: events of the completed step.
-            late: whether updates in backward would run too early, because gradients or weights were read, or settings
-                changed, between backward and `step()`.
+            late: whether updates must not run in backward, because gradients or weights were read, or settings changed,
+                between backward and `step()`.
 
         Raises:
-            BudgetError: if steps store gradients and the drives have too little space for them.
-            InfinityError: if the update schedule in the settings is impossible.
+            BudgetError: if steps store gradients but the drives have too little free space for them.
+            InfinityError: if the update schedule set by the user is impossible.
         """
         if self.recording:
             self.schedule = resolve_schedule(self._wanted, events, late=late, exchanges=self._exchanges)
@@ -123,11 +128,11 @@ class StepPlanner:
                 exchanges=self._exchanges,
             )  # fmt: skip
             if plan.stores_gradients:
-                self._pager.reserve_space(plan)  # before any update, because the space may not be available
+                self._pager.reserve_space(plan)  # before any update, because this fails if space is short
             self._plans = {"pending": plan}
 
     def follow(self, events: tuple[Event, ...], *, waiting: Collection[int]) -> None:
-        """Let the pager continue with the next step, which is planned again if the events of this step have changed.
+        """Make the pager continue with the next step, with a new plan if the events of this step have changed.
 
         Args:
             events: events of the completed step.
@@ -139,7 +144,7 @@ class StepPlanner:
             self.plan = self._plan_from("pending")
             self._ledger.predicted(self.plan.traffic.read_bytes, self.plan.traffic.written_bytes)
         update_schedule = self.next_schedule(waiting)
-        # Only one plan is installed, because its first reads start immediately.
+        # Exactly one plan is installed, because its first reads start immediately.
         if update_schedule != self.update_schedule:
             transition = expand(events, self._layout, update_schedule)
             self._pager.install(prepend(transition, self._plan_from("pending"), self._layout))
@@ -154,7 +159,7 @@ class StepPlanner:
             self._pager.reserve_space(self.plan)  # releases the space of stored gradients that are no longer needed
 
     def to_prefetch(self, events: Sequence[Event]) -> int:
-        """Return the FSDP module whose weights should now be copied to the GPU, or -1.
+        """Return the FSDP module whose weights should be copied to the GPU now, or -1.
 
         Args:
             events: events of the current step so far.
@@ -167,7 +172,7 @@ class StepPlanner:
         return fsdp_module if fsdp_module not in self.update_schedule.gpu_resident else -1
 
     def flushing(self, waiting: Collection[int]) -> None:
-        """Prefetch the pages of pending updates before they are flushed between two steps.
+        """Prefetch the pages of pending updates that are about to be flushed between two steps.
 
         Args:
             waiting: FSDP modules whose updates are pending.
@@ -178,13 +183,12 @@ class StepPlanner:
             self._pager.install(self._flushed(update_schedule) if in_transition else self._plan_from("flushing"))
 
     def _flushed(self, update_schedule: UpdateSchedule) -> Plan:
-        """Return the plan from the end of a step on that first runs the pending updates of `update_schedule`."""
+        """Return a plan that starts after a step, and first runs the pending updates of `update_schedule`."""
         prefix = expand_pending(self.events, self._layout, update_schedule)
         prefix += expand(self.events, self._layout, self.update_schedule, pending=False)
         return prepend(prefix, self._plan_from("pending"), self._layout)
 
     def _plan_from(self, start: Start) -> Plan:
-        """Return the plan from the end of a step on, for a state of pending updates."""
         if start not in self._plans and start == "flushing":
             self._plans[start] = self._flushed(self.update_schedule)
         elif start not in self._plans:
@@ -193,13 +197,13 @@ class StepPlanner:
         return self._plans[start]
 
     def predict_seconds(self, bandwidth: float, computation: float, activations: float) -> float:
-        """Return the predicted duration of a step in seconds; see `PagedOptimizer.predict_seconds`.
+        """Return the predicted duration of a step in seconds. See `PagedOptimizer.predict_seconds`.
 
         Raises:
-            InfinityError: if no step has completed yet.
+            InfinityError: if no step has been completed yet.
         """
         if self.plan is None:
-            raise InfinityError("no plan exists before the first step; complete a step first")
+            raise InfinityError("step time cannot be predicted before the first step; complete a step first")
         return predict_seconds(
             self.plan,
             self._layout,

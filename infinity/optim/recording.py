@@ -1,4 +1,4 @@
-"""Recording of the events of a training step, from which later steps are planned."""
+"""Recording of the events of a training step, which are used to plan later steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Recording:
         self._events: list[Event] = []
 
     def gather(self, fsdp_module: int) -> None:
-        """Record that a training pass gathers an FSDP module."""
+        """Record that forward or backward gathers an FSDP module in a training step."""
         self._events.append(Event(EventKind.GATHER, fsdp_module))
 
     def gradients(self, fsdp_module: int, components: int) -> None:
@@ -22,12 +22,12 @@ class Recording:
 
         Args:
             fsdp_module: index of the FSDP module.
-            components: number of gradient components that are stored, unless the gradients are used immediately.
+            components: number of components as which each gradient is stored, unless it is consumed immediately.
         """
         self._events.append(Event(EventKind.GRADIENTS, fsdp_module, components))
 
     def widen(self, fsdp_module: int, components: int) -> None:
-        """Change the recorded number of components of the stored gradients of an FSDP module."""
+        """Change the recorded number of components of an FSDP module's stored gradients."""
         self._events[:] = [
             event._replace(components=components)
             if event.kind is EventKind.GRADIENTS and event.fsdp_module == fsdp_module
@@ -46,10 +46,10 @@ class Recording:
         return any(event.kind is EventKind.GRADIENTS for event in self._events)
 
     def end(self) -> tuple[Event, ...]:
-        """Record `step()`, and return the events of the complete step."""
+        """Record the call of `step()`, and return the events of the complete step."""
         self._events.append(Event(EventKind.STEP))
         return tuple(self._events)
 
     def clear(self) -> None:
-        """Discard all events, before the next step or after all gradients of this one were dropped."""
+        """Discard all events, either before the next step or because all gradients of this step were dropped."""
         self._events.clear()

@@ -1,11 +1,11 @@
-"""Verification, before training, that an optimizer can update pages one at a time.
+"""Slicing check: verify, before training, that an optimizer can update pages one at a time.
 
-Two copies of the user's optimizer train small parameters, several for each param group, dtype and number of dimensions
-in use. One copy updates full parameters. The other is the update kernel, which receives uneven slices in several calls,
-as it receives pages. Gradients are ordinary, zero, tiny, large, and sometimes missing. The learning rate and the weight
-decay change between steps, differently in every group. Weights, states, param groups and attributes must be bitwise
-equal. If ``flat`` slices fail, slices with the ``rank`` of the parameter are tried, then full ``rows``, and finally the
-``whole`` parameter in a separate call.
+The check trains small parameters twice: several for each combination (*case*) of param group, dtype and number of
+dimensions in use. A copy of the user's optimizer updates full parameters. The update kernel updates uneven slices in
+several calls, as it later updates pages. Gradients are ordinary, zero, tiny or large, and sometimes missing. The
+learning rate and the weight decay change between steps, differently in every group. Weights, states, param groups and
+attributes must be bitwise equal. If ``flat`` slices fail, the check tries slices with the ``rank`` (number of
+dimensions) of the parameter, then full ``rows``, and finally the ``whole`` parameter in a separate call.
 """
 
 from __future__ import annotations
@@ -29,38 +29,39 @@ from infinity.optim.validation import WatchedNames, WatchedParameter, check_refe
 from infinity.units import align_up
 
 _FEW_STEPS, _STEPS = 6, 24
-"""Number of steps with small parameters only, which detect most problems quickly, and number of steps with all
+"""Number of steps with small parameters only, which quickly detect most problems, and number of steps with all
 parameters."""
 _SCALES = (1.0, 0.1, 3.0, 0.0, 1e-3, 30.0, 1.0, 1e-8)
 _RATES = (1.0, 0.5, 2.0, 0.7)
 _MISSING = {0, 1, 5}
 """Steps in which some parameters have no gradient."""
 _SWITCHED = {0, 3, 10}
-"""Steps after which optimizers that have modes switch to evaluation and back."""
+"""Steps after which optimizers with modes switch to evaluation and back."""
 _LEADING = (12, 128)
-"""First dimensions of the small and the large parameters. Their other dimensions multiply to 48 and 192.
+"""Sizes of the first dimension of the small and the large parameters. The product of the others is 48 or 192.
 
-The large parameters exceed the sizes below which some optimizers use another algorithm, and stay below the size from
-which torch divides the work among threads.
+The large parameters are above the sizes at which some optimizers switch to a different algorithm, and below the size at
+which PyTorch starts to divide the work among threads.
 """
 _TRAILING = (48, 192)
 _SLICES = ("flat", "rank", "rows", "whole")
 
 Case = tuple[int, torch.dtype, int]
-"""Number of a param group, dtype, and number of dimensions."""
+"""Index of a param group, dtype, and number of dimensions."""
 
 _FOUND: dict[Hashable, tuple[dict[Case, StateSpec], frozenset[str], frozenset[str], bool]] = {}
-"""Results for torch's own optimizers in this process, by all inputs of the check, so that later models start faster."""
+"""Results of the check for PyTorch's own optimizers, by all inputs of the check. They speed up later calls of
+`infinity.offload` in the same process."""
 
 
 def make_kernel(optimizer: torch.optim.Optimizer) -> UpdateKernel:
-    """Return the kernel that updates pages with an optimizer.
+    """Check an optimizer, and return the kernel that updates pages with copies of it.
 
     Args:
         optimizer: the base optimizer.
 
     Raises:
-        UnsupportedError: if it cannot update pages one at a time; the message names the dependency.
+        UnsupportedError: if the optimizer cannot update pages one at a time; the message states the reason.
     """
     kernel = UpdateKernel(optimizer)
     check = _SlicingCheck(kernel, optimizer)
@@ -73,7 +74,7 @@ def make_kernel(optimizer: torch.optim.Optimizer) -> UpdateKernel:
         except UnsupportedError:
             if not kernel.modes:
                 raise
-            kernel.modes = False  # modes cannot be switched on pages; a later switch raises an error
+            kernel.modes = False  # try without modes, which then cannot be switched; a later switch raises an error
             kernel.reset()
             kernel.layouts = _SlicingCheck(kernel, optimizer).run()
         if key:
@@ -85,9 +86,9 @@ def make_kernel(optimizer: torch.optim.Optimizer) -> UpdateKernel:
 
 @dataclass(frozen=True)
 class _Subject:
-    """A small parameter on which the optimizer is tried."""
+    """A small parameter with which the optimizer is tested."""
 
-    case: Case  # the kind of parameter that it represents
+    case: Case  # case that the parameter represents
     group: int  # index among the checked groups
     shape: tuple[int, ...]  # shape of the full parameter
     sometimes_missing: bool = False  # has no gradient in the steps `_MISSING`
@@ -104,7 +105,6 @@ class _Subject:
         return view_shape(slices, self.shape)
 
     def cuts(self, slices: str) -> list[tuple[int, int]]:
-        """Return the bounds of uneven slices."""
         if slices == "whole":
             return [(0, self.numel)]
         alignment = math.lcm(self.row, SHARD_ALIGNMENT) if slices == "rows" else SHARD_ALIGNMENT
@@ -115,7 +115,7 @@ class _Subject:
 def view_shape(slices: str, shape: Sequence[int]) -> tuple[int, ...] | None:
     """Return the shape of slices of a parameter, or ``None`` if it is (n,).
 
-    -1 marks the dimension given by the length of the slice.
+    -1 marks the dimension that depends on the length of the slice.
     """
     if slices == "whole":
         return tuple(shape)
@@ -126,17 +126,17 @@ def view_shape(slices: str, shape: Sequence[int]) -> tuple[int, ...] | None:
 
 @dataclass
 class _Trained:
-    """Results of a training run. Two runs must agree in all of them."""
+    """Results of a training run, which must be the same with full parameters and with slices."""
 
-    weights: list[torch.Tensor] = field(default_factory=list)  # by subject, at the end
-    states: list[dict[str, Any]] = field(default_factory=list)  # by subject, at the end
-    groups: list[Groups] = field(default_factory=list)  # after every step
+    weights: list[torch.Tensor] = field(default_factory=list)  # by subject, after the last step
+    states: list[dict[str, Any]] = field(default_factory=list)  # by subject, after the last step
+    groups: list[Groups] = field(default_factory=list)  # param groups after every step
     own: list[dict[str, Any]] = field(default_factory=list)  # contents of attributes after every step
-    others: list[str] = field(default_factory=list)  # keys of the state that are not parameters
+    others: list[str] = field(default_factory=list)  # keys of the optimizer state that are not parameters
 
 
 class _SlicingCheck:
-    """One optimizer, and the small parameters on which it is tried."""
+    """Check of one optimizer, with the small parameters on which it is tested."""
 
     def __init__(self, kernel: UpdateKernel, optimizer: torch.optim.Optimizer) -> None:
         self._kernel, self._name, self._optimizer = kernel, kernel.name, optimizer
@@ -144,7 +144,7 @@ class _SlicingCheck:
         if kernel.modes:
             kernel.switch_values(self._before, {}, "train")
         alike: dict[str, int] = {}  # groups that differ only in settings that training loops change are checked once
-        numbers = []  # by group, the group that is checked in its place
+        numbers = []  # index of the group that is checked in place of each group
         for number, group in enumerate(self._before):
             key = repr(content({k: v for k, v in group.items() if k not in ("lr", "initial_lr", "param_names")}))
             numbers.append(alike.setdefault(key, number))
@@ -154,12 +154,12 @@ class _SlicingCheck:
         self._chosen = chosen
         self._names = WatchedNames()  # replaces parameter names, and records whether they are read
         for group in self._before:
-            if "param_names" in group:  # lists all parameters, while slices belong to some
+            if "param_names" in group:  # lists all parameters of the group, but a call receives slices of only some
                 group["param_names"] = self._names
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._marks = {name for param in params for name in vars(param)} - torch_private.PARAMETER_MARKS
-        """Attributes that the user has set on parameters."""
-        self._of: dict[Case, Case] = {}  # by case, the case that is tried in its place
+        """Names of attributes that the user has set on parameters."""
+        self._of: dict[Case, Case] = {}  # case that is tested in place of each case
         subjects: dict[_Subject, None] = {}
         for number, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
@@ -171,16 +171,16 @@ class _SlicingCheck:
                     if number in chosen and number != numbers[number]:
                         subjects.update(dict.fromkeys(_subjects(here, chosen.index(here[0]))))
         self._all = list(subjects)
-        self._subjects, self._steps = self._all, _STEPS  # current subjects, and number of steps
+        self._subjects, self._steps = self._all, _STEPS  # subjects and number of steps of the current trial
         self._called: set[Case] = set()  # cases in the last call of the kernel
 
     # Entry points #
 
     def key(self) -> Hashable:
-        """Return all inputs that determine the result.
+        """Return a key that contains all inputs that determine the result.
 
-        They are unknown, and the key is ``None``, for optimizers outside of torch and for attributes that are not plain
-        data.
+        The key is ``None`` if these inputs are not known: for optimizers that are not part of PyTorch, and for
+        attributes that are not plain data.
         """
         own = attributes(self._optimizer)
         settings = [{k: v for k, v in group.items() if k != "param_names"} for group in self._before]
@@ -194,7 +194,7 @@ class _SlicingCheck:
         """Return the state layout of every case.
 
         Raises:
-            UnsupportedError: if slices are not updated like full parameters.
+            UnsupportedError: if updating slices gives different results from updating full parameters.
         """
         slices = dict.fromkeys((subject.case for subject in self._all), 0)
         kinds: Sequence[StateSpec] = ()
@@ -210,7 +210,7 @@ class _SlicingCheck:
         return {here: layouts[case] for here, case in self._of.items()}
 
     def _try(self, slices: dict[Case, int]) -> Sequence[StateSpec]:
-        """Compare updates of full parameters and of slices. If slices of one kind fail, try the next kind."""
+        """Compare updates of full parameters with updates of slices. If one kind of slices fails, try the next kind."""
         subjects = self._subjects
         try:
             whole = self._whole(range(len(subjects)))
@@ -226,13 +226,13 @@ class _SlicingCheck:
         self._check_alike(kinds)
         if all(_equal(self._values(number), weights) for number, weights in enumerate(whole.weights)):
             raise self._unsupported(
-                "changes no weight when a copy of it steps with gradients on the parameters of its param groups; if it "
-                "wraps other optimizers, pass them as a list"
+                "changes no weights when a copy of it steps with gradients on the parameters of its param groups; if "
+                "it wraps other optimizers, pass these as a list"
             )
         self._find_advancing(whole)
         while unequal := self._unequal(whole, kinds, slices):
             for case, reason in unequal.items():
-                # For a one-dimensional parameter, ``rank`` and ``rows`` equal ``flat``.
+                # For a one-dimensional parameter, ``rank`` and ``rows`` are the same as ``flat``.
                 slices[case] += 1 if case[2] > 1 else len(_SLICES) - 1
                 if slices[case] >= len(_SLICES):
                     raise self._explained(whole, case, reason)
@@ -240,7 +240,6 @@ class _SlicingCheck:
         return kinds
 
     def _notices_loss(self, whole: _Trained) -> bool:
-        """Return whether updates depend on the loss that a closure returns."""
         losses = (torch.tensor(3.0 / (1 + n) + n % 2) for n in itertools.count())
         try:
             found = self._whole(range(len(self._subjects)), closure=lambda: next(losses))
@@ -249,7 +248,7 @@ class _SlicingCheck:
         return not all(map(_equal, found.weights, whole.weights))
 
     def _check_marks(self) -> None:
-        """Check that updates read neither parameter names nor attributes that the user has set on parameters."""
+        """Check that updates do not read parameter names or attributes that the user has set on parameters."""
         apart = "which slices do not have; put these parameters into a param group with a setting of its own"
         if self._names.read:
             raise self._unsupported(f"reads parameter names ('param_names') of its param groups, {apart}")
@@ -296,22 +295,21 @@ class _SlicingCheck:
             other = found.setdefault(subject.case, layout)
             if other != layout:
                 raise self._unsupported(
-                    f"keeps different states for a parameter of shape {subject.shape} ({_listed(layout)}) than for one "
-                    f"with another size or with gradients in other steps ({_listed(other)}), but pages store the same "
-                    "states for all"
+                    f"keeps different states for a parameter of shape {subject.shape} ({_listed(layout)}) than for a "
+                    f"parameter with a different size or with gradients in different steps ({_listed(other)}), but "
+                    "pages store the same states for both"
                 )
 
     # Values that advance #
 
     def _find_advancing(self, whole: _Trained) -> None:
-        """Set the values in groups and attributes that the kernel must advance."""
         own = {name for one, other in itertools.pairwise(whole.own) for name in other if one.get(name) != other[name]}
         first = self._kernel_own()
         at_once = {name for name, value in whole.own[0].items() if first.get(name, value) != value} - own
         watched = dict(self._kernel.plain_own())
         if lost := sorted(own - watched.keys()):
             raise self._unsupported(
-                f"changes attributes at every step that are not plain data ({', '.join(lost)}), so checkpoints cannot "
+                f"changes attributes that are not plain data at every step ({', '.join(lost)}), so checkpoints cannot "
                 "store them"
             )
         self._kernel.advancing = frozenset(self._advanced_keys(whole))
@@ -322,16 +320,17 @@ class _SlicingCheck:
             for group in whole.groups[-1]:
                 if key in group and not is_plain(group[key]):
                     raise self._unsupported(
-                        f"changes {key!r} of its param groups at every step, which is not plain data"
+                        f"changes {key!r} of its param groups at every step, but the value is not plain data, so "
+                        "checkpoints cannot store it"
                     )
         try:
             groups, after = self._clock()
         except Exception as error:
             raise self._unsupported(
-                f"changes {self._named_advancing()} at every step, but fails to do so without gradients "
+                f"changes {self._named_advancing()} at every step, but fails if there are no gradients "
                 f"({_short(error)})"
             ) from error
-        for name in at_once:  # the copy that updates sets values that become fixed with the first gradient
+        for name in at_once:  # the runner itself sets values that become fixed with the first gradient
             if any(one[name] != other[name] for one, other in zip(after, whole.own, strict=True)):
                 self._kernel.advancing_own -= {name}
         for here, there in zip(groups, whole.groups, strict=True):
@@ -339,14 +338,14 @@ class _SlicingCheck:
                 if [content(g.get(key)) for g in here] != [content(g.get(key)) for g in there]:
                     raise self._unsupported(
                         f"is not element-wise: {key!r} of its param groups, which all updates use, depends on the "
-                        "gradients of all parameters or on their presence"
+                        "gradients of all parameters or on which parameters have gradients"
                     )
         for one, other in zip(after, whole.own, strict=True):
             for name in sorted(self._kernel.advancing_own):
                 if one[name] != other[name]:
                     raise self._unsupported(
                         f"is not element-wise: its attribute {name}, which all updates use, depends on the gradients "
-                        "of all parameters or on their presence"
+                        "of all parameters or on which parameters have gradients"
                     )
 
     def _named_advancing(self) -> str:
@@ -362,7 +361,7 @@ class _SlicingCheck:
             groups = [settings_of(group) for group in after]
 
     def _clock(self) -> tuple[list[Groups], list[dict[str, Any]]]:
-        """Return param groups and attributes after every step, as advanced by the kernel."""
+        """Return the param groups and the attributes after every step, as the kernel advances them."""
         groups, own = self._groups(), {name: copied(value) for name, value in self._kernel.plain_own()}
         all_groups, all_own = [], []
         for step in range(self._steps):
@@ -381,10 +380,7 @@ class _SlicingCheck:
         return [{key: copied(value) for key, value in self._before[number].items()} for number in self._chosen]
 
     def _set(self, groups: Sequence[dict[str, Any]], step: int) -> None:
-        """Change the settings that training loops change.
-
-        These are the learning rate, by a different factor in each group, and the weight decay.
-        """
+        """Change the learning rate, by a different factor in each group, and the weight decay, as training loops do."""
         for number, (group, chosen) in enumerate(zip(groups, self._chosen, strict=True)):
             rate = self._before[chosen].get("lr")
             if isinstance(rate, torch.Tensor | float | int) and not isinstance(rate, bool):
@@ -418,9 +414,9 @@ class _SlicingCheck:
     ) -> _Trained:
         """Train full parameters with a copy of the user's optimizer.
 
-        With `alone`, the copy has only the groups of these parameters.
+        If `alone` is set, the copy has only the param groups that contain these parameters.
         """
-        torch.default_generator.manual_seed(seed)  # the CPU generator only, because `fork_rng` restores no other
+        torch.default_generator.manual_seed(seed)  # only the CPU generator, because `fork_rng` restores no others
         params = {number: kind(self._values(number)) for number in numbers}
         groups = self._groups()
         for place, group in enumerate(groups):
@@ -447,7 +443,6 @@ class _SlicingCheck:
         return trained
 
     def _in_slices(self, kinds: Sequence[StateSpec], slices: Mapping[Case, int]) -> _Trained:
-        """Train all subjects in slices, as pages are updated."""
         kernel, subjects = self._kernel, self._subjects
         weights = [self._values(number).reshape(-1) for number in range(len(subjects))]
         states = [
@@ -498,7 +493,6 @@ class _SlicingCheck:
         scalars: dict[int, Scalars],
         modes: Sequence[str],
     ) -> None:
-        """Switch the mode of the parameters that are trained in slices, and switch it back."""
         kernel = self._kernel
         for method in MODES:
             start: Own = {name: copied(value) for name, value in own.items()} if kernel.advancing_own else {}
@@ -514,7 +508,7 @@ class _SlicingCheck:
     # Comparing #
 
     def _unequal(self, whole: _Trained, kinds: Sequence[StateSpec], slices: Mapping[Case, int]) -> dict[Case, str]:
-        """Return a description of the first difference of each case."""
+        """Return a description of the first difference in each case that has one."""
         try:
             found = self._in_slices(kinds, slices)
         except Exception as error:
@@ -530,7 +524,7 @@ class _SlicingCheck:
         return unequal
 
     def _failing(self, slices: Mapping[Case, int], error: Exception) -> dict[Case, str]:
-        """Return the cases that may have caused a failure of the kernel and do not use full parameters yet."""
+        """Return the cases that may have caused a failure of the kernel and can still try another kind of slices."""
         left = [case for case, mode in slices.items() if mode < len(_SLICES) - 1]
         flat = [case for case in left if case[2] > 1] or left
         if not flat:
@@ -538,7 +532,7 @@ class _SlicingCheck:
         return dict.fromkeys(flat, _short(error))
 
     def _explained(self, whole: _Trained, case: Case, what: str) -> UnsupportedError:
-        """Return an error that describes the values on which the update of an element depends."""
+        """Return an error that explains on which values the update of an element depends."""
         subjects = self._subjects
         mine = [number for number, subject in enumerate(subjects) if subject.case == case]
         place = f"{what} of {case[2]}-dimensional parameters"
@@ -587,7 +581,7 @@ def _subjects(case: Case, group: int) -> Iterator[_Subject]:
 
 
 def _divided(number: int, parts: int) -> tuple[int, ...]:
-    """Return the number as a product of factors, avoiding factors of 1 if possible."""
+    """Split a number into `parts` factors, and avoid factors of 1 if possible."""
     factors = []
     for _ in range(parts - 1):
         factor = next((f for f in (3, 2) if number % f == 0), 1)

@@ -1,4 +1,4 @@
-"""Mapping that serves as `optimizer.state` and reads states from NVMe on access."""
+"""Mapping that serves as `optimizer.state`, and reads states from NVMe when they are accessed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_COPIES = (
 
 @dataclass(frozen=True)
 class StateHandle:
-    """Location of one state of one shard; see `infinity.fsdp.paged_tensor.TensorHandle`."""
+    """Location of one state of one shard. See `infinity.fsdp.paged_tensor.TensorHandle`."""
 
     shards: ShardIO
     """Object that reads and writes the state."""
@@ -37,7 +37,7 @@ class StateHandle:
     kind: str
     """Name of the state in the optimizer."""
     name: str
-    """Name in error messages."""
+    """Name to use in error messages."""
     device: torch.device
     """Device to which the state is loaded."""
 
@@ -51,13 +51,13 @@ class StateHandle:
 
 
 class StatesOfOne(dict[str, Any]):
-    """States of one parameter by name. Their tensors can be written in place."""
+    """Optimizer state of one parameter, by name. Its tensors can be modified in place."""
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Accept a value that was changed in place, such as `state["step"] += 1`.
+        """Accept a value that was changed in place, as in `state["step"] += 1`.
 
         Raises:
-            UnsupportedError: if `value` is another object.
+            UnsupportedError: if `value` is a different object from the existing one.
         """
         if self.get(key) is not value:
             raise UnsupportedError(NO_ENTRIES)
@@ -82,20 +82,20 @@ class StatesOfOne(dict[str, Any]):
         return self[key]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and pickle as a plain dictionary. Writes to the copy do not reach the pages."""
+        """Copy and pickle as a plain dictionary. Changes to the copy do not reach the pages."""
         return dict, (dict(self),)
 
 
 class StateReader:
-    """Read states of parameters from pages, as of the last step.
+    """Read the states of parameters from pages, as of the last step.
 
     Args:
         layout: pages of this rank.
         shards: reads and writes shards.
         runner: runs the training steps.
-        parameters: parameters and their shards, in the order of `model.parameters()`.
-        names: names of parameters and their shards.
-        made_with_state: whether the base optimizer has states before its first step.
+        parameters: shard index of every parameter, in the order of `model.parameters()`.
+        names: shard index of every parameter name.
+        made_with_state: whether the constructor of the base optimizer already creates states.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StateReader:
         made_with_state: bool,
     ) -> None:
         self._layout, self._shards, self._runner = layout, shards, runner
-        # By id, because `==` compares elements
+        # By id, because `==` would compare the elements of parameters
         self._numbers = {id(param): shard for param, shard in parameters.items()}
         self.parameters = list(parameters)
         """All parameters, in the order of `model.parameters()`."""
@@ -120,10 +120,10 @@ class StateReader:
         return [param for param in self.parameters if self.has_state(param)]
 
     def has_state(self, param: object) -> bool:
-        """Return whether a parameter has states, i.e. was ever updated by an optimizer that keeps any.
+        """Return whether a parameter has states, i.e. has been updated by an optimizer that keeps states.
 
         Raises:
-            InfinityError: under the conditions of `state_of`.
+            InfinityError: under the same conditions as `state_of`.
         """
         self._runner.check_open()
         shard = self._numbers.get(id(param), -1)
@@ -133,22 +133,23 @@ class StateReader:
         scalars = self._runner.updates.scalars.get(shard)
         if scalars is None and self._made_with_state:
             raise InfinityError(
-                f"{self._layout.shards[shard].spec.name} has no state yet, because it was never updated"
+                f"{self._layout.shards[shard].spec.name} has no state yet because it has never been updated; read it "
+                "after a step in which it has a gradient"
             )
         return scalars is not None and bool(scalars or self._layout.format_of(shard).kinds)
 
     def state_of(self, param: nn.Parameter) -> dict[str, Any]:
-        """Return the states of a parameter as they would be in memory; empty if it was never updated.
+        """Return the states of a parameter as they would be in memory, or an empty dict if it was never updated.
 
-        The tensors have the shape and sharding of the parameter, and are stored on NVMe. Writes to them are kept.
+        The tensors have the shape and sharding of the parameter. They are stored on NVMe, and writes to them persist.
 
         Args:
             param: parameter of the model.
 
         Raises:
-            InfinityError: if the parameter was already updated in backward and `step()` has not been called, if it was
-                never updated although the optimizer has states from the start, or if the optimizer is closed.
-            UnsupportedError: if a state is larger than the limit for loading outside of the plan.
+            InfinityError: if the parameter was already updated in backward but `step()` has not been called, if it was
+                never updated although the optimizer's constructor creates states, or if the optimizer is closed.
+            UnsupportedError: if a state is larger than the limit for unplanned reads.
         """
         if not self.has_state(param):
             return StatesOfOne()
@@ -163,34 +164,34 @@ class StateReader:
         return PagedTensor.stored(handle, (spec.numel,), torch_dtype(fmt.dtypes[kind]), device)
 
     def read(self, name: str) -> dict[str, Any]:
-        """Return this rank's master and states of one parameter; see `PagedOptimizer.read_state`.
+        """Return this rank's master weights and states of one parameter. See `PagedOptimizer.read_state`.
 
         Raises:
             InfinityError: if no trained parameter has this name.
         """
         shard = self._names.get(name, -1)
         if shard < 0 or not self._layout.shards[shard].spec.trainable:
-            raise InfinityError(f"no trained parameter is named {name!r}")
+            raise InfinityError(f"the model has no trained parameter named {name!r}")
         values = {kind: self._shards.load_section(shard, kind) for kind, _ in self._layout.format_of(shard).kinds}
         return {MASTER: self._shards.load(shard), **values, **self._runner.updates.scalars.get(shard, {})}
 
 
 class PagedStates(MutableMapping[nn.Parameter, dict[str, Any]]):
-    """States of the parameters that have been updated, with the behavior of the dictionary in memory.
+    """States of the parameters that have been updated. Behaves like the `state` dictionary of an in-memory optimizer.
 
-    The tensors have the sharding of the parameter, and are stored on NVMe. Writes to them are kept. All methods raise
-    the errors of `StateReader.state_of`. Setting or removing entries raises `UnsupportedError`.
+    The tensors have the sharding of their parameter. They are stored on NVMe, and writes to them persist. All methods
+    raise the same exceptions as `StateReader.state_of`. Setting or removing entries raises `UnsupportedError`.
     """
 
     def __init__(self, reader: StateReader) -> None:
-        # Weak, so that the base optimizer, which holds this mapping, does not keep a run in memory
+        # A weak reference, so that the base optimizer, which holds this mapping, does not keep a run in memory
         self._known = weakref.ref(reader)
 
     @property
     def _reader(self) -> StateReader:
         reader = self._known()
         if reader is None:
-            raise InfinityError("this optimizer was closed")
+            raise InfinityError("this optimizer was closed; read its state before you close it")
         return reader
 
     def __getitem__(self, param: nn.Parameter) -> dict[str, Any]:
@@ -213,14 +214,14 @@ class PagedStates(MutableMapping[nn.Parameter, dict[str, Any]]):
         """Return the states of a parameter.
 
         Raises:
-            UnsupportedError: if it has no states.
+            UnsupportedError: if the parameter has no states.
         """
         if param not in self:
             raise UnsupportedError(NO_ENTRIES)
         return self[param]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Raise `UnsupportedError`, which also prevents copies of the base optimizer."""
+        """Raise `UnsupportedError`, which also prevents copying of the base optimizer."""
         raise UnsupportedError(NO_COPIES)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -232,7 +233,7 @@ class PagedStates(MutableMapping[nn.Parameter, dict[str, Any]]):
         return self._reader.has_state(param)
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that have states, in the order of the model."""
+        """Yield the parameters that have states, in the order of `model.parameters()`."""
         return iter(self._reader.updated_parameters())
 
     def __len__(self) -> int:

@@ -1,8 +1,8 @@
-"""Execution of a training step over paged shards.
+"""Execution of a training step with paged shards.
 
 During a step, FSDP modules are gathered, gradients arrive, and pages are updated at the times given by the update
-schedule. `schedule.trace` describes the resulting sequence of page accesses. `StepRunner` is called by the shards when
-they are gathered or read, by the gradient hooks when gradients arrive, and by the optimizer in `step()`.
+schedule. `schedule.trace` describes the resulting sequence of page accesses. Shards call `StepRunner` when they are
+gathered or read, gradient hooks call it when gradients arrive, and the optimizer calls it in `step()`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from infinity.telemetry.ledger import Ledger, StepRecord
 
 _log = logging.getLogger("infinity")
 _MAX_UNFINISHED_UPDATES = 2
-"""Maximum number of FSDP modules with an unfinished update in backward when the weights of the next one are already on
-the GPU. Without this limit, the training thread could run ahead and fill GPU memory with gradients."""
+"""Maximum number of unfinished updates in backward if the weights of the next FSDP module are already on the GPU.
+Without this limit, the training thread could run ahead and fill GPU memory with gradients."""
 
 
 _CHECK_SECONDS = 0.5
-"""Interval at which a thread that waits for the lock checks for interrupts."""
+"""Interval at which a thread that waits for the lock checks for interrupts, in seconds."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -58,7 +58,7 @@ def _one_at_a_time(method: Callable[P, R], *, waits: bool = False) -> Callable[P
 
     Args:
         method: method to wrap.
-        waits: whether to defer Ctrl-C during the waits of the method too.
+        waits: whether to also defer Ctrl-C while the method waits.
     """
 
     @wraps(method)
@@ -79,30 +79,29 @@ _uninterrupted = partial(_one_at_a_time, waits=True)
 
 
 class StepRunner:
-    """Run training steps over paged shards.
+    """Run training steps with paged shards.
 
     A step begins with the first gather after the previous step. FSDP modules are gathered in forward and in backward
     (`gathering`, `gathered`). Gradients arrive in backward (`gradient_arrived`) and may be read and changed until
     `step`. `step` updates the FSDP modules that were not updated in backward, or leaves their updates to the next
-    forward. Between steps, any caller may `look` at weights and states, which are the ones of the last step. `close`
-    ends the runner.
+    forward. Between steps, any caller may `look` at the weights and states of the last step. `close` ends the runner.
 
-    The training thread calls all methods; in backward, autograd's thread calls them on its behalf. Another thread may
-    call `look`, and waits until the lock is free.
+    The training thread calls all methods; in backward, autograd's thread calls them on its behalf. Other threads may
+    only call `look`, which waits until the lock is free.
 
     Args:
         layout: pages of this rank.
-        pager: provides the pages.
+        pager: provides access to pages.
         device: compute device.
         gpu_prefetcher: copies weights to the GPU before FSDP2 gathers them.
-        device_bytes: GPU memory for prefetched weights and GPU-resident FSDP modules, in bytes. If 0, it is the memory
-            that is free after the first step, less a margin.
+        device_bytes: GPU memory for prefetched weights and GPU-resident FSDP modules, in bytes. If 0, all memory that
+            is free after the first step may be used, except for a margin.
         update_on_device: whether pages are updated on the GPU.
         planner: selects the update schedule and the plan.
         worker: runs updates.
-        base_optimizer: settings and kernel of the optimizer.
+        base_optimizer: base optimizer, which provides settings and the update kernel.
         ledger: records times and traffic.
-        freed: notified when an FSDP module begins.
+        freed: limits the freed memory that the C library keeps; notified before an FSDP module is gathered.
         parameters: model parameters, indexed by shard.
         whole: gathers parameters that must be updated as full parameters; ``None`` if the model has no such parameters.
         activations: pages activations between forward and backward; ``None`` if they stay on the GPU.
@@ -132,7 +131,7 @@ class StepRunner:
         self._update_on_device = update_on_device
         self._ledger, self._freed = ledger, freed
         self.planner = planner
-        """Selects the update schedule and the plan."""
+        """Planner that selects the update schedule and the plan."""
         planner.update_on_device = update_on_device
         self._whole = whole
         self._recording = Recording()  # events of the current step
@@ -141,7 +140,7 @@ class StepRunner:
         )
         """Running and pending updates."""
         self._gradients = Gradients(layout, pager, device, planner, self.updates, self._recording, ledger, parameters)
-        # By FSDP module, the parameters that had no optimizer state when the model was offloaded.
+        # Parameters without optimizer state because they were frozen in `infinity.offload`, by FSDP module
         self._frozen = [
             [
                 (layout.shards[shard].spec.name, parameters[shard])
@@ -150,7 +149,7 @@ class StepRunner:
             ]
             for shards in layout.fsdp_module_shards
         ]
-        self._counted = 0  # updated elements that are included in the records of previous steps
+        self._counted = 0  # number of updated elements that previous step records already include
         self._grad_enabled = True  # whether the current forward builds a graph; set by `forward`
         self._backward = -1  # number of the backward pass in which gradients last arrived in this step, or -1
         self._skip = False  # whether the current step skips all updates
@@ -160,19 +159,19 @@ class StepRunner:
     # Called by model hooks #
 
     def forward(self, grad_enabled: bool) -> None:
-        """Note that a forward begins that is not nested in the forward of another FSDP module.
+        """Note that an outermost forward begins, i.e. one that is not nested in the forward of another FSDP module.
 
         Args:
-            grad_enabled: ``False`` under `torch.no_grad()`.
+            grad_enabled: whether gradients are enabled; ``False`` under `torch.no_grad()`.
         """
         self._grad_enabled = grad_enabled
 
     @_one_at_a_time
     def gathering(self, shard: int) -> bool:
-        """Note that the pages of a shard are about to be copied out.
+        """Note that the pages of a shard are about to be copied into FSDP2's buffer.
 
         Returns:
-            ``True`` if the gather is part of a training step and therefore in the plan; ``False`` in an evaluation
+            ``True`` if the gather belongs to a training step and is therefore in the plan; ``False`` during evaluation
             under `torch.no_grad()`.
 
         Raises:
@@ -197,9 +196,9 @@ class StepRunner:
             if self._gradients.changed and not torch_private.in_backward():
                 self.reconcile()
             self._gradients.close_arrivals()
-            # In the backward after a forward that had no backward of its own, FSDP2 prefetches FSDP modules that are
-            # already finished. These gathers are harmless. If FSDP2 does use such a module again in this backward, the
-            # module receives a second gradient, which raises an error.
+            # If an earlier forward was not followed by a backward, FSDP2 prefetches FSDP modules in this backward that
+            # have already finished. These gathers are harmless. If FSDP2 does use such a module again in this backward,
+            # the module receives a second gradient, which raises an error.
             if not torch_private.in_backward() or torch_private.backward_number() != self._backward:
                 self._check_weights(fsdp_module)
             if torch_private.in_backward() and (
@@ -212,7 +211,7 @@ class StepRunner:
 
     @_one_at_a_time
     def gathered(self, shard: int) -> None:
-        """Note that the pages of a shard have been copied out in a training pass."""
+        """Note that, in a training step, the pages of a shard have been copied into FSDP2's buffer."""
         if self._layout.ends_fsdp_module(shard):
             self.updates.run_reduced()
             self.updates.run_due(self._layout.shards[shard].fsdp_module)
@@ -224,7 +223,7 @@ class StepRunner:
 
     @_one_at_a_time
     def gradient_arrived(self, shard: int, local: torch.Tensor | None) -> Gradient | None:
-        """Take over the gradient in `p.grad` after a reduction; see `Gradients.take`."""
+        """Take over the gradient in `p.grad` after it was reduced. See `Gradients.take`."""
         self.check_open()
         self._ledger.enter("backward")
         with self._ledger.part("python", name="gradient"):
@@ -243,7 +242,7 @@ class StepRunner:
                 )
 
     def _check_weights(self, fsdp_module: int) -> None:
-        """Check that the weights of an FSDP module are the ones that a model in memory would have."""
+        """Check that the weights of an FSDP module are the same as in memory, i.e. not yet updated in this step."""
         if fsdp_module in self.updates.begun:
             raise InfinityError(
                 f"the weights of FSDP module {self._layout.fsdp_modules[fsdp_module].name} were updated in backward, "
@@ -256,10 +255,10 @@ class StepRunner:
 
     @_one_at_a_time
     def look(self, shard: int) -> None:
-        """Bring the weights and the state of a shard to the last step, before they are read.
+        """Bring the weights and the state of a shard up to date with the last step before they are read.
 
         Raises:
-            InfinityError: if its FSDP module was updated in backward and `step()` has not been called, or if the runner
+            InfinityError: if its FSDP module was updated in backward but `step()` has not been called, or if the runner
                 is closed.
         """
         self.check_open()
@@ -270,20 +269,20 @@ class StepRunner:
 
     @_one_at_a_time
     def flush_updates(self) -> None:
-        """Run all pending updates, including the ones left to the next forward, before the state is read."""
+        """Run all pending updates, including updates left to the next forward, before the state is read."""
         if self.updates.waiting:
             self.planner.flushing(self.updates.waiting)
         self.updates.flush_updates()
 
     @_one_at_a_time
     def switch(self, method: str) -> None:
-        """Run a method of the optimizer that changes its mode on all pages. All ranks call it together.
+        """Run a method that changes the mode of the optimizer on all pages. All ranks must call this together.
 
         Args:
             method: one of `MODES`.
 
         Raises:
-            InfinityError: if there are gradients, because they belong to the weights of the current mode.
+            InfinityError: if there are gradients, because they were computed with the weights of the current mode.
         """
         self.check_open()
         self.reconcile()
@@ -304,11 +303,11 @@ class StepRunner:
 
     @_one_at_a_time
     def reconcile(self) -> None:
-        """Apply changes that were made to `p.grad` since gradients arrived.
+        """Drop gradients that the user has removed from `p.grad`, and store gradients that the user has assigned.
 
         Raises:
-            InfinityError: if a gradient was dropped whose FSDP module was already updated in backward.
-            UnsupportedError: if a gradient was assigned that is not a DTensor.
+            InfinityError: if a removed gradient was already consumed by an update in backward.
+            UnsupportedError: if an assigned gradient is not a DTensor.
         """
         self._gradients.reconcile()
         if not self.has_gradients and self._recording.has_gradients:  # all gradients were dropped
@@ -317,7 +316,7 @@ class StepRunner:
 
     @_one_at_a_time
     def close_arrivals(self) -> None:
-        """Store or use the gradients that have arrived, without waiting for others of their FSDP module."""
+        """Store or consume the gradients that have arrived, without waiting for more gradients of their FSDP module."""
         self._gradients.close_arrivals()
 
     @_one_at_a_time
@@ -339,7 +338,7 @@ class StepRunner:
         """Check that no gradient of the previous step remains in `p.grad`.
 
         Raises:
-            InfinityError: if one remains.
+            InfinityError: if a gradient remains.
         """
         self._gradients.check_new()
 
@@ -355,9 +354,9 @@ class StepRunner:
             The record of the step, or ``None`` if there were no gradients and therefore no step.
 
         Raises:
-            InfinityError: if settings changed after updates had run in backward, or the update schedule is impossible.
-            UnsupportedError: if a setting or an attribute of the optimizer cannot be copied. All gradients remain
-                available.
+            InfinityError: if settings changed after updates ran in backward, or the update schedule is impossible.
+            UnsupportedError: if a setting or an attribute of the optimizer cannot be copied. In this case, all
+                gradients remain available.
         """
         gradients, updates = self._gradients, self.updates
         if not self.has_gradients and not gradients.zeros:
@@ -376,7 +375,7 @@ class StepRunner:
             updates.run_reduced()
             events = self._recording.end()
             self._choose(events, late)
-            # A failure here leaves some FSDP modules one step ahead, so the run cannot continue
+            # A failure here leaves some FSDP modules one step ahead of others, so the run cannot continue
             with telling(self._pager.fail):
                 updates.run_left()
                 if self._skip:
@@ -399,7 +398,6 @@ class StepRunner:
         return self._ledger.end_step(updates.step, updated, cache_slots, held, pager.in_flight())
 
     def _choose(self, events: tuple[Event, ...], late: bool) -> None:
-        """Select the update schedule and the plan, and allocate the GPU memory that they use."""
         planner = self.planner
         if self._device.asynchronous and (planner.recording or planner.plan is None):
             spare = self._device.spare_bytes() - (device_update_bytes(self._layout) if self._update_on_device else 0)
@@ -410,7 +408,7 @@ class StepRunner:
         try:
             self._provide(events)
         except torch.OutOfMemoryError:
-            _log.warning("not enough GPU memory for prefetched and GPU-resident weights; set memory.device_bytes lower")
+            _log.warning("not enough GPU memory for prefetched and GPU-resident weights; reduce memory.device_bytes")
             planner.device_bytes = 0
             planner.choose(events, late)
             self._provide(events)
@@ -421,17 +419,16 @@ class StepRunner:
             self._ledger.predicted_link(traffic.to_device, traffic.from_device)
 
     def _provide(self, events: Sequence[Event]) -> None:
-        """Allocate GPU prefetch buffers and move FSDP modules to the GPU, as the update schedule says.
+        """Allocate GPU prefetch buffers and move FSDP modules to the GPU, according to the update schedule.
 
         Raises:
             torch.OutOfMemoryError: if GPU memory is exhausted.
         """
-        # Before `set_gpu_resident`, so that no FSDP module that moves has prefetched weights.
+        # Before `set_gpu_resident`, so that no FSDP module has prefetched weights when it is moved.
         self._gpu_prefetcher.provide(self.planner.update_schedule, events)
         self._pager.set_gpu_resident(self.planner.update_schedule.gpu_resident)
 
     def _begin(self) -> None:
-        """Reset the state of the step."""
         self._gpu_prefetcher.drop()
         self._recording.clear()
         self._base_optimizer.forget_settings()
@@ -441,7 +438,7 @@ class StepRunner:
     # Start and end of the run #
 
     def resume(self, step: int, scalars: Mapping[int, Scalars]) -> None:
-        """Continue after a step of a checkpoint.
+        """Continue after the last step of a checkpoint.
 
         Args:
             step: number of completed steps.
@@ -454,15 +451,15 @@ class StepRunner:
         """Check that the runner is open.
 
         Raises:
-            InfinityError: if it is closed; the message contains the reason.
+            InfinityError: if the runner is closed; the message contains the reason.
         """
         if self._closed:
             raise InfinityError(self._closed)
 
     def end(self, why: str, *, early: bool = False) -> None:
-        """Make all further calls raise an error with the reason `why`.
+        """Make all further calls raise an error with the message `why`.
 
-        Running updates continue, unless `early` is set.
+        Running updates continue, except that they no longer wait for other ranks if `early` is set.
         """
         self._closed = why
         if self._whole is not None and early:
@@ -471,7 +468,7 @@ class StepRunner:
     def drain(self) -> None:
         """Wait for running updates and transfers, so that byte counters no longer change.
 
-        Updates that are left to the next forward do not run. No step can be taken afterwards.
+        Updates left to the next forward do not run. No further step is possible after this call.
         """
         self.updates.drain()
         self._gpu_prefetcher.close()  # before the worker, because its copies may wait for queued updates
@@ -481,7 +478,7 @@ class StepRunner:
     def close(self) -> None:
         """Stop the worker and drop all gradients.
 
-        Updates that have not begun are dropped, except for updates that other ranks wait for.
+        Updates that have not begun are dropped, unless other ranks are waiting for them.
         """
         self._gpu_prefetcher.close()  # before the worker, because its copies may wait for queued updates
         if self._whole is not None:

@@ -1,4 +1,4 @@
-"""Arithmetic of an update within one page access. Reads gradients, and updates master, moments and weights."""
+"""Arithmetic of an update within one page access: read gradients, and update master weights, states and weights."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from infinity.schedule.trace import Access
 from infinity.units import align_up
 
 _DECODED = 256 * RANGE_ALIGNMENT
-"""Maximum number of elements decoded at once. It bounds the memory of an update in addition to the pages to 2 MiB per
-section, which fits into a last-level cache. With fewer elements, the overhead of Python becomes measurable."""
+"""Maximum number of elements to decode at once. It limits the memory that an update uses besides the pages to 2 MiB per
+section, which fits into a last-level cache. With fewer elements, Python overhead becomes measurable."""
 _ALIGNED = 64
-"""Alignment of torch's allocations, in bytes."""
+"""Alignment of PyTorch's CPU allocations, in bytes."""
 
 
 def snapshot(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the settings of a param group that later in-place changes do not affect.
+    """Return a copy of a param group's settings that later in-place changes do not affect.
 
     Raises:
         UnsupportedError: if a setting cannot be copied.
@@ -53,7 +53,7 @@ def _fixed(key: str, value: Any) -> Any:
 
 
 def same_setting(a: Any, b: Any) -> bool:
-    """Return whether a setting equals one in a `snapshot`. Settings may contain tensors of any size."""
+    """Return whether setting `a` is equal to `b`, a setting in a `snapshot`. Both may contain tensors of any size."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
@@ -74,12 +74,15 @@ def same_setting(a: Any, b: Any) -> bool:
 
 
 class RangePages:
-    """One range of a segment's update, and its pages in memory.
+    """One range (contiguous elements of a segment that are updated together), and its pages in memory.
+
+    The master weights of a segment, and each of its optimizer states, are a *section*. Sections may be encoded, for
+    example as 8-bit numbers.
 
     Args:
         layout: pages of this rank.
         segment: segment that contains the range.
-        item: the range.
+        item: range to update.
         access: page access of the range, as returned by `range_access`.
         contents: bytes of the pages, in cache slots or on the GPU.
         grads: gradients of the range; ``None`` if they are in GRAD pages.
@@ -99,11 +102,11 @@ class RangePages:
         self._held = [(layout.pages[use.page], content) for use, content in zip(access, contents, strict=True)]
 
     def pages(self, role: Role) -> list[tuple[Page, Content]]:
-        """Return the pages with a role, and their bytes."""
+        """Return the pages of one role, and their bytes."""
         return [(page, content) for page, content in self._held if page.role is role]
 
     def state(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return a view of elements [start, stop) of an unencoded section. They must be in one page."""
+        """Return a view of elements [start, stop) of an unencoded section. The elements must be in a single page."""
         (component,) = self.segment.format.components[name]
         page, content = next(held for held in self.pages(component.role) if held[0].start <= start < held[0].stop)
         return component_of(content, page, component, start, stop)
@@ -111,8 +114,8 @@ class RangePages:
     def gradient(self, start: int, stop: int) -> torch.Tensor:
         """Return a copy of elements [start, stop) of the stored gradient.
 
-        A copy is needed because optimizers may change their gradients while the page is being written, or read by the
-        update of another range.
+        A copy is needed because an optimizer may modify its gradient while the page is being written, or being read by
+        the update of another range.
         """
         if start == stop:
             return torch.empty(0, dtype=torch_dtype(self.segment.format.dtypes[MASTER]), device=self._device)
@@ -129,12 +132,11 @@ class RangePages:
 
     @property
     def _device(self) -> torch.device:
-        """Device of the pages."""
         content = self._held[0][1]
         return content.device if isinstance(content, torch.Tensor) else torch.device("cpu")
 
     def decode(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return a decoded copy of elements [start, stop) of a section. It may be encoded, or span several pages."""
+        """Return a decoded copy of elements [start, stop) of any section. The elements may span several pages."""
         contents = {page.index: content for page, content in self._held}
 
         def visit(page: Page, copy: Callable[[Content], None]) -> None:
@@ -143,9 +145,9 @@ class RangePages:
         return read_section(self.segment, name, start, stop, visit, device=self._device)
 
     def decode_into(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Decode elements of an encoded section, from `start` on, into `values`.
+        """Decode the elements of an encoded section that begin at `start` into `values`.
 
-        The number of elements must be a multiple of the block size.
+        The number of elements must be a multiple of the block size of the encoding.
         """
         stop, encoding = start + len(values), self.segment.format.encoded[name]
         if (parts := self._parts(name, start, stop)) is None:
@@ -154,7 +156,7 @@ class RangePages:
             decode(parts, encoding, values)
 
     def encode(self, name: str, start: int, values: torch.Tensor, step: int) -> None:
-        """Store `values` as elements of a section from `start` on, as `decode` and `decode_into` read them."""
+        """Encode `values` if the section is encoded, and store them as its elements from `start` on."""
         encoding = self.segment.format.encoded.get(name)
         whole_blocks = not len(values) % SHARD_ALIGNMENT
         if encoding and whole_blocks and (parts := self._parts(name, start, start + len(values))) is not None:
@@ -165,7 +167,7 @@ class RangePages:
                 put(content, page, component, start, items)
 
     def _parts(self, name: str, start: int, stop: int) -> list[torch.Tensor] | None:
-        """Return views of all components of elements [start, stop) of a section, if each of them is in one page."""
+        """Return views of all components of elements [start, stop), or ``None`` if a component spans several pages."""
         found = [self._part(component, start, stop) for component in self.segment.format.components[name]]
         parts = [part for part in found if part is not None]
         return parts if len(parts) == len(found) else None
@@ -177,7 +179,7 @@ class RangePages:
         return None
 
     def replace_weights(self) -> None:
-        """Write the weights derived from the updated master, unless they are a part of the master."""
+        """Write the weights that follow from the updated master, unless they are stored as a part of the master."""
         if self.segment.format.replaces_weights:
             for page, content in self.pages(Role.PARAM):
                 low, high = max(page.start, self.item.start), min(page.stop, self.item.stop)
@@ -188,23 +190,23 @@ class RangePages:
 
 @dataclass
 class Update:
-    """The update of one FSDP module.
+    """Update of one FSDP module.
 
-    Updates run one after the other, and `after` is merged into `before` last. Therefore, entries of `before` do not
-    change during an update.
+    Updates run one after the other, and `after` is merged into `before` only at the end of an update. Therefore,
+    entries of `before` do not change during an update.
 
     Attributes:
         layout: pages of this rank.
-        kernel: the update kernel.
-        settings: settings of the param group, for every shard with a gradient.
+        kernel: update kernel.
+        settings: settings of the param group of every shard with a gradient, by shard.
         before: scalar states of all shards, shared with `Updates`.
         step: number of completed steps.
-        grads: flat gradients on the device by shard; ``None`` if they are in GRAD pages.
+        grads: flat gradients on the device, by shard; ``None`` if they are in GRAD pages.
         arrived: events after which `grads` are complete.
-        edits: changes that must still be applied to gradients in GRAD pages, by shard.
+        edits: edits that must still be applied to gradients in GRAD pages, by shard.
         components: number of components of each gradient in GRAD pages.
         own: attributes of the optimizer at the time of the step.
-        method: method that runs in place of `step()`, without gradients; empty for a step.
+        method: optimizer method to run in place of `step()`, without gradients; empty for a step.
     """
 
     layout: Layout
@@ -218,7 +220,7 @@ class Update:
     components: int = 0
     own: Own = field(default_factory=dict)
     whole: FullParameters | None = None
-    """Gathers parameters that must be updated as full parameters; ``None`` if this rank has all elements of each."""
+    """Gathers parameters that must be updated as full parameters; ``None`` if this rank has all of their elements."""
     after: dict[int, Scalars] = field(default_factory=dict)
     """Scalar states of the shards after the step."""
     elements: int = 0
@@ -228,7 +230,7 @@ class Update:
     """Buffers for decoded elements, by section."""
 
     def run(self, ranges: Sequence[RangePages]) -> None:
-        """Update the elements of several ranges. Ranges without encodings share a single call of the optimizer."""
+        """Update the elements of several ranges. Unencoded ranges of a param group share one call of the optimizer."""
         plain = [opened for opened in ranges if not (opened.segment.format.encoded or opened.segment.whole)]
         self._run([(opened, opened.item.start, opened.item.stop) for opened in plain])
         for opened in ranges:
@@ -242,7 +244,7 @@ class Update:
             opened.replace_weights()
 
     def run_empty(self) -> None:
-        """Advance the scalars of shards without elements on this rank, which are in no range."""
+        """Advance the scalar states of shards that have no elements on this rank and therefore belong to no range."""
         for shard, group in self.settings.items():
             spec = self.layout.shards[shard].spec
             if not spec.numel and not (spec.whole and spec.padded):
@@ -253,7 +255,7 @@ class Update:
                 self.after.update(self.kernel.update([piece], group, self.before, self.own))
 
     def _run(self, parts: Sequence[tuple[RangePages, int, int]]) -> None:
-        """Update elements [start, stop) of several ranges, in the pages or, if encoded, in decoded buffers."""
+        """Update elements [start, stop) of several ranges: in the pages or, if they are encoded, in decoded buffers."""
         decoded: list[tuple[RangePages, int, str, torch.Tensor]] = []
         by_group: dict[int, tuple[Mapping[str, Any], list[Piece]]] = {}
         for opened, start, stop in parts:
@@ -275,16 +277,13 @@ class Update:
             opened.encode(name, low, values, self.step)
 
     def _buffer(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return a buffer for elements [start, stop) of a decoded block. All blocks of the FSDP module share it."""
+        """Return elements [start, stop) of the decoding buffer of a section, which the whole FSDP module shares."""
         if name not in self._decoded:
             self._decoded[name] = torch.empty(_DECODED)
         return self._decoded[name][start:stop]
 
     def _run_whole(self, opened: RangePages) -> None:
-        """Update a full parameter.
-
-        Pages are copied out and back. Other ranks contribute their slices of the parameter.
-        """
+        """Update a full parameter on copies of its pages, after gathering the slices of other ranks if necessary."""
         (shard,) = opened.item.shards
         if shard not in self.settings:
             return
@@ -293,7 +292,7 @@ class Update:
         views = {name: opened.decode(name, start, stop) for name in fmt.dtypes}
         grad = self._gradient(opened, shard, start, stop)
         if grad is not None and grad.data_ptr() % _ALIGNED:
-            grad = grad.clone()  # products over unaligned memory may be summed in another order
+            grad = grad.clone()  # matrix products of unaligned tensors may be summed in a different order
         if self.whole is not None:
             self.whole.meet(shard, self.step)
             grad = self.whole.gather(shard, grad) if grad is not None else None
@@ -305,9 +304,9 @@ class Update:
             opened.encode(name, start, self.whole.own(shard, values) if self.whole is not None else values, self.step)
 
     def _cuts(self, opened: RangePages, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Return (shard, first, last) for each slice in [start, stop) of a shard with a gradient, in elements.
+        """Return (shard, first, last) for each slice of a shard with a gradient within elements [start, stop).
 
-        If the PARAM pages hold the master, slices end at their page boundaries.
+        If the PARAM pages hold the master weights, no slice crosses a page boundary.
         """
         borders = [] if opened.segment.format.master else [page.start for page, _ in opened.pages(Role.PARAM)]
         found = []

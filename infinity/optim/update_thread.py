@@ -17,9 +17,9 @@ _CHECK_SECONDS = 0.5
 
 @contextmanager
 def telling(failed: Callable[[Exception], None]) -> Iterator[None]:
-    """Report any exception of the body, including interrupts, to `failed`.
+    """Report any exception raised in the context, including interrupts, to `failed`.
 
-    Partial updates must not be written to a checkpoint.
+    This ends the run, because a partial update must not be written to a checkpoint.
     """
     try:
         yield
@@ -30,12 +30,13 @@ def telling(failed: Callable[[Exception], None]) -> Iterator[None]:
 
 
 class UpdateWorker:
-    """Run updates one after the other, on a separate thread or immediately.
+    """Run updates one after the other, either on a separate thread or immediately.
 
     Args:
         cores: number of CPU cores for the thread; 0 runs updates immediately on the calling thread.
-        failed: called with errors, on the thread in which they occur. A partially updated FSDP module ends the run.
-        enter_thread: called first on the thread, so that the streams of its copies belong to this rank's device.
+        failed: called with each error, on the thread on which the error occurs. A partially updated FSDP module ends
+            the run.
+        enter_thread: called once when the thread starts, so that its copy streams belong to this rank's device.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class UpdateWorker:
         if cores:
             self._thread = ThreadPoolExecutor(1, "infinity-update", torch.set_num_threads, (cores,))
             self._thread.submit(enter_thread).result()
-            torch.set_num_threads(torch.get_num_threads())  # resets the default that new threads of torch inherit
+            torch.set_num_threads(torch.get_num_threads())  # resets the default that new PyTorch threads inherit
 
     @property
     def threaded(self) -> bool:
@@ -55,10 +56,10 @@ class UpdateWorker:
         return self._thread is not None
 
     def submit(self, job: Callable[[], None]) -> Future[None] | None:
-        """Run `job` after all previously submitted jobs. Raises its error if it runs immediately.
+        """Run `job` after all previously submitted jobs. If it runs immediately, this raises its error.
 
         Returns:
-            A future that completes when the job has run; ``None`` if it has already run.
+            A future that completes when the job has run, or ``None`` if the job has already run.
         """
         if self._thread is None:
             self._run(job)
@@ -71,7 +72,7 @@ class UpdateWorker:
             job()
 
     def drain(self) -> None:
-        """Wait until all jobs have run. The next page access raises a failure."""
+        """Wait until all jobs have run. If one has failed, the next page access raises its error."""
         while self._last is not None and not wait([self._last], _CHECK_SECONDS).done:
             interrupts.check()
 

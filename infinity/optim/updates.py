@@ -1,18 +1,18 @@
 """Updates of FSDP modules, run in backward as gradients are reduced, in `step()`, or in the next forward.
 
-The update schedule (`UpdateSchedule`) determines the time of each update.
+The update schedule (`UpdateSchedule`) determines when each update runs.
 
 [Note: updates in backward] When the gradients of an FSDP module have arrived, the next FSDP module is gathered before
-the update runs, unless that requires many bytes. The training thread needs the next module immediately, and computes
-with it while the update runs.
+the update runs, unless the gather has to transfer many bytes. The training thread needs the next module immediately,
+and computes with it while the update runs.
 
-[Note: updates in forward] `finish` only collects the inputs of an update: the shards with gradients, the changes that
-must still be applied to them, and the settings of their groups. Each FSDP module is updated in the next forward, before
-it is gathered. Call `flush_updates` before reading the state in between.
+[Note: updates in forward] `finish` only collects the inputs of an update: the shards with gradients, the edits that
+must still be applied to these gradients, and the settings of their param groups. Each FSDP module is updated in the
+next forward, before it is gathered. To read the state before then, call `flush_updates` first.
 
-[Note: updates on another thread] When an update is due, the training thread takes its place in the plan, page by page,
-as reservations. The arithmetic runs on the worker's thread, in the same order. An access to one of the pages waits
-until the update has finished with it.
+[Note: updates on another thread] When an update is due, the training thread reserves its pages, in the order of the
+plan. The arithmetic runs on the worker's thread, in the order of the reservations. An access to one of the pages waits
+until the update has finished with the page.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from infinity.schedule.trace import Event, range_access, update_order
 from infinity.telemetry.ledger import Ledger
 
 _SUBMITTED = 1024
-"""Number of updates that are remembered. It exceeds the number of FSDP modules whose gradients fit into GPU memory."""
+"""Maximum number of updates to track. It exceeds the number of FSDP modules whose gradients fit into GPU memory."""
 
 
 class _Range(NamedTuple):
-    """A range of a segment to update, and the reservation of its pages."""
+    """A range (contiguous elements of a segment that are updated together), and the reservation of its pages."""
 
     segment: Segment
     item: Range
@@ -62,18 +62,18 @@ class Updates:
     """Running and pending updates.
 
     An update begins when the gradients of its FSDP module are available: in backward (`begin_in_backward`) or in
-    `step()` (`finish`). It is *run* range by range, either immediately, after the next gather, or when the next forward
+    `step()` (`finish`). It is *run* range by range: immediately, after the next gather, or when the next forward
     reaches its FSDP module. It ends when the worker has updated its last range. The training thread calls all methods.
     While an update runs, only the worker's thread writes `scalars` and `elements`.
 
     Args:
         layout: pages of this rank.
-        pager: provides the pages.
+        pager: provides access to pages.
         device: compute device.
         gpu_prefetcher: drops prefetched weights of FSDP modules that are updated.
         update_on_device: whether pages are updated on the GPU.
-        planner: holds the update schedule.
-        base_optimizer: settings and kernel of the optimizer.
+        planner: provides the update schedule.
+        base_optimizer: base optimizer, which provides settings and the update kernel.
         worker: runs updates.
         ledger: records times.
         whole: gathers parameters that must be updated as full parameters; ``None`` if the model has no such parameters.
@@ -95,7 +95,7 @@ class Updates:
         self._whole = whole
         self._layout, self._pager, self._planner, self._ledger = layout, pager, planner, ledger
         self._base_optimizer, self._worker, self._gpu_prefetcher = base_optimizer, worker, gpu_prefetcher
-        # The worker's thread uses one of the two: gradients are copied to the host, or pages to the GPU.
+        # Either gradients are copied to the host, or pages to the GPU. Only the worker's thread uses these objects.
         self._fetcher = None if update_on_device else GradientFetcher(layout, device, pager)
         self._device_pages = DevicePages(layout, device, pager) if update_on_device else None
         self.scalars: dict[int, Scalars] = {}
@@ -103,15 +103,15 @@ class Updates:
         self.elements = 0
         """Number of elements updated so far."""
         self.step = 0
-        """Number of completed steps, including the ones before a resumed checkpoint."""
+        """Number of completed steps, including steps before the checkpoint from which the run resumed."""
         self.begun: dict[int, Update] = {}
         """Updates in backward of the current step, by FSDP module."""
         self._submitted: deque[Future[None]] = deque(maxlen=_SUBMITTED if device.asynchronous else 0)
-        """Futures of the most recent updates in order, without updates that ran immediately."""
-        # FSDP module whose gradients arrived last and whose update in backward has not run yet, or -1
+        """Futures of the most recent updates in order, except updates that ran immediately."""
+        # FSDP module whose gradients arrived last, if its update in backward has not run yet; otherwise -1
         self._reduced = -1
-        self._pending: dict[int, Update] = {}  # by FSDP module, updates that remain after the step
-        self._due: dict[int, int] = {}  # by gathered FSDP module, the module whose pending update then runs
+        self._pending: dict[int, Update] = {}  # updates that have not run when the step ends, by FSDP module
+        self._due: dict[int, int] = {}  # module whose pending update runs after a gather, by gathered FSDP module
 
     # In backward #
 
@@ -141,7 +141,7 @@ class Updates:
             self.run_reduced()
 
     def run_reduced(self) -> None:
-        """Run the update in backward that was postponed until after the next gather, if there is one."""
+        """Run the update in backward that was postponed until after this gather, if there is one."""
         if self._reduced >= 0:
             with self._handing_over():
                 fsdp_module, self._reduced = self._reduced, -1
@@ -158,8 +158,8 @@ class Updates:
         """End a step. Run the updates that did not run in backward, or leave them to the next forward.
 
         Args:
-            stored: stored gradients by FSDP module, in order of arrival, and shard, each with the changes that must
-                still be applied.
+            stored: edits that must still be applied to the stored gradients, by FSDP module (in order of arrival) and
+                by shard.
             components: number of stored gradient components by FSDP module.
             events: events of the step.
         """
@@ -185,7 +185,7 @@ class Updates:
                 self.run_pending(fsdp_module)
 
     def end_step(self) -> None:
-        """Count a step, and reset the state of updates in backward."""
+        """Increment the step count, and reset the state of updates in backward."""
         self.step += 1
         self.begun = {}
         self._reduced = -1
@@ -202,11 +202,11 @@ class Updates:
                 self._run(fsdp_module, self._pending.pop(fsdp_module))
 
     def run_due(self, gathered: int) -> None:
-        """Run the pending update that is due once an FSDP module has been gathered."""
+        """Run the pending update that is due after the gather of an FSDP module, if there is one."""
         self.run_pending(self._due.get(gathered, -1))
 
     def run_left(self) -> None:
-        """Run the pending updates of FSDP modules that this step did not gather, in their original order."""
+        """Run the pending updates of FSDP modules that this step did not gather, in order of gradient arrival."""
         for fsdp_module in list(self._pending):
             self.run_pending(fsdp_module)
 
@@ -218,31 +218,31 @@ class Updates:
         self.drain()
 
     def bound(self, most: int) -> None:
-        """Wait until at most `most` submitted updates are unfinished. Raises the first error of the run."""
+        """Wait until at most `most` submitted updates are unfinished. If the run has failed, this raises its error."""
         while len(self._submitted) > most:
             self._pager.wait_for_job(self._submitted.popleft(), "update")
 
     def close(self) -> None:
-        """Release the memory for gradients. The worker must have stopped."""
+        """Release the buffer for gradients. The worker must have stopped."""
         if self._fetcher is not None:
             self._fetcher.close()
 
     def drain(self) -> None:
         """Wait until all submitted updates have finished.
 
-        If pages are updated on the GPU, the current stream waits instead of this thread.
+        If pages are updated on the GPU, make the current stream wait for the GPU work, instead of this thread.
         """
         self._worker.drain()
         if self._device_pages is not None:
             self._device_pages.join()
 
     def switch(self, method: str) -> None:
-        """Run a method of the optimizer on all pages, between two steps and while no updates are pending.
+        """Run a method of the optimizer on all pages. Call this between two steps, when no updates are pending.
 
         Args:
             method: one of `MODES`.
         """
-        with telling(self._pager.fail):  # if pages are in different modes, the run cannot continue
+        with telling(self._pager.fail):  # a failure leaves pages in different modes, so the run cannot continue
             for fsdp_module in range(len(self._layout.fsdp_modules)):
                 self._switch_fsdp_module(fsdp_module, method)
             self._base_optimizer.kernel.switch(method)
@@ -268,7 +268,7 @@ class Updates:
             if there is not None:
                 there.begin(None, (), [access for _, _, access in accesses])
             for segment, position, access in accesses:
-                # A failure is recorded before the pages are released, so that they are not used.
+                # A failure must be recorded before the pages are released, so that they are not used.
                 with self._pager.access(access, planned=False, copies=copies) as contents, telling(self._pager.fail):
                     found = there.bring(access, contents) if there is not None else contents
                     update.run([RangePages(self._layout, segment, segment.ranges[position], access, found, None)])
@@ -280,19 +280,16 @@ class Updates:
 
     @contextmanager
     def _handing_over(self) -> Iterator[None]:
-        """Defer interrupts while an update is handed to the worker.
-
-        In between, the update is in neither queue, and an interrupt would lose it.
-        """
+        """Defer interrupts while an update is handed to the worker, because an interrupt would lose the update."""
         with interrupts.held(), telling(self._pager.fail):
             yield
 
     def _run(self, fsdp_module: int, update: Update) -> None:
-        """Submit the ranges of an FSDP module to the worker. Their reservations are taken here."""
+        """Reserve the pages of an FSDP module, and submit its ranges to the worker."""
         name = self._layout.fsdp_modules[fsdp_module].name
         self._gpu_prefetcher.drop(fsdp_module)
         ranges: deque[_Range] = deque()
-        # In a profile, this record covers the update, or only its submission if updates have their own thread.
+        # If updates run on their own thread, this record in a profile covers only the submission of the update.
         with self._ledger.phase("update", name), torch.no_grad(), record_function(f"infinity::update ({name})"):
             copies = self._copies(fsdp_module)
             for segment, position in self._layout.fsdp_module_ranges[fsdp_module]:
@@ -304,13 +301,12 @@ class Updates:
                 self._submitted.append(job)
 
     def _copies(self, fsdp_module: int) -> Callable[[], DeviceEvent] | None:
-        """Return a function that records the end of page copies to and from the GPU, or ``None`` without copies."""
+        """Return a function that records an event after page copies to and from the GPU; ``None`` without copies."""
         if self._device_pages is None or self._pager.gpu_resident(fsdp_module):
-            return None  # the next use of GPU-resident pages waits for the update stream
+            return None  # any later use of GPU-resident pages waits for the update stream
         return self._device_pages.record_event
 
     def _update(self, update: Update, ranges: deque[_Range]) -> None:
-        """Update an FSDP module, on the update stream if pages are updated on the GPU."""
         with self._device_pages.on_stream() if self._device_pages is not None else nullcontext():
             self._update_ranges(update, ranges)
         update.grads = None
@@ -319,10 +315,7 @@ class Updates:
         self.elements += update.elements
 
     def _update_ranges(self, update: Update, ranges: deque[_Range]) -> None:
-        """Update ranges in order.
-
-        Wait for the pages of one range, and update it together with the following ranges whose pages are available.
-        """
+        """Update ranges in order. Each call of the kernel also includes the next ranges whose pages are available."""
         there, fetcher = self._device_pages, self._fetcher if update.grads is not None else None
         grads: Slices | None = None
         if there is not None:
@@ -331,10 +324,10 @@ class Updates:
             fetcher.begin(update.grads, update.arrived, [found.item for found in ranges])
         while ranges:
             if fetcher is not None:
-                grads = fetcher.take()  # before pages are held, which other accesses may need
+                grads = fetcher.take()  # before holding pages, because other accesses may need them
             with ExitStack() as held:
                 contents: Sequence[Content] | None = held.enter_context(ranges[0].reservation)
-                # Before the reservations are returned, so that these pages are not used
+                # A failure must be recorded before the reservations are released, so that these pages are not used
                 with telling(self._pager.fail):
                     opened: list[RangePages] = []
                     while contents is not None:

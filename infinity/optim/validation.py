@@ -1,8 +1,8 @@
-"""Checks for optimizer features that do not work on copies of the optimizer.
+"""Checks for optimizer features that do not work with paged parameters.
 
-Updates of pages run on copies of the optimizer, over slices that are other tensors than the parameters of the model. A
-rule for specific parameters never finds them among the slices. A function that references the original optimizer reads
-values that its copies do not change. An overridden `zero_grad` is not called to drop the gradients of pages.
+Copies of the optimizer update pages, and receive slices, which are different tensors from the model's parameters. A
+rule for specific parameters never finds these parameters among the slices. A function that references the original
+optimizer reads values that its copies do not change. An overridden `zero_grad` is never called.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from infinity.optim.optimizer_clone import Template, attributes, bits, content, 
 
 _DEPTH = 8
 _ZERO_GRADS = (True, True, False, False, True, True)
-"""Values of `set_to_none` with which an overridden `zero_grad` is tried."""
+"""Values of `set_to_none` with which an overridden `zero_grad` is tested."""
 
 
 def check_references(optimizer: torch.optim.Optimizer) -> None:
@@ -38,8 +38,8 @@ def check_references(optimizer: torch.optim.Optimizer) -> None:
         places |= {f"{key!r} of its param groups": value for key, value in group.items() if key != "params"}
     originals = {id(optimizer), id(optimizer.param_groups), id(optimizer.state), *map(id, optimizer.param_groups)}
     originals |= {id(value) for part in parts(optimizer) for value in (part, part.param_groups, part.state)}
-    copied: set[int] = set()  # objects of which each copy of the optimizer has its own copy
-    shared: dict[int, str] = {}  # objects that functions reference, which copies share, by id and with their location
+    copied: set[int] = set()  # ids of objects of which each optimizer copy has its own copy
+    shared: dict[int, str] = {}  # locations of objects that copies share because functions reference them, by id
     name = name_of(optimizer)
     for place, value in places.items():
         for found, by_function in _reached(value):
@@ -56,15 +56,16 @@ def check_references(optimizer: torch.optim.Optimizer) -> None:
             else:
                 continue
             raise UnsupportedError(
-                f"{name} keeps {what} in {place}, but updates of pages run on slices, which are other tensors, so a "
-                "rule for specific parameters would not apply; put them into a param group with a setting of its own"
+                f"{name} keeps {what} in {place}, but page updates run on slices, which are different tensors, so a "
+                "rule for specific parameters would not apply; put these parameters into a param group with a setting "
+                "of its own"
             )
     for number, place in shared.items():
         if number in originals or number in copied:
             raise UnsupportedError(
                 f"{name} keeps a function in {place} that references the optimizer or its attributes through its "
-                "closure or defaults, but updates of pages run on copies, so it would read values of the original; "
-                "make it a method of the class"
+                "closure or defaults, but pages are updated by copies of the optimizer, so the function would read "
+                "values of the original; make it a method of the class"
             )
 
 
@@ -74,7 +75,10 @@ def reaches_an_optimizer(value: Any) -> bool:
 
 
 def _reached(value: Any) -> Iterator[tuple[Any, bool]]:
-    """Yield objects reachable from a value that may be mutable or be an id, and whether a function references them."""
+    """Yield (object, whether a function references it) for every object reachable from a value.
+
+    Immutable objects are omitted, except integers, which may be ids of parameters.
+    """
     seen: set[tuple[int, bool]] = set()
     waiting = deque([(value, False, _DEPTH)])
     while waiting:
@@ -132,15 +136,15 @@ def _within(value: Any) -> Iterator[Any]:
 
 
 def check_zero_grad(optimizer: torch.optim.Optimizer, template: Template) -> None:
-    """Check that `zero_grad` of an optimizer has the same effect as torch's, because it is not called.
+    """Check that an optimizer's `zero_grad`, which is never called, has the same effect as PyTorch's.
 
     Raises:
-        UnsupportedError: if it has another effect.
+        UnsupportedError: if its effect is different.
     """
     name = name_of(optimizer)
     refused = UnsupportedError(
-        f"{name} overrides zero_grad() with another effect than torch's, but offloaded optimizers do not call it; move "
-        "the additional work into the training loop"
+        f"{name} overrides zero_grad() with different behavior from PyTorch's, but offloaded optimizers do not call "
+        "it; move the additional work into the training loop"
     )
     if "zero_grad" in vars(optimizer):
         raise refused
@@ -155,7 +159,7 @@ def check_zero_grad(optimizer: torch.optim.Optimizer, template: Template) -> Non
 
 
 def _zeroed(optimizer: torch.optim.Optimizer, template: Template, *, own: bool) -> list[Any]:
-    """Return the results of several calls of `zero_grad`, either the optimizer's own or torch's."""
+    """Return the results of several calls of `zero_grad`, either the optimizer's own or PyTorch's."""
     groups = []
     for group in optimizer.param_groups:
         params = [nn.Parameter(torch.ones(2, dtype=param.dtype)) for param in group["params"][:2]]
@@ -176,7 +180,7 @@ def _zeroed(optimizer: torch.optim.Optimizer, template: Template, *, own: bool) 
 
 
 class WatchedNames(Sequence[str]):
-    """Replacement for `param_names` of a param group that detects reads."""
+    """Replacement for the `param_names` of a param group that detects whether they are read."""
 
     def __init__(self) -> None:
         self._read: list[bool] = []  # not empty after a read
@@ -199,7 +203,7 @@ class WatchedNames(Sequence[str]):
 
 
 class WatchedParameter(nn.Parameter):
-    """A parameter that records the names of attributes that are read from it."""
+    """Parameter that records the names of all attributes that are read from it."""
 
     names_read: ClassVar[set[str]] = set()
 

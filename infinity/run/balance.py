@@ -1,9 +1,9 @@
-"""Load balancing over a rank's NVMe paths: pages move to other paths when the bandwidth of a path changes.
+"""Load balancing across a rank's NVMe paths: if the bandwidth of a path changes, pages move to other paths.
 
-The bandwidth of a path is measured from the rank's own transfers: the bytes transferred divided by the time in which at
-least one transfer was pending. If one path keeps the others waiting, the pages are redistributed in proportion to
-bandwidth. A page moves when it is next written, so moving it costs no additional transfer. The loads are evaluated
-again after the pages have moved. No value changes.
+The bandwidth of a path is measured from the rank's own transfers, as the bytes transferred divided by the time during
+which at least one transfer was pending. If one path keeps the others waiting, the pages are redistributed in proportion
+to bandwidth. A page moves to its new path when it is next written, so the move costs no extra transfer. The loads are
+evaluated again once the pages have moved. Balancing changes only where pages are stored, not what they contain.
 """
 
 from __future__ import annotations
@@ -22,72 +22,74 @@ from infinity.units import format_size
 _log = logging.getLogger("infinity")
 _EVERY_SECONDS: Final = 1.0
 _KEPT: Final = 0.95
-"""Decay per second of earlier measurements: half of the weight is on the last 14 seconds."""
+"""Factor by which earlier measurements decay per second. The last 14 seconds carry half of the weight."""
 _BUSY: Final = 0.3
-"""If even the busiest path works for a smaller fraction of the time, no path keeps the others waiting."""
+"""Minimum busy fraction of the busiest path. Below it, no path keeps the others waiting."""
 _SATURATED: Final = 0.9
-"""Busy fraction from which a path is saturated, so that its throughput is its bandwidth."""
+"""Busy fraction at or above which a path counts as saturated, so its throughput equals its bandwidth."""
 _LONGER: Final = 1.1
-"""Pages move if the slowest path needs more than this factor of the time of a balanced distribution."""
+"""Pages move if the slowest path takes more than this many times as long as it would with balanced loads."""
 _LOOKS: Final = 5
-"""Number of consecutive evaluations in which this must hold."""
+"""Number of consecutive evaluations in which `_LONGER` must be exceeded."""
 _MUCH: Final = 1.25
-"""Below this factor, pages move half of the way only, because the next evaluation gives a better estimate."""
+"""If the slowest path takes less than this many times as long, only half of the imbalance is corrected, because the
+next evaluation gives a better estimate."""
 _HOPE: Final = 1.5
-"""Largest factor by which a path is tried beyond its highest known bandwidth. Bandwidth in bursts may not last, but a
-path may also be capable of more than it has shown."""
+"""Maximum bandwidth that a trial assumes for a path, relative to its highest known bandwidth. A short burst may not be
+sustainable, but a path may also be faster than observed so far."""
 _WAIT_SECONDS: Final = 30.0
-"""Time until a path is tried again after an unsuccessful trial. It doubles with each further one, up to an hour."""
+"""Time before a path is tried again after a failed trial. It doubles with each further failure, up to one hour."""
 _MOST_WAIT_SECONDS: Final = 3600.0
 _FLUSHED_STEPS: Final = 2
-"""Number of steps after which pages that have not moved are no longer waited for: they stay in memory, or never change.
+"""Number of steps after which pages that have not moved are no longer waited for, because they stay in memory or never
+change.
 """
 _LEAST_MOVED: Final = 0.03
-"""Fraction of the bytes below which moving pages is not worthwhile."""
+"""Minimum fraction of the bytes that must move for a redistribution to be worthwhile."""
 _LEAST_SHARE: Final = 0.03
-"""Smallest stripe weight relative to the fastest path. Some pages stay on every path so that an increase of its
-bandwidth is detected."""
+"""Minimum stripe weight relative to the fastest path. Every path keeps some pages so that an increase in its bandwidth
+is detected."""
 _PARTS: Final = (1.0, 0.5, 0.25)
-"""Fractions of the way that are tried in turn if the drives have no space for all of it."""
+"""Fractions of the full redistribution, tried in this order until the drives have enough space."""
 
 
 class Load(NamedTuple):
-    """Work of a path during an interval."""
+    """Work done by a path during an interval."""
 
     nbytes: float
     """Bytes transferred."""
     busy: float
-    """Seconds in which a transfer was pending."""
+    """Seconds during which at least one transfer was pending."""
 
 
 class Finding(NamedTuple):
-    """Estimate for a path."""
+    """Estimate for one path."""
 
     rate: float
     """Bandwidth in bytes per second."""
     factor: float
-    """Ratio of the bandwidth to the throughput while another path kept this one waiting."""
+    """Factor by which the fraction of the bytes stored on this path should change."""
 
 
 class PathLoads:
-    """Counter of the work of a rank's paths. Thread-safe."""
+    """Counts the work of each of a rank's paths. Thread-safe."""
 
     def __init__(self, paths: int) -> None:
         self._lock = threading.Lock()
-        """Guards the following attributes."""
+        """Guards the attributes below."""
         self._loads = [Load(0, 0)] * paths
-        """Work by path since the last `take`."""
+        """Work of each path since the last call to `take`."""
         self._until = [0.0] * paths
-        """Time up to which each path has been counted, in seconds of `time.perf_counter`."""
+        """Time up to which each path's transfers have been counted, as returned by `time.perf_counter`."""
 
     def moved(self, path: int, nbytes: int, started: float, ended: float) -> None:
-        """Count a transfer. The transfers of a path must be reported in the order of their completion.
+        """Count a transfer. Transfers on the same path must be reported in order of completion.
 
         Args:
             path: index of the path.
             nbytes: bytes transferred.
-            started: start time, in seconds of `time.perf_counter`.
-            ended: end time, in seconds of `time.perf_counter`.
+            started: start time, as returned by `time.perf_counter`.
+            ended: end time, as returned by `time.perf_counter`.
         """
         with self._lock:
             load, until = self._loads[path], self._until[path]
@@ -95,56 +97,56 @@ class PathLoads:
             self._until[path] = max(until, ended)
 
     def take(self) -> list[Load]:
-        """Return the work by path since the previous call."""
+        """Return the work of each path since the previous call."""
         with self._lock:
             taken, self._loads = self._loads, [Load(0, 0)] * len(self._loads)
         return taken
 
 
 class Watch:
-    """Detector of unequal loads: it reports them when one path has kept the others waiting for a while."""
+    """Detects unequal loads, which it reports after one path has kept the others waiting for a while."""
 
     def __init__(self, known: Sequence[float]) -> None:
         """Start without measurements.
 
         Args:
-            known: bandwidth by path as measured earlier, in bytes per second; 0 if unknown.
+            known: previously measured bandwidth of each path, in bytes per second; 0 if unknown.
         """
         self._known = list(known)
-        """Bandwidth by path in bytes per second, from sustained throughput or the last saturation; 0 if unknown."""
+        """Bandwidth of each path in bytes per second, from sustained throughput or last saturation; 0 if unknown."""
         self._tried = [False] * len(known)
-        """By path, ``True`` while it is tried with more than its known bandwidth."""
+        """``True`` for each path whose assumed bandwidth currently exceeds its known bandwidth."""
         self._wait = [_WAIT_SECONDS] * len(known)
-        """By path, seconds until the next trial if the current one fails."""
+        """Seconds until each path's next trial if the current one fails."""
         self._not_before = [0.0] * len(known)
-        """By path, value of `_time` before which there is no further trial."""
+        """Value of `_time` before which each path is not tried again."""
         self._time = 0.0
-        """Observed time in seconds."""
+        """Total observed time, in seconds."""
         self._loads: list[Load]
-        """Work by path with exponential decay. This and all following attributes are set by `restart`."""
+        """Exponentially decayed work of each path. `restart` sets this attribute and all attributes below."""
         self._worked: float
-        """Seconds in which the busiest path worked, with the same decay."""
+        """Seconds for which the busiest path was busy, with the same decay as `_loads`."""
         self._seconds: float
-        """Observed seconds, with the same decay."""
+        """Observed seconds, with the same decay as `_loads`."""
         self._saturated: list[int]
-        """By path, number of evaluations since it was last saturated."""
+        """Number of evaluations since each path was last saturated."""
         self._uneven: int
-        """Number of consecutive evaluations in which one path took too long."""
+        """Number of consecutive evaluations in which the slowest path took too long."""
         self.restart()
 
     def restart(self) -> None:
-        """Discard the measured loads, because the distribution of pages has changed. Known bandwidths are kept."""
+        """Discard the measured loads after pages have been redistributed. Known bandwidths are kept."""
         self._loads = [Load(0.0, 0.0)] * len(self._known)
         self._worked = self._seconds = 0.0
         self._saturated = [_LOOKS] * len(self._known)
         self._uneven = 0
 
     def look(self, loads: Sequence[Load], seconds: float) -> list[Finding] | None:
-        """Return estimates for all paths if their loads have been unequal for a while, else None.
+        """Return an estimate for each path if the loads have been unequal for a while, otherwise None.
 
         Args:
-            loads: work by path during the last `seconds`.
-            seconds: length of the interval.
+            loads: work of each path during the interval.
+            seconds: length of the interval, in seconds.
         """
         self._time += seconds
         for path, load in enumerate(loads):
@@ -175,7 +177,7 @@ class Watch:
         ]
 
     def _learn(self, path: int, rate: float) -> None:
-        """Update the bandwidth of a path that was saturated."""
+        """Update the known bandwidth of a path from its throughput while it was saturated."""
         known = self._known[path]
         if self._tried[path] and rate < _LONGER * known:  # the trial failed
             self._not_before[path] = self._time + self._wait[path]
@@ -187,7 +189,9 @@ class Watch:
         self._saturated[path] = 0
 
     def _rate(self, path: int) -> float:
-        """Return the bandwidth to assume for a path: the known one, or more if it was exceeded and a trial is due."""
+        """Return the bandwidth to assume for a path: the known one, or a higher one if the path exceeded it and a trial
+        is due.
+        """
         load, known = self._loads[path], self._known[path]
         if self._saturated[path] < _LOOKS or self._time < self._not_before[path]:
             return known
@@ -195,7 +199,7 @@ class Watch:
 
 
 class Balance:
-    """A thread that watches the loads from `__init__` to `close` and has the store redistribute pages."""
+    """A thread that monitors the loads, from construction until `close`, and has the store redistribute pages."""
 
     def __init__(
         self,
@@ -206,22 +210,22 @@ class Balance:
         names: Sequence[str],
         steps: Callable[[], float],
     ) -> None:
-        """Start watching.
+        """Start monitoring.
 
         Args:
-            loads: counter of the store's transfers.
-            known: bandwidth by path as measured earlier, in bytes per second; 0 if unknown.
+            loads: counts of the store's transfers.
+            known: previously measured bandwidth of each path, in bytes per second; 0 if unknown.
             pages: the rank's pages, by index.
             store: store that moves the pages.
-            names: names of the paths, for messages.
-            steps: returns the number of completed steps.
+            names: names of the paths, for log messages.
+            steps: function that returns the number of completed steps.
         """
         self._loads, self._pages, self._store = loads, pages, store
         self._names, self._steps = names, steps
         self._watch = Watch(known)
         self._moving: list[int] = []
-        """Pages that have not been written to their new path yet. Used by the thread only."""
-        self._since = 0.0  # completed steps when pages were last redistributed; used by the thread only
+        """Pages that have not been written to their new paths yet. Accessed only by the thread."""
+        self._since = 0.0  # completed steps at the last redistribution; accessed only by the thread
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="infinity-balance", daemon=True)
         self._thread.start()
@@ -243,7 +247,6 @@ class Balance:
                     return
 
     def _are_moving(self) -> bool:
-        """Return whether pages remain to be written to their new paths."""
         if self._moving and self._steps() < self._since + _FLUSHED_STEPS:
             self._moving = self._store.not_moved(self._moving)
         else:
@@ -251,7 +254,7 @@ class Balance:
         return bool(self._moving)
 
     def _spread(self, found: Sequence[Finding]) -> bool:
-        """Redistribute the pages as far as there is space. Return ``False`` if watching should stop."""
+        """Redistribute the pages as far as space allows. Return ``False`` if monitoring should stop."""
         before = self._store.paths
         held = [0] * len(found)
         for page in self._pages:
@@ -274,12 +277,12 @@ class Balance:
                 full = error
                 continue
             except StorageError as error:
-                _log.warning("pages are not rebalanced between storage.paths: %s", error)
+                _log.warning("cannot rebalance pages across storage.paths: %s", error)
                 return False
             self._moving, self._since = [page.index for page in moving], self._steps()
             by_name = zip(self._names, found, strict=True)
             rates = ", ".join(f"{name} provides {format_size(item.rate)}/s" for name, item in by_name)
-            _log.info("%s: %.0f %% of the pages move when they are next written", rates, 100 * size / sum(held))
+            _log.info("%s: %.0f %% of the page bytes move when they are next written", rates, 100 * size / sum(held))
             return True
-        _log.warning("drives are unequally loaded, but there is no space to move pages: %s", full)
+        _log.warning("the load on storage.paths is uneven, but there is not enough space to move pages: %s", full)
         return False

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: collect the state of model, optimizer and steps, and publish it."""
+"""Checkpoints of a training run: collect the state of the model, the optimizer and the steps, and publish it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from infinity.run.run import Run
 
 
 def describe(run: Run, sharded: ShardedModel) -> RunDescription:
-    """Return a description of the tensors in this rank's pages."""
+    """Return a description of the tensors that are stored in this rank's pages."""
     return RunDescription(
         layout=run.layout,
         tensors=tuple(_full_parameter(member) for member in sharded.shards),
@@ -37,13 +37,14 @@ def describe(run: Run, sharded: ShardedModel) -> RunDescription:
 def make_checkpoint_writer(
     run: Run, sharded: ShardedModel, described: RunDescription, optimizer: torch.optim.Optimizer
 ) -> CheckpointWriter:
-    """Create the writer that publishes a run's checkpoints, and reserve space for their files.
+    """Create the writer that publishes a run's checkpoints, and reserve space for the checkpoint files.
 
-    All ranks call it together.
+    All ranks must call this function together.
 
     Raises:
         BudgetError, StorageError: if there is not enough space.
-        CheckpointError: if the resumed checkpoint belongs to another model, or a param group setting cannot be saved.
+        CheckpointError: if the resumed checkpoint belongs to a different model, or a param group setting cannot be
+            saved.
         UnsupportedError: if a buffer cannot be saved.
     """
     if run.settings.run.retained_checkpoints:
@@ -74,7 +75,6 @@ def make_checkpoint_writer(
 
 
 def _full_parameter(member: Member) -> TensorSpec:
-    """Describe the full parameter of which this rank holds a slice."""
     rank, size = torch_private.shard_rank_and_size(member.param)
     return TensorSpec(
         names=member.names,
@@ -87,7 +87,7 @@ def _full_parameter(member: Member) -> TensorSpec:
 
 
 class Checkpointer:
-    """Saves checkpoints of the state after the last step."""
+    """Saves checkpoints of the state after the last completed step."""
 
     def __init__(
         self,
@@ -102,15 +102,15 @@ class Checkpointer:
         self._runner, self._attachment, self._checkpoint_writer = runner, attachment, checkpoint_writer
 
     def save_checkpoint(self, extra: dict[str, Any], prefer: Collection[int]) -> None:
-        """Write the modified pages and publish the checkpoint. All ranks call it together.
+        """Write the modified pages and publish the checkpoint. All ranks must call it together.
 
         Args:
             extra: user data.
             prefer: steps of earlier checkpoints to retain in preference to newer ones.
 
         Raises:
-            CheckpointError: if `extra` contains an unsupported value. No data is written.
-            UnsupportedError: if a weight was replaced, so that the checkpoint would differ from the weights in use.
+            CheckpointError: if `extra` contains an unsupported value. Nothing is written in that case.
+            UnsupportedError: if a weight was replaced, so the checkpoint would not contain the weights in use.
             StorageError: if a write fails.
             InfinityError: if another rank failed.
         """
@@ -133,7 +133,10 @@ class Checkpointer:
                 raise StorageError("checkpoint", file, 0, 0, error.errno) from error
 
     def forget_others(self) -> None:
-        """Remove all checkpoints except the resumed ones, after the start has succeeded on every rank."""
+        """Remove all checkpoints that the resumed run does not retain.
+
+        Call it after startup has succeeded on every rank.
+        """
         run = self._run
         keep = [manifest.name.checkpoint for manifest in run.directory.checkpoints]
         run.ranks.together("removing checkpoints", lambda: remove_checkpoints(run.folder, run.ranks, keep=keep))

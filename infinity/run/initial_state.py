@@ -1,4 +1,4 @@
-"""Initial content of a run: first values of its pages, buffers, and training progress."""
+"""Initial state of a run: the initial values of its pages, the buffers, and the training progress."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from infinity.sources.pretrained_folder import PretrainedFolder
 
 
 class Filling:
-    """Fills the pages of a newly opened run and restores the state that belongs to them.
+    """Fills the pages of a newly opened run and restores the state that is not stored in pages.
 
-    A run that resumes from its own checkpoint already has its pages. Every other run gets first values from one source.
-    All ranks run each stage together, and all fail if one does.
+    A run that resumes from its own checkpoint already has its pages. Every other run takes its initial values from
+    exactly one source. All ranks run each stage together, and if one rank fails, all of them fail.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class Filling:
         strict: bool,
         init: InitFunction | None,
     ) -> None:
-        """Open the source of first values without reading from it.
+        """Open the source of the initial values without reading from it.
 
         Args:
-            run: the opened run.
+            run: the open run.
             sharded: the model.
-            weights: as in `infinity.offload`.
-            strict: as in `infinity.offload`.
-            init: as in `infinity.offload`.
+            weights: see `infinity.offload`.
+            strict: see `infinity.offload`.
+            init: see `infinity.offload`.
 
         Raises:
             ConfigError, CheckpointError: if `weights` is not a supported source.
@@ -52,7 +52,7 @@ class Filling:
         self._run, self._sharded = run, sharded
         # All parameters, by shard.
         self._members = sharded.shards
-        # Creates buffers and parameters that no other source provides.
+        # Creates the buffers and parameters that no other source provides.
         self._initializer = ModuleInitializer(sharded.model, run.settings.run.seed, init)
 
         def open_source() -> FirstValues:
@@ -71,9 +71,9 @@ class Filling:
             self._source = run.ranks.together("opening the weights", open_source)
 
     def fill(self, optimizer: torch.optim.Optimizer, shards: ShardIO) -> ResumedState | None:
-        """Compute buffers, write first values, and restore training progress.
+        """Compute the buffers, write the initial values, and restore the training progress.
 
-        Values are written one FSDP module at a time, so peak memory is the size of one FSDP module.
+        Values are written one FSDP module at a time, so peak memory is the size of the largest FSDP module.
 
         Returns:
             Training progress, or None for a new run.
@@ -87,12 +87,12 @@ class Filling:
         run, sharded, source = self._run, self._sharded, self._source
         model, groups, together = sharded.model, optimizer.param_groups, run.ranks.together
         if source is not None:
-            together("checking the first values", partial(source.check, model, self._members, run.layout, optimizer))
+            together("checking the initial values", partial(source.check, model, self._members, run.layout, optimizer))
         if sharded.on_meta:
             known = together("reading buffers", self._known_buffers)
             together("computing buffers", partial(self._initializer.set_buffers, sharded.device, known))
         if source is not None:
-            together("writing the first values", partial(self._write, source, shards))
+            together("writing the initial values", partial(self._write, source, shards))
         together("storing files for exports", self._keep_companions)
         if source is not None:
             restored = partial(source.restore, model, self._members, groups)
@@ -111,7 +111,7 @@ class Filling:
             self._run.freed.bound()
 
     def _known_buffers(self) -> Mapping[str, torch.Tensor]:
-        """Return the buffers that the first values or the checkpoint contain, by their names in the model."""
+        """Return the buffers that the source or the checkpoint contains, by their names in the model."""
         model: nn.Module = self._sharded.model
         if self._source is not None:
             return self._source.buffers(model)
@@ -119,7 +119,7 @@ class Filling:
         return checkpointed_buffers(found, self._run.folder, model) if found is not None else {}
 
     def _keep_companions(self) -> None:
-        """Store files that exports need, such as the tokenizer, next to the checkpoints of a new run."""
+        """Store the files that exports need, such as the tokenizer, next to the checkpoints of a new run."""
         run = self._run
         if run.ranks.rank or self._source is None:
             return

@@ -1,4 +1,4 @@
-"""Checks and decisions before a run is opened: the optimizer, the page layout and the memory budget."""
+"""Checks and decisions that precede the opening of a run: the optimizer, the page layout and the memory budget."""
 
 from __future__ import annotations
 
@@ -38,21 +38,22 @@ _OF_ALL_RANKS = (
     "run.retained_checkpoints",
     "run.keep",
 )
-"""Settings that must be equal on all ranks. Other settings, such as paths and memory, may differ by rank or node."""
+"""Settings that must be equal on all ranks. Other settings, such as paths and memory limits, may differ between ranks.
+"""
 
 
 def check_agreement(settings: Config, ranks: Ranks, **arguments: bool) -> None:
     """Check that all ranks request the same run.
 
-    All ranks call it together, before one that resumes could wait for others.
+    All ranks must call it together, before a rank that resumes could start to wait for the others.
 
     Args:
         settings: settings of this rank.
         ranks: the ranks of the run.
-        arguments: arguments of `infinity.offload`: whether they were given or are set.
+        arguments: boolean arguments of `infinity.offload`, and whether its optional arguments were passed.
 
     Raises:
-        ConfigError: on all ranks, if settings or arguments differ.
+        ConfigError: on all ranks, if the settings or arguments differ.
     """
     asked: dict[str, object] = {name: attrgetter(name)(settings) for name in _OF_ALL_RANKS}
     first, *others = ranks.collect({**asked, **arguments})
@@ -67,40 +68,41 @@ def check_agreement(settings: Config, ranks: Ranks, **arguments: bool) -> None:
 
 
 def warn_of_bf16(sharded: ShardedModel) -> None:
-    """Warn if the model computes in bf16 on a processor for which torch has no bf16 kernels."""
+    """Warn if the model computes in bf16 on a processor for which torch has no optimized bf16 kernels."""
     computed = any(torch_private.compute_dtype(member.param) is torch.bfloat16 for member in sharded.shards)
     if computed and sharded.device.type == "cpu" and crawls_in_bf16():
         _log.warning(
             "the model computes in bf16, for which torch has no optimized kernels on this processor (no AVX-512): "
-            "steps take up to 100 times as long as in fp32; shard it with mp_policy=MixedPrecisionPolicy(), and omit "
-            "--dtype bf16"
+            "steps take up to 100 times as long as in fp32; shard the model with mp_policy=MixedPrecisionPolicy() and "
+            "omit --dtype bf16"
         )
 
 
 def check_optimizer(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     """Check that an optimizer covers exactly the trainable parameters of a model.
 
-    It runs before the optimizer is probed.
+    Call it before `make_kernel` tests the optimizer on small copies of its parameters.
 
     Raises:
         ConfigError: if a setting of a param group is not finite.
-        UnsupportedError: if the object is not a `torch.optim.Optimizer`, has parameters of another model, or lacks
-            parameters of this one.
+        UnsupportedError: if the object is not a `torch.optim.Optimizer`, contains parameters of a different model, or
+            lacks trainable parameters of this one.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UnsupportedError(f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
-    # Some optimizers have an infinite default that means "no limit", for example for the growth of an estimate.
+    # Some optimizers use an infinite default to mean "no limit", for example on the growth of an estimate.
     for group in optimizer.param_groups:
         defaults = inspect.signature(type(owner(optimizer, group)).__init__).parameters
         for name, value in group.items():
             standard = name in defaults and defaults[name].default == value
             if isinstance(value, float) and not math.isfinite(value) and not standard:
-                raise ConfigError(f"{name} of the optimizer is {value}. Set it to a finite number.")
+                raise ConfigError(f"{name} = {value} in the optimizer is not finite. Set it to a finite number.")
     known = {id(param) for fsdp_module in sharded.parameters() for param in fsdp_module}
     optimized = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if foreign := len(optimized - known):
         raise UnsupportedError(
-            f"the optimizer has parameters that do not belong to the model ({foreign}). Create it after fully_shard."
+            f"the optimizer contains parameters that do not belong to the model ({foreign}). Create the optimizer "
+            "after fully_shard."
         )
     for members in sharded.members:
         for member in members:
@@ -113,7 +115,6 @@ def check_optimizer(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> 
 
 
 def _discovering(kernel: UpdateKernel, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], StateSpec]:
-    """Return a function that returns the state specification of a parameter of the optimizer."""
     group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     return lambda param: kernel.discover(param, group_of[id(param)])
 
@@ -126,21 +127,21 @@ def plan_memory(
     ranks: Ranks,
     checkpointed: int = 0,
 ) -> Budget:
-    """Compute the page layout of this rank, and divide its share of host memory into cache slots.
+    """Compute this rank's page layout, and divide its part of host memory into cache slots.
 
     Args:
         settings: settings of this rank.
         sharded: the model.
         optimizer: the base optimizer.
-        kernel: the update of the optimizer.
+        kernel: update kernel of the optimizer.
         ranks: the ranks of the run.
-        checkpointed: page size of the checkpoint to resume from, or 0. It is used if the settings contain no page size
-            and memory suffices.
+        checkpointed: page size in bytes of the checkpoint to resume from, or 0. It is used if `memory.page_bytes` is
+            not set and there is enough memory.
 
     Raises:
         BudgetError: if the host cache is too small.
-        ConfigError: if `state.format` would have no effect.
-        UnsupportedError: if pages cannot be split as the optimizer requires.
+        ConfigError: if `state.format` would have no effect, or `activations.tier` requires a GPU.
+        UnsupportedError: if pages cannot be divided as the optimizer requires.
     """
     discover = _discovering(kernel, optimizer)
 
@@ -157,19 +158,19 @@ def plan_memory(
         if torch_private.is_tensor_parallel(member.param) or (
             torch_private.shard_dim(member.param) and (size > 1 or not whole)
         ):
-            why = f"{member.names[0]} is sharded along another dimension than the first"
+            why = f"{member.names[0]} is not sharded along its first dimension"
         elif settings.state.format != "fp32" and not whole:
             why = 'this requires state.format = "fp32"'
         if why and whole:
             raise UnsupportedError(
-                f"{kernel.name} is not supported here: it updates whole parameters (it orthogonalizes them, or "
-                f"divides by norms), which are assembled from the rows of all ranks, and {why}. Use an element-wise "
-                "optimizer such as AdamW."
+                f"{kernel.name} is not supported here: it updates whole parameters (for example, it orthogonalizes "
+                f"them), which are assembled from the rows on all ranks, but {why}. Use an element-wise optimizer "
+                "such as AdamW."
             )
         if why:
             raise UnsupportedError(
-                f"{kernel.name} is not supported here: it updates whole rows (it centralizes gradients, or divides by "
-                f"norms of rows), but {why}. Use an element-wise optimizer such as AdamW."
+                f"{kernel.name} is not supported here: it updates whole rows (for example, it centralizes gradients "
+                f"or divides by row norms), but {why}. Use an element-wise optimizer such as AdamW."
             )
         if whole:
             return UpdateExtent(whole=math.prod(torch_private.full_shape(member.param)))
@@ -180,15 +181,14 @@ def plan_memory(
     if settings.state.format != "fp32" and not any(fmt.encodings for fmt in formats.values()):
         raise ConfigError(
             f'state.format = "{settings.state.format}" has no effect on this model: "split" requires bf16 weights '
-            "with an fp32 master (MixedPrecisionPolicy(param_dtype=torch.bfloat16) on an fp32 model), the other "
-            'formats also apply to fp32 optimizer states. Set "fp32".'
+            "with an fp32 master (MixedPrecisionPolicy(param_dtype=torch.bfloat16) on an fp32 model); the other "
+            'formats also encode fp32 optimizer states. Set "fp32".'
         )
     host = settings.memory.host_bytes or default_host_cache(ranks.local_world_size)
     device = open_device(sharded.device).asynchronous
     if settings.activations.tier == "host" and not device:
         raise ConfigError(
-            'activations.tier = "host" requires a model on a GPU, but this model computes in host memory. Set "nvme" '
-            'or "device".'
+            'activations.tier = "host" requires a model on a GPU, but this model is on the CPU. Set "nvme" or "device".'
         )
     choose = partial(choose_budget, fsdp_modules, formats, host, device=device, activations=settings.activations)
     if checkpointed and not settings.memory.page_bytes:
@@ -198,13 +198,13 @@ def plan_memory(
 
 
 def prepare_encodings(settings: Config, layout: Layout, ranks: Ranks) -> None:
-    """Compile the kernels that encode the state of a layout before the first step. Warn if they are not available."""
+    """Before the first step, compile the kernels that encode the state of a layout. Warn if they are unavailable."""
     if not any(segment.format.encoded for segment in layout.segments):
         return
     found = prepare()
     if found.kernels is None and ranks.local_rank == 0:
         _log.warning(
-            'state.format = "%s" is encoded without compiled kernels, which is bitwise equal but several times '
+            'state.format = "%s" is encoded without compiled kernels, which gives identical bits but is several times '
             "slower: %s",
             settings.state.format,
             found.reason,
@@ -214,10 +214,10 @@ def prepare_encodings(settings: Config, layout: Layout, ranks: Ranks) -> None:
 def shared_slices(
     kernel: UpdateKernel, sharded: ShardedModel, optimizer: torch.optim.Optimizer
 ) -> dict[int, tuple[tuple[int, ...], int]]:
-    """Return the shards that are updated as full parameters and are distributed over several ranks.
+    """Return the shards that are updated as full parameters and are distributed across several ranks.
 
     Returns:
-        By shard, the ranks that hold its slices, and the index of this rank among them.
+        For each of these shards, the ranks that hold its slices, and the index of this rank among them.
     """
     discover = _discovering(kernel, optimizer)
     found = {}
@@ -233,20 +233,20 @@ def check_exchange(settings: Config, kernel: UpdateKernel) -> None:
     """Check that the settings allow updates in which ranks exchange data.
 
     Raises:
-        ConfigError: if a setting does not allow them.
+        ConfigError: if a setting rules them out.
     """
-    why = f"{kernel.name} updates whole parameters, whose slices ranks exchange during updates"
+    why = f"{kernel.name} updates whole parameters, so the ranks exchange slices during updates"
     if settings.update.schedule == "in_forward":
         raise ConfigError(
-            f'update.schedule = "in_forward" is not possible here: {why}, and a rank may reach an update in the next '
-            'forward before the others. Set "auto", "in_backward" or "after_backward".'
+            f'update.schedule = "in_forward" is not supported here: {why}, but a rank may reach an update in the next '
+            'forward before the others do. Set "auto", "in_backward" or "after_backward".'
         )
     if settings.update.device == "cuda":
         raise ConfigError(f'update.device = "cuda" requires a single rank here: {why}. Set "auto" or "cpu".')
 
 
 def give_shapes(kernel: UpdateKernel, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Set the shapes of slices in the kernel, by shard, for parameters that are not updated as flat vectors."""
+    """Set the slice shapes in `kernel.shapes` for the shards that are not updated as flat vectors."""
     discover = _discovering(kernel, optimizer)
     for shard, member in enumerate(sharded.shards):
         param = member.param.sharded_param

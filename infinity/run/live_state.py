@@ -1,4 +1,4 @@
-"""Exports of a training run in the formats of other tools, between two steps and directly from the shards."""
+"""Exports of a live run in formats that other tools read, between two steps and directly from the shards."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ from infinity.store.folder import RunFolder
 class LiveState(FullState):
     """The state after the last step, assembled on rank 0 one tensor at a time.
 
-    The other ranks send the requested slices.
-
-    Peak memory is one tensor on rank 0 and one slice on the other ranks.
+    The other ranks send the requested slices. Peak memory is one tensor on rank 0 and one slice on every other rank.
     """
 
     def __init__(
@@ -47,32 +45,32 @@ class LiveState(FullState):
         plain: tuple[dict[int, dict[str, Any]], list[dict[str, Any]]],
         extra: dict[str, Any],
     ) -> None:
-        """Exchange the metadata. All ranks call it together.
+        """Exchange the metadata. All ranks must call it together.
 
         Args:
             run: the open run.
             described: description of the tensors in this rank's pages.
-            model: the model, for its buffers.
-            shards: reader of the shards.
+            model: the model whose buffers are exported.
+            shards: reader for the shards.
             step: last completed step.
-            plain: optimizer scalars by shard, and param groups, in the plain form of checkpoints.
+            plain: optimizer scalars by shard, and param groups, both as the plain data that checkpoints store.
             extra: user data.
 
         Raises:
-            CheckpointError: if a parameter cannot be assembled from the slices of the ranks.
+            CheckpointError: if a full parameter cannot be assembled from the ranks' slices.
         """
         self._run, self._described, self._model, self._shards = run, described, model, shards
         self._step, self._extra = step, extra
         scalars, self._groups = plain
         self._scalars: dict[int, dict[str, Any]] = {}
-        # A rank with an empty slice may have no scalars, but another rank has them.
+        # A rank with an empty slice may have no scalars for a parameter, but another rank has them.
         for found in run.ranks.collect(scalars):
             self._scalars = load_scalars(found) | self._scalars
         self._specs = list(zip(*run.ranks.collect(described.tensors), strict=True))
-        """By parameter, the description of each rank."""
+        """Descriptions from all ranks, for each parameter."""
         self._owners = [owners_of(list(specs), run.folder.run_id) for specs in self._specs]
         self._wire = torch.device("cpu") if run.ranks.exchange_on_cpu else run.device.name
-        """Device on which slices are sent."""
+        """Device on which slices are exchanged."""
 
     @property
     def folder(self) -> RunFolder:
@@ -86,16 +84,16 @@ class LiveState(FullState):
 
     @property
     def extra(self) -> dict[str, Any]:
-        """User data of the export."""
+        """User data to include in the export."""
         return self._extra
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """All parameters, by shard."""
+        """All parameters, in the order of their shards."""
         return self._described.tensors
 
     def dtype(self, index: int, name: str = MASTER) -> torch.dtype:
-        """Return the dtype in which a parameter is trained, or the dtype of one of its states."""
+        """Return the dtype in which a parameter is trained, or the dtype of one of its optimizer states."""
         return torch_dtype(self._described.layout.format_of(index).dtypes[name])
 
     def kinds(self, index: int) -> tuple[tuple[str, str], ...]:
@@ -118,10 +116,12 @@ class LiveState(FullState):
             yield name, found[name].detach().cpu().contiguous()
 
     def read(self, index: int, name: str = MASTER) -> torch.Tensor:
-        """Return a parameter or one of its states in its full shape. Called on rank 0 while the other ranks `serve`.
+        """Return a parameter or one of its optimizer states in its full shape.
+
+        Call it on rank 0 while the other ranks run `serve`.
 
         Raises:
-            StorageError, CorruptPageError: if a page cannot be read, or does not match its checksum.
+            StorageError, CorruptPageError: if a page cannot be read or does not match its checksum.
             InfinityError: if the read failed on another rank.
         """
         self._run.ranks.agree((index, name))
@@ -142,10 +142,10 @@ class LiveState(FullState):
         return whole
 
     def serve(self) -> None:
-        """Send slices to rank 0 until it calls `end`. Called on the other ranks.
+        """Send slices to rank 0 until it calls `end`. Call it on every other rank.
 
         Raises:
-            Exception: the first error of a read on this or another rank.
+            Exception: the first read error on this rank or on another one.
         """
         failure: Exception | None = None
         while (wanted := self._run.ranks.agree(None)) is not None:
@@ -162,12 +162,12 @@ class LiveState(FullState):
             raise failure
 
     def end(self) -> None:
-        """Let the other ranks return from `serve`. Called on rank 0."""
-        with contextlib.suppress(LostRankError):  # the lost rank does not wait
+        """Let the other ranks return from `serve`. Call it on rank 0."""
+        with contextlib.suppress(LostRankError):  # a lost rank is not waiting
             self._run.ranks.agree(None)
 
     def _part(self, index: int, name: str) -> torch.Tensor:
-        """Return this rank's slice, flat. An error on one rank is raised on all ranks."""
+        """Return this rank's slice as a flat tensor. An error on one rank is raised on all ranks."""
         action = f"reading {name} of {self.tensors[index].names[0]}"
         return self._run.ranks.together(action, partial(self._shards.read, index, name))
 
@@ -191,19 +191,19 @@ class LiveSaves:
     def write(
         self, what: str, check: Callable[[str], None], extra: dict[str, Any], write: Callable[[FullState], list[Path]]
     ) -> list[Path]:
-        """Write the files on rank 0 while the other ranks send their slices. All ranks call it together.
+        """Write the files on rank 0 while the other ranks send their slices. All ranks must call it together.
 
         Args:
             what: name of the export, for messages.
-            check: raises an error unless it is called between two steps.
+            check: function that raises an error unless it is called between two steps.
             extra: user data.
-            write: writes the files of a state and returns their paths.
+            write: function that writes the files of a state and returns their paths.
 
         Returns:
             Paths of the files, on every rank.
 
         Raises:
-            InfinityError: if `check` raises it, or another rank failed.
+            InfinityError: if `check` raises it or another rank failed.
             CheckpointError: if `extra` contains an unsupported value, or a parameter cannot be assembled.
             Exception: any error that `write` raises.
         """
@@ -241,7 +241,9 @@ class LiveSaves:
 
 @contextlib.contextmanager
 def _random_states_kept() -> Iterator[None]:
-    """Restore the random states at the end, because building a model to determine its names may draw random numbers."""
+    """Restore the random states on exit, because building a model to determine its parameter names may draw random
+    numbers.
+    """
     python, array = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

@@ -70,30 +70,30 @@ def offload(
     """Move the parameters and optimizer state of a sharded model to NVMe.
 
     Call it once, after `fully_shard` and after creating the optimizer, and train with the optimizer that it returns.
-    Values, losses and gradients are bitwise equal to training the same FSDP2 model in memory. All ranks call it
-    together.
+    Training produces bitwise the same weights, losses and gradients as training the same FSDP2 model in memory. All
+    ranks must call `offload` together.
 
     Args:
-        model: model whose layers and root `fully_shard` was applied to, on a real device or on the meta device.
-        optimizer: optimizer over the parameters of `model`, of any class and without state. Its update must not depend
-            on how parameters are split into pages, which is checked on small copies before any data is written. A
-            sequence of optimizers, each over a part of the parameters, is also supported: the returned optimizer has
-            the param groups of all of them, and its `step` runs all of them. Schedulers may be created for each of them
-            or for the returned optimizer.
-        config: settings: path of a TOML file, a nested mapping, or a `Config`. `storage.paths` is required.
-        weights: folder from which a model on the meta device is loaded, streamed one FSDP module at a time. By default,
-            the folder that `infinity.from_pretrained` found for `model`, if any. Supported are safetensors folders as
-            written by `save_pretrained` (or a single file or index, to select a variant) and
-            `torch.distributed.checkpoint` folders written by any number of ranks. For transformers models, names are
-            resolved and tensors are renamed, fused or split as in `from_pretrained`; for other models, names must be
-            equal. If a `torch.distributed.checkpoint` folder contains the result of `get_state_dict` for model and
-            optimizer, training continues bit for bit, including moments, step counts and group settings. A run that
-            resumes does not read `weights`.
-        strict: raise an error if safetensors `weights` lack tensors of the model or contain others. If ``False``,
-            missing tensors are initialized as without `weights`, additional tensors are ignored, and a warning lists
-            both. A different shape is always an error.
+        model: model on whose layers and root `fully_shard` was called, on a real device or on the meta device.
+        optimizer: optimizer of any class for the parameters of `model`, before its first step. Its update must not
+            depend on how parameters are split into pages; this is tested on small copies before any data is written. A
+            sequence of optimizers, each for a part of the parameters, is also supported: the returned optimizer
+            contains the param groups of all of them, and its `step` steps all of them. Schedulers may be created for
+            these optimizers or for the returned one.
+        config: settings, as the path of a TOML file, a nested mapping, or a `Config`. `storage.paths` is required.
+        weights: folder from which the weights of a model on the meta device are streamed, one FSDP module at a time. By
+            default, the folder that `infinity.from_pretrained` recorded for `model`, if any. It may be a safetensors
+            folder as written by `save_pretrained` (or a single file or index, to select a variant) or a
+            `torch.distributed.checkpoint` folder written by any number of ranks. For transformers models, names are
+            resolved and tensors are renamed, fused or split as in `from_pretrained`; for other models, tensor names
+            must match parameter names. If a `torch.distributed.checkpoint` folder contains the result of
+            `get_state_dict` for the model and the optimizer, training continues bit for bit, including optimizer state,
+            step counts and param group settings. A run that resumes from its own checkpoint does not read `weights`.
+        strict: raise an error if safetensors `weights` lack tensors of the model or contain unexpected ones. If
+            ``False``, missing tensors are initialized as if `weights` were not passed, unexpected tensors are ignored,
+            and a warning lists both. A shape mismatch is always an error.
         init: function that is called with every module of a model on the meta device, after the model's own
-            initialization (`_init_weights`, `reset_parameters` and others). It sets the remaining values in place.
+            initialization (such as `_init_weights` or `reset_parameters`). It sets the remaining values in place.
 
     Returns:
         The optimizer to train with. It shares `param_groups` with `optimizer`.
@@ -101,8 +101,8 @@ def offload(
     Raises:
         ConfigError: if a setting is invalid, or `weights` do not match the model. The message lists the differences.
         BudgetError: if the host cache or the free space on NVMe is too small.
-        UnsupportedError: if the model or the optimizer cannot be paged. The message contains the reason.
-        FolderBusyError: if another live run owns a path.
+        UnsupportedError: if the model or the optimizer is not supported. The message gives the reason.
+        FolderBusyError: if another live run is using a path.
         CheckpointError: if there is no checkpoint to resume from, or `weights` cannot be read.
 
     Example::
@@ -119,8 +119,8 @@ def offload(
     """
     settings = load_config(config)
     check_config(settings)
-    settings = with_absolute_paths(settings)  # the program may change its working directory later
-    # Inspect: report errors in model, optimizer and arguments before anything is changed.
+    settings = with_absolute_paths(settings)  # the working directory may change later
+    # Inspect: report errors in the model, the optimizer and the arguments before changing anything.
     sharded = ShardedModel.inspect(model)
     if isinstance(optimizer, Sequence):
         optimizer = Optimizers(optimizer) if len(optimizer) != 1 else optimizer[0]
@@ -132,8 +132,8 @@ def offload(
     _check_sources(sharded, weights, strict, init)
     kernel = make_kernel(optimizer)
     if kernel.has_progress(optimizer):
-        raise UnsupportedError("the optimizer already has state. Create a new one and pass it before its first step.")
-    # Budget: the page layout and the number of cache slots.
+        raise UnsupportedError("the optimizer already has state. Pass a new optimizer that has not taken a step yet.")
+    # Budget: choose the page layout and the number of cache slots.
     ranks = Ranks.current()
     if ranks.rank == 0:
         warn_of_bf16(sharded)
@@ -175,7 +175,7 @@ def _check_sources(
 def _open(
     settings: Config, ranks: Ranks, budget: Budget, optimizer: str, device: torch.device, *, exchanges: bool
 ) -> Run:
-    """Lock the NVMe paths and open the components that page to them."""
+    """Lock the NVMe paths and open the components that move pages to and from them."""
     directory = RunDirectory.take(settings, ranks, budget.layout, optimizer)
     try:
         return Run(settings, ranks, budget, directory, device, exchanges=exchanges)
@@ -190,16 +190,16 @@ class _Steps(NamedTuple):
     base_optimizer: BaseOptimizer
     """The optimizer that was passed to `offload`."""
     made_with_state: bool
-    """``True`` if the base optimizer creates its states before the first step."""
+    """``True`` if the base optimizer creates its state before the first step."""
     parameters: list[nn.Parameter]
-    """Parameters by shard."""
+    """Parameters, in the order of their shards."""
     runner: StepRunner
     shards: ShardIO
     """Gathers, loads and saves complete shards."""
     described: RunDescription
-    """Description of the tensors in this rank's pages."""
+    """Description of the tensors that are stored in this rank's pages."""
     checkpoint_writer: CheckpointWriter
-    """Publishes checkpoints, in space that it has reserved."""
+    """Publishes checkpoints in space that it has reserved."""
 
 
 def _make_steps(
@@ -209,7 +209,6 @@ def _make_steps(
     kernel: UpdateKernel,
     shared: Mapping[int, tuple[tuple[int, ...], int]],
 ) -> _Steps:
-    """Create the components that run steps, from the bottom up."""
     full = None
     if shared:
         full = FullParameters(
@@ -239,7 +238,7 @@ def _make_steps(
 
 
 def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedState | None) -> PagedOptimizer:
-    """Replace the shards of the model by paged shards, and return the optimizer that trains it."""
+    """Replace the model's shards with paged shards, and return the optimizer that trains the model."""
     base_optimizer, runner, shards = steps.base_optimizer, steps.runner, steps.shards
 
     def listen() -> Attachment:
@@ -264,14 +263,15 @@ def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedStat
     states = StateReader(run.layout, shards, runner, of_model, names=names, made_with_state=steps.made_with_state)
     saves = LiveSaves(run, sharded.model, steps.described, base_optimizer, runner, shards, attachment)
     paged = PagedOptimizer(base_optimizer, run, runner, states, checkpointer, saves, resumed)
-    # The new run needs its own checkpoint before the user may remove the old run.
+    # The new run needs its own checkpoint before the user can safely remove the old run.
     if run.directory.source is not None and run.settings.run.retained_checkpoints:
         paged.save_checkpoint(paged.resumed_extra)
         if run.ranks.rank == 0:
             old = run.directory.source.reader
             _log.warning(
-                "step %d of run %s (world size %d) continues as run %s; the old run keeps its space until you remove "
-                "it with `infinity store rm`", old.step, old.folder.run_id, old.world_size, run.folder.run_id,
+                "training continues from step %d of run %s (world size %d) as run %s; the old run occupies space until "
+                "you remove it with `infinity store rm`",
+                old.step, old.folder.run_id, old.world_size, run.folder.run_id,
             )  # fmt: skip
     run.planner.expect(sharded.expected_step(alone=run.ranks.world_size == 1))
     run.ledger.restart_step()

@@ -1,10 +1,10 @@
-"""Registry of the open runs of this process, which are closed at exit or when another run needs their folder.
+"""Registry of this process's open runs, which are closed at exit or when another run needs their folder.
 
-[Note: dropped runs] A run stays open, with its lock and memory, even if no variable refers to its model any more: its
-tensors refer to it in a way that Python's garbage collector cannot see. Therefore the registry determines whether a run
-is in use only when its folder is needed: it is in use if a variable leads to its model. References from its optimizer
-or a scheduler, a loss with its graph, parameters, the traceback of the last exception or a notebook's output history do
-not count.
+[Note: dropped runs] A run stays open and keeps its lock and memory even if no variable refers to its model any more,
+because the model's tensors refer to the run in a way that Python's garbage collector cannot see. Therefore, when
+another run needs the folder, the registry checks whether the run is still in use, which means that a variable leads to
+its model. References from an optimizer, a scheduler, a loss with its graph, parameters, the traceback of the last
+exception or a notebook's output history do not count.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _live: dict[Run, tuple[PagedOptimizer, nn.Module]] = {}
 
 
 def add(optimizer: PagedOptimizer, model: nn.Module) -> None:
-    """Register an open run until it ends."""
+    """Keep an open run registered until it is closed."""
     run = optimizer.run
     _live[run] = optimizer, model
     run.undo.push(lambda: _live.pop(run, None))
 
 
 def close_all() -> None:
-    """Close every open run of this process, like `close()` of each optimizer that `offload` returned.
+    """Close every open run of this process, as if by calling `close()` on each optimizer that `offload` returned.
 
-    Use it in notebooks, where a run may still be open although no variable refers to it any more. A forked child has no
-    open runs.
+    Use it in notebooks, where a run may still be open although no variable refers to it any more. A forked child
+    process has no open runs.
 
     Raises:
         Exception: the first error, after all runs have been closed.
@@ -51,10 +51,10 @@ def close_all() -> None:
 
 
 def make_way(paths: Sequence[str]) -> None:
-    """Close the unused runs of this process that hold one of `paths`. [Note: dropped runs]
+    """Close this process's unused runs that hold one of `paths`. [Note: dropped runs]
 
     Raises:
-        FolderBusyError: if a run is in use. The message names the variables.
+        FolderBusyError: if a run is in use. The message lists the variables that refer to its model.
         Exception: if a run cannot be closed.
     """
     wanted = {Path(path).resolve() for path in paths}
@@ -69,13 +69,13 @@ def make_way(paths: Sequence[str]) -> None:
                 f"{', '.join(variables)}. Call {''.join(closing)}infinity.close_all() before starting another run "
                 "there."
             )
-        _log.info("closing run %s, which no variable refers to any more", run.folder.run_id)
+        _log.info("closing run %s, which is no longer referenced", run.folder.run_id)
         optimizer.close()
 
 
 @atexit.register
 def _close_at_exit() -> None:
-    error = getattr(sys, "last_value", None)  # the exception that ended the program, if any
+    error = getattr(sys, "last_value", None)  # the exception that ended the interpreter, if any
     left = [optimizer for optimizer, _ in _live.values()]
     for optimizer in left:
         if reason := optimizer.run.peers.explain(error):
@@ -84,7 +84,7 @@ def _close_at_exit() -> None:
 
 
 def _leave_to_parent() -> None:
-    """Disable the runs in a forked child: their threads, locks and folders belong to the parent."""
+    """Disable the runs in a forked child process, because their threads, locks and folders belong to the parent."""
     for run in _live:
         run.leave_to_parent()
     _live.clear()

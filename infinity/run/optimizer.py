@@ -39,11 +39,11 @@ _log = logging.getLogger("infinity")
 class PagedOptimizer(torch.optim.Optimizer):
     """An optimizer that trains a model whose parameters and optimizer state are stored on NVMe.
 
-    `infinity.offload` creates it from a base optimizer and shares the `param_groups` of the base optimizer. A training
-    step consists of a forward pass, one or more backward passes (gradients accumulate), an optional `clip_grad_norm_`,
-    `step` and `zero_grad`. `save_checkpoint` makes the state after the last step durable.
+    `infinity.offload` creates it from a base optimizer, with which it shares `param_groups`. A training step consists
+    of a forward pass, one or more backward passes (gradients accumulate), an optional `clip_grad_norm_`, `step` and
+    `zero_grad`. `save_checkpoint` durably saves the state after the last step.
 
-    Used as a context manager, the optimizer closes the run at the end of the block.
+    When used as a context manager, the optimizer closes the run at the end of the block.
 
     Example::
 
@@ -78,7 +78,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         # Step of the newest checkpoint; None without a checkpoint.
         self._checkpointed = resumed.step if resumed is not None and run.directory.found is not None else None
         self.records: list[StepRecord] = []
-        """Measurements of the most recent steps, newest last. At most 10,000 are kept."""
+        """Measurements of the most recent steps, with the newest last. At most 10,000 are kept."""
         super().__init__(self._base_optimizer.param_groups, self._base_optimizer.defaults)
         del vars(self)["defaults"]  # looked up on the base optimizer, like its other attributes
         base_optimizer.hand_over(self, self._states)
@@ -88,7 +88,7 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Param groups of the base optimizer, so that schedulers created for it keep working."""
+        """Param groups, shared with the base optimizer so that schedulers created for it keep working."""
         return self._base_optimizer.param_groups
 
     @param_groups.setter
@@ -98,9 +98,9 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> PagedStates:  # type: ignore[override]
-        """Optimizer states by parameter. A state is read from NVMe on access, and written back when it is assigned.
+        """Optimizer state by parameter. State tensors are read from NVMe on access and written back on assignment.
 
-        Assigning another mapping raises `UnsupportedError`.
+        Assigning to `state` itself raises `UnsupportedError`.
         """
         return self._states
 
@@ -110,11 +110,11 @@ class PagedOptimizer(torch.optim.Optimizer):
             raise UnsupportedError(NO_ENTRIES)
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **named: Any) -> Any:  # type: ignore[override]
-        """Perform a single optimization step with the gradients that were accumulated since the last step.
+        """Perform a single optimization step with the gradients accumulated since the last step.
 
         Args:
-            closure (optional): reevaluates the model and returns the loss. Not supported for optimizers whose update
-                depends on the loss of the closure.
+            closure (optional): function that reevaluates the model and returns the loss. It is not supported for
+                optimizers whose update depends on the loss.
 
         Returns:
             The loss that `closure` returned, or None.
@@ -122,19 +122,20 @@ class PagedOptimizer(torch.optim.Optimizer):
         Raises:
             StorageError, CorruptPageError, StallError: if a page cannot be transferred. The last checkpoint remains
                 intact.
-            LostRankError: if another rank failed. The message contains its reason.
-            InfinityError: if settings of the optimizer changed, or gradients were dropped, after updates had already
-                run in backward, or if the gradients belong to the previous step.
-            UnsupportedError: if a param group has new parameters, the state was replaced, a gradient is not a DTensor,
-                further arguments were passed, or the update depends on the loss of the closure.
+            LostRankError: if another rank failed. The message contains the reason.
+            InfinityError: if optimizer settings were changed or gradients were dropped after updates had already run in
+                backward, or if the gradients belong to the previous step.
+            UnsupportedError: if a param group contains new parameters, the state was replaced, a gradient is not a
+                DTensor, arguments other than `closure` were passed, or the update depends on the loss that `closure`
+                returns.
         """
         runner = self._runner
         runner.check_open()
         self._own.check()
         if args or named or (closure is not None and self._own.kernel.uses_closure):
-            what = "a closure" if not (args or named) else "arguments besides a closure"
+            what = "a closure" if not (args or named) else "an argument other than a closure"
             raise UnsupportedError(
-                f"step() of {self._own.name} with {what} is not supported: paged updates do not take it. Call step()."
+                f"step() of {self._own.name} with {what} is not supported by paged updates. Call step() without it."
             )
         loss = None
         if closure is not None:
@@ -155,10 +156,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients that were accumulated since the last step.
+        """Reset the gradients accumulated since the last step.
 
         Args:
-            set_to_none: set gradients to None instead of zero.
+            set_to_none: whether to set gradients to None instead of zero.
 
         Raises:
             InfinityError: if updates with these gradients have already run in backward.
@@ -171,21 +172,21 @@ class PagedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip the norm of all gradients over all ranks.
+        """Clip the total norm of the gradients across all parameters and ranks.
 
-        Equivalent to `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`, except that the following step
-        updates no parameter if the norm is not finite, as under `torch.amp.GradScaler`.
+        Equivalent to `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`, except that the next `step`
+        updates no parameters if the norm is not finite, as with `torch.amp.GradScaler`.
 
         Args:
             max_norm: maximum norm of the gradients.
             norm_type: type of the p-norm; ``inf`` for the infinity norm.
-            error_if_nonfinite: raise an error if the norm is not finite.
+            error_if_nonfinite: whether to raise an error if the norm is not finite.
 
         Returns:
             Norm of the gradients before clipping, as a scalar tensor.
 
         Raises:
-            InfinityError: if updates run in backward, so that the gradients are no longer available. Set
+            InfinityError: if updates run in backward, so the gradients are no longer available. Choose a different
                 ``update.schedule``.
             RuntimeError: if the norm is not finite and `error_if_nonfinite` is set.
         """
@@ -227,7 +228,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise an error. To load a state, pass a checkpoint to `infinity.offload` as `weights`, or set ``run.resume``.
+        """Raise an error. To load saved state, pass its folder to `infinity.offload` as `weights`, or set
+        ``run.resume``.
 
         Raises:
             UnsupportedError: always.
@@ -239,15 +241,15 @@ class PagedOptimizer(torch.optim.Optimizer):
         raise UnsupportedError(NO_COPIES)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise `UnsupportedError`: `copy.copy` and `pickle` are not supported."""
+        """Raise `UnsupportedError`, because `copy.copy` and `pickle` are not supported."""
         raise UnsupportedError(NO_COPIES)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the base optimizer that `torch.optim.Optimizer` does not define.
 
         Methods of the base optimizer raise `UnsupportedError` when they are called, because they would have to change
-        weights and states on NVMe. The exceptions are `train` and `eval` of schedule-free optimizers, which process all
-        pages; all ranks call them together.
+        weights and optimizer state on NVMe. The exceptions are `train` and `eval` of schedule-free optimizers, which
+        process all pages; all ranks must call them together.
         """
         base_optimizer = vars(self).get("_base_optimizer")
         if base_optimizer is None or name.startswith("__"):
@@ -256,7 +258,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         return partial(self._call, name) if inspect.ismethod(value) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; an attribute of the base optimizer is set there and takes effect in the next step.
+        """Set an attribute. An attribute of the base optimizer is set there and takes effect in the next step.
 
         Raises:
             UnsupportedError: if updates would not use the new value.
@@ -279,24 +281,24 @@ class PagedOptimizer(torch.optim.Optimizer):
     # Methods specific to paging #
 
     def save_checkpoint(self, extra: dict[str, Any] | None = None, *, prefer: Collection[int] = ()) -> None:
-        """Save a checkpoint of the state after the last step: weights, moments, step counts, random state and `extra`.
+        """Save a checkpoint of the state after the last step: weights, optimizer state, random state and `extra`.
 
-        No data is copied: modified pages in the host cache are written to NVMe, then a manifest is published. All ranks
-        call it together.
+        Pages that are already on NVMe are not copied: only modified pages in the host cache are written, and then a
+        manifest is published. All ranks must call it together.
 
         Args:
-            extra: user data such as the `state_dict` of a scheduler or the position in the data set. Numbers (including
-                NaN and infinities), strings, None, and lists, tuples and dicts of these are supported. A resumed run
-                returns an equal value as `resumed_extra`.
-            prefer: steps of earlier checkpoints, for example of the best one, to retain in preference to newer ones
-                within `run.retained_checkpoints`. The new checkpoint is always retained.
+            extra: user data such as the `state_dict` of a scheduler or the position in the dataset. Numbers (including
+                NaN and infinities), strings, None, and lists, tuples and dicts of these are supported. After resuming,
+                `resumed_extra` returns an equal value.
+            prefer: steps of earlier checkpoints, such as the best one so far, to retain in preference to newer ones
+                within the limit set by `run.retained_checkpoints`. The new checkpoint is always retained.
 
         Raises:
             ConfigError: if `run.retained_checkpoints` is 0.
-            CheckpointError: if `extra` contains an unsupported value. The message names its position, and no data is
+            CheckpointError: if `extra` contains an unsupported value. The message gives its position, and nothing is
                 written.
             InfinityError: if gradients are pending (call it after `step`), or another rank failed.
-            UnsupportedError: if a param group has new parameters, or the state was replaced.
+            UnsupportedError: if a param group contains new parameters, or the state was replaced.
             StorageError: if a write fails. The previous checkpoint remains intact.
         """
         self._runner.check_open()
@@ -313,17 +315,17 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Check that no gradients are pending and that the optimizer can be saved.
 
         Args:
-            what: name of the method that the message mentions.
+            what: name of the calling method, for the error message.
 
         Raises:
-            InfinityError: if gradients are pending, or the optimizer was closed.
-            UnsupportedError: if a param group has new parameters, or the state was replaced.
+            InfinityError: if gradients are pending, or the optimizer is closed.
+            UnsupportedError: if a param group contains new parameters, or the state was replaced.
         """
         self._runner.check_open()
         self._own.check()
         self._runner.reconcile()
         if self._runner.has_gradients:
-            raise InfinityError(f"{what}() between backward and step(): call it after step()")
+            raise InfinityError(f"{what}() was called between backward and step(); call it after step()")
 
     def save_pretrained(
         self,
@@ -334,27 +336,27 @@ class PagedOptimizer(torch.optim.Optimizer):
         config: Mapping[str, Any] | None = None,
         companions: str | os.PathLike[str] | None = None,
     ) -> list[Path]:
-        """Save the weights after the last step in a folder that `from_pretrained` loads.
+        """Save the weights after the last step to a folder that `from_pretrained` can load.
 
-        The result equals the output of `infinity export` for a checkpoint, bit for bit: names and shapes as in
-        `save_pretrained` of the model, config.json, generation config and tokenizer. The folder appears complete or not
-        at all. Peak memory is the size of one file. All ranks call it together, between two steps; rank 0 writes the
-        files. Training is not affected.
+        The files are bit for bit equal to the output of `infinity export` for a checkpoint of the same step: the
+        weights, with the names and shapes that the model's own `save_pretrained` uses, config.json, the generation
+        config and the tokenizer. The folder appears only once it is complete. Peak memory is the size of one file. All
+        ranks must call it together, between two steps; rank 0 writes the files. Training is not affected.
 
         Args:
-            folder: destination, a new or empty folder.
-            dtype: dtype of floating-point weights. By default, the dtype in which they are trained.
-            file_bytes: maximum bytes of weights per file, as an integer or a string such as ``"1GiB"``.
-            config: content of config.json. By default, the config of the model, if it is a transformers model.
+            folder: destination; a new or empty folder.
+            dtype: dtype in which floating-point weights are saved. By default, the dtype in which they are trained.
+            file_bytes: maximum size of the weights per file, in bytes or as a string such as ``"1GiB"``. config:
+                contents of config.json. By default, the model's config, if it is a transformers model.
             companions: folder from which the tokenizer, generation_config.json and similar files are copied. By
-                default, the `weights` that the run started from.
+                default, the `weights` folder that the run started from.
 
         Returns:
             Paths of the files, on every rank.
 
         Raises:
-            ConfigError: if the folder is not empty or not writable, there is not enough space, reading the files back
-                gives different values, or an argument is invalid.
+            ConfigError: if the folder is not empty or not writable, there is not enough space, the files contain
+                different values when they are read back, or an argument is invalid.
             InfinityError: if gradients are pending (call it after `step`), or another rank failed.
             StorageError, CorruptPageError: if a page cannot be read.
         """
@@ -375,21 +377,22 @@ class PagedOptimizer(torch.optim.Optimizer):
         extra: dict[str, Any] | None = None,
         file_bytes: int | str = FILE_BYTES,
     ) -> list[Path]:
-        """Save weights and optimizer state after the last step in the format of `torch.distributed.checkpoint`.
+        """Save the weights and optimizer state after the last step as a `torch.distributed.checkpoint` folder.
 
-        A plain FSDP2 run resumes from the folder bit for bit with `dcp.load` and `set_state_dict`, and so does
-        `infinity.offload(…, weights=folder)`. The requirements are the same as for `save_pretrained`.
+        A plain FSDP2 run can resume from the folder bit for bit with `dcp.load` and `set_state_dict`, and so can
+        `infinity.offload(…, weights=folder)`. As with `save_pretrained`, all ranks must call it together, between two
+        steps.
 
         Args:
-            folder: destination, a new or empty folder.
-            extra: user data, as for `save_checkpoint`.
-            file_bytes: maximum bytes of tensors per file, as an integer or a string such as ``"1GiB"``.
+            folder: destination; a new or empty folder.
+            extra: user data; see `save_checkpoint`.
+            file_bytes: maximum size of the tensors per file, in bytes or as a string such as ``"1GiB"``.
 
         Returns:
             Paths of the files, on every rank.
 
         Raises:
-            ConfigError, InfinityError, StorageError, CorruptPageError: as in `save_pretrained`.
+            ConfigError, InfinityError, StorageError, CorruptPageError: for the same reasons as in `save_pretrained`.
             CheckpointError: if `extra` contains an unsupported value.
         """
         most = file_size(file_bytes)
@@ -400,12 +403,12 @@ class PagedOptimizer(torch.optim.Optimizer):
         return self._saves.write("save_dcp", self.check_between, {} if extra is None else extra, write)
 
     def report(self, *, loss: float | torch.Tensor | None = None, tokens: int = 0) -> None:
-        """Publish values that only the training loop knows as metrics of this rank.
+        """Publish, as metrics of this rank, values that only the training loop knows.
 
-        Learning rate, gradient norm, step count and times are published automatically. Call it once per step.
+        The learning rate, gradient norm, step count and timings are published automatically. Call it once per step.
 
         Args:
-            loss: loss of the step. Reading a tensor synchronizes with its device.
+            loss: loss of the step. Passing a tensor synchronizes with its device.
             tokens: number of tokens that this rank has processed since the last call.
 
         Raises:
@@ -413,7 +416,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         """
         if not 0 <= tokens < math.inf:
             raise ConfigError(
-                f"tokens = {tokens} is not valid. Pass the number of tokens since the last report, 0 or more."
+                f"tokens = {tokens} is out of range. Pass the number of tokens since the last report, 0 or more."
             )
         self._run.ledger.reported(loss.item() if isinstance(loss, torch.Tensor) else loss, tokens)
 
@@ -424,28 +427,28 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def resumed_extra(self) -> dict[str, Any]:
-        """The `extra` of the checkpoint from which this run resumed; empty for a new run."""
+        """User data (`extra`) of the checkpoint that this run resumed from; empty for a new run."""
         return self._extra
 
     @property
     def update_schedule(self) -> str:
-        """Update schedule: ``in_backward``, ``in_forward``, ``after_backward``, or ``recording`` in the first step."""
+        """Update schedule: ``in_backward``, ``in_forward`` or ``after_backward``; ``recording`` in the first step."""
         return self._runner.planner.schedule
 
     @property
     def update_device(self) -> str:
-        """Device type on which updates run: ``cpu``, or the type of the device that computes."""
+        """Type of the device on which updates run: ``cpu``, or the type of the compute device."""
         return self._run.update_device
 
     def predict_seconds(self, bandwidth: float, computation: float) -> float:
         """Return the predicted duration of a step, in seconds.
 
         Args:
-            bandwidth: drive bandwidth available to this rank, reads and writes together, in bytes per second.
+            bandwidth: total drive bandwidth available to this rank for reads and writes, in bytes per second.
             computation: time per step that is not spent waiting for I/O, in seconds.
 
         Raises:
-            InfinityError: if the first step has not been taken, so that there is no plan yet.
+            InfinityError: if no step has been taken yet, because there is no plan before the first step.
         """
         moved = self.run.activation_traffic
         return self._runner.planner.predict_seconds(bandwidth, computation, moved.read + moved.written)
@@ -456,39 +459,39 @@ class PagedOptimizer(torch.optim.Optimizer):
         return self._run
 
     def read_state(self, name: str) -> dict[str, torch.Tensor]:
-        """Return this rank's master weights and optimizer states of one parameter.
+        """Return this rank's master weights and optimizer state for one parameter.
 
         Args:
             name: fully qualified name of the parameter.
 
         Returns:
-            Tensors of shape (local elements,) by state name. Scalar states such as a step count are returned unchanged.
+            Tensors of shape (local elements,), by state name. Scalar state such as a step count is returned unchanged.
 
         Raises:
-            InfinityError: if the model has no trained parameter of that name.
+            InfinityError: if the model has no trainable parameter with that name.
         """
         return self._reader.read(name)
 
     def drain(self) -> None:
-        """Wait for all pending I/O so that the byte counters are final. Afterwards only `close` may be called.
+        """Wait for all pending I/O so that the byte counters are final. After that, only `close` may be called.
 
         Raises:
-            InfinityError: if the optimizer was closed.
+            InfinityError: if the optimizer is closed.
         """
         self._runner.check_open()
         self._runner.drain()
-        self._runner.end("drain() was called, after which only close() is allowed. Call it when training has ended.")
+        self._runner.end("after drain(), only close() is allowed. Call drain() when training has ended.")
 
     def close(self, error: BaseException | None = None) -> None:
         """Wait for pending I/O and release files, memory and the folder lock. Idempotent.
 
         Args:
-            error: reason for which the run ends early. By default, the exception that is being handled. It also ends
-                the other ranks, and further errors during closing are logged instead of raised.
+            error: reason why the run ends early. By default, the exception that is being handled. It also ends the
+                other ranks, and any further errors during closing are logged instead of raised.
 
         Raises:
             StallError: if a device does not respond. The folder stays locked until this process exits.
-            Exception: the first error, after all remaining resources have been released.
+            Exception: the first error, raised after all other resources have been released.
         """
         self._close(error or sys.exception())
 
@@ -500,7 +503,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             self._run.close(cause, checkpointed=self._checkpointed is not None)
 
     def _tell_lost_steps(self) -> None:
-        """Warn about steps that no checkpoint contains, unless the settings discard them on purpose."""
+        """Warn about steps that no checkpoint contains, unless the settings ask for them to be discarded."""
         first, steps, run = max(self._began, self._checkpointed or 0) + 1, self.steps, self._run
         wanted = run.settings.run.keep != "never" and run.settings.run.retained_checkpoints > 0
         if steps >= first and run.ranks.rank == 0 and wanted:
@@ -513,14 +516,13 @@ class PagedOptimizer(torch.optim.Optimizer):
             )
 
     def __enter__(self) -> PagedOptimizer:
-        """Return the optimizer, which is closed at the end of the `with` block."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Close the run.
 
         Raises:
-            LostRankError: if a collective failed because another rank failed. It replaces torch's error.
+            LostRankError: if a collective failed because another rank failed. It replaces the error from torch.
         """
         reason = self._run.peers.explain(error) if not self._closed else None
         self._close(error)  # not `close`, which would pick up an exception that the caller is handling
@@ -528,7 +530,9 @@ class PagedOptimizer(torch.optim.Optimizer):
             raise reason from error
 
     def _unscale(self) -> None:
-        """Divide gradients or skip the step, which `torch.amp.GradScaler` leaves to fused optimizers."""
+        """Divide the gradients by the loss scale or skip the step, as `torch.amp.GradScaler` expects of fused
+        optimizers.
+        """
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found is not None and bool(found):
             self._runner.skip()
@@ -539,10 +543,10 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """``True`` if `torch.amp.GradScaler` leaves unscaling to `step`, as for the base optimizer in memory."""
+        """``True`` if `torch.amp.GradScaler` leaves unscaling to `step`, as it does for the base optimizer."""
         return bool(getattr(self._base_optimizer, "_step_supports_amp_scaling", False))
 
 
 def _is_left_by_torch(name: str, value: Any) -> bool:
-    """Return whether torch's schedulers or `torch.amp.GradScaler` set this attribute on an optimizer."""
+    """Return whether torch's schedulers or `torch.amp.GradScaler` set this attribute on optimizers."""
     return torch_private.is_bookkeeping(name, value) or name in ("found_inf", "grad_scale")

@@ -1,4 +1,4 @@
-"""Pacing: ask the node daemon once per second for the bandwidth that this rank may use on shared drives."""
+"""Pacing: query the node daemon once per second for the bandwidth that this rank may use on shared drives."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from infinity.units import MIB
 _log = logging.getLogger("infinity")
 _EVERY_SECONDS: Final = 1.0
 _MOST: Final = 1e15
-"""Upper bound of a plausible bandwidth, in bytes per second. Larger values in an answer are ignored."""
+"""Upper bound of a plausible bandwidth, in bytes per second. Larger values in a response are ignored."""
 _LEAST: Final = float(MIB)  # bytes per second; below this, requests would time out
 _WITHOUT_ANSWER: Final = 3
-"""Number of consecutive unanswered queries after which limits are lifted, because the daemon has stopped or never ran.
+"""Number of consecutive unanswered queries after which limits are lifted, because the daemon has stopped or was never
+running.
 """
 
 
 class Pacing:
-    """A thread that polls the daemon from `__init__` to `close` and calls `pace` when the limits change.
+    """A thread that polls the daemon, from construction until `close`, and calls `pace` when the limits change.
 
-    Without a daemon, a query is one failing system call, and there are no limits.
+    Without a daemon, a query costs one failing system call, and there are no limits.
     """
 
     def __init__(
@@ -40,8 +41,9 @@ class Pacing:
             daemon: client of the node daemon.
             run_id: id of the run.
             paths: absolute NVMe paths of the run.
-            folders: folder of the run on each path, which contains the files of this rank.
-            pace: receives the limits in bytes per second, by folder. Folders that are missing have no limit.
+            folders: folder of the run on each path, which contains this rank's files.
+            pace: function that receives the limits in bytes per second, by folder. Folders without an entry have no
+                limit.
         """
         self._daemon, self._run_id, self._pace = daemon, run_id, pace
         self._folders = dict(zip(paths, folders, strict=True))  # by path
@@ -66,13 +68,14 @@ class Pacing:
             if rates != told:
                 if bool(rates) != bool(told):
                     _log.info(
-                        "I/O of this rank is %s", "limited: other runs share its drives" if rates else "unlimited"
+                        "this rank's I/O is %s",
+                        "limited, because other runs share its drives" if rates else "no longer limited",
                     )
                 told = rates
                 self._pace(rates)
 
     def _rates(self, answer: Mapping[str, Any]) -> dict[str, float]:
-        """Return the valid limits of an answer, by folder."""
+        """Return the valid limits in a response, by folder."""
         rates = answer.get("rates")
         if not isinstance(rates, dict):
             return {}

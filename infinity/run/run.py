@@ -1,4 +1,4 @@
-"""`Run`: the components that page the state of a rank, from the host cache to the pager, and the link to its peers."""
+"""`Run`: the components that page a rank's state, from the host cache to the pager, and the connection to its peers."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ from infinity.telemetry.timeline import Timeline
 
 _log = logging.getLogger("infinity")
 _NOT_HERE = (
-    "this process was forked from the training process, which owns the weights and states. Pass workers plain tensors "
-    "that were created before they start."
+    "this process was forked from the training process, which owns the weights and optimizer state. Pass only plain "
+    "tensors to worker processes, and create the tensors before the workers start."
 )
 
 
 class _Components(NamedTuple):
-    """Components that page the state of a rank, from the bottom up."""
+    """Components that page a rank's state, from the lowest layer to the highest."""
 
     host_cache: HostCache
     """Pinned host memory for pages."""
@@ -69,7 +69,7 @@ class _Components(NamedTuple):
     stats: Stats
     """Counters of this rank."""
     timeline: Timeline | None
-    """Trace for `telemetry.timeline`."""
+    """Recorded events for `telemetry.timeline`; None if it is not set."""
     ledger: Ledger
     """Records time and bytes per step."""
     store: PageStore
@@ -77,22 +77,22 @@ class _Components(NamedTuple):
     pager: Pager
     """Loads pages into the host cache before they are needed."""
     activations: ActivationPages | None
-    """Stores saved activations in additional cache slots; None if they stay on the device."""
+    """Stores offloaded activations in additional cache slots; None if activations stay on the device."""
     worker: UpdateWorker
     """Runs updates, on its own thread or inline."""
     planner: StepPlanner
-    """Chooses the update schedule, and the plan that the pager follows."""
+    """Chooses the update schedule and the plan that the pager follows."""
 
 
 class Run:
     """State of a run from `offload` to `close`.
 
-    All ranks open it together. Every component is created with the components that it depends on, and registers its
-    release in `undo`; so do the layers above, such as the hooks of the model. `close`, or `abandon` after a failed
-    start, releases everything in reverse order.
+    All ranks must open it together. Each component is created from the components that it depends on and registers its
+    cleanup in `undo`, as do the layers above, such as the hooks on the model. `close`, or `abandon` after a failed
+    startup, releases everything in reverse order.
 
-    Public for inspection: `folder`, `layout`, `host_bytes`, `plan`, `stats` (counters) and `ledger` (time and bytes per
-    step).
+    The attributes `folder`, `layout`, `host_bytes`, `plan`, `stats` (counters) and `ledger` (time and bytes per step)
+    are public for inspection.
     """
 
     def __init__(
@@ -111,46 +111,46 @@ class Run:
             settings: settings of this rank.
             ranks: the ranks of the run.
             budget: page layout and number of cache slots of this rank.
-            directory: locked folders of the run. The caller releases it if this constructor raises.
-            device: device that computes.
-            exchanges: whether ranks exchange data in updates.
+            directory: locked folders of the run. The caller releases them if this constructor raises an error. device:
+                compute device.
+            exchanges: whether ranks exchange data during updates.
 
         Raises:
             BudgetError, StorageError: if there is not enough space.
-            ConfigError: if the engine cannot be used or too few files may be opened.
+            ConfigError: if the I/O engine cannot be used or the limit on open files is too low.
             InfinityError: if another rank failed. Everything that was opened is released.
         """
         self.settings, self.ranks, self.directory = settings, ranks, directory
         self._exchanges = exchanges
         self.layout: Layout = budget.layout
-        """Pages of this rank."""
+        """Page layout of this rank."""
         self.undo = Undo()
-        """Release steps of all open components."""
+        """Cleanup functions of all open components."""
         self.check_not_forked: list[Callable[[str], object]] = []
-        """Callbacks that disable components in a forked child; they receive the reason."""
+        """Callbacks that disable components in a forked child process. They receive the reason."""
         self._process = os.getpid()  # the process that opened the run
         # Set if a drive or device does not respond: memory and files that it may still access are not released.
         self._stalled = False
         self.device = open_device(device)
-        """Device that computes."""
+        """Compute device."""
         cores, computing = _cores(ranks), torch.get_num_threads()
         self.update_cores = settings.update.thread_cores(device.type, cores=cores, computing=computing)
         """Number of cores of the update thread; 0 if updates run on the training thread."""
         self.hashers = hash_threads(cores - self.update_cores - (computing if device.type == "cpu" else 1))
-        """Checksum threads per direction that run on idle cores; 0 if no cores are idle."""
+        """Number of checksum threads per direction, which run on idle cores; 0 if no cores are idle."""
         self.freed = FreedMemory()
-        """Bounds the freed memory that the C library keeps."""
+        """Limits the amount of freed memory that the C library retains."""
         self.undo.push(self.freed.close)
         self.peers = Peers(ranks)
-        """The other ranks. A failure of one rank ends all of them."""
+        """The other ranks. A failure on one rank ends the run on all ranks."""
         try:
             engine = ranks.once_per_node(self._choose_engine, otherwise=EngineChoice(settings.storage.engine, ""))
             opened = ranks.together("opening the run", partial(self._open, budget, engine))
             choose = partial(self._choose_update_device, opened.worker)
             self.updates_on_device = ranks.agree(ranks.together("choosing where updates run", choose))
-            """``True`` if pages are updated on the device that computes, ``False`` if on the host."""
+            """``True`` if pages are updated on the compute device, ``False`` if they are updated on the host."""
         except BaseException as error:
-            told = isinstance(error, Exception)  # `together` has reported it; other ranks do not know of an interrupt
+            told = isinstance(error, Exception)  # already reported by `together`, unlike an interrupt
             end_all(partial(self.peers.leave, None if told else error), *self.undo.take(), cause=error)
             raise
         # Documented in `_Components`.
@@ -171,7 +171,7 @@ class Run:
 
     @property
     def update_device(self) -> str:
-        """Device type on which pages are updated: ``cpu``, or the type of the device that computes."""
+        """Type of the device on which pages are updated: ``cpu``, or the type of the compute device."""
         return self.device.name.type if self.updates_on_device else "cpu"
 
     @property
@@ -190,13 +190,12 @@ class Run:
         return self.host_cache.nbytes
 
     def _choose_engine(self) -> EngineChoice:
-        """Return the I/O engine, after measuring the candidates if the state is large enough to justify it."""
+        """Return the I/O engine. The candidates are measured only if the state is large enough to justify it."""
         state = self.layout.state_bytes * self.ranks.local_world_size
         runtime = runtime_dir(self.settings.telemetry)
         return choose_engine(self.settings.storage, self.layout.page_bytes, state, runtime)
 
     def _open(self, budget: Budget, chosen: EngineChoice) -> _Components:
-        """Reserve the space, allocate the host cache, and open the engine, counters and files."""
         settings, layout, folder, checkpoints = self.settings, self.layout, self.folder, self.directory.checkpoints
         with _naming_limit():
             folder.create()
@@ -216,7 +215,7 @@ class Run:
             self.undo.push(partial(self._close_engine, engine))
             loads = PathLoads(len(files))
             stats = _stats_file(settings, self.ranks, folder.run_id, engine.name, self.directory.paths)
-            self.undo.push_under(partial(_close_page, stats))  # closed last, because the engine counts until it ends
+            self.undo.push_under(partial(_close_page, stats))  # closed last, because the engine updates it
             timeline = _timeline(settings, self.ranks, layout)
             ledger = Ledger(stats, timeline)
             engine.register(host_cache.memory)
@@ -297,7 +296,7 @@ class Run:
         loads: PathLoads,
         pager: Pager,
     ) -> ActivationPages:
-        """Create the pages for activations: cache slots and, if `space` is given, files."""
+        """Create the pages for activations, in cache slots and, if `space` is given, in files."""
         store, settings = None, self.settings.storage
         if space is not None:
             store = PageStore(
@@ -339,20 +338,23 @@ class Run:
 
     @property
     def is_here(self) -> bool:
-        """``True`` if this process opened the run. A forked child must not close it."""
+        """``True`` if this process opened the run. A forked child process must not close it."""
         return os.getpid() == self._process
 
     def leave_to_parent(self) -> None:
-        """Disable the run in a forked child: it releases no resources and rejects all calls.
+        """Disable the run in a forked child process: it releases no resources and rejects all calls.
 
-        Threads, drives and counters belong to the parent. The child could only wait forever or disturb the parent.
+        Threads, drives and counters belong to the parent, so the child could only hang or interfere with the parent.
         """
         self.pager.leave_to_parent(InfinityError(_NOT_HERE))
         for refuse in self.check_not_forked:
             refuse(_NOT_HERE)
 
     def abandon(self, error: BaseException) -> None:
-        """End a run whose start failed with `error`. Files that the start created are removed; earlier files stay."""
+        """End a run whose startup failed with `error`.
+
+        Files that the startup created are removed; earlier files are kept.
+        """
         if self.is_here:
             self._release(error, remove=self.directory.found is None)
 
@@ -360,12 +362,12 @@ class Run:
         """Release files, memory and the folder lock, and remove the run if its files are not kept.
 
         Args:
-            cause: reason for which the run ends early, or None. It also ends the other ranks.
+            cause: reason why the run ends early, or None. It also ends the other ranks.
             checkpointed: whether the run has a checkpoint to resume from.
 
         Raises:
             StallError: if a device does not respond. The folder stays locked until this process exits.
-            Exception: the first error during the release, if `cause` is None.
+            Exception: the first error during cleanup, if `cause` is None.
         """
         keep = self.settings.run.keep
         self._release(cause, remove=keep == "auto" and not checkpointed, always=keep == "never")
@@ -427,8 +429,8 @@ def _naming_limit() -> Iterator[None]:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
         raise ConfigError(
-            f"this process may open {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files, which is too few. Raise the "
-            "limit (ulimit -n)."
+            f"the limit of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files per process is too low. Raise it "
+            "with ulimit -n."
         ) from error
 
 
@@ -440,7 +442,7 @@ def _timeline(settings: Config, ranks: Ranks, layout: Layout) -> Timeline | None
 
 
 def _stats_file(settings: Config, ranks: Ranks, run_id: str, engine: str, folders: Sequence[str]) -> Stats:
-    """Create the stats file of this rank. Without a usable folder, the counters stay private to this process."""
+    """Create this rank's stats file. If there is no usable folder, the counters stay private to this process."""
     paths = [str(Path(path).resolve()) for path in folders]
     create = partial(
         Stats.create,
@@ -460,17 +462,17 @@ def _stats_file(settings: Config, ranks: Ranks, run_id: str, engine: str, folder
     try:
         return create(runtime_dir(settings.telemetry))
     except ConfigError as error:
-        _log.warning("the counters of this rank are not published to infinityd: %s", error)
+        _log.warning("this rank's counters are not published to infinityd: %s", error)
         return create(None)
 
 
 def _close_page(stats: Stats) -> None:
-    """Close the stats file. It is kept for later scrapes if the run has taken a step."""
+    """Close the stats file. If the run has taken a step, the file is kept so that its final values can be scraped."""
     stats.close(keep=stats.snapshot().value("steps_total") > 0)
 
 
 def _cores(ranks: Ranks) -> int:
-    """Return this rank's share of the node's cores. All ranks call it together."""
+    """Return this rank's share of the node's cores. All ranks must call it together."""
     host, mine = socket.gethostname(), os.sched_getaffinity(0)
     of_node = [cores for name, cores in ranks.collect((host, mine)) if name == host]
     return share_of_cores(mine, of_node, cores_of_groups())

@@ -1,4 +1,4 @@
-"""The folders of a run on the NVMe paths: locking, choosing the checkpoint to resume from, and removal."""
+"""Management of a run's folders on the NVMe paths: locking, choosing the checkpoint to resume from, and removal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from infinity.store.path_bandwidth import path_stripe_weights
 from infinity.units import MIB, format_size
 
 _LEAST_RATE = float(MIB)
-"""Smaller stripe weights are not rates in bytes per second, but the equal weights of paths that were not measured."""
+"""Stripe weights below this value are not bandwidths in bytes per second, but the equal weights of unmeasured paths."""
 _log = logging.getLogger("infinity")
 
 
@@ -33,8 +33,9 @@ class RunDirectory:
     """The folders of a run, locked by this process.
 
     There are three kinds of runs. A new run has neither `checkpoints` nor `source`. A resumed run continues in the
-    folders of its own `checkpoints`. A run with another layout than its checkpoint starts from the values of that
-    checkpoint (`source`) in new folders. `give_up` releases the lock and removes folders that contain no checkpoint.
+    folders of its own `checkpoints`. A run whose layout differs from its checkpoint's layout starts in new folders,
+    from the values of that checkpoint (`source`). `give_up` releases the lock and removes folders that contain no
+    checkpoint.
     """
 
     def __init__(
@@ -49,21 +50,21 @@ class RunDirectory:
         self.folder = folder
         """Run id, and the run's folders on the NVMe paths."""
         self.stripe_weights = stripe_weights
-        """Fraction of the pages per path, relative to the other paths and proportional to bandwidth."""
+        """Relative fraction of the pages on each path, proportional to the path's bandwidth."""
         self.checkpoints = checkpoints
-        """This rank's manifests of the run's own checkpoints; the last one is resumed. Empty for a new run."""
+        """This rank's manifests of the run's own checkpoints, the last of which is resumed. Empty for a new run."""
         self.source = source
-        """Checkpoint of another run that provides first values and progress, or None."""
+        """Checkpoint of another run that provides the initial values and the training progress, or None."""
         self._lock, self._ranks = lock, ranks
 
     @property
     def found(self) -> Manifest | None:
-        """The checkpoint of this run to resume from, or None."""
+        """Manifest of the run's own checkpoint to resume from, or None."""
         return self.checkpoints[-1] if self.checkpoints else None
 
     @property
     def rates(self) -> list[float]:
-        """Bandwidth by path, in bytes per second; 0 for paths that were not measured."""
+        """Bandwidth of each path in bytes per second; 0 for paths that were not measured."""
         return [stripe_weight if stripe_weight > _LEAST_RATE else 0.0 for stripe_weight in self.stripe_weights]
 
     @property
@@ -73,9 +74,10 @@ class RunDirectory:
 
     @classmethod
     def take(cls, settings: Config, ranks: Ranks, layout: Layout, optimizer: str) -> RunDirectory:
-        """Lock the paths and find the checkpoint to resume from. All ranks call it together and all fail if one does.
+        """Lock the paths and find the checkpoint to resume from.
 
-        If it fails, the paths are restored to their previous state.
+        All ranks must call it together, and if one rank fails, all of them fail. The paths are then restored to their
+        previous state.
 
         Args:
             settings: settings of this rank.
@@ -85,8 +87,8 @@ class RunDirectory:
 
         Raises:
             ConfigError: if a path cannot be used.
-            FolderBusyError: if another live run owns a path.
-            CheckpointError: if there is no checkpoint to resume from, or it belongs to another model.
+            FolderBusyError: if another live run is using a path.
+            CheckpointError: if there is no checkpoint to resume from, or it belongs to a different model.
         """
         undo = Undo()
         try:
@@ -102,7 +104,7 @@ class RunDirectory:
         host = socket.gethostname()
         made: list[Path] = []
         ranks.together("making paths", lambda: made.extend(make_paths(paths)), lambda: unmake_paths(made))
-        # Paths created on this node by any rank. The last rank that leaves them removes them.
+        # Paths that any rank created on this node. The last rank to release them removes them.
         made = [path for name, of_rank in ranks.collect((host, made)) if name == host for path in of_rank]
         undo.push(partial(unmake_paths, made))
         resume = choose_run(old_paths, wanted.resume, ranks)
@@ -121,7 +123,7 @@ class RunDirectory:
         if resume:
             roots = ranks.together("finding the run's folders", lambda: folders_of(old_paths, run_id, paths))
             if {root.resolve() for root in roots.roots} == {root.resolve() for root in folder.roots}:
-                folder = roots  # in the run's own order, which may differ from the settings
+                folder = roots  # in the run's own order, which may differ from the order in the settings
             there = list_checkpoints(roots, ranks, wanted.resume_step)
             if not lies_otherwise(roots, folder, there[-1], layout, ranks):
                 checkpoints = find_checkpoints(folder, ranks, layout, optimizer, there)
@@ -130,8 +132,8 @@ class RunDirectory:
             source = ReshardSource(reader, ranks)
             if ranks.rank == 0:
                 _log.warning(
-                    "run %s has another page layout (ranks, paths, page size or dtype): its state is copied to a new "
-                    "run; the old one keeps its space until `infinity store rm %s`", resume, resume,
+                    "run %s has a different page layout (ranks, paths, page size or dtype), so its state is copied to "
+                    "a new run; the old run occupies space until you run `infinity store rm %s`", resume, resume,
                 )  # fmt: skip
             folder = RunFolder.of(paths, ranks.agree(new_run_id()))
             lock.name(folder.run_id)
@@ -144,9 +146,9 @@ class RunDirectory:
         """Release the lock and, depending on the arguments, remove this rank's files.
 
         Args:
-            remove: remove the files if this rank has published no part of a checkpoint. A published part stays, because
-                other ranks may know a complete checkpoint.
-            always: remove the files in any case.
+            remove: whether to remove the files if this rank has published no part of a checkpoint. A published part is
+                kept, because other ranks may know of a complete checkpoint.
+            always: whether to remove the files in any case.
         """
 
         def unmake() -> None:
@@ -158,10 +160,10 @@ class RunDirectory:
 
 
 def page_bytes_of_checkpoint(settings: Config, ranks: Ranks) -> int:
-    """Return the page size of this rank's part of the checkpoint to resume from, or 0 without one.
+    """Return the page size of this rank's part of the checkpoint to resume from, or 0 if there is no checkpoint.
 
-    A different page size would require copying the state to a new run. Errors are reported later by
-    `RunDirectory.take`. All ranks call it together.
+    A different page size would require copying the state to a new run. Errors are reported later, by
+    `RunDirectory.take`. All ranks must call it together.
     """
     paths = settings.run.resume_paths or settings.storage.paths
     try:
@@ -189,7 +191,7 @@ def _report_earlier_runs(paths: tuple[str, ...]) -> None:
         return
     if runs:
         _log.warning(
-            "%s holds %d earlier run%s (%s): %s; resume with run.resume = \"latest\", or free the space with "
+            "%s contains %d earlier run%s (%s): %s; resume with run.resume = \"latest\", or free the space with "
             "`infinity store rm`",
             ", ".join(paths), len(runs), "s" * (len(runs) > 1), format_size(size),
             ", ".join(run.run_id for run in runs),
@@ -199,7 +201,7 @@ def _report_earlier_runs(paths: tuple[str, ...]) -> None:
 
 
 def _say_where(paths: Sequence[str]) -> None:
-    """Warn about paths in memory, and about paths that share a drive."""
+    """Warn about paths that are in memory, and about paths that share a drive."""
     try:
         places = [locate(path) for path in paths]
     except OSError:  # reported when the path is used
@@ -215,12 +217,14 @@ def _say_where(paths: Sequence[str]) -> None:
         if drives.count(drive) > 1:
             shared = ", ".join(place.path for place in places if place.drive == drive)
             _log.warning(
-                "storage.paths: %s are on one drive (%s), which is no faster than a single path", shared, drive.name
+                "storage.paths: %s are on the same drive (%s), which is no faster than a single path",
+                shared,
+                drive.name,
             )
 
 
 def _agree_on_stripe_weights(settings: Config, ranks: Ranks) -> list[float]:
-    """Return the stripe weights of the paths as measured by the first rank of this node."""
+    """Return the stripe weights of the paths, as measured by the first rank on this node."""
     storage, runtime = settings.storage, runtime_dir(settings.telemetry)
     measure = partial(path_stripe_weights, storage.paths, storage.engine, runtime)
     return ranks.once_per_node(measure, otherwise=[1.0] * len(storage.paths))

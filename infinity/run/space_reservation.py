@@ -1,4 +1,4 @@
-"""Disk space for the files of a rank, reserved with the node daemon and then allocated."""
+"""Disk space for a rank's files, reserved with the node daemon and then allocated."""
 
 from __future__ import annotations
 
@@ -14,36 +14,42 @@ from infinity.store.folder import RunFolder, allocated_bytes, extend, reserve
 
 
 class Space:
-    """A file per NVMe path that grows on demand, while the space is reserved against other runs on the node."""
+    """One file per NVMe path that grows on demand.
+
+    While a file grows, the node daemon keeps other runs from using the space.
+    """
 
     def __init__(self, daemon: NodeDaemon, run_id: str, files: Sequence[Path]) -> None:
-        """Create the object without allocating space.
+        """Initialize the object without allocating space.
 
         Args:
             daemon: client of the node daemon.
             run_id: id of the run.
-            files: files by NVMe path.
+            files: one file per NVMe path.
         """
         self._daemon, self._run_id = daemon, run_id
         self.files = files
-        """Files by NVMe path; fixed."""
+        """One file per NVMe path; fixed."""
         self.changed: Callable[[], object] = lambda: None
-        """Called after files have grown or shrunk."""
+        """Function that is called after files have grown or shrunk."""
         self._sizes = [0] * len(files)
-        """Allocated bytes by file."""
+        """Allocated bytes of each file."""
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes of all files."""
+        """Total allocated bytes of all files."""
         return sum(self._sizes)
 
     def _reserved(self, number: int, nbytes: int) -> AbstractContextManager[None]:
-        """Return a context that reserves `nbytes` on the drive of a file. Raises `BudgetError` on entry."""
+        """Return a context manager that reserves `nbytes` on the drive of a file.
+
+        Entering it may raise `BudgetError`.
+        """
         return self._daemon.space_reserved(str(self.files[number].parent.resolve()), nbytes, self._run_id)
 
 
 class FileSpace(Space):
-    """Space for the data files, from which a run may resume."""
+    """Space for the data files, from which a run can resume."""
 
     def allocate(self, slots: Iterable[SlotClass]) -> None:
         """Allocate blocks for all slots. Existing blocks are kept.
@@ -80,7 +86,7 @@ class FileSpace(Space):
 class UnnamedSpace(Space):
     """Space in files that no run resumes from.
 
-    They are unlinked once they are open, so the process frees them when it exits.
+    The files are unlinked once they are open, so the operating system frees them when the process exits.
     """
 
     def __init__(self, daemon: NodeDaemon, folder: RunFolder, rank: int) -> None:
@@ -91,7 +97,8 @@ class UnnamedSpace(Space):
         """
         super().__init__(daemon, folder.run_id, [root / f"rank{rank:05d}.activations" for root in folder.roots])
         self._descriptors: list[int] = []
-        """Descriptors by NVMe path, the only references to the files after `unname`. Empty after `close`."""
+        """One descriptor per NVMe path. After `unname`, they are the only references to the files. Empty after `close`.
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         for file in self.files:
             try:
@@ -101,7 +108,7 @@ class UnnamedSpace(Space):
                 raise StorageError("open", str(file), 0, 0, error.errno) from error
 
     def unname(self) -> None:
-        """Unlink the files. Every component that needs them must have opened them."""
+        """Unlink the files. Call it once every component that needs the files has opened them."""
         for file in self.files:
             file.unlink(missing_ok=True)
 
@@ -121,7 +128,7 @@ class UnnamedSpace(Space):
                 self.changed()
 
     def cut(self, slots: Sequence[SlotClass]) -> None:
-        """Do nothing, because the files are freed when the process exits."""
+        """Do nothing, because the operating system frees the files when the process exits."""
 
     def close(self) -> None:
         """Unlink and close the files."""

@@ -1,4 +1,4 @@
-"""Choice of the device on which pages are updated: the host, or the device that computes."""
+"""Choice of the device on which pages are updated: the host or the compute device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from infinity.units import MIB
 _COPIED: Final = 64 * MIB
 """Bytes copied in each direction to measure the link."""
 _ELEMENTS: Final = 4 << 20
-"""Parameters updated to measure the host."""
+"""Number of parameters updated to measure the host."""
 _PATIENCE: Final = 60.0
 """Time limit in seconds for a copy that takes milliseconds."""
 
@@ -36,17 +36,17 @@ def choose_update_device(
 
     Args:
         settings: settings of this rank.
-        device: device that computes.
+        device: compute device.
         layout: page layout of this rank.
         worker: runs updates on the host.
-        before: device type on which the resumed checkpoint was updated, such as ``cpu``; None for a new run.
-        exchanges: whether ranks exchange data in updates, which is supported on the host only.
+        before: type of the device on which the resumed checkpoint was updated, such as ``cpu``; None for a new run.
+        exchanges: whether ranks exchange data during updates, which is supported only on the host.
 
     Returns:
-        ``True`` if pages are updated on the device, and the reason.
+        Whether pages are updated on the compute device, and the reason.
 
     Raises:
-        ConfigError: if the value of `update.device` is not possible here.
+        ConfigError: if the value of `update.device` is not supported for this run.
         StallError: if the device does not respond.
     """
     wanted = settings.update.device
@@ -71,7 +71,7 @@ def choose_update_device(
     if before is not None:
         return before != "cpu", "as in the resumed checkpoint"
     if any(segment.whole for segment in layout.segments):
-        return True, "updating full parameters takes longer than copying them"
+        return True, "updating full parameters takes longer than copying them to the GPU"
     there, here = _seconds_on_device(device), _seconds_on_host(worker)
     compared = f"{1e9 * there:.2f} ns per parameter over the link to the GPU, {1e9 * here:.2f} ns on the CPU"
     stays = share_that_stays(layout, settings.memory.device_bytes or device.spare_bytes())
@@ -81,9 +81,9 @@ def choose_update_device(
 
 
 def _seconds_on_device(device: Device) -> float:
-    """Return the update time per parameter on the device, in seconds.
+    """Return the time to update one parameter on the device, in seconds.
 
-    Its bytes cross the link in one direction at a time.
+    This is the time that its bytes take to cross the link, in one direction at a time.
     """
     host, pinned = transfer_bytes(device, _COPIED, _COPIED)
     stream = device.stream("in")
@@ -104,7 +104,7 @@ def _seconds_on_device(device: Device) -> float:
 
 
 def _seconds_on_host(worker: UpdateWorker) -> float:
-    """Return the update time per parameter on the update cores, in seconds, measured with torch's fused AdamW."""
+    """Return the time to update one parameter on the update cores, in seconds, measured with torch's fused AdamW."""
     param = torch.nn.Parameter(torch.zeros(_ELEMENTS))
     param.grad = torch.ones(_ELEMENTS)
     optimizer = torch.optim.AdamW([param], fused=True)

@@ -1,4 +1,4 @@
-"""Warn once about a run that would wear out its drives faster than configured, after measuring the first steps."""
+"""Warn once, after measuring the first steps, if a run would wear out its drives faster than the configured limit."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from infinity.daemon_client import NodeDaemon
 from infinity.schema import Mismatch, integer, number, printable, record
 from infinity.telemetry import BY_NAME, Stats
 from infinity.telemetry.metrics import ROLES
+from infinity.units import format_number
 
 _log = logging.getLogger("infinity")
 _DAY: Final = 86_400.0
 _LOOK_SECONDS: Final = 1.0
 _FIRST_STEP: Final = 2
-"""Number of steps to skip: the first step records the trace, and the second also runs its updates."""
+"""Number of steps to skip: the first step records the trace, and the second also runs the first step's updates."""
 _STEPS, _SECONDS = 5, 20.0
 """Minimum number of steps and seconds to measure."""
 _WRITTEN: Final = BY_NAME["io_bytes_total"]
@@ -31,7 +32,7 @@ class _Moment:
     """Counters of this rank at a point in time."""
 
     time: float
-    """Monotonic seconds."""
+    """Monotonic time in seconds."""
     steps: float
     written: Sequence[float]
     """Bytes written, by path."""
@@ -44,9 +45,9 @@ class _Drive:
     device: str
     """Name of the drive."""
     rated_bytes: int
-    """Rated endurance in bytes written."""
+    """Rated endurance, in bytes written."""
     left_bytes: int
-    """Rated bytes that have not been written yet."""
+    """Remaining endurance, in bytes."""
     daily_share: float
     """Fraction of the rated bytes that a run may write per day without a warning; 0 disables the warning."""
 
@@ -59,8 +60,9 @@ _DRIVE: Final = record(
 class WearWarning:
     """A thread that measures the bytes written and warns if a drive would wear out too fast.
 
-    Only the daemon knows the endurance, so there is no warning without it. One rank per node reports for all of them,
-    because they write about the same amount. The thread ends after the measurement or with `close`.
+    Only the daemon knows the drives' endurance, so there is no warning without it. One rank per node reports for all
+    ranks on the node, because they write about the same amount. The thread ends after the measurement or when `close`
+    is called.
     """
 
     def __init__(self, daemon: NodeDaemon, stats: Stats, paths: Sequence[str], ranks: int) -> None:
@@ -121,8 +123,9 @@ class WearWarning:
             return ""
         drive, nbytes = drives[worst], by_drive[worst]
         return (
-            f"this run writes {nbytes / 1e12:.3g} TB per day to drive {worst}: {100 * shares[worst]:.2g} % of its "
-            f"rated endurance, above the limit of {100 * drive.daily_share:.2g} % (drives.daily_share of infinityd). "
-            f"At this rate it lasts {drive.left_bytes / nbytes:.3g} more days. Reduce writes with more tokens per "
-            "step, a larger memory.host_bytes or a smaller state.format, or add drives to storage.paths."
+            f"this run writes {format_number(nbytes / 1e12)} TB per day to drive {worst}: "
+            f"{format_number(100 * shares[worst])} % of its rated endurance, above the limit of "
+            f"{format_number(100 * drive.daily_share)} % (drives.daily_share in the infinityd settings). "
+            f"At this rate, the drive lasts {format_number(drive.left_bytes / nbytes)} more days. To write less, use "
+            "more tokens per step, a larger memory.host_bytes or a smaller state.format, or add drives to storage.paths."
         )

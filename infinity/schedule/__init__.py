@@ -1,1 +1,1 @@
-"""Trace, planner and pager: the location of each page over time."""
+"""Trace, planner and pager, which determine where each page is stored at any time."""

@@ -1,7 +1,6 @@
-"""Activations that forward saves for backward, as pages: in cache slots of the host cache and, beyond its size, on
-NVMe.
+"""Pages for activations that forward saves for backward. Pages that do not fit into the host cache are stored on NVMe.
 
-The order in which they move: [Note: a stack] in `stack`.
+[Note: a stack] in `stack` describes the order in which pages are written and read.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from infinity.units import format_size
 
 
 class ActivationStore(PageReaderWriter, Protocol):
-    """Store that activations are written to."""
+    """Store to which activations are written."""
 
     def add(self, pages: Sequence[Page], path_of: Callable[[Page], int]) -> None:
         """Add pages to the store. See `PageStore.add`."""
@@ -35,52 +34,52 @@ class ActivationStore(PageReaderWriter, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationTraffic:
-    """Bytes of activations that a step moves."""
+    """Activation traffic of a step in bytes."""
 
     kept: int = 0
-    """Bytes copied into pages."""
+    """Bytes copied from the device into pages."""
     loaded: int = 0
-    """Bytes copied out of pages."""
+    """Bytes copied from pages to the device."""
     written: int = 0
     """Bytes of pages written to the drives."""
     read: int = 0
-    """Bytes of pages read from the drives, including pages that did not have to be read because a write of them was in
-    flight.
+    """Bytes of pages read from the drives, including reads that were avoided because the page was still being
+    written.
     """
 
 
 class StoredActivation:
-    """Bytes of one tensor. They are freed when this object is garbage collected."""
+    """The stored bytes of one tensor. Its pages are freed when this object is garbage collected."""
 
     __slots__ = ("__weakref__", "_given_up", "pages")
 
     def __init__(self, pages: tuple[int, ...], given_up: deque[tuple[int, ...]]) -> None:
         self.pages = pages
-        """Numbers of its pages, in the order of its bytes; fixed."""
+        """Numbers of the tensor's pages, in the order of its bytes. Constant."""
         self._given_up = given_up
 
     def __del__(self) -> None:
-        # The garbage collector may run this on any thread at any moment, even on a thread that holds the lock of
-        # another part. So no lock may be taken here, and only the atomic append is safe.
+        # The garbage collector may run this on any thread at any time, even on a thread that holds a lock. Therefore
+        # this method must not acquire a lock; appending to a deque is atomic.
         self._given_up.append(self.pages)
 
 
 class ActivationPages:
-    """Keeps the bytes of tensors in pages until they are needed again.
+    """Stores the bytes of tensors in pages until backward needs them.
 
-    Only one thread at a time may use an instance: the training thread, or autograd's thread for a device while the
-    training thread waits for it. Every attribute except `_free` and `_given_up` is read and changed under the lock of
+    Only one thread at a time may use an instance: the training thread or, while the training thread waits for it,
+    autograd's device thread. Every attribute except `_free` and `_given_up` is read and changed under the lock of
     `Transfers`.
 
     Args:
         host_cache: cache slots for the pages.
         page_bytes: size of a cache slot, in bytes.
         device: device of the tensors.
-        store: store that pages are written to. If ``None``, all pages must fit into the cache slots.
-        shares: stripe weight of each NVMe path of the store.
-        transfers: transfers in flight, with the lock and the first error.
+        store: store to which pages are written. If ``None``, all pages must fit into the cache slots.
+        shares: stripe weights of the store's NVMe paths.
+        transfers: transfers in flight, the lock, and the first error.
         observer: receiver of telemetry.
-        timeout: time limit of a wait, in seconds.
+        timeout: maximum duration of a wait, in seconds.
     """
 
     def __init__(
@@ -96,13 +95,13 @@ class ActivationPages:
         timeout: float,
     ) -> None:
         self.device = device.name
-        """Device of the tensors."""
+        """Device on which the tensors are stored."""
         self._page_bytes, self._device, self._store, self._transfers = page_bytes, device, store, transfers
         self._shares = shares
         self._dealt = [0.0] * len(shares)
-        """Bytes of pages, by path."""
+        """Number of bytes in pages that are assigned to each path."""
         self._pages: list[Page] = []
-        """All pages, by number. Grows to the maximum that has been in use at the same time."""
+        """All pages, by number. The list grows to the peak number of pages in use."""
         self._cache_slots = CacheSlots(self._pages, host_cache)
         self._cache = Cache(
             self._cache_slots, transfers, store or _Nowhere(), observer,
@@ -111,45 +110,45 @@ class ActivationPages:
         )  # fmt: skip
         self._cache.eager = True
         self._free: dict[int, deque[int]] = defaultdict(deque)
-        """Free pages by length, in the order in which they were freed. There are few lengths."""
+        """Free pages by page length, oldest first. There are only a few different lengths."""
         self._given_up: deque[tuple[int, ...]] = deque()
-        """Pages of tensors that have been garbage collected, until `_reap` frees the pages."""
+        """Pages of garbage-collected tensors that `_reap` has not freed yet."""
         self._stack: dict[int, tuple[int, ...]] = {}
-        """Pages of each tensor, by first page, in the order in which the tensors were last kept."""
+        """Pages of each tensor, keyed by the tensor's first page, in the order in which the tensors were last kept."""
         self._again: set[int] = set()
-        """First pages of tensors that were kept more than once, and are therefore needed more than once."""
+        """First pages of tensors that were kept more than once and are therefore loaded more than once."""
         self._loaded: set[int] = set()
-        """First pages of tensors that have been loaded and were not kept again. Only another backward may need them
-        once more.
+        """First pages of tensors that have been loaded and were not kept again. Only another backward pass through the
+        same graph would load them again.
         """
         self._unwritten: dict[int, None] = {}
-        """Pages that stay in their cache slots, oldest first."""
+        """Pages that stay in their cache slots because they have not been written, oldest first."""
         self._claimed: set[int] = set()
-        """Pages that are needed in memory soon."""
+        """Pages that have been requested because backward needs them soon."""
         self._most = host_cache.cache_slots - SPARE_CACHE_SLOTS
-        """Maximum number of pages that stay at the same time; fixed."""
+        """Maximum number of pages that stay in their cache slots at the same time. Constant."""
         self.traffic = ActivationTraffic()
-        """Traffic of the last step, which is a prediction for similar steps. Changed by `end_step`."""
+        """Traffic of the last step, which serves as the prediction for similar steps. Changed by `end_step`."""
         self._moved: Counter[str] = Counter()
-        """Traffic of the current step so far, by field, without bytes read."""
+        """Traffic of the current step so far, by field of `ActivationTraffic`, except for `read`."""
         self._fetched = 0
-        """Bytes that had been read when the current step began."""
+        """Value of `Cache.fetched_bytes` when the current step began."""
         self._used = 0
-        """Maximum number of cache slots in use at the same time in the current step so far."""
+        """Peak number of cache slots in use in the current step so far."""
 
     def keep(self, content: torch.Tensor) -> tuple[StoredActivation, DeviceEvent]:
-        """Copy bytes into pages.
+        """Copy the bytes of a tensor into pages.
 
         Args:
-            content: flat tensor of bytes, on the device. Its content must not change, and its memory must not be
-                reused, until the device has passed the returned event.
+            content: one-dimensional tensor of bytes on the device. Its content must not change, and its memory must not
+                be reused, until the device has passed the returned event.
 
         Returns:
-            The stored bytes, and an event after the copy.
+            The stored activation, and an event recorded after the copy.
 
         Raises:
             BudgetError: if there is no space for the bytes.
-            StorageError, CorruptPageError, StallError: if a drive failed.
+            StorageError, CorruptPageError, StallError: if a drive fails.
         """
         pages = self._new_pages(content.numel())
         kept = StoredActivation(pages, self._given_up)
@@ -177,8 +176,8 @@ class ActivationPages:
         return kept, device_event
 
     def keep_again(self, kept: StoredActivation) -> None:
-        """Move a tensor to the top of the stack, because backward needs it before all tensors kept since. [Note: a
-        stack]
+        """Move a tensor to the top of the stack, because backward needs it before all tensors that were kept after it.
+        [Note: a stack]
         """
         with self._transfers.lock:
             self._stack[kept.pages[0]] = self._stack.pop(kept.pages[0])
@@ -189,26 +188,26 @@ class ActivationPages:
                     self._unwritten[page] = None
 
     def load(self, kept: StoredActivation, into: torch.Tensor) -> None:
-        """Copy the bytes of a tensor out of its pages, on the current stream.
+        """Copy the bytes of a stored tensor to the device, on the current stream.
 
         Args:
-            kept: the stored bytes.
-            into: flat tensor of bytes, on the device.
+            kept: stored activation.
+            into: one-dimensional tensor of bytes on the device that receives the bytes.
 
         Raises:
-            StorageError, CorruptPageError, StallError: if a drive failed.
+            StorageError, CorruptPageError, StallError: if a drive fails.
         """
         stream = self._device.current()
         with self._transfers.lock:
             self._reap()
             self._moved["loaded"] += into.numel()
             all_loaded = len(self._loaded) == len(self._stack) - len(self._again)
-            if kept.pages[0] in self._loaded or all_loaded:  # another backward through the same graph begins
+            if kept.pages[0] in self._loaded or all_loaded:  # another backward pass through the same graph begins
                 self._loaded.clear()
             if kept.pages[0] not in self._again:
                 self._loaded.add(kept.pages[0])
             wanted = self._from(kept)
-            stays = kept.pages[0] in self._again and len(kept.pages) < self._most  # it will be loaded again
+            stays = kept.pages[0] in self._again and len(kept.pages) < self._most  # the tensor will be loaded again
         for number, page in enumerate(kept.pages):
             use = (Use(page, Mode.READ),)
             with self._transfers.lock:
@@ -223,9 +222,7 @@ class ActivationPages:
                 self._cache.release(use, device_event)
 
     def end_step(self) -> int:
-        """Update `traffic` at the end of a step. Return the maximum number of bytes of cache slots that the
-        step used.
-        """
+        """Update `traffic` at the end of a step, and return the peak size in bytes of the cache slots in use."""
         with self._transfers.lock:
             self._reap()
             before, self._fetched = self._fetched, self._cache.fetched_bytes
@@ -235,18 +232,17 @@ class ActivationPages:
             return used * self._page_bytes
 
     def census(self) -> dict[str, int]:
-        """Return the number of cache slots by status, as `CacheSlots.census` does."""
+        """Return the number of cache slots by status. See `CacheSlots.census`."""
         with self._transfers.lock:
             return self._cache_slots.census()
 
     def drain(self) -> bool:
-        """Wait for all transfers and copies, as `Pager.drain` does. The instance must not be used afterwards."""
+        """Wait for all transfers and copies. See `Pager.drain`. The instance must not be used afterwards."""
         return self._cache.drain()
 
     # Pages #
 
     def _new_pages(self, nbytes: int) -> tuple[int, ...]:
-        """Return free pages for a number of bytes. Raises as `ActivationStore.add` does."""
         with self._transfers.lock:
             self._reap()
         lengths = page_lengths(nbytes, self._page_bytes)
@@ -255,7 +251,7 @@ class ActivationPages:
         if more and self._store is not None:
             dealt = self._dealt.copy()
             try:
-                self._store.add(more, self._path_of)  # not under the lock: files grow
+                self._store.add(more, self._path_of)  # without the lock, because files grow
             except BaseException:
                 self._dealt = dealt
                 raise
@@ -267,20 +263,20 @@ class ActivationPages:
         return tuple(self._free[length].popleft() for length in lengths)
 
     def _missing(self, lengths: Sequence[int]) -> list[int]:
-        """Return the lengths for which there are too few free pages, once per missing page."""
+        """Return the length of each page that is missing because there are too few free pages of this length."""
         missing = Counter(lengths)
         for length in missing:
             missing[length] -= len(self._free[length])
         return list((+missing).elements())
 
     def _path_of(self, page: Page) -> int:
-        """Assign a page to the path with the fewest bytes relative to its stripe weight."""
+        """Assign a page to the path that will then have the fewest bytes relative to its stripe weight."""
         path = min(range(len(self._shares)), key=lambda k: (self._dealt[k] + page.nbytes) / self._shares[k])
         self._dealt[path] += page.nbytes
         return path
 
     def _reap(self) -> None:
-        """Free the pages of tensors that have been garbage collected. Under the lock."""
+        """Free the pages of tensors that have been garbage collected. The caller must hold the lock."""
         pages = self._cache_slots.pages
         for _ in range(len(self._given_up)):
             numbers = self._given_up.popleft()
@@ -293,8 +289,8 @@ class ActivationPages:
                     self._claimed.remove(page)
                     self._cache.release_claim(page)
             if any(pages[page].reading or pages[page].writing or pages[page].pins for page in numbers):
-                # A drive or a device still uses these cache slots, so try again later. `Cache.discard` would release a
-                # cache slot at once, and the transfer in flight would corrupt the next page in it.
+                # A drive or a device still uses these cache slots, so try again later. `Cache.discard` would free the
+                # slots immediately, and the transfers in flight would corrupt the next pages in the slots.
                 self._given_up.append(numbers)
                 continue
             for page in numbers:
@@ -304,20 +300,20 @@ class ActivationPages:
         self._cache.prefetch()
 
     def _evict_oldest(self) -> None:
-        """Write the oldest pages until one more page can stay. Under the lock.
+        """Write out the oldest pages until there is room for one more page. The caller must hold the lock.
 
         Raises:
-            BudgetError: if there is no store to write them to.
-            Exception: as `Cache.acquire`.
+            BudgetError: if there is no room and no store.
+            InfinityError, CorruptPageError, StorageError, StallError: in the same cases as `Cache.acquire`.
         """
         self._reap()
         if self._store is None:
             while not self._cache_slots.free:
-                # A device may still be copying pages of tensors that have been garbage collected.
+                # The device may still be copying pages of tensors that have been garbage collected.
                 if not (self._given_up and self._cache.wait_for_cache_slot()):
                     raise BudgetError(
                         f"activations need more than the {format_size(self._cache_slots.count * self._page_bytes)} of "
-                        "host memory reserved for them; set activations.host_bytes higher, or "
+                        "host memory reserved for them; increase activations.host_bytes or set "
                         'activations.tier = "nvme"'
                     )
                 self._reap()
@@ -325,7 +321,8 @@ class ActivationPages:
         while len(self._unwritten) >= self._most:
             page = next(iter(self._unwritten))
             use = (Use(page, Mode.READ),)
-            # Wait until the device has copied the whole page into its cache slot: `evict` below skips a pinned page.
+            # Wait until the device has copied the whole page into its cache slot, because `evict` below ignores pinned
+            # pages.
             self._cache.acquire(use, threaded=False)
             self._cache.release(use)
             del self._unwritten[page]
@@ -333,14 +330,13 @@ class ActivationPages:
             self._moved["written"] += self._pages[page].nbytes
             self._cache.evict(page)
 
-    # Reads ahead of backward #
+    # Prefetching in backward #
 
     def _from(self, kept: StoredActivation) -> list[int]:
-        """Return the pages of a tensor and of the tensors that backward needs next, as far as cache slots allow. Under
-        the lock.
+        """Return the pages of a tensor and of the tensors that backward needs next, up to the number of cache slots.
 
-        Next are the tensors above it in the stack that were kept again and still exist, then the tensors below it.
-        Tensors that have been loaded are skipped.
+        After this tensor, backward needs the tensors above it in the stack that were kept again and still exist, and
+        then the tensors below it. Tensors that have already been loaded are skipped. The caller must hold the lock.
         """
         found = list(kept.pages)
         below = False
@@ -354,7 +350,7 @@ class ActivationPages:
         return found
 
     def _want(self, pages: Sequence[int]) -> None:
-        """Request these pages, and no others that were requested before. Under the lock."""
+        """Replace the set of requested pages, and start reading the new ones. The caller must hold the lock."""
         wanted = set(pages)
         for page in self._claimed - wanted:
             self._cache.release_claim(page)
@@ -366,14 +362,12 @@ class ActivationPages:
 
 
 class _Nowhere:
-    """Store for pages that always have a cache slot. It stores nothing."""
+    """Placeholder for the store if all pages fit into cache slots. It never holds a page."""
 
     def read(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
-        """Raise, because no page is ever stored."""
         raise InfinityError(f"activation {page} cannot be read: it was never stored")
 
     def write(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
-        """Raise, because no page can be stored."""
         raise InfinityError(f"activation {page} cannot be written: there is no store")
 
     def discard(self, page: int) -> None:

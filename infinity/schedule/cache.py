@@ -1,12 +1,16 @@
-"""The host cache as a cache of pages: acquire, release, prefetch, write back, evict. All under the one lock.
+"""The cache of pages in host memory: acquiring, releasing, prefetching, writing back and evicting pages.
 
-[Note: allocation of cache slots] A thread that waits for a cache slot now (`acquire`) comes first, then the window of
-the plan, in its order. For a use that needs the old content of a page, the page is read ahead. For a use that replaces
-the content, a cache slot is left free, so that no prefetch of a later page takes it in the meantime. A cache slot
-becomes free when a clean page that nothing keeps (no pin, no claim, not resident) is evicted. If there is no such page
-and a thread is waiting, dirty pages that nothing keeps are written back. If there are no such pages either, which is
-possible off the plan, the cache evicts pages that the plan needs later and has to read again: first streaming pages,
-last resident pages.
+A single lock protects all of this. A page is *pinned* while a thread uses it, and *claimed* while an upcoming access
+inside the window of the plan needs it. It is *resident* if the plan keeps it permanently in the host cache. An access
+is *off the plan* if no plan is followed or the plan did not expect the access.
+
+[Note: allocation of cache slots] Free cache slots go first to threads that are waiting for one in `acquire`, and then
+to the pages of the window, in the order of the plan. If a use needs the old content of a page, the page is read ahead
+of time. If a use replaces the content, the cache leaves a slot free for the page, so that no prefetch of a later page
+takes the slot in the meantime. To free a cache slot, the cache evicts a clean page that is evictable (not pinned, not
+claimed and not resident). If there is no such page and a thread is waiting, it writes back dirty evictable pages. If
+there are no such pages either, which is possible off the plan, the cache evicts pages that the plan will have to read
+again: streaming pages first, resident pages last.
 """
 
 from __future__ import annotations
@@ -23,27 +27,30 @@ from infinity.schedule.trace import Access, Mode, Use
 from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfers
 
 _WRITTEN_BACK = 4
-"""Number of dirty pages that are written back at the same time when a cache slot is needed. One is enough; more keep
-the drive busy.
+"""Number of dirty pages that are written back concurrently when a cache slot is needed. A single page would free a
+slot; more pages keep the drive busy.
 """
 
 
 class Cache:
-    """Moves pages between cache slots and the store. Every method and attribute except `drain` requires the lock.
+    """Moves pages between cache slots and the store.
+
+    The caller of every method except `drain` and `contents` must hold the lock. All attributes are protected by the
+    lock.
 
     Between `acquire` and `release`, the pages of an access are pinned: their content is in memory, and no other thread
-    moves it. `claim` and `release_claim` declare which pages the window of a plan needs in memory; `prefetch` reads
-    them.
+    evicts them. `claim` and `release_claim` declare which pages the window of a plan needs in memory, and `prefetch`
+    reads these pages.
 
     Args:
-        cache_slots: page table.
-        transfers: transfers in flight, with the lock.
+        cache_slots: page table, which assigns cache slots to pages.
+        transfers: transfers in flight, and the lock.
         store: storage that pages are read from and written to.
         observer: receiver of telemetry.
-        timeout: time limit of a copy between a cache slot and a device, in seconds.
-        enter_thread: called first in the thread that waits for these copies.
-        named: whether the observer knows pages by number. If so, it receives the number of a page that was waited for.
-        setting: key of the setting that determines the number of cache slots, for error messages.
+        timeout: maximum duration of a copy between a cache slot and a device, in seconds.
+        enter_thread: function that is called at the start of the thread that waits for these copies.
+        named: whether the page numbers of this cache are meaningful to the observer. If not, it receives -1 instead.
+        setting: name of the setting that determines the number of cache slots, for error messages.
     """
 
     def __init__(
@@ -61,59 +68,58 @@ class Cache:
         self._cache_slots, self._transfers, self._store, self._observer = cache_slots, transfers, store, observer
         self._named, self._setting = named, setting
         self._reads = self._writes = 0
-        """Number of pages of this cache that are being read and written. `Transfers` may count pages of other caches
-        too.
+        """Numbers of pages of this cache that are being read and written. `Transfers` may also count pages of other
+        caches.
         """
         self.eager = False
-        """``True`` if a page without a pin or claim is evicted as soon as its write, or its copy to a device, has
-        ended, as a plan requires. Otherwise the page stays until its cache slot is needed. (`Cursor` evicts pages that
-        leave the window.) The pager sets this attribute when a plan is installed.
+        """``True`` if an evictable page is evicted as soon as its write, or its copy to or from a device, has ended, as
+        a plan requires. Otherwise the page stays until its cache slot is needed. (`Cursor` evicts pages that leave the
+        window.) The pager sets this attribute when it installs a plan.
         """
         self._held_reservations = 0
-        """Number of reservations whose pages are pinned. Their cache slots are returned without any action of the
-        training thread.
+        """Number of reservations whose pages are pinned. Their pages are released without any action by the training
+        thread.
         """
         self.fetched_bytes = 0
-        """Total bytes that were read, plus bytes that did not have to be read because a write of the page was still in
-        flight.
-        """
+        """Total number of bytes read, including reads that were avoided because the page was still being written."""
         self._returned = 0
         """Total number of transfers, copies and held reservations that have ended. Each may have freed a cache slot."""
         self._wanted: deque[Use] = deque()
-        """Uses in the window whose pages have no cache slot, in the order of the plan. `claim` appends, `prefetch`
-        removes.
+        """Uses in the window whose pages have no cache slot, in the order of the plan. `claim` appends uses, and
+        `prefetch` removes them.
         """
         self._reserved: set[int] = set()
-        """Pages in the window without a cache slot whose content will be replaced, and that no thread is waiting for.
-        The same number of free cache slots is not available to later uses of the plan.
+        """Pages in the window that have no cache slot, whose content will be replaced, and that no thread is waiting
+        for. An equal number of free cache slots is set aside for them and not available to later uses.
         """
         self._awaited = 0
-        """Number of threads that wait for a cache slot in `acquire`. The same number of free cache slots is not
-        available to prefetches.
+        """Number of threads that are waiting for a cache slot in `acquire`. An equal number of free cache slots is set
+        aside for these threads and not available to prefetches.
         """
         self.copies = Copies(transfers, self._end_copy, timeout=timeout, enter_thread=enter_thread)
-        """Copies of pages to or from a device. The pages stay pinned meanwhile."""
+        """Copies of pages to or from a device. The pages stay pinned until their copy has ended."""
 
     # Uses #
 
     def acquire(self, uses: Access, *, threaded: bool) -> None:
         """Pin pages in cache slots and wait until they can be used.
 
-        A page can be used when it has been read and no device is copying into it. A use that modifies the page also
-        waits until it is no longer being written, or copied to a device.
+        A page can be used when it has been read and no copy from a device is in flight. A use that modifies the page
+        also waits until all writes of the page, and all copies of it to a device, have ended.
 
         Args:
-            uses: distinct pages.
-            threaded: whether this is not the training thread.
+            uses: distinct pages, with their modes.
+            threaded: whether the calling thread is not the training thread.
 
         Raises:
-            InfinityError: if there are not enough cache slots for the pages that are in use at the same time.
-            CorruptPageError, StorageError, StallError: as in `Transfers.wait`. No page is pinned in this case.
+            InfinityError: if more pages are in use at the same time than there are cache slots.
+            CorruptPageError, StorageError, StallError: if an operation fails or a wait exceeds the time limit. In this
+                case, no page stays pinned.
         """
         self._transfers.check()
         pages = self._cache_slots.pages
-        # Pin all pages before waiting for any of them: a wait releases the lock, and an unpinned page could be evicted
-        # or written back in the meantime.
+        # Pin all pages before waiting for any of them. A wait releases the lock, and in the meantime an unpinned page
+        # could be evicted or written back.
         for use in uses:
             pages[use.page].pins += 1
         try:
@@ -123,14 +129,14 @@ class Cache:
                 page, state = use.page, pages[use.page]
                 if state.reading:
                     self._wait(partial(_is_read, state), "read", page, threaded=threaded)
-                # A page that is being written is read and hashed by other threads, so a modification now would store a
-                # torn page. After this wait, no new write of the page starts: the page is pinned, and `flush`, which
-                # ignores pins, runs on the training thread and waits for all reservations first.
+                # While a page is being written, other threads read and hash it, so a modification now would store a
+                # torn page. No new write of the page starts after this wait, because the page is pinned. `flush`
+                # ignores pins, but it runs on the training thread and first waits for all reservations.
                 if state.writing and use.mode.modifies:
                     self._wait(partial(_is_written, state), "write", page, threaded=threaded)
                 self._wait(partial(_is_left_by_device, state, use.mode), "copy", page, threaded=threaded)
-            # A read that failed to start has ended before any wait. Its error must be raised here and not by the next
-            # access, because the cache slot does not contain the page.
+            # If a read fails to start, no wait above raises its error. The error must be raised here rather than by the
+            # next access, because the cache slot does not contain the page.
             self._transfers.check()
         except BaseException:
             for use in uses:
@@ -138,7 +144,7 @@ class Cache:
             raise
 
     def can_acquire(self, uses: Access) -> bool:
-        """Return ``True`` if `acquire` would not wait."""
+        """Return ``True`` if `acquire` would not have to wait."""
         for use in uses:
             state = self._cache_slots.pages[use.page]
             if state.cache_slot < 0 or state.reading or (state.writing and use.mode.modifies):
@@ -148,7 +154,6 @@ class Cache:
         return True
 
     def _fetch(self, use: Use, *, threaded: bool) -> None:
-        """Assign a cache slot to a page, and start to read its content if that is needed and not in memory."""
         page, state, fetches = use.page, self._cache_slots.pages[use.page], use.mode.fetches
         reads = fetches and state.cache_slot < 0 and self._store.has(page)
         if fetches:
@@ -156,23 +161,24 @@ class Cache:
         self._reserved.discard(page)
         if state.cache_slot < 0:
             self._acquire_cache_slot(page, threaded=threaded)
-        # Look again: the wait released the lock, and a completed transfer may have prefetched this page. A second cache
-        # slot for the same page would split its content.
+        # Check again, because the wait released the lock, and the end of a transfer may have started a prefetch of this
+        # page. A page must not have two cache slots, because their contents would diverge.
         if state.cache_slot < 0:
             self._cache_slots.assign(page)
             if reads:
                 self._read(page)
 
     def release(self, uses: Access, device_event: DeviceEvent | None = None) -> None:
-        """Record the effect of an access that has ended on the content of its pages, and unpin them.
+        """Unpin the pages of an access that has ended, and record whether their content was modified or consumed.
 
         Args:
-            uses: the pages.
-            device_event: event after copies between the pages and a device: to the device for pages that are read, from
-                the device for pages that are modified. The pages stay pinned until the device has passed it.
+            uses: pages of the access, with their modes.
+            device_event: event recorded after the copies between the pages and a device. Pages that are read are copied
+                to the device, and pages that are modified are copied from it. All pages stay pinned until the device
+                has passed the event. If ``None``, there are no copies.
         """
-        # A device copies asynchronously. Pins stay until the event has passed, because an evicted cache slot would be
-        # overwritten by the next read while the device still uses it.
+        # Copies are asynchronous. Pages stay pinned until the device has passed the event. Otherwise a cache slot could
+        # be freed and overwritten by the next read while the device still uses it.
         pending = device_event if device_event is not None and not device_event.passed() else None
         for use in uses:
             state = self._cache_slots.pages[use.page]
@@ -182,7 +188,7 @@ class Cache:
             else:
                 state.pins -= 1
             if use.mode.modifies:
-                # Not earlier: a dirty page may be written back, and until now its content was changing.
+                # Set only now, because a dirty page may be written back, and until now its content was changing.
                 state.dirty = True
             elif use.mode is Mode.CONSUME:
                 state.dirty = False
@@ -202,29 +208,29 @@ class Cache:
         self.prefetch()
 
     def acquire_reservation(self, uses: Access, *, threaded: bool) -> None:
-        """Acquire pages for a reservation, whose cache slots are returned without any action of the training thread."""
+        """Acquire the pages of a reservation. They will be released without any action by the training thread."""
         self.acquire(uses, threaded=threaded)
         self._held_reservations += 1
 
     def release_reservation(self, uses: Access, device_event: DeviceEvent | None) -> None:
-        """Release the pages of `acquire_reservation`, as `release` does."""
+        """Release pages that `acquire_reservation` has acquired. See `release`."""
         self._held_reservations -= 1
         self._returned += 1
         self.release(uses, device_event)
 
     def contents(self, uses: Access) -> list[memoryview]:
-        """Return the bytes of pinned pages. Does not need the lock, because a pinned page keeps its cache slot."""
+        """Return the bytes of pinned pages. No lock is required, because a pinned page keeps its cache slot."""
         return [self._cache_slots.content(use.page) for use in uses]
 
     def has_content(self, page: int) -> bool:
-        """Return ``True`` if a page has content, in memory or in the store."""
+        """Return ``True`` if a page has content in memory or in the store."""
         state = self._cache_slots.pages[page]
         return state.dirty or state.writing or self._store.has(page)
 
     def discard(self, page: int) -> None:
         """Drop the content of a page that will not be read again.
 
-        The page must have no transfer in flight and no open reservation.
+        The page must have no transfer in flight and no outstanding reservation.
         """
         state = self._cache_slots.pages[page]
         state.dirty = False
@@ -235,11 +241,12 @@ class Cache:
     # Window of the plan #
 
     def claim(self, use: Use, *, kept: bool) -> None:
-        """Count a use that enters the window, and queue it if its page is not in memory.
+        """Claim the page of a use that enters the window. If the page is not in memory, queue the use for `prefetch`.
 
         Args:
-            use: the use.
-            kept: whether the plan has kept the page since its previous use, which has left its claim for this one.
+            use: use that enters the window.
+            kept: whether the plan has kept the page since its previous use. If so, this use inherits the claim of the
+                previous one.
         """
         state = self._cache_slots.pages[use.page]
         state.claims += not kept
@@ -251,21 +258,21 @@ class Cache:
                 self._observer.spared(self._cache_slots.nbytes(use.page))
 
     def release_claim(self, page: int) -> None:
-        """Count a use that leaves the window."""
+        """Release the claim of a use that leaves the window."""
         state = self._cache_slots.pages[page]
         state.claims = max(0, state.claims - 1)
         if not state.claims:
             self._reserved.discard(page)
 
     def drop_claims(self) -> None:
-        """Remove all claims of the window."""
+        """Release all claims of the window."""
         for state in self._cache_slots.pages:
             state.claims = 0
         self._reserved.clear()
         self._wanted.clear()
 
     def prefetch(self) -> None:
-        """Start reads for the window, in its order, as far as cache slots are available.
+        """Start reading pages of the window, in the order of the plan, as far as cache slots are available.
 
         A page whose content will be replaced gets its cache slot when it is acquired. Until then, one cache slot is
         left free for it.
@@ -276,14 +283,15 @@ class Cache:
             state = cache_slots.pages[use.page]
             if state.cache_slot < 0 and state.claims:
                 if not use.mode.fetches:
-                    # A thread that has pinned the page is waiting for a cache slot, and `_awaited` counts it. In
-                    # `_reserved`, the page would count twice, and stay there after it got its cache slot.
+                    # If the page is pinned, a thread is waiting for its cache slot and is counted by `_awaited`. Adding
+                    # the page to `_reserved` would count it twice, and the page would stay there after it got its cache
+                    # slot.
                     if not state.pins:
                         self._reserved.add(use.page)
                 elif self._store.has(use.page):
-                    # Reads must leave cache slots for waiting threads and for earlier uses that replace their page.
-                    # Otherwise a read for a later use takes the cache slot of an earlier one, which then has to evict
-                    # pages of the window.
+                    # Reads must leave cache slots free for waiting threads and for earlier uses that replace the
+                    # content of their page. Otherwise a read for a later use would take the cache slot of an earlier
+                    # use, which would then have to evict pages of the window.
                     while len(cache_slots.free) <= self._awaited + len(self._reserved):
                         if not self._evict_clean():
                             return
@@ -294,12 +302,13 @@ class Cache:
     # Eviction #
 
     def evict(self, page: int, *, consumed: bool = False) -> None:
-        """Evict a page that has a cache slot and no pin or claim. If the page is dirty, write it back first.
+        """Evict a page if it is evictable and no transfer of it is in flight. If the page is dirty, write it back
+        first.
 
         Args:
-            page: the page.
-            consumed: whether its content is no longer needed. If so, the page is evicted even if it is resident, and
-                keeps its cache slot only if the window will replace its content.
+            page: number of the page.
+            consumed: whether the content of the page is no longer needed. If so, the page is evicted even if it is
+                resident. It keeps its cache slot only if a use inside the window will replace its content.
         """
         state = self._cache_slots.pages[page]
         if state.cache_slot < 0 or state.pins or state.reading or state.writing:
@@ -312,13 +321,15 @@ class Cache:
             self._release_cache_slot(page)
 
     def evict_all(self) -> None:
-        """Evict every page that has no pin or claim and is not resident."""
+        """Evict every page that is not pinned, claimed or resident."""
         for page in self._cache_slots.holders():
             self.evict(page)
 
     def flush(self) -> None:
-        """Write every dirty page back and wait until no page is being written. Raises as `Transfers.wait` does."""
-        # A page must not be written while a device is still copying into its cache slot.
+        """Write back all dirty pages and wait until all writes have ended. Raises the same exceptions as
+        `Transfers.wait`.
+        """
+        # A page must not be written to the store while a device is still copying into its cache slot.
         self._transfers.wait(lambda: not self.copies.pending, "copy", -1)
         while True:
             self._transfers.check()
@@ -334,7 +345,7 @@ class Cache:
         return not self._writes
 
     def _evict_clean(self) -> bool:
-        """Evict a clean page without a pin or claim that is not resident. Return ``False`` if there is no such page."""
+        """Evict one clean page that is not pinned, claimed or resident. Return ``False`` if there is no such page."""
         for page in self._cache_slots.holders():
             state = self._cache_slots.pages[page]
             if not (state.pins or state.claims or state.dirty or state.reading or state.writing or state.resident):
@@ -343,8 +354,8 @@ class Cache:
         return False
 
     def _evict_kept(self) -> bool:
-        """Evict one page that the plan needs later or, if there is no such page, a resident one. Return ``False``
-        without both.
+        """Evict one streaming page, claimed or not. If there is none, evict one resident page. Return ``False`` if no
+        page can be evicted.
         """
         for resident in (False, True):
             for page in reversed(self._cache_slots.holders()):
@@ -359,14 +370,11 @@ class Cache:
         return False
 
     def _reads_in_vain(self) -> bool:
-        """Return whether a page is being read that has lost its claim meanwhile, and is therefore evicted after the
-        read.
-        """
+        """Return whether a page is being read that has lost its claim and will therefore be evicted after the read."""
         states = (self._cache_slots.pages[page] for page in self._cache_slots.holders()) if self._reads else ()
         return any(state.reading and not (state.pins or state.claims or state.resident) for state in states)
 
     def _write_back_some(self) -> None:
-        """Start to write back up to `_WRITTEN_BACK` dirty pages that have no pin or claim and are not resident."""
         started = 0
         for page in self._cache_slots.holders():
             state = self._cache_slots.pages[page]
@@ -377,15 +385,16 @@ class Cache:
                     return
 
     def _acquire_cache_slot(self, page: int, *, threaded: bool) -> None:
-        """Wait until there is a free cache slot or the page has one. [Note: allocation of cache slots]"""
+        """Wait until a cache slot is free or the page has one. [Note: allocation of cache slots]"""
         cache_slots = self._cache_slots
         state = cache_slots.pages[page]
         while state.cache_slot < 0 and not cache_slots.free and not self._evict_clean():
             self._transfers.check()
             if not self._writes:
                 self._write_back_some()
-            # Evict pages that the plan needs, or give up, only if no cache slot will be returned without any action of
-            # this thread. Otherwise the plan would lose pages because of timing, and read more bytes than predicted.
+            # Evict pages that the plan needs, or give up, only if no cache slot will become free without action by this
+            # thread. Otherwise the plan would lose pages depending on timing, and the step would read more bytes than
+            # predicted.
             idle = not (self._writes or self._held_reservations or self.copies.pending or self._reads_in_vain())
             if idle and not self._evict_kept() and not self._reads:
                 raise InfinityError(
@@ -402,14 +411,14 @@ class Cache:
                     self._awaited -= 1
 
     def wait_for_cache_slot(self) -> bool:
-        """Wait until a copy that ends may have freed a cache slot. Return ``False`` if no copy is pending."""
+        """Wait until the end of a copy may have freed a cache slot. Return ``False`` if no copy is in flight."""
         if not self.copies.pending:
             return False
         self._wait(partial(self._may_have_cache_slot, self._returned), "host_cache", -1, threaded=False)
         return True
 
     def _may_have_cache_slot(self, returned: int) -> bool:
-        """Return whether a cache slot is free, or an operation has ended since `returned` that may have freed one."""
+        """Return whether a cache slot is free, or may have become free since `_returned` had the value `returned`."""
         return bool(self._cache_slots.free) or self._returned != returned
 
     def _release_cache_slot(self, page: int) -> None:
@@ -417,12 +426,12 @@ class Cache:
         self._transfers.lock.notify_all()
 
     def drain(self) -> bool:
-        """Wait for all transfers and copies without raising. After a failure, wait only for a short time.
+        """Wait for all transfers and copies, without raising. After a failure, wait only for a short time.
 
-        Not under the lock.
+        The caller must not hold the lock.
 
         Returns:
-            ``True`` if the device no longer uses the cache slots.
+            ``True`` if all copies between the device and the cache slots have ended.
         """
         with self._transfers.lock:
             self.drop_claims()
@@ -462,7 +471,7 @@ class Cache:
             self._returned += 1
             if error is not None:
                 state.dirty = True  # the cache slot still holds the only copy of the new content
-                return  # start no further transfer after a failure
+                return  # do not start another transfer after a failure
             if self.eager:
                 self.evict(page)
             self.prefetch()
@@ -479,5 +488,5 @@ def _is_written(state: PageState) -> bool:
 
 
 def _is_left_by_device(state: PageState, mode: Mode) -> bool:
-    """Return whether no copy by a device is in flight that conflicts with a use of the page."""
+    """Return whether no copy in flight conflicts with the use of a page in the given mode."""
     return not state.landing and not (state.leaving and mode.modifies)

@@ -1,6 +1,6 @@
-"""The page table of the host cache: the cache slot of each page, and the reasons to keep the page there.
+"""The page table of the host cache, which records the cache slot of each page and the reasons to keep the page there.
 
-Bookkeeping only: this module moves no data.
+This module only keeps records. It does not move data.
 """
 
 from __future__ import annotations
@@ -15,73 +15,75 @@ from infinity.memory.host_cache import HostCachePart
 
 @dataclass(slots=True)
 class PageState:
-    """Location of one page, and the reasons to keep it in memory. Changed under the lock, by `Cache` unless noted
-    otherwise.
+    """Location of one page, and the reasons to keep it in memory. All fields are changed under the lock, by `Cache`
+    unless noted otherwise.
 
-    Life cycle: without a cache slot, the content is in the store or does not exist (`has` of the store returns
-    ``False``: it was never written, or it was consumed). With a cache slot, the content is being read or is valid.
-    Valid content is clean or dirty, and may be being written:
+    Life cycle: the content of a page without a cache slot is in the store, or it does not exist because it was never
+    written or has been consumed (the store's `has` returns ``False``). The content of a page with a cache slot is being
+    read or is valid. Valid content is clean or dirty, or it is currently being written:
 
         no cache slot --assign, read--> reading --read ends--> clean <--write ends-- writing
              --assign--------> (content to be replaced)  |                     ^
                                                          +--modified--> dirty --+--write back
         clean, no reason to keep it --evict--> no cache slot
 
-    Pins, claims and `resident` keep a page in its cache slot. Otherwise it is evicted: at once if it is clean, after a
-    write if it is dirty.
+    Pins, claims (uses inside the window of the plan) and `resident` keep a page in its cache slot. Without them the
+    page may be evicted: immediately if it is clean, or after a write if it is dirty.
     """
 
     cache_slot: int = -1
-    """Index of its cache slot, or -1. Changed by `CacheSlots`."""
+    """Index of the page's cache slot, or -1. Changed by `CacheSlots`."""
     reading: bool = False
-    """The cache slot is being filled from the store: its bytes are not valid yet."""
+    """``True`` while the cache slot is being filled from the store, so that its bytes are not valid yet."""
     writing: bool = False
-    """The store is reading the cache slot: its bytes must not change."""
+    """``True`` while the store reads the cache slot, so that its bytes must not change."""
     dirty: bool = False
-    """The cache slot is newer than the store, and no write of it is in flight."""
+    """``True`` if the content is newer than in the store and is not being written."""
     leaving: int = 0
-    """Number of copies to a device in flight: the bytes must not change."""
+    """Number of copies to a device in flight. The bytes must not change until these copies have ended."""
     landing: int = 0
-    """Number of copies from a device in flight: the bytes are not valid yet."""
+    """Number of copies from a device in flight. The bytes are not valid until these copies have ended."""
     pins: int = 0
-    """Number of accesses and held reservations that currently use the page, plus copies to or from a device in flight.
+    """Number of accesses and held reservations that currently use the page, including accesses whose copies to or from
+    a device are still in flight.
     """
     claims: int = 0
-    """Number of uses inside the window of the plan. If the plan keeps a page, a use leaves its claim to the next use.
+    """Number of uses of the page inside the window of the plan. If the plan keeps the page until its next use, that use
+    inherits the claim.
     """
     resident: bool = False
-    """The plan always keeps the page."""
+    """``True`` if the plan keeps the page in the host cache permanently."""
     reservations: int = 0
-    """Number of reservations that have been created and not returned. Changed by `Pager`."""
+    """Number of outstanding reservations of the page: created, but not yet returned. Changed by `Pager`."""
     returned: int = 0
-    """Total number of reservations that have been returned. Changed by `Pager`."""
+    """Total number of reservations of the page that have been returned. Changed by `Pager`."""
 
 
 class CacheSlots:
     """Assignment of cache slots to pages. Every attribute is read and changed under the lock.
 
     Args:
-        pages: pages by number. Pages may be added later, see `grow`.
-        host_cache: the cache slots.
+        pages: all pages, by number. To add pages later, extend this sequence and call `grow`.
+        host_cache: memory that is divided into the cache slots.
     """
 
     def __init__(self, pages: Sequence[Page], host_cache: HostCachePart) -> None:
         self._known, self._host_cache = pages, host_cache
         self.count = host_cache.cache_slots
-        """Number of cache slots of the host cache; fixed."""
+        """Total number of cache slots. Constant."""
         self.pages = [PageState() for _ in pages]
-        """States by page number. `grow` adds states."""
+        """State of each page, by page number. `grow` adds states."""
         self.free = list(range(host_cache.cache_slots))[::-1]
-        """Cache slots without a page. The last one is assigned next."""
+        """Free cache slots. The last one in the list is assigned next."""
         self._page_of = [-1] * host_cache.cache_slots
-        """Page of each cache slot, or -1. Changed by `assign` and `release`."""
+        """Page in each cache slot, or -1 if the slot is free. Changed by `assign` and `release`."""
 
     def grow(self) -> None:
-        """Add states for pages that were added to the sequence of pages."""
+        """Add states for the pages that have been appended to `pages`."""
         self.pages += [PageState() for _ in self._known[len(self.pages) :]]
 
     def holders(self) -> list[int]:
-        """Return the pages that have a cache slot, in the order of their cache slots."""
+        """Return the pages that have a cache slot, ordered by cache slot."""
         return [page for page in self._page_of if page >= 0]
 
     def nbytes(self, page: int) -> int:
@@ -89,24 +91,24 @@ class CacheSlots:
         return self._known[page].nbytes
 
     def content(self, page: int) -> memoryview:
-        """Return the bytes of a page that has a cache slot."""
+        """Return the content of a page that has a cache slot, without copying it."""
         return self._host_cache.view(self.pages[page].cache_slot, self._known[page].nbytes)
 
     def assign(self, page: int) -> None:
-        """Assign a free cache slot to a page that has none."""
+        """Assign a free cache slot to a page that has no cache slot."""
         cache_slot = self.free.pop()
         self.pages[page].cache_slot = cache_slot
         self._page_of[cache_slot] = page
 
     def release(self, page: int) -> None:
-        """Take the cache slot from a page and mark it as free."""
+        """Free the cache slot of a page."""
         state = self.pages[page]
         self._page_of[state.cache_slot] = -1
         self.free.append(state.cache_slot)
         state.cache_slot = -1
 
     def census(self) -> dict[str, int]:
-        """Return the number of cache slots by status: free, resident, streaming, writing."""
+        """Return the number of cache slots by status: ``free``, ``resident``, ``streaming`` or ``writing``."""
         counts = {"free": len(self.free), "resident": 0, "streaming": 0, "writing": 0}
         for page in self.holders():
             state = self.pages[page]
@@ -114,7 +116,7 @@ class CacheSlots:
         return counts
 
     def held_bytes(self) -> dict[str, int]:
-        """Return the bytes of pages in the host cache, by role."""
+        """Return the number of bytes that pages occupy in the host cache, by role."""
         held = {role.value: 0 for role in Role}
         for page in self.holders():
             held[self._known[page].role.value] += self._known[page].nbytes

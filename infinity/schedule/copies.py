@@ -1,4 +1,4 @@
-"""Copies in flight between cache slots and a device, and the thread that waits for them."""
+"""Copies in flight between cache slots and a device, and a thread that waits for them to end."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from infinity.schedule.transfers import Transfers
 
 
 class Copies:
-    """Keeps pages pinned while a device copies them, and reports when a copy has ended.
+    """Tracks copies of pinned pages by a device, and reports when a copy has ended.
 
-    A thread waits for one event after another, without the lock. Therefore cache slots are returned no matter what
-    other threads do, and a device that does not answer causes an error instead of a hang. Life cycle: the thread starts
-    with the first copy that is still in flight when it is added, and ends with `close`. After the first error, copies
-    still complete until `close`. All other state is read and changed under the lock of `Transfers`.
+    A thread waits for one event after another without holding the lock. Therefore cache slots become free regardless of
+    the activity of other threads, and a device that does not respond causes an error instead of a hang. Life cycle: the
+    first `add` starts the thread, and `close` ends it. After the first error, the thread continues to track copies
+    until `close`. All other state is read and changed under the lock of `Transfers`.
 
     Args:
-        transfers: transfers in flight, with the lock and the first error.
-        ended: called under the lock when the copy of an access has ended.
-        timeout: time limit of a copy, in seconds.
-        enter_thread: called first in the thread.
+        transfers: transfers in flight, the lock, and the first error.
+        ended: function that is called with the lock held when the copy of an access has ended.
+        timeout: maximum duration of a copy, in seconds.
+        enter_thread: function that is called at the start of the thread.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class Copies:
         self._transfers, self._ended, self._timeout, self._enter_thread = transfers, ended, timeout, enter_thread
         self.pending = 0
         """Number of copies in flight."""
-        # In the order of the copies; None ends the thread.
+        # Copies in order. None ends the thread.
         self._queue: SimpleQueue[tuple[DeviceEvent, Access] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._closed = threading.Event()  # set by `close`: no thread waits for copies after that
+        self._closed = threading.Event()  # set by `close`, after which the thread stops waiting for copies
 
     def add(self, device_event: DeviceEvent, uses: Access) -> None:
-        """Add a copy of the pages of an access, which ends when the device passes the event."""
+        """Track a copy of the pages of an access. The copy ends when the device passes the event."""
         self.pending += 1
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="infinity-copies", daemon=True)
@@ -57,7 +57,7 @@ class Copies:
             device_event, uses = item
             try:
                 if not self._wait(device_event):
-                    return  # the pages stay pinned: the device may still use them
+                    return  # the pages stay pinned because the device may still use them
             except Exception as error:  # raised by the device itself
                 with self._transfers.lock:
                     self._transfers.fail(error)
@@ -68,8 +68,10 @@ class Copies:
                 self._transfers.lock.notify_all()
 
     def _wait(self, device_event: DeviceEvent) -> bool:
-        """Wait for an event. Fail after the time limit, but continue to wait. Return ``False`` if `close` is called
-        first.
+        """Wait for an event. Return ``False`` if `close` is called first.
+
+        Exceeding the time limit counts as a failure of the run, but the wait continues, because the device may still
+        use the pages.
         """
         if wait(device_event, self._timeout, self._closed.is_set):
             return True
@@ -79,7 +81,7 @@ class Copies:
         return wait(device_event, float("inf"), self._closed.is_set)
 
     def close(self) -> None:
-        """End the thread. Not under the lock."""
+        """End the thread. Must be called without the lock."""
         self._closed.set()
         self._queue.put(None)
         if self._thread is not None:

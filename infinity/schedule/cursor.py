@@ -1,4 +1,8 @@
-"""Position of the training loop in a plan, and the claims of its window."""
+"""The position of the training loop in a plan, and the window that starts there.
+
+The *window* is the range of upcoming accesses whose pages the plan keeps in the host cache. Each use inside the window
+has a *claim* on its page.
+"""
 
 from __future__ import annotations
 
@@ -12,76 +16,77 @@ from infinity.schedule.trace import Access, Mode
 
 @dataclass(eq=False, slots=True)
 class PlannedAccess:
-    """An access whose place in the plan has been taken, by the training thread or by a reservation."""
+    """An access that has taken its place in the plan, either for the training thread or for a reservation."""
 
     position: int
-    """Position in the plan, not wrapped."""
+    """Position in the plan. It keeps increasing from cycle to cycle."""
     uses: Access
-    """The pages."""
+    """Pages of the access, with their modes."""
     ended: bool = False
-    """``True`` if the access has ended. Set by `Cursor.end`, under the lock."""
+    """``True`` if the access has ended. Set by `Cursor.end`, with the lock held."""
 
 
 class Cursor:
-    """Progress along a plan. Every method and attribute requires the lock.
+    """Progress of the training loop through a plan. The caller must hold the lock for all methods and attributes.
 
-    Positions count the accesses of the plan's prefix, then the accesses of its trace, cycle after cycle, and are not
-    wrapped. Life cycle of a position: it enters the window (its pages are claimed and prefetched); an access takes it;
-    the access ends; when all earlier accesses have ended too, the window moves past it (its claims are released, and
-    pages without a pin or claim are evicted). If the step departs from the plan, the cursor and all claims are dropped.
+    Positions count the accesses of the plan's prefix, and then the accesses of its trace, cycle after cycle, without
+    wrapping around. Life cycle of a position: it enters the window, and its pages are claimed and prefetched; an access
+    takes it; the access ends; and when all earlier accesses have ended too, the window moves past it, which releases
+    its claims and evicts pages that are not pinned, claimed or resident. If the step departs from the plan, the pager
+    drops the cursor and all claims.
 
-    [Note: the window and reservations] An access of the training thread takes its place when it ends; a reservation
-    takes its place when it is created. The window begins at the oldest access of either thread that has not ended.
-    Therefore the training thread gets ahead of the other thread by at most the window, and the transfers do not depend
-    on the speed of either thread. For example, reservations have places 5 and 6, and place 7 is next. The window begins
-    at 5, even if 6 ends first. When 5 has ended too, the window begins at 7.
+    [Note: the window and reservations] An access of the training thread takes its position when it ends; a reservation
+    takes its position when it is created. The window begins at the oldest unfinished access of any thread. Therefore
+    the training thread can run ahead of the other threads only by the length of the window, and the transfers do not
+    depend on the speed of any thread. For example, if reservations have positions 5 and 6 and the next position is 7,
+    the window begins at 5, even if 6 ends first. When 5 has ended too, the window begins at 7.
 
     Args:
         plan: plan to follow.
         cache: cache that prefetches and evicts.
-        first: position of the first access.
+        first: position of the first access to follow.
     """
 
     def __init__(self, plan: Plan, cache: Cache, *, first: int = 0) -> None:
         self.plan, self._cache = plan, cache
         self.position = first
-        """Next position to be taken."""
+        """Next position to take."""
         self._claimed = first - 1
-        """Last position whose pages have been claimed: the end of the window."""
+        """Last position whose pages have been claimed, which is the end of the window."""
         self._taken: deque[PlannedAccess] = deque()
-        """Accesses before `position`, in order, beginning with the oldest one that has not ended."""
+        """Accesses that have taken a position, in order, starting with the oldest unfinished one."""
 
     @property
     def expected(self) -> Access:
-        """Return the access that the plan expects at `position`."""
+        """Access that the plan expects at `position`."""
         return self.plan.access(self.position)
 
     @property
     def claimed(self) -> bool:
-        """Return ``True`` if the window reaches the next access."""
+        """``True`` if the next access is inside the window."""
         return self._claimed >= self.position
 
     def reaches(self, access: PlannedAccess) -> bool:
-        """Return ``True`` if the window reaches an access."""
+        """Return ``True`` if an access is inside the window."""
         return self._claimed >= access.position
 
     @property
     def between_steps(self) -> bool:
-        """Return ``True`` if no step is in progress."""
+        """``True`` if no step is in progress."""
         return self.plan.ends_step(self.position)
 
     def take(self, uses: Access) -> PlannedAccess:
-        """Take the next place in the plan, for the access that is expected there."""
+        """Assign the next position to the access that the plan expects there."""
         access = PlannedAccess(self.position, uses)
         self._taken.append(access)
         self.position += 1
         return access
 
     def end(self, access: PlannedAccess) -> None:
-        """Record that an access has ended. Move the window to the oldest access that has not ended."""
+        """Record that an access has ended, and advance the window to the oldest unfinished access."""
         access.ended = True
         # Accesses leave the window in the order of the plan, not in the order in which they end. Otherwise evictions,
-        # and with them the bytes of a step, would depend on the speed of the update thread.
+        # and therefore the traffic of a step, would depend on the speed of the update thread.
         while self._taken and self._taken[0].ended:
             self._leave(self._taken.popleft())
 
@@ -89,14 +94,14 @@ class Cursor:
         for use in access.uses:
             if not self.plan.keeps(access.position, use.page):
                 self._cache.release_claim(use.page)
-        # Claim before evicting, so that a page that the window needs again is not evicted and read once more. Reads
-        # ahead are requested only here, when the release of an earlier access moves the window.
+        # Claim before evicting. Otherwise a page that the window needs again would be evicted and read a second time.
+        # Prefetches are requested only here, when the end of an earlier access advances the window.
         self.claim_window()
         for use in access.uses:
             self._cache.evict(use.page, consumed=use.mode is Mode.CONSUME)
 
     def claim_window(self) -> None:
-        """Claim the pages that the window has reached, and start to read them."""
+        """Claim the pages that have entered the window, and start reading them."""
         plan = self.plan
         reach = plan.reach_at(self._taken[0].position if self._taken else self.position)
         while self._claimed < reach:

@@ -1,7 +1,8 @@
-"""One cycle of a trace as flat lists, and the transfers that a window causes in it. Pure, as the planner is.
+"""One cycle of a trace in the form of flat lists, and the transfers that result from a window. Pure, like the planner.
 
-The planner compares many plans of one trace. A large model uses hundreds of thousands of pages per step. Therefore all
-values that do not depend on the plan are computed once, and for each plan only lists of numbers are traversed.
+A *use* is one page in one access; `planner` defines the other terms. The planner compares many plans for one trace, and
+a large model uses hundreds of thousands of pages per step. Therefore all values that do not depend on the plan are
+computed once, and the evaluation of a plan only traverses lists of numbers.
 """
 
 from __future__ import annotations
@@ -17,25 +18,24 @@ from infinity.content.layout import Layout
 from infinity.schedule.trace import Access, Mode
 
 _AHEAD = 2
-"""Number of FSDP modules that the window reaches beyond an update in backward, if all pages have cache slots."""
+"""Number of FSDP modules beyond an update in backward that the window includes if all pages have cache slots."""
 
 
 class Uses:
-    """Uses of a sequence of accesses, numbered in order. Uses of one access are ordered by the first use of
-    their page.
+    """Uses of a sequence of accesses, numbered in order. The uses of one access are ordered by the first use of their
+    page.
     """
 
     def __init__(self, accesses: Sequence[Access]) -> None:
-        """Number the uses of `accesses`."""
         self.pages: list[int] = []
-        """Page of each use."""
+        """Page number of each use."""
         self.modes: list[Mode] = []
         """Mode of each use."""
         self.places: list[int] = []
-        """Position of the access of each use. The last item is the number of accesses."""
+        """Position of the access to which each use belongs. The last item is the number of accesses."""
         self.starts: list[int] = [0]
-        """First use of each access. The last item is the number of uses."""
-        first: dict[int, int] = {}  # page -> number of pages that are used before it
+        """Number of the first use of each access. The last item is the total number of uses."""
+        first: dict[int, int] = {}  # page -> number of pages used before it
         for place, access in enumerate(accesses):
             for page, _ in access:
                 first.setdefault(page, len(first))
@@ -47,9 +47,9 @@ class Uses:
         self.places.append(len(accesses))
         number = len(self.pages)
         self.before = [-1] * number
-        """Previous use of the same page for each use, or -1."""
+        """For each use, the previous use of the same page, or -1."""
         self.after = [number] * number
-        """Next use of the same page for each use, or the number of uses."""
+        """For each use, the next use of the same page, or the number of uses if there is no later use."""
         last: dict[int, int] = {}
         for use, page in enumerate(self.pages):
             if page in last:
@@ -59,27 +59,28 @@ class Uses:
 
 
 def windows(uses: Uses, length: int, resident: AbstractSet[int], streaming: int) -> list[int]:
-    """Return c(i) for all positions except those in the last cycle. [Note: the window] in `planner`.
+    """Return the end c(i) of the window for every position i except in the last cycle. [Note: the window] in `planner`.
 
     Args:
-        uses: uses of a prefix, if there is one, and of two cycles.
-        length: number of accesses of one cycle.
-        resident: pages that do not count.
+        uses: uses of two cycles, preceded by the uses of a prefix if the plan has one.
+        length: number of accesses in one cycle.
+        resident: pages that stay permanently. They do not count towards `streaming`.
         streaming: maximum number of distinct pages in the window.
     """
     places, starts, before, after = uses.places, uses.starts, uses.before, uses.after
-    if resident:  # treat them as pages that are inside at all times
+    if resident:  # treat resident pages as if they were always inside the window
         number = len(uses.pages)
         before = [number if page in resident else use for page, use in zip(uses.pages, before, strict=True)]
         after = [-1 if page in resident else use for page, use in zip(uses.pages, after, strict=True)]
     reach: list[int] = []
-    # The window ends before the use `head` and contains `inside` pages, at most `streaming`: more pages would not have
-    # cache slots. `head` never moves back, so c is monotone. The cursor relies on that: it claims every position once.
+    # The window ends before the use `head` and contains `inside` pages. There are at most `streaming` of them, because
+    # more pages would not have cache slots. `head` never moves back, so c is monotone. The cursor relies on this
+    # property, because it claims every position once.
     head = inside = 0
     for position in range(len(starts) - 1 - length):
         tail, limit = starts[position], starts[position + length]
         while head < limit:
-            if before[head] < tail:  # the page is not in the window yet
+            if before[head] < tail:  # the page is not yet in the window
                 if inside == streaming:
                     break
                 inside += 1
@@ -92,24 +93,24 @@ def windows(uses: Uses, length: int, resident: AbstractSet[int], streaming: int)
 
 
 def windows_of_all(accesses: Sequence[Access], length: int, layout: Layout) -> list[int]:
-    """Return c(i) for all positions except those in the last cycle, if all pages have cache slots.
+    """Return the end c(i) of the window for every position i, except in the last cycle, if all pages have cache slots.
 
     [Note: all pages resident] in `planner`.
 
     Args:
-        accesses: accesses of a prefix, if there is one, and of two cycles.
-        length: number of accesses of one cycle. No window is longer.
+        accesses: accesses of two cycles, preceded by the accesses of a prefix if the plan has one.
+        length: number of accesses in one cycle, which is also the maximum length of a window.
         layout: pages of this rank.
     """
     fsdp_modules = [layout.pages[access[0].page].fsdp_module for access in accesses]
-    # Positions before an access of another FSDP module.
+    # Positions that are followed by an access of a different FSDP module.
     ends = [place for place, (a, b) in enumerate(itertools.pairwise(fsdp_modules)) if a != b]
     reach = list(range(length - 1, len(accesses) - 1))
     last = len(accesses)
     for position in reversed(range(len(accesses))):
-        # Gradients of an update in backward wait in memory outside of the host cache. Without this limit, the training
-        # thread could compute all of backward ahead of the updates, and the memory for gradients would grow with the
-        # number of layers.
+        # Gradients for updates in backward wait in memory outside the host cache. Without this limit, the training
+        # thread could finish backward before any update, and the memory for gradients would grow with the number of
+        # layers.
         if _uses_gradients_in_memory(accesses[position], layout):
             end = bisect_left(ends, position) + _AHEAD
             last = ends[end] if end < len(ends) else len(accesses)
@@ -119,47 +120,46 @@ def windows_of_all(accesses: Sequence[Access], length: int, layout: Layout) -> l
 
 
 def _uses_gradients_in_memory(access: Access, layout: Layout) -> bool:
-    """Return whether an access is part of an update in backward."""
+    """Return whether an access is part of an update in backward, whose gradients are not in pages."""
     roles = {layout.pages[use.page].role for use in access}
     return Role.GRAD not in roles and any(use.mode.modifies for use in access)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moves:
-    """Transfers of one steady step."""
+    """Transfers of one steady step (a step that follows an identical step)."""
 
     entering: Sequence[int]
-    """Uses that assign a cache slot to their page, in order."""
+    """Uses for which the page enters the host cache, in order."""
     read: AbstractSet[int]
-    """Entering uses that read the content of their page."""
+    """Entering uses for which the content of the page is read from the store."""
     leaving: Sequence[int]
-    """Uses after which their page gives up its cache slot, in order."""
+    """Uses after which the page leaves the host cache, in order."""
     written: AbstractSet[int]
-    """Leaving uses after which the content of their page is written."""
+    """Leaving uses after which the content of the page is written to the store."""
     staying: frozenset[int]
-    """Pages that are not resident, but never leave."""
+    """Pages that are not resident in the plan, but never leave the host cache."""
     total_bytes: int
-    """Bytes read and written."""
+    """Total bytes read and written."""
 
 
 class Cycle:
-    """One cycle of a trace: the accesses of a step that is followed by identical steps. Immutable."""
+    """Immutable cycle of a trace: the accesses of a step that is followed by identical steps."""
 
     def __init__(self, trace: Sequence[Access], layout: Layout) -> None:
-        """Number the uses of a trace and of its repetition."""
         self.trace, self.layout, self.length = tuple(trace), layout, len(trace)
-        """Accesses of the step; pages of this rank; number of accesses."""
+        """Accesses of the step, pages of this rank, and number of accesses, respectively."""
         uses = self._uses = Uses((*self.trace, *self.trace))
         self.number = number = uses.starts[self.length]
         """Number of uses in one cycle."""
         self.pages, self.places = uses.pages[:number], uses.places[:number]
-        """Page and position of each use in one cycle."""
+        """Page number and position of each use in one cycle."""
         self.used = frozenset(self.pages)
-        """All pages that are used."""
+        """All pages that the step uses."""
         self.nbytes = [page.nbytes for page in layout.pages]
         """Size of every page of the layout, in bytes."""
         self.then = [uses.places[use] for use in uses.after[:number]]
-        """Position of the next use of the same page. Positions continue into the next cycle."""
+        """For each use, the position of the next use of the same page. Positions continue into the next cycle."""
         self._after = [use % number for use in uses.after[:number]]
         self._before = [use % number for use in uses.before[number:]]
         write, update, consume = Mode.WRITE, Mode.UPDATE, Mode.CONSUME
@@ -169,24 +169,24 @@ class Cycle:
         self._near = self._near_uses()
 
     def windows(self, resident: AbstractSet[int], streaming: int) -> list[int]:
-        """Return c(i) for every position. [Note: the window] in `planner`."""
+        """Return the end c(i) of the window for every position i. [Note: the window] in `planner`."""
         return windows(self._uses, self.length, resident, streaming)
 
     def windows_of_all(self) -> list[int]:
-        """Return c(i) for every position if all pages have cache slots. [Note: all pages resident] in `planner`."""
+        """Return c(i) for every position i if all pages have cache slots. [Note: all pages resident] in `planner`."""
         return windows_of_all((*self.trace, *self.trace), self.length, self.layout)
 
     def _last(self, reach: Sequence[int]) -> list[int]:
-        """Return the last position whose pages are in memory after each position: the window of the next position."""
+        """Return, for each position, the end of the window when the next position has been reached."""
         return [*reach[1:], *(first + self.length for first in reach[:1])]
 
     def moves(self, reach: Sequence[int], resident: AbstractSet[int], kept: Collection[int]) -> Moves:
         """Return the transfers of one steady step.
 
         Args:
-            reach: c(i) for every position.
-            resident: pages that always stay.
-            kept: uses after which their page stays although the window does not reach its next use.
+            reach: end c(i) of the window for every position i.
+            resident: pages that stay in memory permanently.
+            kept: uses after which the page stays in memory although the window does not include its next use.
         """
         pages, nbytes, last = self.pages, self.nbytes, self._last(reach)
         leaving = [
@@ -210,7 +210,7 @@ class Cycle:
         )
 
     def _modified(self, leaving: Sequence[int], enters: Sequence[int]) -> list[int]:
-        """Return the leaving uses whose page has been modified since it entered."""
+        """Return the leaving uses whose page has been modified since it entered the host cache."""
         before, modifies, consumes = self._before, self._modifies, self._consumes
         found = []
         for use in leaving:
@@ -222,9 +222,9 @@ class Cycle:
         return found
 
     def _near_uses(self) -> list[tuple[int, int, int, int]]:
-        """Return the uses whose next use is near, see `between_uses`.
+        """Return the uses for which the next use of the page is near, as defined in `between_uses`.
 
-        Each item is (position of the next use, position, minus the place within the access, use). Items are ordered by
+        Each item is (position of the next use, position, negative index within the access, use). Items are ordered by
         position.
         """
         fsdp_modules = [self.layout.pages[access[0].page].fsdp_module for access in self.trace]
@@ -239,24 +239,24 @@ class Cycle:
         return found
 
     def between_uses(self, reach: Sequence[int], resident: AbstractSet[int], most: int) -> tuple[frozenset[int], int]:
-        """Return the uses after which a page is kept until its next use, and the maximum number of pages kept at once.
+        """Return the uses after which a page is kept until its next use, and the peak number of kept pages.
 
-        As many pages as possible are kept. Only near uses qualify: there are no accesses of another FSDP module in
-        between or, if the next use is an update, at most two runs of accesses of other FSDP modules. For example, FSDP
-        module 5 is gathered, 6 is updated, 4 is gathered, then 5 is updated. If `most` cache slots are not enough, the
-        page with the latest next use is not kept. This rule fits the maximum number of intervals (Carlisle and Lloyd,
-        "On the k-coloring of intervals", 1995).
+        As many pages as possible are kept. Only near uses qualify: no accesses of other FSDP modules come in between
+        or, if the next use is an update, at most two runs of such accesses. For example, FSDP module 5 is gathered, 6
+        is updated, 4 is gathered, and then 5 is updated. If `most` cache slots are not enough, the page whose next use
+        is latest is not kept. This rule keeps the maximum number of pages (Carlisle and Lloyd, "On the k-coloring of
+        intervals", 1995).
 
         Args:
-            reach: c(i) for every position.
-            resident: pages that always stay.
-            most: number of cache slots for kept pages.
+            reach: end c(i) of the window for every position i.
+            resident: pages that stay in memory permanently.
+            most: maximum number of cache slots for kept pages.
         """
         if not most:
             return frozenset(), 0
         last, pages = self._last(reach), self.pages
         kept: set[int] = set()
-        held: list[tuple[int, int, int, int]] = []  # pages kept at this position, ordered by their next use
+        held: list[tuple[int, int, int, int]] = []  # pages kept at this position, ordered by next use
         cache_slots = 0
         for near in self._near:
             then, place, _, use = near

@@ -1,4 +1,4 @@
-"""Traffic of a step between host memory and the device that computes. Pure, as the planner is."""
+"""Traffic of a step between host memory and the compute device. Pure, like the planner."""
 
 from __future__ import annotations
 
@@ -12,39 +12,41 @@ from infinity.schedule.trace import Access, Event, EventKind, Mode, gather_acces
 from infinity.schedule.update_schedule import UpdateSchedule, expand
 
 UPDATE_BYTES: Final = 24
-"""Bytes per parameter that cross the link for an update on the device: master and two moments, in both directions."""
+"""Bytes per parameter that cross the link for an update on the device: the master and two moments, in both
+directions.
+"""
 
 
 def share_that_stays(layout: Layout, room: int) -> float:
-    """Return the fraction of the state that fits on the device, where updates do not take it over the link.
+    """Return the fraction of the state that fits on the device, so that updates do not transfer it over the link.
 
     Args:
         layout: pages of this rank.
-        room: free device memory before the first step, in bytes. The size of activations is not known yet.
+        room: free device memory before the first step, in bytes. It includes memory that activations will need.
     """
     return min(1.0, max(0, room) / max(1, layout.state_bytes))
 
 
 class LinkTraffic(NamedTuple):
-    """Bytes of one step."""
+    """Bytes that cross the link in one step."""
 
     weights: int
-    """Bytes to the device: gathered weights, and stored gradients that other gradients are added to."""
+    """Bytes to the device: gathered weights, and stored gradients to which further gradients are added."""
     gradients: int
-    """Bytes from the device."""
+    """Bytes of gradients from the device."""
     read: int = 0
-    """Bytes to the device: pages that are updated there."""
+    """Bytes to the device: pages that are updated on the device."""
     changed: int = 0
-    """Bytes from the device: pages that have been updated there."""
+    """Bytes from the device: pages that have been updated on the device."""
 
     @property
     def to_device(self) -> int:
-        """Return all bytes to the device."""
+        """Total bytes to the device."""
         return self.weights + self.read
 
     @property
     def from_device(self) -> int:
-        """Return all bytes from the device."""
+        """Total bytes from the device."""
         return self.gradients + self.changed
 
 
@@ -54,7 +56,7 @@ def link_traffic(
     """Return the traffic of a step over the link.
 
     Args:
-        events: one step.
+        events: events of one step.
         layout: pages of this rank.
         update_schedule: where updates run, and which pages stay on the device.
         update_on_device: whether updates run on the device.
@@ -75,7 +77,7 @@ def link_traffic(
 
 
 def _gathers(trace: Sequence[Access], layout: Layout) -> Counter[int]:
-    """Return the number of times that the pages of each FSDP module are read for a gather."""
+    """Return how many times each FSDP module is gathered from its pages."""
     pages = layout.pages
     reads = Counter(
         pages[access[0].page].fsdp_module
@@ -91,13 +93,13 @@ def _gathers(trace: Sequence[Access], layout: Layout) -> Counter[int]:
 
 
 def _gathered_bytes(layout: Layout, fsdp_module: int) -> int:
-    """Return the bytes of the weights of an FSDP module, with the padding of shards."""
+    """Return the number of bytes of an FSDP module's weights, including the padding of shards."""
     shards = [layout.shards[index] for index in layout.fsdp_module_shards[fsdp_module]]
     return sum(shard.spec.padded * ITEMSIZE[layout.segments[shard.segment].format.param] for shard in shards)
 
 
 def _gradient_bytes(layout: Layout, fsdp_module: int) -> int:
-    """Return the bytes of the gradients of an FSDP module, in the dtype that is trained."""
+    """Return the number of bytes of an FSDP module's gradients in the dtype of the master."""
     shards = [
         layout.shards[index] for index in layout.fsdp_module_shards[fsdp_module] if layout.shards[index].spec.trainable
     ]
@@ -105,8 +107,9 @@ def _gradient_bytes(layout: Layout, fsdp_module: int) -> int:
 
 
 def _stored_gradients(events: Sequence[Event], layout: Layout, update_schedule: UpdateSchedule) -> tuple[int, int]:
-    """Return the bytes of stored gradients to the device and from it. They are copied back so that others are added to
-    them.
+    """Return the bytes of stored gradients that are copied to and from the device.
+
+    Gradients are copied to the device again if the step adds further gradients to them.
     """
     there = back = 0
     stored: set[int] = set()
@@ -125,8 +128,10 @@ def _stored_gradients(events: Sequence[Event], layout: Layout, update_schedule: 
 
 
 def _updated_pages(trace: Sequence[Access], layout: Layout) -> tuple[int, int]:
-    """Return the bytes that updates on the device move: each page of an FSDP module once to the device, if it is read,
-    and once back.
+    """Return the bytes that updates on the device copy to and from it.
+
+    Each page of an FSDP module is copied to the device once, if its content is needed, and back once, if it is
+    modified.
     """
     there = back = 0
     pages = layout.pages

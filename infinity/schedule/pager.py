@@ -1,6 +1,7 @@
-"""The pager, which executes a plan. No other code changes the location of a page.
+"""The pager, which executes a plan. No other code moves pages between the store, the host cache and the device.
 
-The pager consists of parts, each with its own state, all under one lock (`transfers` names the threads that take it):
+The pager consists of the following parts. Each has its own state, and a single lock protects all of them (`transfers`
+lists the threads that take it):
 
     Pager --> Cursor --> Cache --> CacheSlots   cache slot of each page, and the reasons to keep the page there
       |                   |
@@ -10,14 +11,19 @@ The pager consists of parts, each with its own state, all under one lock (`trans
       +--> GpuResidentPages                     pages of GPU-resident FSDP modules
 
 `Cache` acquires, releases, prefetches, writes back and evicts pages. `Cursor` knows which pages the plan needs next.
-`Pager` is the interface for other packages: accesses of the training thread, reservations for other threads, and
-operations between steps.
+`Pager` is the interface for other packages: it provides accesses for the training thread, reservations for other
+threads, and operations that run between steps.
 
-[Note: GPU-resident FSDP modules] All pages of an FSDP module can be on the device (`set_gpu_resident`). An access to such pages is
-not part of a plan, needs no cache slots, and gets the bytes on the device. Otherwise accesses and reservations behave
-as for all other pages. The pages are copied into cache slots, one after another, only if modified pages must be in the
-store (`flush`) or if the FSDP module is no longer GPU-resident. From the cache slots they are written back in the same
-way as any other page.
+An *access* needs a few pages in memory at the same time. A *reservation* is an access that takes place later, usually
+on another thread. The *window* is the range of upcoming accesses whose pages the plan keeps in the host cache; each of
+these accesses has a *claim* on its pages. A page is *pinned* while it is in use, and *resident* if the plan keeps it
+permanently in the host cache. An access is *off the plan* if no plan is followed or the plan did not expect the access.
+
+[Note: GPU-resident FSDP modules] `set_gpu_resident` moves all pages of an FSDP module to the device. An access to such
+pages is not part of a plan, needs no cache slots, and returns bytes that are on the device. In all other respects,
+accesses and reservations work as they do for other pages. The pages are copied back into cache slots, one after
+another, only when modified pages must be stored (`flush`) or when the FSDP module stops being GPU-resident. From the
+cache slots, they are written back like any other page.
 """
 
 from __future__ import annotations
@@ -45,24 +51,24 @@ from infinity.schedule.planner import Plan
 from infinity.schedule.trace import Access, Mode, Use
 from infinity.schedule.transfers import PageReaderWriter, PagerObserver, Transfers
 
-_LOOK_SECONDS = 0.5
-"""Seconds between checks for a failure while a thread waits for the job of another thread."""
-_BROUGHT = 4
-"""Number of pages that are read at the same time when an FSDP module becomes GPU-resident. Every host cache has at
-least this many cache slots.
+_FAILURE_CHECK_SECONDS = 0.5
+"""Interval, in seconds, at which the training thread checks for failures while it waits for a job of another thread."""
+_PAGES_READ_TOGETHER = 4
+"""Number of pages that are read concurrently when an FSDP module becomes GPU-resident. Every host cache has at least
+this many cache slots.
 """
 
 
 class Reservation:
-    """Pages that are held later, in a ``with`` block, and whose place in the plan is taken now.
+    """An access that takes its place in the plan now and holds its pages later, in a ``with`` block.
 
     Updates use reservations, and so does the thread that prefetches weights to the GPU. Life cycle: `Pager.reservation`
-    creates a reservation on the training thread, without waiting. The reservation is held between `__enter__` (or
-    `hold_at_once`) and `__exit__`, and then returned. Each kind of reservation is held by its own thread or, if updates
-    have no thread, by the training thread, one after another in the order in which they were created. Until a
-    reservation is returned, the training thread waits before it uses one of the pages. If `__enter__` raises, the
-    reservation is never returned, and from then on every wait raises the first error. A reservation does not change
-    after it was created.
+    creates a reservation on the training thread, without waiting. The reservation is held from `__enter__` (or
+    `hold_at_once`) to `__exit__`, which returns it. The update thread and the thread that prefetches weights each hold
+    their reservations one at a time, in the order in which they were created. If updates have no thread of their own,
+    the training thread holds their reservations. Before the training thread uses a page, it waits until all
+    reservations of the page have been returned. If `__enter__` raises, the reservation is never returned, and every
+    later wait raises the first error. A reservation is immutable.
     """
 
     def __init__(
@@ -78,50 +84,50 @@ class Reservation:
     ) -> None:
         self._pager, self._earlier, self._threaded, self._copies = pager, earlier, threaded, copies
         self.uses = uses
-        """The pages, as `Pager.access` takes them."""
+        """The pages and their modes, in the form that `Pager.access` expects."""
         self._cursor = cursor
-        """Cursor in which the place was taken; None off the plan."""
+        """Cursor in which the reservation took its place, or ``None`` off the plan."""
         self._access = access
-        """Access of the plan; None off the plan."""
+        """Place of the reservation in the plan, or ``None`` off the plan."""
 
     def hold_at_once(self) -> list[Content] | None:
-        """Hold the pages if that is possible without waiting, and return their bytes. Otherwise return ``None``.
+        """Acquire the pages if this is possible without waiting, and return their bytes. Otherwise return ``None``.
 
-        `__exit__` returns the pages.
+        Call `__exit__` to release the pages.
         """
         return self._pager._acquire_at_once(self.uses, threaded=self._threaded)
 
     def __enter__(self) -> list[Content]:
-        """Wait for the pages. Return and raise as `Pager.access` does."""
+        """Wait for the pages and return their bytes. Raises the same exceptions as `Pager.access`."""
         return self._pager._acquire_reservation(
             self.uses, self._earlier, self._cursor, self._access, threaded=self._threaded
         )
 
     def __exit__(self, *exception: object) -> None:
-        """Return the pages."""
         device_event = self._copies() if self._copies else None
         self._pager._release_reservation(self.uses, self._cursor, self._access, device_event)
 
 
 class Pager:
-    """Brings pages into cache slots ahead of their use and writes modified pages back afterwards.
+    """Reads pages into cache slots before they are used, and writes modified pages back afterwards.
 
-    Life cycle: without a plan, every access is served on demand, and pages stay until their cache slot is needed.
-    `install` sets a plan, which the pager then follows access by access. An access that the plan does not expect
-    suspends the plan until the next `begin_step`. `drain` ends the pager. After the first error, every call that can
-    wait raises this error.
+    Life cycle: without a plan, pages are read on demand and stay in memory until their cache slot is needed. `install`
+    sets a plan, which the pager then follows access by access. An access that the plan does not expect suspends the
+    plan until the next `begin_step`. `drain` shuts the pager down. After an error, every call that can wait raises the
+    first error.
 
-    `access`, `reservation`, `install`, `begin_step`, `set_gpu_resident`, `flush` and `discard` must be called on the training
-    thread. Every attribute is read and changed under the lock of `Transfers`.
+    `access`, `reservation`, `install`, `begin_step`, `set_gpu_resident`, `flush` and `discard` must be called on the
+    training thread. Every attribute is read and changed under the lock of `Transfers`.
 
     Args:
         layout: pages of this rank.
         host_cache: cache slots for the pages.
-        device: device that computes.
+        device: device that runs the computation.
         store: storage that pages are read from and written to.
-        observer: receiver of telemetry, called under the lock.
-        timeout: time limit of a wait, in seconds.
-        failed: called once with the first error, from any thread and under the lock. It must not wait.
+        observer: receiver of telemetry. It is called with the lock held.
+        timeout: maximum duration of a wait, in seconds.
+        failed: function that is called once, with the first error, from any thread and with the lock held. It must not
+            wait.
     """
 
     def __init__(
@@ -144,18 +150,20 @@ class Pager:
         )
         self._gpu_resident_pages = GpuResidentPages(layout, device, observer)
         self._plan: Plan | None = None
-        """Plan that was installed last. Changed by `install`, and when a step departs from a predicted plan."""
+        """Plan that was installed most recently. Changed by `install`, and cleared when a step departs from a predicted
+        plan.
+        """
         self._guessed = False
-        """``True`` if this plan is a prediction, because no step is recorded yet. Changed together with `_plan`."""
+        """``True`` if `_plan` is a prediction because no step has been recorded yet. Changed together with `_plan`."""
         self._cursor: Cursor | None = None
-        """Position of the step in the plan; None while no plan is followed. Changed by `install`, `begin_step`,
-        `drain`, and by an access or reservation that departs from the plan.
+        """Position of the current step in the plan, or ``None`` while no plan is followed. Changed by `install`, by
+        `begin_step`, by `drain`, and by an access or reservation that departs from the plan.
         """
         self._waiting = 0
-        """Number of reservations that wait until the window reaches them. Changed by the waiting threads."""
+        """Number of reservations that are waiting for the window to reach them. Changed by the waiting threads."""
         self.reservations = 0
-        """Number of reservations that have been created and not returned. Changed by the threads that create and return
-        them.
+        """Number of outstanding reservations: created, but not yet returned. Changed by the threads that create and
+        return them.
         """
 
     # Calls from the training loop #
@@ -164,26 +172,27 @@ class Pager:
     def access(
         self, uses: Access, *, planned: bool = True, copies: Callable[[], DeviceEvent] | None = None
     ) -> Iterator[list[Content]]:
-        """Hold the pages of `uses` in memory and return their bytes: one view per use, as long as its page.
+        """Hold pages in memory and return their bytes as one view per use, each of the length of its page.
 
-        For a GPU-resident FSDP module, the views are tensors on the device, for work on the current stream of this
-        thread.
+        For a GPU-resident FSDP module, the views are tensors on the device. Use them only on the current stream of the
+        calling thread.
 
         Args:
-            uses: distinct pages that are needed at the same time.
-            planned: whether this access is part of a training step. If not, it is served on demand and the plan
-                continues.
-            copies: called at the end. Returns an event after the copies between the pages and a device. The pages keep
-                their cache slots until the device has passed this event. The next use of GPU-resident pages is ordered
-                after it.
+            uses: distinct pages that are needed at the same time, with their modes.
+            planned: whether this access is part of a training step. If not, its pages are read on demand, and the
+                position in the plan does not change.
+            copies: function that is called at the end of the access and returns an event recorded after all copies
+                between the pages and a device. The pages keep their cache slots until the device has passed this event.
+                The next use of GPU-resident pages is ordered after it.
 
         Raises:
             CorruptPageError: if a page fails verification.
             StorageError: if a page cannot be read.
             StallError: if a wait exceeds the time limit.
-            InfinityError: if the host cache has too few cache slots for the pages that are in use at the same time.
+            InfinityError: if more pages are in use at the same time than the host cache has cache slots.
         """
-        # Hold Ctrl-C back until the `finally` below is in force. A page that stays pinned never returns its cache slot.
+        # Defer Ctrl-C until the `finally` clause below is in effect. A page that stays pinned would never release its
+        # cache slot.
         interrupts.begin()
         try:
             planned = self._acquire(uses, planned=planned)
@@ -199,18 +208,17 @@ class Pager:
     def reservation(
         self, uses: Access, *, threaded: bool, copies: Callable[[], DeviceEvent] | None = None, ahead: bool = False
     ) -> Reservation:
-        """Take the place of `uses` in the plan now and hold the pages later. Each thread holds its reservations in
-        order.
+        """Return a reservation, which takes its place in the plan now and holds its pages later.
 
         Args:
-            uses: as for `access`.
-            threaded: whether another thread holds the reservation. Its waits do not count as stalls of the training
-                thread.
-            copies: as for `access`.
-            ahead: whether the reservation prefetches weights for a later gather. It is held after the earlier
-                reservations of its pages, which another thread holds and modifies, have been returned, and after the
-                window has reached it. The training thread waits for this reservation, and therefore gets no further
-                ahead of updates than the window allows.
+            uses: distinct pages that are needed at the same time, with their modes.
+            threaded: whether a thread other than the training thread holds the reservation. Waits on such a thread do
+                not count as stalls of the training thread.
+            copies: function with the same meaning as for `access`.
+            ahead: whether the reservation prefetches weights for a later gather. Before it holds its pages, such a
+                reservation waits until all earlier reservations of these pages have been returned by the updates that
+                modify them, and until the window has reached it. The training thread waits for the prefetch, so it runs
+                ahead of updates no further than the window allows.
 
         Raises:
             CorruptPageError, StorageError, StallError: if an earlier operation has failed.
@@ -221,15 +229,15 @@ class Pager:
             access = cursor.take(uses) if cursor is not None else None
             self.reservations += 1
             states = [self._cache_slots.pages[use.page] for use in uses]
-            # Numbers instead of "no open reservation": only earlier reservations of the pages count, not this one and
-            # later ones.
+            # Later reservations of the same pages must not be waited for, so record how many earlier ones there are in
+            # total.
             earlier = [state.returned + state.reservations for state in states] if ahead else ()
             for state in states:
                 state.reservations += 1
         return Reservation(self, uses, cursor, access, earlier=earlier, threaded=threaded, copies=copies)
 
     def reserve_space(self, plan: Plan) -> None:
-        """Reserve space on the drives for gradients if the steps of a plan store them, and release it if not.
+        """Reserve drive space for gradients if the steps of a plan store gradients. Otherwise release this space.
 
         Args:
             plan: plan of the next steps.
@@ -241,12 +249,15 @@ class Pager:
         self._store.expect_gradients(plan.stores_gradients)
 
     def install(self, plan: Plan | None, *, guessed: bool = False) -> None:
-        """Follow a plan from the start of the next step. Raises as `reservation` does.
+        """Follow a plan from the start of the next step.
 
         Args:
-            plan: plan to follow; None serves everything on demand.
-            guessed: whether the plan is a prediction, because no step has been recorded yet. A step that departs from
-                such a plan ends it.
+            plan: plan to follow, or ``None`` to read all pages on demand.
+            guessed: whether the plan is a prediction because no step has been recorded yet. If a step departs from such
+                a plan, the pager discards the plan.
+
+        Raises:
+            CorruptPageError, StorageError, StallError: if an earlier operation has failed.
         """
         with self.transfers.lock:
             self.transfers.check()
@@ -254,8 +265,8 @@ class Pager:
             self._set_plan(plan, guessed=guessed)
             self._cursor = Cursor(plan, self._cache) if plan and plan.trace else None
             if self._cursor is not None:
-                # Claim before evicting. Otherwise pages that are in memory and inside the window would be evicted and
-                # read again.
+                # Claim pages before evicting any. Otherwise pages of the window that are already in memory would be
+                # evicted and read again.
                 self._cursor.claim_window()
             self._cache.evict_all()
             self._cache.prefetch()
@@ -269,15 +280,15 @@ class Pager:
 
     @property
     def failure(self) -> Exception | None:
-        """Return the first error, which every call raises, or ``None``."""
+        """First error, which every later call raises, or ``None``."""
         return self.transfers.failure
 
     def wait_for_device(self, device_event: DeviceEvent, what: str) -> None:
-        """Wait until the device has passed an event. May be called from any thread.
+        """Wait until the device has passed an event. This method may be called from any thread.
 
         Args:
-            device_event: the event.
-            what: work of the device before this event, for the error message.
+            device_event: event to wait for.
+            what: description of the device's work before this event, for the error message.
 
         Raises:
             StallError: if the wait exceeds the time limit.
@@ -288,11 +299,11 @@ class Pager:
             raise self.transfers.failure or late
 
     def wait_for_job(self, job: Future[Any], cause: str) -> None:
-        """Block the training thread until a job of another thread has ended, successfully or not.
+        """Block the training thread until a job of another thread has finished, successfully or not.
 
         Args:
-            job: the job.
-            cause: cause of the stall, see `PagerObserver.stalled`.
+            job: job to wait for.
+            cause: cause of the stall that is reported to `PagerObserver.stalled`.
 
         Raises:
             Exception: the first error, if an operation fails before or during the wait.
@@ -300,28 +311,29 @@ class Pager:
         if job.done():
             return
         began = perf_counter()
-        while not wait_for_futures([job], _LOOK_SECONDS).done:
+        while not wait_for_futures([job], _FAILURE_CHECK_SECONDS).done:
             interrupts.check()
             if self.transfers.failure is not None:
                 raise self.transfers.failure
         self._observer.stalled(cause, -1, perf_counter() - began)
 
     def exchanging(self) -> AbstractContextManager[None]:
-        """Return a context in which an update waits for other ranks, without a time limit. For the thread that runs
-        updates.
+        """Return a context manager for the part of an update that waits for other ranks, which has no time limit. It
+        must be entered on the thread that runs updates.
         """
         return self.transfers.exchanging()
 
     @property
     def between_steps(self) -> bool:
-        """Return ``True`` if a plan is followed and a step has just ended. For the training thread."""
+        """``True`` if a plan is followed and a step has just ended. Read only on the training thread."""
         # The lock is not needed: only the training thread changes the cursor and its position.
         return self._cursor is not None and self._cursor.between_steps
 
     def begin_step(self) -> None:
-        """Mark the boundary between two steps. If a step departed from the plan, the next step rejoins it.
+        """Mark the boundary between two steps. If the previous step departed from the plan, follow the plan again.
 
-        Raises as `reservation` does.
+        Raises:
+            CorruptPageError, StorageError, StallError: if an earlier operation has failed.
         """
         with self.transfers.lock:
             self.transfers.check()
@@ -333,7 +345,9 @@ class Pager:
                 self._cursor.claim_window()
 
     def flush(self) -> None:
-        """Write every modified page and wait until no page is being written. Raises as `access` does."""
+        """Write back all modified pages and wait until all writes have ended. Raises the same exceptions as
+        `access`.
+        """
         with self.transfers.lock:
             self.transfers.wait(lambda: not self.reservations, "update", -1)
             newer = self._gpu_resident_pages.newer()
@@ -345,19 +359,19 @@ class Pager:
     # GPU-resident FSDP modules #
 
     def gpu_resident(self, fsdp_module: int) -> bool:
-        """Return ``True`` if an FSDP module is GPU-resident. For the training thread."""
+        """Return ``True`` if an FSDP module is GPU-resident. Must be called on the training thread."""
         return fsdp_module in self._gpu_resident_pages.fsdp_modules
 
     def set_gpu_resident(self, fsdp_modules: frozenset[int]) -> None:
-        """Make exactly these FSDP modules GPU-resident. Must be called between steps.
+        """Make the given FSDP modules GPU-resident, and no others. Must be called between steps.
 
         Args:
             fsdp_modules: indices of FSDP modules.
 
         Raises:
-            torch.OutOfMemoryError: if the device has too little memory. FSDP modules that were GPU-resident before and
-                are in `fsdp_modules` stay GPU-resident.
-            Exception: as `access`.
+            torch.OutOfMemoryError: if the device has too little memory. FSDP modules in `fsdp_modules` that were
+                already GPU-resident stay GPU-resident.
+            CorruptPageError, StorageError, StallError, InfinityError: in the same cases as `access`.
         """
         gpu_resident_pages = self._gpu_resident_pages
         if fsdp_modules == gpu_resident_pages.fsdp_modules:
@@ -378,18 +392,18 @@ class Pager:
             self._bring(fsdp_module, memory)
 
     def _bring(self, fsdp_module: int, memory: dict[int, GpuResidentPage]) -> None:
-        """Make an FSDP module GPU-resident: start to copy the content of its pages to the device."""
+        """Make an FSDP module GPU-resident. The copies to the device are only queued when this method returns."""
         gradients = [page for page in self._layout.pages if page.fsdp_module == fsdp_module and page.role is Role.GRAD]
         with self.transfers.lock:
             gradients = [page for page in gradients if self._cache.has_content(page.index)]
         stored = self._gpu_resident_pages.build(gradients)
         coming = memory | stored
         stream = self._device.stream("stage")
-        # The memory may come from the allocator with earlier work of the current stream still queued on it.
+        # The allocator may have handed out memory on which the current stream still has work queued.
         self._device.record_event(self._device.current()).before(stream)
         pages = list(coming)
-        for first in range(0, len(pages), _BROUGHT):
-            together = pages[first : first + _BROUGHT]
+        for first in range(0, len(pages), _PAGES_READ_TOGETHER):
+            together = pages[first : first + _PAGES_READ_TOGETHER]
             uses = tuple(Use(page, Mode.CONSUME if page in stored else Mode.READ) for page in together)
             with self.access(uses, planned=False, copies=partial(self._device.record_event, stream)) as contents:
                 for page, content in zip(together, contents, strict=True):
@@ -402,7 +416,9 @@ class Pager:
             self._gpu_resident_pages.come(fsdp_module, coming)
 
     def _send(self, page: int, gpu_page: GpuResidentPage) -> None:
-        """Start to copy a GPU-resident page into a cache slot, from which it is written. No reservation may be open."""
+        """Start copying a GPU-resident page into a cache slot, from which it will be written. No reservation may be
+        outstanding.
+        """
         back, uses = self._device.stream("back"), (Use(page, Mode.WRITE),)
         with interrupts.held():
             with self.transfers.lock:
@@ -413,19 +429,19 @@ class Pager:
                 self._device.keep(gpu_page.content, back)
                 gpu_page.used, gpu_page.newer = self._device.record_event(back), False
             except Exception as error:
-                # The cache slot has no valid content. Failing here keeps it pinned and stops all writes, so that the
-                # previous version in the store is not replaced by garbage.
+                # The cache slot has no valid content. Failing here keeps the page pinned and stops all writes, so that
+                # garbage does not replace the previous version in the store.
                 self.fail(error)
                 raise
             with self.transfers.lock:
                 self._cache.release(uses, gpu_page.used)
 
     def discard(self, pages: Sequence[int]) -> None:
-        """Drop the content of pages that will not be read again. Raises as `access` does."""
+        """Drop the content of pages that will not be read again. Raises the same exceptions as `access`."""
         with self.transfers.lock:
             for page in pages:
                 state = self._cache_slots.pages[page]
-                # The store may reuse the extent of the page at once. A transfer still in flight would then read or
+                # The store may reuse the extent of the page immediately. A transfer still in flight would then read or
                 # overwrite the content of another page.
                 self.transfers.wait(lambda state=state: not state.reservations, "update", page)  # type: ignore[misc]
                 self.transfers.wait(lambda state=state: not state.reading, "read", page)  # type: ignore[misc]
@@ -434,53 +450,53 @@ class Pager:
                 self._cache.discard(page)
 
     def fail(self, error: Exception) -> None:
-        """Make every later call, and every current wait, raise `error`. May be called from any thread."""
+        """Make all current waits and all later calls raise `error`. May be called from any thread."""
         with self.transfers.lock:
             self.transfers.fail(error)
 
     def leave_to_parent(self, error: Exception) -> None:
-        """Make every call in a forked child process raise `error`, whatever the threads of the parent were doing at the
-        fork.
+        """Make every call in a forked child process raise `error`, regardless of the state of the parent's threads at
+        the fork.
         """
         self.transfers.leave_to_parent(error)
 
     def drain(self) -> bool:
-        """Wait for all transfers and copies without raising. After a failure, wait only for a short time.
+        """Wait for all transfers and copies, without raising. After a failure, wait only for a short time.
 
         The pager must not be used afterwards.
 
         Returns:
-            ``True`` if the device no longer uses the host cache.
+            ``True`` if all copies between the device and the host cache have ended.
         """
         with self.transfers.lock:
             self._cursor = None
         return self._cache.drain()
 
     def census(self) -> dict[str, int]:
-        """Return the number of cache slots by status: free, resident, streaming, writing."""
+        """Return the number of cache slots by status: ``free``, ``resident``, ``streaming`` or ``writing``."""
         with self.transfers.lock:
             return self._cache_slots.census()
 
     def held_bytes(self) -> dict[str, int]:
-        """Return the bytes of pages in the host cache, by role."""
+        """Return the number of bytes that pages occupy in the host cache, by role."""
         with self.transfers.lock:
             return self._cache_slots.held_bytes()
 
     def in_flight(self) -> dict[str, int]:
-        """Return the number of pages that are being read and written."""
+        """Return the numbers of pages that are currently being read and written."""
         with self.transfers.lock:
             return {"read": self.transfers.reads, "write": self.transfers.writes}
 
     # Accesses and reservations #
 
     def _acquire(self, uses: Access, *, planned: bool) -> bool:
-        """Acquire pages for the training thread. Return ``True`` if the plan expected them."""
+        """Acquire pages for the training thread. Return ``True`` if the access follows the plan."""
         with self.transfers.lock:
             self.transfers.check()
             cursor = self._follow(uses) if planned and not self._gpu_resident_pages.has(uses) else None
-            # Open reservations hold the window back. An access outside of the window must wait for them: if it were
-            # served on demand, it would take cache slots that the plan has assigned to other pages, and the bytes of a
-            # step would depend on the speed of updates.
+            # The window cannot advance past an outstanding reservation. An access outside the window must wait for the
+            # reservation: if its pages were read on demand, they would take cache slots that the plan has assigned to
+            # other pages, and the number of bytes per step would depend on the speed of updates.
             if cursor is not None and not cursor.claimed:
                 self.transfers.wait(lambda: cursor.claimed, "update", uses[0].page)
             for use in uses:
@@ -510,12 +526,12 @@ class Pager:
         """Acquire the pages of a reservation and return their bytes.
 
         Args:
-            uses: the pages.
-            earlier: for a reservation ahead of a gather: by use, the number of reservations of the page that must have
-                been returned since the start.
-            cursor: cursor in which the place was taken.
-            access: access of the plan.
-            threaded: whether this is not the training thread.
+            uses: pages of the reservation.
+            earlier: total number of reservations of each page that must have been returned before. Empty unless the
+                reservation prefetches weights for a later gather.
+            cursor: cursor in which the reservation took its place, or ``None`` off the plan.
+            access: place of the reservation in the plan, or ``None`` off the plan.
+            threaded: whether the calling thread is not the training thread.
         """
         with self.transfers.lock:
             for use, before in zip(uses, earlier, strict=False):
@@ -523,8 +539,8 @@ class Pager:
                 left = partial(_has_returned, state, before)
                 self.transfers.wait(left, "update", use.page, threaded=threaded)
             if earlier and cursor is not None and access is not None:
-                # This wait cannot deadlock: the oldest access that has not ended is always inside the window, so it can
-                # always run, and the window moves on until it reaches this access.
+                # This wait cannot deadlock: the oldest unfinished access is always inside the window and can therefore
+                # run, and when it ends the window advances, until it reaches this access.
                 reached = partial(self._has_reached, cursor, access)
                 self._waiting += 1
                 try:
@@ -535,7 +551,6 @@ class Pager:
         return self._contents(uses)
 
     def _has_reached(self, cursor: Cursor, access: PlannedAccess) -> bool:
-        """Return whether the window has reached an access, or the plan of this access is no longer followed."""
         return cursor is not self._cursor or cursor.reaches(access)
 
     def _acquire_at_once(self, uses: Access, *, threaded: bool) -> list[Content] | None:
@@ -560,22 +575,22 @@ class Pager:
             self.transfers.lock.notify_all()
 
     def _holder(self, uses: Access) -> Cache | GpuResidentPages:
-        """Return the owner of the pages of an access. It changes only while no page of the access is in use or
+        """Return the object that holds the pages of an access. It changes only while no page of the access is in use or
         reserved.
         """
         return self._gpu_resident_pages if self._gpu_resident_pages.has(uses) else self._cache
 
     def _contents(self, uses: Access) -> list[Content]:
-        """Return the bytes of acquired pages. Does not need the lock."""
         return [*self._holder(uses).contents(uses)]
 
     def _end(self, uses: Access, cursor: Cursor | None, access: PlannedAccess | None) -> None:
-        """Move the window past an access that has ended. Off the plan, evict only consumed pages.
+        """Advance the window after an access has ended. Off the plan, only evict consumed pages.
 
         Args:
-            uses: the pages.
-            cursor: cursor in which the place was taken. If it is no longer followed, the access counts as off the plan.
-            access: access of the plan.
+            uses: pages of the access.
+            cursor: cursor in which the access took its place. If the pager no longer follows this cursor, the access
+                counts as off the plan.
+            access: place of the access in the plan, or ``None`` off the plan.
         """
         if access is not None and cursor is not None and cursor is self._cursor:
             cursor.end(access)
@@ -588,14 +603,14 @@ class Pager:
     # Following the plan #
 
     def _follow(self, uses: Access) -> Cursor | None:
-        """Return the cursor if it expects `uses` next; otherwise depart from the plan."""
+        """Return the cursor if the plan expects `uses` next. Otherwise depart from the plan and return ``None``."""
         cursor = self._cursor
         if cursor is not None and cursor.expected != uses:
             self._depart(f"expected {self._describe(cursor.expected)}, got {self._describe(uses)}")
         return self._cursor
 
     def _depart(self, detail: str) -> None:
-        """Stop following the plan until the next step begins. A predicted plan is dropped for good."""
+        """Stop following the plan until the next step begins. A predicted plan is discarded permanently."""
         self._cache.drop_claims()
         self._cursor = None
         if self._guessed:

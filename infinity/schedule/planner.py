@@ -1,35 +1,41 @@
-"""The planner, which turns a trace and a number of cache slots into a plan. Pure: no I/O, no torch, no clock.
+"""The planner, which computes a plan from a trace and a number of cache slots. Pure: no I/O, no torch, no clock.
 
-[Note: why a fixed resident set] A training step uses its pages in a fixed cyclic order. On such a sweep, any recency
-policy evicts each page just before it is needed again. Keeping a *fixed* set of pages is optimal, and the remaining
-traffic has a closed form (docs/explanation/planning-and-traffic.md). The benefit of a page is the number of bytes per
-step that are saved by keeping it. Every page costs one cache slot, so taking the most beneficial pages first is exact.
-If pages have the same benefit, such as the masters and moments of all FSDP modules, the resident ones are spread over
-the step.
+A *trace* is the sequence of accesses of one training step; each *access* uses a few pages at the same time. A page is
+*resident* if the plan keeps it permanently in the host cache. All other pages *stream*: they enter the host cache
+before a use and leave it afterwards.
+
+[Note: why a fixed resident set] A training step uses its pages in a fixed cyclic order. In such a cycle, any policy
+based on recency evicts each page just before it is needed again. Keeping a *fixed* set of pages is optimal, and the
+remaining traffic has a closed form (docs/explanation/planning-and-traffic.md). The benefit of a page is the number of
+bytes per step that keeping it saves. Every page occupies one cache slot, so choosing pages in order of decreasing
+benefit is optimal. Among pages of equal benefit, such as the masters and moments of all FSDP modules, the resident ones
+are spread evenly over the step.
 
 [Note: the window] Pages that are not resident stream through the remaining cache slots. At position i of the trace, the
-window is [i, c(i)]: it reaches as far ahead as its distinct pages fit into the streaming cache slots. A page is in
-memory exactly while one of its uses is inside the window. When the page enters, it is fetched, unless the use replaces
-its content. When it leaves, it is written if it was modified. c is monotone and does not depend on timing. Therefore
-the bytes of a step are known before the step runs.
+window is the range of accesses [i, c(i)], where c(i) is the last position for which the distinct streaming pages of the
+range fit into the streaming cache slots. A streaming page is in memory exactly while one of its uses is inside the
+window. When the page enters the window, it is read, unless the use replaces its content. When it leaves the window, it
+is written if it was modified. c is monotone and does not depend on timing. Therefore the number of bytes that a step
+transfers is known before the step runs.
 
-The number of streaming cache slots is a trade-off. A small number leaves room for resident pages. A large number lets
-the window reach all pages that are needed until the FSDP module after the next one, so that the drive never idles. The
-planner compares plans by their simulated step time (`timing`). Among plans of about the same speed, it takes the plan
-that moves the fewest bytes, because drives wear out and every byte costs CPU time, hidden or not.
+The number of streaming cache slots is a trade-off. A small number leaves room for resident pages. A large number
+extends the window over all pages that the current and the next FSDP module need, so that the drive never idles. The
+planner compares plans by their simulated step time (`timing`). Among plans of similar speed, it chooses the plan that
+transfers the fewest bytes, because writes wear out drives, and because every byte costs CPU time even if its transfer
+overlaps computation.
 
-[Note: all pages resident] If every page has a cache slot, no page has to wait for a cache slot, and an access to a page
-that is being updated waits for that page alone. Therefore the window spans a whole cycle, with one exception: as long
-as an update has not ended, the training thread does not pass the end of the window that begins at this update. For an
-update in backward, the window ends two FSDP modules later, because the gradients of the FSDP modules in between wait in
-memory outside of the host cache.
+[Note: all pages resident] If every page has its own cache slot, no page has to wait for one, and an access to a page
+that is being updated waits only for that page. Therefore the window spans a whole cycle, with one exception. The
+training thread cannot pass the end of a window that begins at an unfinished update. The window of an update in backward
+ends only two FSDP modules later, because the gradients of the FSDP modules in between wait in memory outside the host
+cache.
 
-[Note: kept pages] In backward, the weights of an FSDP module are copied out for the gather. If they are a part of the
-master, the update of the FSDP module reads them again. The rest of the state of the FSDP module comes between the two
-uses, so the window does not reach that far. Therefore a few cache slots keep pages from one use to the next while one
-FSDP module is being processed. All FSDP modules share these cache slots, one after another: each slot saves one
+[Note: kept pages] In backward, the weights of an FSDP module are copied out for the gather. If the weights are a part
+of the master, the update of the FSDP module reads them again. The rest of the module's state is used between these two
+uses, so the window is too short to contain both. Therefore a few cache slots keep pages from one use to the next while
+one FSDP module is being processed. All FSDP modules share these cache slots, one after another, so each slot saves one
 transfer per FSDP module, whereas a cache slot for a resident page saves two or three transfers per step. The planner
-chooses the alternative that moves fewer bytes.
+chooses the alternative that transfers fewer bytes.
 """
 
 from __future__ import annotations
@@ -49,132 +55,136 @@ from infinity.schedule.trace import Access
 from infinity.units import format_setting, format_size
 
 LEAST_WRITING = 2
-"""Minimum number of cache slots for pages that are being written."""
+"""Minimum number of cache slots that are reserved for pages that are being written."""
 LEAST_STREAMING = 6
 """Minimum number of streaming cache slots."""
 _WIDER = 2
-"""Factor from one tried window to the next. Beyond `_TRIED`, windows are tried up to this factor times the best one."""
+"""Ratio between the sizes of successive windows that the planner tries. Beyond `_TRIED`, it tries windows up to this
+factor times the best size found so far.
+"""
 _TRIED = 48
-"""Number of streaming cache slots up to which wider windows are always tried, or a quarter of the host cache if that is
-less.
+"""Number of streaming cache slots up to which the planner always tries wider windows. In a small host cache, the limit
+is a quarter of the cache slots.
 """
 _ABOUT = 1.02
-"""Ratio of step times up to which two plans count as equally fast."""
+"""Maximum ratio of the step times of two plans that count as equally fast."""
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
 _WRITING = 6
-"""Number of streaming cache slots per cache slot for pages that are being written."""
+"""Number of streaming cache slots for each cache slot that is reserved for pages that are being written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """NVMe bytes of one step, by role of the page."""
+    """NVMe traffic of one step in bytes, by page role."""
 
     read: dict[Role, int]
-    """Bytes read."""
+    """Bytes read per step, by role."""
     written: dict[Role, int]
-    """Bytes written."""
+    """Bytes written per step, by role."""
 
     @property
     def read_bytes(self) -> int:
-        """Bytes read per step."""
+        """Total bytes read per step."""
         return sum(self.read.values())
 
     @property
     def written_bytes(self) -> int:
-        """Bytes written per step."""
+        """Total bytes written per step."""
         return sum(self.written.values())
 
     @property
     def total_bytes(self) -> int:
-        """Bytes read and written per step."""
+        """Total bytes read and written per step."""
         return self.read_bytes + self.written_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetainedPages:
-    """Pages that stay in memory from one use to the next although the window does not reach that far.
+    """Pages that stay in memory from one use to the next although the window does not contain both uses.
 
     For example, if page 7 is used at positions 3 and 9 and kept in between, (3, 7) is in `since` and (9, 7) is in
     `until`.
     """
 
     since: frozenset[tuple[int, int]] = frozenset()
-    """(position in the trace, page) of the uses after which the page stays."""
+    """Uses after which the page stays in memory, as (position in the trace, page)."""
     until: frozenset[tuple[int, int]] = frozenset()
-    """(position in the trace, page) of the uses until which the page has stayed."""
+    """Uses until which the page has stayed in memory, as (position in the trace, page)."""
     cache_slots: int = 0
     """Maximum number of pages that are kept at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The schedule that the pager executes. Immutable.
+    """Immutable decision on which pages are resident, and when the pager reads, keeps and evicts all other pages.
 
     Positions count the accesses of `prefix`, which runs once, and then the accesses of `trace`, which repeats. For
-    example, with a prefix of 2 and a trace of 10 accesses, positions 2 and 12 are both the first access of the trace.
+    example, if the prefix has 2 accesses and the trace has 10, positions 2 and 12 both refer to the first access of the
+    trace.
 
-    Life cycle: `make_plan` creates a plan from the trace of a step. `prepend` adds a prefix if other accesses come
-    before the next step. The plan is then installed in the pager, and replaced when steps change.
+    Life cycle: `make_plan` creates a plan from the trace of a step. `prepend` adds a prefix if other accesses precede
+    the next step. The pager then follows the plan until the trace of the steps changes and another plan replaces it.
     """
 
     prefix: tuple[Access, ...]
-    """Accesses before the first step."""
+    """Accesses that run once, before the first step."""
     trace: tuple[Access, ...]
     """Accesses of one step."""
     reach: tuple[int, ...]
-    """c(i) for every position i of the prefix and of one cycle of the trace: the last position whose pages must be in
-    memory, or on their way, when position i begins.
+    """End c(i) of the window for every position i of the prefix and of one cycle of the trace. When the access at
+    position i begins, all pages up to position c(i) must be in memory or have been requested.
     """
     resident: frozenset[int]
-    """Pages that always stay in memory."""
+    """Pages that stay in the host cache permanently."""
     kept: RetainedPages
-    """Pages that stay from one use to the next."""
+    """Pages that stay in memory from one use to the next. [Note: kept pages]"""
     cache_slots: int
-    """Number of cache slots of the host cache. Slots that are not used for resident, streaming and kept pages hold
+    """Number of cache slots of the host cache. Slots that are not assigned to resident, streaming or kept pages hold
     pages that are being written.
     """
     streaming_cache_slots: int
-    """Maximum number of distinct pages in the window, without resident pages. 0 if all pages are resident."""
+    """Maximum number of distinct non-resident pages in the window. 0 if all pages are resident."""
     traffic: Traffic
-    """Bytes of one step that follows a step of the same trace."""
+    """NVMe traffic of a steady step, which follows another step with the same trace."""
     prefetched: StagedComputation | None = None
-    """Computation of a step, if its weights are prefetched to the GPU."""
+    """Position of the computation in a step whose weights are prefetched to the GPU; otherwise ``None``."""
 
     @property
     def stores_gradients(self) -> bool:
-        """Return ``True`` if steps write gradients to the drives."""
+        """``True`` if steps write gradients to the drives."""
         return self.traffic.written[Role.GRAD] > 0
 
     def access(self, position: int) -> Access:
-        """Return the access at a position."""
+        """Return the access at a position of the plan."""
         lead = len(self.prefix)
         return self.prefix[position] if position < lead else self.trace[(position - lead) % len(self.trace)]
 
     def reach_at(self, position: int) -> int:
-        """Return c(i) for a position."""
+        """Return the last position of the window that begins at a position."""
         cycles = max(0, position - len(self.prefix)) // len(self.trace)
         return self.reach[position - cycles * len(self.trace)] + cycles * len(self.trace)
 
     def keeps(self, position: int, page: int) -> bool:
-        """Return ``True`` if a page stays in memory from its use at a position to its next use."""
+        """Return ``True`` if the plan keeps a page in memory from its use at a position until its next use."""
         lead = len(self.prefix)
         return position >= lead and ((position - lead) % len(self.trace), page) in self.kept.since
 
     def has_kept(self, position: int, page: int) -> bool:
-        """Return ``True`` if a page has stayed in memory from its previous use to its use at a position."""
+        """Return ``True`` if the plan has kept a page in memory from its previous use until its use at a position."""
         lead = len(self.prefix)
         return position >= lead and ((position - lead) % len(self.trace), page) in self.kept.until
 
     def ends_step(self, position: int) -> bool:
-        """Return ``True`` if the next access is at a position between two steps, or before the first step."""
+        """Return ``True`` if a position is the first one of a step, or of the prefix."""
         lead = len(self.prefix)
         return position == 0 or (position >= lead and (position - lead) % len(self.trace) == 0)
 
 
 def least_cache_slots(widest: int) -> int:
-    """Return the minimum number of cache slots for accesses of up to `widest` pages."""
-    # The window must have room for its first access. Otherwise this access waits until the window reaches it, and the
-    # window waits until this access ends. Two more cache slots let the window reach pages of the next access too.
+    """Return the minimum number of cache slots for a trace whose accesses use up to `widest` pages each."""
+    # The window must have room for its first access. Otherwise there would be a deadlock: the access waits until the
+    # window reaches it, and the window waits until the access ends. Two more cache slots let the window also include
+    # pages of the next access.
     return max(LEAST_STREAMING, widest + 2) + LEAST_WRITING
 
 
@@ -187,30 +197,30 @@ def make_plan(
     prefetched: StagedComputation | None = None,
     quick: bool = False,
 ) -> Plan:
-    """Return a plan for the accesses of one step.
+    """Return a plan for the accesses of a step.
 
     Args:
         trace: accesses of one step.
         layout: pages of this rank.
         cache_slots: number of cache slots of the host cache.
-        threaded: whether updates run on a thread of their own.
-        prefetched: computation of a step, if its weights are prefetched to the GPU.
-        quick: whether to skip the search and return any valid plan, e.g. for a plan that is used for one step only.
+        threaded: whether updates run on their own thread.
+        prefetched: position of the computation in the step, if weights are prefetched to the GPU.
+        quick: whether to skip the search and return any valid plan, for example because it is used for only one step.
 
     Raises:
         BudgetError: if `cache_slots` is less than `least_cache_slots`.
     """
     cycle = Cycle(trace, layout)
     widest = max((len(access) for access in trace), default=1)
-    # The result depends only on the arguments, never on a clock, a measurement or the order of a set. Therefore the
-    # bytes of a step are known before it runs, and a resumed run gets the plan that it had before.
+    # The result depends only on the arguments, never on a clock, a measurement or the iteration order of a set.
+    # Therefore the traffic of a step is known before the step runs, and a resumed run gets the same plan as before.
     if len(cycle.used) <= cache_slots:
         return _plan(_all_resident(cycle, cache_slots), prefetched)
     fewest = least_cache_slots(widest)
     if cache_slots < fewest:
         raise BudgetError(
             f"the host cache holds {cache_slots} pages of {format_size(layout.page_bytes)}, but this step needs at "
-            f"least {fewest}: set memory.host_bytes to {format_setting(fewest * layout.page_bytes)} or more, "
+            f"least {fewest}; set memory.host_bytes to {format_setting(fewest * layout.page_bytes)} or more, "
             "or decrease memory.page_bytes"
         )
     streaming, most = fewest - LEAST_WRITING, cache_slots - LEAST_WRITING
@@ -236,22 +246,22 @@ def make_plan(
 
 @dataclass(frozen=True, kw_only=True)
 class _Draft:
-    """A candidate plan, with the values by which candidates are compared."""
+    """A candidate plan, together with the values used to compare candidates."""
 
     cycle: Cycle
-    """The trace."""
+    """Trace that is planned."""
     cache_slots: int
     """Number of cache slots of the host cache."""
     streaming: int
-    """Maximum number of distinct pages in the window."""
+    """Maximum number of distinct non-resident pages in the window."""
     room: int
-    """Number of cache slots for kept pages."""
+    """Number of cache slots that are set aside for kept pages."""
     resident: frozenset[int]
-    """Pages that always stay."""
+    """Pages that stay in the host cache permanently."""
     reach: Sequence[int]
-    """c(i) for every position."""
+    """Last position of the window, for every position."""
     kept: frozenset[int]
-    """Uses after which a page stays until its next use."""
+    """Uses after which the page stays in memory until its next use."""
     keeping: int
     """Maximum number of pages that are kept at the same time."""
     moves: Moves
@@ -259,8 +269,9 @@ class _Draft:
 
 
 def _drafts(cycle: Cycle, cache_slots: int, streaming: int) -> list[_Draft]:
-    """Return candidates with a given number of streaming cache slots: one without kept pages and, if pages can be kept,
-    one that keeps as many pages as possible.
+    """Return the candidates for a given number of streaming cache slots.
+
+    One candidate keeps no pages between uses. If there are pages to keep, a second candidate keeps as many as possible.
     """
     reach = cycle.windows(frozenset(), streaming)
     _, most = cycle.between_uses(reach, frozenset(), cache_slots - streaming - _writing(cache_slots, streaming))
@@ -268,21 +279,20 @@ def _drafts(cycle: Cycle, cache_slots: int, streaming: int) -> list[_Draft]:
 
 
 def _writing(cache_slots: int, streaming: int) -> int:
-    """Return the number of cache slots for pages that are being written."""
     return min(max(LEAST_WRITING, streaming // _WRITING), cache_slots - streaming)
 
 
 def _draft(cycle: Cycle, cache_slots: int, streaming: int, room: int, reach: Sequence[int]) -> _Draft:
     """Return a candidate whose resident pages save the most bytes under the window `reach`.
 
-    All cache slots without another purpose hold resident pages.
+    All cache slots that serve no other purpose hold resident pages.
 
     Args:
-        cycle: the trace.
+        cycle: trace to plan.
         cache_slots: number of cache slots of the host cache.
         streaming: number of cache slots for pages in the window.
         room: number of cache slots for pages that are kept between uses.
-        reach: window for which the resident pages are chosen.
+        reach: last position of the window for every position, used to choose the resident pages.
     """
     number = cache_slots - streaming - room - _writing(cache_slots, streaming)
     resident: frozenset[int] = frozenset()
@@ -305,12 +315,12 @@ def _draft(cycle: Cycle, cache_slots: int, streaming: int, room: int, reach: Seq
 
 
 def _refined(draft: _Draft) -> _Draft:
-    """Return a candidate with improved resident pages.
+    """Return a candidate with a better choice of resident pages.
 
-    The benefit of a page is the number of bytes that it would move if it streamed. It depends on the window, and the
-    window depends on the resident pages. Therefore resident pages are chosen for the window without any resident page,
-    then again for the window that results, and so on, as long as the number of moved bytes decreases. `draft` is the
-    first choice. Its cache slots for kept pages that stay empty are used for resident pages.
+    The benefit of a page is the number of bytes that would be transferred if the page streamed. It depends on the
+    window, and the window depends on the resident pages. Therefore resident pages are first chosen for the window that
+    results if no page is resident, as in `draft`, then for the resulting window, and so on, as long as the traffic
+    decreases. Cache slots that `draft` sets aside for kept pages but never fills become available to resident pages.
     """
     cycle, cache_slots, streaming, room = draft.cycle, draft.cache_slots, draft.streaming, draft.keeping
     best = draft
@@ -324,7 +334,6 @@ def _refined(draft: _Draft) -> _Draft:
 
 
 def _all_resident(cycle: Cycle, cache_slots: int) -> _Draft:
-    """Return the candidate in which all pages stay."""
     reach, none = cycle.windows_of_all(), frozenset[int]()
     return _Draft(
         cycle=cycle,
@@ -340,7 +349,6 @@ def _all_resident(cycle: Cycle, cache_slots: int) -> _Draft:
 
 
 def _draft_of(plan: Plan, layout: Layout) -> _Draft:
-    """Return the candidate that corresponds to a plan without a prefix."""
     cycle, since = Cycle(plan.trace, layout), plan.kept.since
     kept = frozenset(use for use, at in enumerate(zip(cycle.places, cycle.pages, strict=True)) if at in since)
     return _Draft(
@@ -386,13 +394,12 @@ def _traffic(draft: _Draft) -> Traffic:
 
 
 def preferred(plans: Sequence[Plan], layout: Layout, *, threaded: bool) -> Plan:
-    """Return the plan with the shortest step time. Among plans of about the same speed, return the one that moves the
-    fewest bytes.
+    """Return the fastest plan or, among plans of similar speed, the plan that transfers the fewest bytes.
 
     Args:
-        plans: plans to compare, without prefixes.
+        plans: plans to compare; they must not have a prefix.
         layout: pages of this rank.
-        threaded: whether updates run on a thread of their own.
+        threaded: whether updates run on their own thread.
     """
     if len(plans) == 1:
         return plans[0]
@@ -405,54 +412,52 @@ def preferred(plans: Sequence[Plan], layout: Layout, *, threaded: bool) -> Plan:
 
 
 def _most_preferred(drafts: Sequence[_Draft], timings: Sequence[Timing]) -> _Draft:
-    """Return the preferred candidate, as `preferred` does. Each candidate has its own timing."""
+    """Return the preferred candidate by the rule of `preferred`. `timings` has one item per candidate."""
     least = min(draft.moves.total_bytes for draft in drafts)
     return _preferred([(_slowness(draft, timing, least), draft) for draft, timing in zip(drafts, timings, strict=True)])
 
 
 def _preferred(found: Sequence[tuple[float, _Draft]]) -> _Draft:
-    # Bytes decide between plans of about the same speed: drives wear out, and every byte costs CPU time.
+    # Traffic decides between plans of similar speed, because writes wear out drives and every byte costs CPU time.
     most = _ABOUT * min(slowness for slowness, _ in found)
     about = [(slowness, draft) for slowness, draft in found if slowness <= most]
     return min(about, key=lambda pair: (pair[1].moves.total_bytes, pair[0]))[1]
 
 
 def _slowness(draft: _Draft, timing: Timing, least: float) -> float:
-    """Return the mean relative step time of a candidate over four kinds of steps. Less is better.
+    """Return the mean relative step time of a candidate in four cases. Smaller is better.
 
-    The kinds differ in the time of their computation: no time, so that only bytes count; as long as moving `least`
-    bytes; twice as long; and longer than all possible transfers, so that only waits count. The step times are relative
-    to values that are the same for all candidates.
+    The cases differ in the computation time of a step: zero, so that only the traffic matters; the time to transfer
+    `least` bytes; twice that time; and longer than all possible transfers, so that only waits matter. Step times are
+    divided by reference values that are the same for all candidates.
 
     Args:
-        draft: the candidate.
-        timing: simulation of its trace.
-        least: bytes per step that some plan with few streaming cache slots moves, as the unit of time.
+        draft: candidate to evaluate.
+        timing: simulation of the candidate's trace.
+        least: traffic per step of a plan with few streaming cache slots, in bytes. It serves as the unit of time.
     """
-    least = max(1, least)  # avoid a division by zero if no page moves
-    each = 2 * sum(draft.cycle.nbytes[page] for page in draft.cycle.used)  # to read and write every page once
-    works = (least, 2 * least, 2 * each)
-    found = timing.lengths(draft.reach, draft.moves, _moving(draft), works)
-    ratios = [length / work for length, work in zip(found, works, strict=True)]
-    return mean([draft.moves.total_bytes / least, *ratios])
+    least = max(1, least) # avoid a division by zero if no page is transferred each = 2 * sum(draft.cycle.nbytes[page]
+    for page in draft.cycle.used) # bytes to read and write every page once works = (least, 2 * least, 2 * each) found =
+    timing.lengths(draft.reach, draft.moves, _moving(draft), works) ratios = [length / work for length, work in
+    zip(found, works, strict=True)] return mean([draft.moves.total_bytes / least, *ratios])
 
 
 def _moving(draft: _Draft) -> int:
-    """Return the number of cache slots for pages that do not always stay."""
+    """Return the number of cache slots for pages that do not stay in memory permanently."""
     return draft.cache_slots - len(draft.resident) - len(draft.moves.staying)
 
 
 def lengths(
     plan: Plan, layout: Layout, works: Sequence[float], *, beside: OtherResources = NOTHING, threaded: bool
 ) -> list[float]:
-    """Return the time of a steady step for each of several computation times. See `Timing.lengths`.
+    """Return the duration of a steady step for each given computation time. See `Timing.lengths`.
 
     Args:
-        plan: a plan without a prefix.
+        plan: plan to simulate; it must not have a prefix.
         layout: pages of this rank.
-        works: time that all computation of a step takes, in bytes that the drive could move meanwhile.
+        works: computation times of a step, each expressed as the number of bytes that the drive transfers in that time.
         beside: other resources that take time.
-        threaded: whether updates run on a thread of their own.
+        threaded: whether updates run on their own thread.
     """
     if not plan.trace:  # all FSDP modules are GPU-resident
         return list(works)
@@ -471,17 +476,18 @@ def predict_seconds(
     activations: float = 0.0,
     threaded: bool,
 ) -> float:
-    """Return the predicted time of a steady step, in seconds.
+    """Return the predicted duration of a steady step, in seconds.
 
     Args:
-        plan: a plan without a prefix.
+        plan: plan to simulate; it must not have a prefix.
         layout: pages of this rank.
         bandwidth: bandwidth of the drives for reads and writes together, in bytes per second.
-        computation: time that the training thread computes per step without waiting, in seconds.
+        computation: computation time of the training thread per step, excluding waits, in seconds.
         beside: other resources that take time, in seconds.
-        activations: bytes of activations that the drives read and write per step in addition to the plan. They are
-            spread over the step as its computation is, so each transfer of the plan takes longer in proportion.
-        threaded: whether updates run on a thread of their own.
+        activations: bytes of activations that the drives read and write per step, in addition to the traffic of the
+            plan. They are assumed to be distributed over the step like its computation, so each transfer of the plan
+            slows down in proportion.
+        threaded: whether updates run on their own thread.
     """
     total = plan.traffic.total_bytes
     if activations:
@@ -494,11 +500,11 @@ def predict_seconds(
 
 
 def prepend(prefix: Sequence[Access], plan: Plan, layout: Layout) -> Plan:
-    """Return a plan that runs a prefix once before the trace of `plan`.
+    """Return a copy of `plan` that runs a prefix once before the trace.
 
     Args:
-        prefix: accesses of the same pages.
-        plan: a plan.
+        prefix: accesses to run first; they use pages of the trace.
+        plan: plan to extend.
         layout: pages of this rank.
     """
     accesses, length = (*prefix, *plan.trace, *plan.trace), len(plan.trace)
@@ -510,16 +516,16 @@ def prepend(prefix: Sequence[Access], plan: Plan, layout: Layout) -> Plan:
 
 
 def _by_benefit(moves: Moves, cycle: Cycle) -> list[int]:
-    """Return pages in the order of the bytes that they save by staying, largest first.
+    """Return the pages, ordered by the number of bytes that each saves if it is resident, largest first.
 
-    Weights with the same benefit are ordered by FSDP module, because a gather that has to read one page waits about as
-    long as one that reads all pages. So whole FSDP modules are spared the wait. Other pages with the same benefit are
-    ordered so that the first n are spread evenly over the step for every n. Then the remaining transfers overlap the
-    computation of every FSDP module, not only of a few.
+    Weights of equal benefit are ordered by FSDP module, because a gather that has to read one page waits about as long
+    as a gather that reads all of its pages. In this order, some FSDP modules have no wait at all. Other pages of equal
+    benefit are ordered such that, for every n, the first n pages are spread evenly over the step. The remaining
+    transfers then overlap the computation of all FSDP modules, not just of a few.
 
     Args:
         moves: transfers of a step in which no page is resident.
-        cycle: the trace.
+        cycle: trace to plan.
     """
     saved = dict.fromkeys(sorted(cycle.used), 0)
     for use in itertools.chain(moves.read, moves.written):
@@ -536,15 +542,14 @@ def _by_benefit(moves: Moves, cycle: Cycle) -> list[int]:
 
 
 def evenly(number: int) -> float:
-    """Return a place between 0 and 1 for a number, so that the places of the first n numbers are spread evenly for
-    every n.
+    """Map an integer to [0, 1) such that, for every n, the values of the first n integers are spread evenly.
 
-    The places are the multiples of the golden ratio modulo 1 (Knuth, TAOCP 3, section 6.4).
+    The values are the multiples of the golden ratio modulo 1 (Knuth, TAOCP 3, section 6.4).
     """
     return number * _GOLDEN_RATIO % 1
 
 
 @lru_cache(maxsize=16)
 def _spread(number: int) -> list[int]:
-    """Return the integers below `number` in an order in which the first n are spread evenly for every n."""
+    """Return the integers below `number`, ordered such that, for every n, the first n are spread evenly."""
     return sorted(range(number), key=evenly)

@@ -1,4 +1,4 @@
-"""Predicted events of a training step before any step has been recorded, from the FSDP modules in module order."""
+"""Prediction of the events of a training step from its FSDP modules, used before any step has been recorded."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from infinity.schedule.trace import Event, EventKind
 def expected_events(
     trained: Sequence[bool], *, root: bool, embeds: bool, passes: int = 1, components: int = 1, alone: bool
 ) -> tuple[Event, ...]:
-    """Return the events of one step of a model that uses its FSDP modules one after another.
+    """Return the events of one step of a model that uses its FSDP modules in sequence.
 
-    The root is gathered first and stays until the end of backward. Layers are gathered in forward, and again in
-    backward down to the first layer with a trained parameter.
+    The root is gathered first and stays gathered until the end of backward. The other FSDP modules (layers) are
+    gathered in forward and again in backward, which goes back to the first layer that has a trained parameter or whose
+    inputs require gradients.
 
     Args:
-        trained: by FSDP module, whether it has a trained parameter.
-        root: whether the first FSDP module is the root, with parameters of its own.
-        embeds: whether the root computes the inputs of the layers with trained parameters.
-        passes: number of forward and backward passes per step: the number of micro-batches of a loop over them, else 1.
-        components: number of stored components of each gradient.
-        alone: whether there is only one rank. One rank gathers a layer when it is needed; several ranks gather the next
-            layer ahead.
+        trained: for each FSDP module in module order, whether it has a trained parameter.
+        root: whether the first FSDP module is the root module with its own parameters.
+        embeds: whether the root uses trained parameters to compute the inputs of the layers.
+        passes: number of forward and backward passes per step. It is the number of micro-batches if the step loops over
+            them, and otherwise 1.
+        components: number of components in which each gradient is stored.
+        alone: whether there is only one rank. A single rank gathers a layer when the layer is needed; with several
+            ranks, FSDP2 gathers the next layer in advance.
     """
     forward = [Event(EventKind.GATHER, fsdp_module) for fsdp_module in range(len(trained))]
     backward = _backward(trained, components, root=root, embeds=embeds, ahead=not alone)
@@ -37,8 +39,8 @@ def _backward(trained: Sequence[bool], components: int, *, root: bool, embeds: b
         else next((fsdp_module for fsdp_module in range(top, len(trained)) if trained[fsdp_module]), len(trained))
     )
     layers = list(range(len(trained) - 1, first - 1, -1))
-    # FSDP2 detects the end of a layer's backward by the gradient of its input. If the input has no gradient, and for
-    # the root, the gradients arrive at the end of the whole backward, beginning with the root.
+    # FSDP2 detects the end of a layer's backward by the gradient of the layer's input. The gradients of the root, and
+    # of a layer whose input has no gradient, arrive at the end of the entire backward pass, starting with the root.
     late = ([0] if root else []) + ([] if embeds else [first])
     events: list[Event] = []
 
@@ -49,7 +51,7 @@ def _backward(trained: Sequence[bool], components: int, *, root: bool, embeds: b
         if fsdp_module < len(trained) and trained[fsdp_module]:
             events.append(Event(EventKind.GRADIENTS, fsdp_module, components))
 
-    # FSDP2 gathers a layer ahead even if backward never reaches this layer.
+    # FSDP2 gathers the last layer in advance even if backward never reaches it.
     if ahead and len(trained) > top:
         gather(len(trained) - 1)
     for fsdp_module in layers:

@@ -1,4 +1,4 @@
-"""Choice of the update schedule and the plan of a step. Pure, as the planner is."""
+"""Choice of the update schedule and the plan for a step. Pure, like the planner."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from infinity.schedule.update_schedule import UpdateSchedule, eligible_for_backw
 
 
 def resolve_schedule(wanted: str, events: Sequence[Event], *, late: bool = False, exchanges: bool = False) -> str:
-    """Return the name of the update schedule for a step: a value of the setting `update.schedule`, except ``auto``.
+    """Return the name of the update schedule for a step, which is a value of `update.schedule` other than ``auto``.
 
     Args:
-        wanted: the setting. Updates in backward, whether requested or chosen by ``auto``, are used only if the step
-            allows them.
-        events: one step.
-        late: whether updates in backward are too early, because all gradients, or the weights, are needed before
+        wanted: value of `update.schedule`. Both ``in_backward`` and ``auto`` select updates in backward only if the
+            step allows them.
+        events: events of one step.
+        late: whether updates in backward would be too early, because all gradients or the old weights are needed until
             `step()`.
-        exchanges: whether ranks exchange data in updates. If so, no update is left to the next forward.
+        exchanges: whether ranks exchange data during updates. If so, no update is deferred to the next forward.
     """
     if wanted in ("in_forward", "after_backward"):
         return wanted
@@ -42,24 +42,24 @@ def choose_plan(
     update_on_device: bool = False,
     exchanges: bool = False,
 ) -> tuple[UpdateSchedule, Plan]:
-    """Return the update schedule and the plan for a step.
+    """Return the best update schedule for a step and the corresponding plan.
 
     Args:
-        name: return value of `resolve_schedule`.
-        events: one step.
+        name: name of an update schedule, as returned by `resolve_schedule`.
+        events: events of one step.
         layout: pages of this rank.
         cache_slots: number of cache slots of the host cache.
-        threaded: whether updates run on a thread of their own.
-        device_bytes: device memory for weights that are prefetched to the GPU, for weights that stay there, and for
-            GPU-resident FSDP modules, in bytes. 0 on the CPU.
+        threaded: whether updates run on their own thread.
+        device_bytes: device memory, in bytes, for the GPU prefetch buffer, for weights that stay on the device, and for
+            GPU-resident FSDP modules. 0 on the CPU.
         update_on_device: whether updates run on the device.
-        exchanges: whether ranks exchange data in updates. Then all ranks run updates in the same order: as soon as
-            gradients have arrived, or in `step()`.
+        exchanges: whether ranks exchange data during updates. If so, updates run as soon as gradients have arrived or
+            in `step()`, so that all ranks run them in the same order.
 
     Raises:
         BudgetError: if there are too few cache slots.
     """
-    # Updates can overlap computation only if they have their own thread.
+    # Updates can overlap computation only if they run on their own thread.
     choices: dict[tuple[Access, ...], UpdateSchedule] = {}
     for overlapped in (True, False) if threaded and not exchanges else (False,):
         choice = replace(UpdateSchedule.of(name, events, forward=not exchanges), overlapped=overlapped)

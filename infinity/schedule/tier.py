@@ -1,24 +1,31 @@
-"""Use of device memory: the GPU prefetch buffer, weights that stay on the device, and GPU-resident FSDP modules. Pure.
+"""Use of device memory for the GPU prefetch buffer, for weights that stay on the device, and for GPU-resident FSDP
+modules.
 
-[Note: savings per byte of device memory] The GPU prefetch buffer comes first: it saves waiting time, not bytes. With
-the remaining memory, an FSDP module can be *kept*: its weights (w bytes) stay on the device from one gather of a step
-to the next. Or it can be *GPU-resident*: its weights and its master and moments (s bytes) never leave the device, and
-neither do its gradients (g bytes) if they are stored. Of the G gathers in a step, r gathers find kept weights, usually
-r = G - 1. Kept weights save r·w bytes of link traffic per step, so each byte saves r. A GPU-resident FSDP module saves
-all of its traffic: G·w to the device; w and s back from the update that changes them, and s to the device for it; and
-2·g or more. Each byte of w + s + g saves ((G + 1)·w + 2·s + 2·g) / (w + s + g), which is between 2 and G + 1. So with
-one gather in forward and one in backward (r = 1), a GPU-resident byte saves more than twice as much, whatever the
-sizes. With many micro-batches that are gathered one by one (r large, w small compared with s), kept weights save more.
+Pure, like the planner.
 
-A transfer over the link may also cause a transfer of the drives, if the host cache has no room for the page. The
-planner keeps weights in the host cache first, because they save most, and then all other pages. So the fraction of
-weights that comes from the drives is about the fraction that does not fit into the host cache, and the fraction of
-other pages is about the fraction that does not fit into the rest. Every saved byte counts 1 plus that fraction. The
-more weights the host cache holds, the less kept weights save compared with GPU-resident FSDP modules.
+[Note: savings per byte of device memory] The GPU prefetch buffer has priority, because it saves waiting time rather
+than bytes. The remaining memory is used in two ways. The weights of an FSDP module (w bytes) can be *kept* on the
+device from one gather of a step to the next. Alternatively, the FSDP module can be *GPU-resident*: its weights, and its
+master and moments (together s bytes), never leave the device, and neither do its stored gradients (g bytes). Of the G
+gathers in a step, r gathers find kept weights, where usually r = G - 1. Kept weights save r·w bytes of link traffic per
+step, so each byte of device memory saves r bytes. A GPU-resident FSDP module saves all of its link traffic: G·w bytes
+to the device for gathers; s bytes to the device for the update; w + s bytes back from the device after the update; and
+at least 2·g bytes of gradients. Each byte of the w + s + g bytes of device memory saves ((G + 1)·w + 2·s + 2·g) / (w +
+s + g) bytes, which is between 2 and G + 1. Therefore, with one gather in forward and one in backward (r is 1), a byte
+used for a GPU-resident FSDP module saves more than twice as much, regardless of the sizes. If a step gathers the
+weights once for each of many micro-batches (r is large, and w is small compared with s), kept weights save more.
 
-FSDP modules that save the same number of bytes per byte of memory are alike, such as the layers of a model. Among them,
-FSDP modules whose first gather is the latest are kept first, because their second gather follows soonest. GPU-resident
-FSDP modules are spread over the step, so that the remaining transfers overlap the computation of every FSDP module.
+A transfer over the link may also cause a transfer from or to the drives, namely if the page is not in the host cache.
+The planner gives priority in the host cache to weights, because they save the most, and then to all other pages.
+Therefore the fraction of weights that is read from the drives is roughly the fraction that does not fit into the host
+cache, and the fraction of other pages is roughly the fraction that does not fit into the rest of the host cache. Every
+saved byte counts as 1 plus the corresponding fraction. The more weights the host cache holds, the less kept weights
+save compared with GPU-resident FSDP modules.
+
+FSDP modules that save the same number of bytes per byte of memory, such as the layers of a model, are ranked as
+follows. Weights are kept for the FSDP modules that are gathered last in forward, because their second gather follows
+soonest. GPU-resident FSDP modules are spread evenly over the step, so that the remaining transfers overlap the
+computation of all FSDP modules.
 """
 
 from __future__ import annotations
@@ -36,29 +43,29 @@ from infinity.schedule.update_schedule import UpdateSchedule
 from infinity.units import align_up
 
 SLOTS: Final = 2
-"""Number of FSDP modules in the GPU prefetch buffer: one is being copied to the device while the other is copied out of
-the buffer.
+"""Number of FSDP modules for which the GPU prefetch buffer has room. While the weights of one are copied to the device,
+the gather copies the weights of the other out of the buffer.
 """
 _STAGED_ALIGNMENT: Final = 256
-"""Alignment in bytes. Kernels read aligned vectors."""
+"""Alignment of shards in the GPU prefetch buffer in bytes, because CUDA kernels read aligned vectors."""
 
 
 def shard_bytes(layout: Layout, shard: int) -> int:
-    """Return the size of a shard's weights in the GPU prefetch buffer, including padding, in bytes."""
+    """Return the size in bytes, including padding, of a shard's weights in the GPU prefetch buffer."""
     placed = layout.shards[shard]
     itemsize = ITEMSIZE[layout.segments[placed.segment].format.param]
     return align_up(placed.spec.padded * itemsize, _STAGED_ALIGNMENT)
 
 
 def fsdp_module_bytes(layout: Layout, fsdp_module: int) -> int:
-    """Return the size of an FSDP module's weights in the GPU prefetch buffer, in bytes."""
+    """Return the size in bytes of an FSDP module's weights in the GPU prefetch buffer."""
     return sum(shard_bytes(layout, shard) for shard in layout.fsdp_module_shards[fsdp_module])
 
 
 def prefetched_modules(events: Sequence[Event], update_schedule: UpdateSchedule) -> tuple[int, ...]:
-    """Return the FSDP modules whose weights are prefetched to the GPU, in the order of their first such gather.
+    """Return the FSDP modules whose weights are prefetched to the GPU, in the order of their first prefetch in a step.
 
-    These are the FSDP modules that are gathered after the first gather of a step and are not GPU-resident.
+    These are all FSDP modules with a gather after the first gather of the step, except GPU-resident ones.
     """
     gathers = [event.fsdp_module for event in events if event.kind is EventKind.GATHER]
     return tuple(
@@ -67,26 +74,26 @@ def prefetched_modules(events: Sequence[Event], update_schedule: UpdateSchedule)
 
 
 def is_gpu_resident(layout: Layout, page: Page) -> bool:
-    """Return ``True`` if a page is on the device when its FSDP module is GPU-resident.
+    """Return ``True`` if a page is on the device while its FSDP module is GPU-resident.
 
-    Steps do not use frozen masters, so these are not on the device.
+    This is the case for all pages except frozen masters, which steps do not use.
     """
     return page.role is Role.PARAM or layout.segments[page.segment].trainable
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """A possible use of device memory."""
+    """One possible use of device memory."""
 
     fsdp_module: int
     gpu_resident: bool
-    """``True`` if the FSDP module is GPU-resident; ``False`` if its weights are kept."""
+    """``True`` if the whole FSDP module is GPU-resident, or ``False`` if only its weights are kept."""
     nbytes: int
     """Required device memory, in bytes."""
     saved: float
-    """Bytes per step that it saves, over the link and on the drives."""
+    """Traffic saved per step, over the link and on the drives, in bytes."""
     order: float
-    """Order among choices that save the same per byte of memory; the smallest value comes first."""
+    """Rank among choices that save the same number of bytes per byte of memory. The smallest value comes first."""
 
 
 def with_device(
@@ -98,15 +105,16 @@ def with_device(
     host_bytes: int = 0,
     update_on_device: bool = False,
 ) -> UpdateSchedule:
-    """Return the update schedule together with a use of device memory. [Note: savings per byte of device memory]
+    """Return a copy of an update schedule with the best use of device memory. [Note: savings per byte of device memory]
 
     Args:
-        update_schedule: where updates run.
-        events: one step.
+        update_schedule: update schedule that does not use device memory yet.
+        events: events of one step.
         layout: pages of this rank.
         device_bytes: available device memory, in bytes.
         host_bytes: size of the host cache, in bytes.
-        update_on_device: whether updates run on the device. Otherwise no trained FSDP module can be GPU-resident.
+        update_on_device: whether updates run on the device. If not, no FSDP module with trained parameters can be
+            GPU-resident.
     """
     fsdp_modules = prefetched_modules(events, update_schedule)
     if _slot_bytes(layout, fsdp_modules) > device_bytes:
@@ -120,7 +128,7 @@ def with_device(
             continue
         away = gpu_resident | {choice.fsdp_module} if choice.gpu_resident else gpu_resident
         slots = _slot_bytes(layout, [fsdp_module for fsdp_module in fsdp_modules if fsdp_module not in away])
-        more = choice.nbytes - kept.get(choice.fsdp_module, 0)  # a GPU-resident FSDP module includes its kept weights
+        more = choice.nbytes - kept.get(choice.fsdp_module, 0)  # a GPU-resident module includes its kept weights
         if taken + more + slots > device_bytes:
             continue
         taken += more
@@ -138,14 +146,12 @@ def with_device(
 
 
 def _slot_bytes(layout: Layout, fsdp_modules: Iterable[int]) -> int:
-    """Return the size of the GPU prefetch buffer for some FSDP modules, in bytes."""
     return SLOTS * max((fsdp_module_bytes(layout, fsdp_module) for fsdp_module in fsdp_modules), default=0)
 
 
 def _choices(
     update_schedule: UpdateSchedule, events: Sequence[Event], layout: Layout, host_bytes: int, *, update_on_device: bool
 ) -> list[_Choice]:
-    """Return the possible uses of device memory besides the GPU prefetch buffer."""
     gathered = [event.fsdp_module for event in events if event.kind is EventKind.GATHER]
     arrivals = Counter(event.fsdp_module for event in events if event.kind is EventKind.GRADIENTS)
     components = stored_components(events)
@@ -184,12 +190,11 @@ def _choices(
 
 
 def _lacking(nbytes: int, room: int) -> float:
-    """Return the fraction of `nbytes` that does not fit into `room`."""
     return 1 - min(1.0, max(0, room) / nbytes) if nbytes else 0.0
 
 
 def _bytes_by_role(pages: Iterable[Page], components: int) -> tuple[int, int, int]:
-    """Return the bytes of weights, of the state, and of a number of gradient components, of an FSDP module's pages."""
+    """Return the bytes of weights, of state, and of the first `components` gradient components in pages."""
     found = dict.fromkeys(Role, 0)
     for page in pages:
         found[page.role] += page.nbytes if page.role is not Role.GRAD or page.component < components else 0

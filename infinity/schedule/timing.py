@@ -1,28 +1,28 @@
-"""Step time under a plan, from a simulation of the plan. Pure: no I/O, no torch, no wall clock.
+"""Simulation of a plan, which predicts the step time. Pure: no I/O, no torch, no wall clock.
 
 The simulation models one drive, which performs transfers one at a time in the order in which the pager starts them; the
-cache slots of the host cache; and the time that the training thread computes between its accesses. Time is counted in
-the bytes that the drive could have moved meanwhile. Therefore no measurement is needed, plans are the same on every
-machine, and a comparison of plans holds for any drive: computation that takes as long as the transfers hides them only
-if the window reaches far enough. The planner compares plans by this simulation alone.
+cache slots of the host cache; and the computation of the training thread between its accesses. Time is measured by the
+number of bytes that the drive can transfer in that time. Therefore no benchmark is needed, plans are the same on every
+machine, and a comparison of plans is valid for any drive: computation that takes as long as the transfers overlaps them
+only if the window reaches far enough ahead. The planner compares plans by this simulation alone.
 
-If more is known about a machine (`OtherResources`), the simulation takes it into account. Each resource does one thing at a
-time, and is represented by the time at which it will have finished all work that it was given:
+If more is known about a machine (`OtherResources`), the simulation takes it into account. Each resource does one thing
+at a time and is represented by the time at which it will have finished all work assigned so far:
 
-- Updates run on a thread of their own or on the training thread.
-- Checksums: a page is available when it has been read and then verified, and its cache slot is free when the page has
-  been hashed and written.
-- The Python interpreter: each access costs its thread some Python time.
-- The link to a device, in both directions. Weights are copied when their pages are available, but not before their
-  update has ended. If they are prefetched to the GPU, a separate thread copies them, and the training thread waits for
-  it at the gather; otherwise the training thread copies them. Gradients are copied to the host after the computation of
-  their FSDP module, overlapping the computation of the next one. The update, or the page that stores them, waits for
-  the copy. If updates run in backward, only a limited number of FSDP modules may have been computed and not yet
-  updated.
+- Updates run on their own thread or on the training thread.
+- Checksums take time: a page becomes available when it has been read and verified, and its cache slot becomes free when
+  the page has been hashed and written.
+- The Python interpreter takes time: each access occupies its thread for a while.
+- The link to a device is used in both directions. Weights are copied when their pages are available and their update
+  has ended. If weights are prefetched to the GPU, a separate thread copies them, and the training thread waits for that
+  thread at the gather; otherwise the training thread copies them. Gradients are copied to the host after the
+  computation of their FSDP module, overlapping the computation of the next one. The update, or the access that stores
+  the gradients, waits for the copy. If updates run in backward, only a limited number of FSDP modules may be waiting
+  for their update after their gradients have been computed.
 
-The simulation ignores three effects. The training thread launches no work ahead of time, so that the Python time of its
-accesses adds to computation. No thread waits for the Python time of another thread. Copies share neither the link with
-the opposite direction nor host memory bandwidth with updates.
+The simulation makes three simplifications. The training thread does not launch device work ahead of time, so the Python
+time of its accesses is added to the computation. Threads do not compete for the Python interpreter. Copies compete
+neither with copies in the opposite direction for the link, nor with updates for host memory bandwidth.
 """
 
 from __future__ import annotations
@@ -40,53 +40,55 @@ from infinity.schedule.trace import Access, Event, EventKind, Mode, gather_acces
 from infinity.schedule.update_schedule import UpdateSchedule, expand_events
 
 BACKWARD = 2.5
-"""Computation time of an FSDP module in backward, relative to forward: 2 without recomputation, 3 with it."""
-_STEPS = 2
-"""Number of simulated steps. The last one is steady: all later steps take as long."""
-_TRAINING, _UPDATES, _STAGES, _LINK = range(4)
-"""Thread of an access: the training thread, which waits for it; the update thread; the thread that prefetches weights
-to the GPU; the copy of gradients to the host.
+"""Computation time of an FSDP module in backward relative to forward. The ratio is 2 without recomputation of
+activations and 3 with it; this value is the mean.
 """
-_Stop = tuple[int, int, int, Sequence[bool], float, Sequence[int]]
-"""An access: its thread, the number of reads requested so far, the last position of the window, whether each page that
-enters is read, the time that the access takes, and the number of bytes that each page that leaves has to write.
+_STEPS = 2
+"""Number of simulated steps. The last one is steady: every later step would take the same time."""
+_TRAINING, _UPDATES, _PREFETCHES, _LINK = range(4)
+"""Executor of an access: the training thread, which waits for the access; the update thread; the thread that prefetches
+weights to the GPU; or the link, which copies gradients to the host.
+"""
+_SimulatedAccess = tuple[int, int, int, Sequence[bool], float, Sequence[int]]
+"""One access: its executor, the number of reads requested so far, the last position of the window, for each entering
+page whether it is read, the duration of the access, and for each leaving page the number of bytes to write.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class OtherResources:
-    """Resources other than the drive and computation, each as the time per step that it would need alone.
+    """Time per step that each resource other than the drive and computation would need on its own.
 
-    All fields have one unit of time: seconds, or bytes that the drive could move meanwhile. 0 means that the resource
-    does not exist or takes no time.
+    All times share one unit: either seconds, or the number of bytes that the drive can transfer in that time. 0 means
+    that the resource does not exist or takes no time.
     """
 
     updates: float = 0.0
-    """Updates, without their transfers and copies."""
+    """Time of updates, excluding their transfers and copies."""
     weights: float = 0.0
-    """Copies of all gathered weights to the device."""
+    """Time to copy all gathered weights to the device."""
     gradients: float = 0.0
-    """Copies of all gradients to the host."""
+    """Time to copy all gradients to the host."""
     read: float = 0.0
-    """Copies to the device of all pages that are updated there. 0 if updates run on the CPU."""
+    """Time to copy all pages that are updated on the device to the device. 0 if updates run on the CPU."""
     changed: float = 0.0
-    """Copies of these pages back to the host."""
+    """Time to copy the pages that were updated on the device back to the host."""
     verifying: float = 0.0
-    """Checksums of all pages that are read."""
+    """Time to verify the checksums of all pages that are read."""
     hashing: float = 0.0
-    """Checksums of all pages that are written."""
+    """Time to compute the checksums of all pages that are written."""
     interpreter: float = 0.0
-    """Python time of all accesses."""
+    """Python time of all accesses together."""
     behind: int = 0
-    """Maximum number of FSDP modules that have computed their gradients and are not updated yet, if updates run in
+    """Maximum number of FSDP modules whose gradients have been computed but not yet applied, if updates run in
     backward. 0 means no limit.
     """
 
     def times(self, factor: float) -> OtherResources:
-        """Return the same resources in another unit of time.
+        """Return a copy in which all times are converted to another unit.
 
         Args:
-            factor: value of one current unit in the new unit, e.g. bytes per second.
+            factor: number of new units per current unit, for example bytes per second.
         """
         return replace(
             self,
@@ -102,29 +104,28 @@ class OtherResources:
 
     @property
     def linked(self) -> bool:
-        """Return ``True`` if anything is copied to a device or back."""
+        """``True`` if data is copied to or from a device."""
         return self.weights > 0 or self.gradients > 0 or self.read > 0
 
     @property
     def longest(self) -> float:
-        """Return a lower bound for the time of a step, in the unit of the fields.
+        """Lower bound of the step time that the resources imply, in the unit of the fields.
 
-        Updates and Python do not count because they may run on any thread.
+        Updates and Python time are not included because they can run on any thread.
         """
         return max(self.weights + self.read, self.gradients + self.changed, self.verifying, self.hashing)
 
 
 NOTHING = OtherResources()
-"""No resources: only the drive and computation take time."""
+"""No other resources: only the drive and computation take time."""
 
 
 def computation(trace: Sequence[Access], layout: Layout) -> list[float]:
-    """Return the fraction of a step's computation that precedes each access. The last item is the part after all
-    accesses.
+    """Return the fraction of a step's computation that precedes each access, and the fraction after the last access.
 
-    The computation of an FSDP module begins when all of its pages have been gathered. It precedes the next access to
-    the pages of this FSDP module that is not a gather, or the gather of another FSDP module. Its time is proportional
-    to the size of the weights, and multiplied by `BACKWARD` if they are gathered again.
+    The computation of an FSDP module begins when all of its pages have been gathered. It ends before the next access
+    that gathers another FSDP module, or that updates this FSDP module or stores its gradients. Its time is proportional
+    to the size of the weights, and is multiplied by `BACKWARD` for the second and later gathers of a step.
 
     Args:
         trace: accesses of one step.
@@ -132,13 +133,13 @@ def computation(trace: Sequence[Access], layout: Layout) -> list[float]:
     """
     shares = [0.0] * (len(trace) + 1)
     gathered: set[int] = set()
-    # FSDP module that was gathered last, its factor, and its computation that has not been assigned to a position yet.
+    # The FSDP module that was gathered last, its factor, and the part of its computation that has no position yet.
     fsdp_module, factor, due = -1, 1.0, 0.0
     for position, access in enumerate(trace):
         page = layout.pages[access[0].page]
         gathers = _gathers(access, layout)
         another = page.fsdp_module != fsdp_module
-        # Another FSDP module is gathered, or pages of this one are updated or receive gradients.
+        # Another FSDP module is gathered, or pages of the current one are updated or receive gradients.
         if (gathers and another) or (not gathers and not another):
             shares[position], due = due, 0.0
         if gathers:
@@ -154,39 +155,43 @@ def computation(trace: Sequence[Access], layout: Layout) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedComputation:
-    """Computation of a step that prefetches weights to the GPU.
+    """Position of the computation within a step that prefetches weights to the GPU.
 
-    The trace does not show it, because pages are read ahead of their gather. For example, FSDP module 1 has finished
-    its computation before position 7. FSDP module 2, whose pages were read at positions 3 to 6, computes next and
-    finishes before position 7 too, because FSDP module 3 is already on the device. Then `shares[7]` is the fraction of
-    FSDP module 1, and `awaited` contains (7, 2, fraction of FSDP module 2).
+    The trace alone does not determine this position, because pages are read before their gather. For example, FSDP
+    module 1 finishes its computation before position 7. FSDP module 2, whose pages were read at positions 3 to 6,
+    computes next and also finishes before position 7, because the weights of FSDP module 3 are already on the device.
+    Then `shares[7]` is the fraction for FSDP module 1, and `awaited` contains (7, 2, fraction for FSDP module 2).
     """
 
     shares: tuple[float, ...]
-    """Fractions of a step's computation, by position: the computation before the access that waits for no prefetched
-    weights. The last item is the part after all accesses.
+    """For each access, the fraction of the step's computation that precedes it and does not wait for prefetched
+    weights. The last item is the fraction after the last access.
     """
     prefetched: frozenset[int]
-    """Positions of accesses that another thread performs ahead of the gather."""
+    """Positions of accesses that another thread performs before the gather."""
     awaited: tuple[tuple[int, int, float], ...]
-    """(position, FSDP module, fraction), in order. Before this access, the training thread waits until the weights of
-    the FSDP module are on the device, and then computes this fraction.
+    """Computation that waits for prefetched weights, as (position, FSDP module, fraction), in order. Before the access
+    at the position, the training thread waits until the weights of the FSDP module are on the device, and then computes
+    the fraction.
     """
 
 
 def staged_computation(
     events: Sequence[Event], layout: Layout, update_schedule: UpdateSchedule
 ) -> StagedComputation | None:
-    """Return the computation of a step, or ``None`` if it neither prefetches weights to the GPU nor has GPU-resident
-    modules.
+    """Return the position of the computation within a step that prefetches weights or has GPU-resident modules.
 
-    The computation of an FSDP module lasts from its gather event to the next event. The fractions are the same as
-    in `computation`.
+    The computation of an FSDP module lasts from its gather event to the next event. Its fraction of the step's
+    computation is determined as in `computation`.
 
     Args:
-        events: one step.
+        events: events of one step.
         layout: pages of this rank.
-        update_schedule: where updates run, and which weights the device holds.
+        update_schedule: where updates run, and which weights stay on the device.
+
+    Returns:
+        The position of the computation, or ``None`` if the step neither prefetches weights to the GPU nor has
+        GPU-resident FSDP modules.
     """
     if not update_schedule.prefetched and not update_schedule.gpu_resident:
         return None
@@ -213,7 +218,7 @@ def staged_computation(
 
 
 def _computation_of_events(events: Sequence[Event], layout: Layout) -> list[float]:
-    """Return the fraction of a step's computation that follows each event."""
+    """Return the fraction of a step's computation that takes place between each event and the next one."""
     gathered: set[int] = set()
     work = [0.0] * len(events)
     for position, event in enumerate(events):
@@ -226,13 +231,11 @@ def _computation_of_events(events: Sequence[Event], layout: Layout) -> list[floa
 
 
 def _gathers(access: Access, layout: Layout) -> bool:
-    """Return whether an access reads weights for a gather."""
     return len(access) == 1 and access[0].mode is Mode.READ and layout.pages[access[0].page].role is Role.PARAM
 
 
 def updating(trace: Sequence[Access], layout: Layout) -> list[float]:
-    """Return the fraction of a step's updates that each access performs, in proportion to the number of updated
-    elements.
+    """Return, for each access, the fraction of a step's updated elements that it updates.
 
     Args:
         trace: accesses of one step.
@@ -240,7 +243,7 @@ def updating(trace: Sequence[Access], layout: Layout) -> list[float]:
     """
     pages = layout.pages
     elements = [
-        # The smallest modified page is the updated range: weight pages may extend beyond it.
+        # The smallest modified page corresponds to the updated range. Weight pages may extend beyond that range.
         min((pages[p].count for p, mode in access if mode.modifies and pages[p].role is not Role.GRAD), default=0)
         for access in trace
     ]
@@ -248,45 +251,45 @@ def updating(trace: Sequence[Access], layout: Layout) -> list[float]:
     return [count / total for count in elements]
 
 
-class _Side(NamedTuple):
-    """Relation of an access to the device."""
+class _LinkUse(NamedTuple):
+    """Use of the link to the device by an access."""
 
     fsdp_module: int
-    """FSDP module of its pages."""
+    """FSDP module to which the pages of the access belong."""
     gathers: bool = False
     """``True`` if the access copies weights to the device."""
     stores: bool = False
-    """``True`` if the access stores gradients that come from the device."""
+    """``True`` if the access stores gradients from the device in pages."""
     updates: bool = False
-    """``True`` if the access uses gradients that come from the device and are not stored."""
+    """``True`` if the access applies gradients from the device that are not stored in pages."""
     begins: bool = False
-    """``True`` if the access is the first one of a gather, or of an update that uses gradients from the device."""
+    """``True`` if the access is the first one of a gather, or of an update that applies gradients from the device."""
     copying: float = 0.0
-    """Fraction of a step's weights that the access copies, or of the gradients that it stores or (if it is the first
-    one of an update) uses.
+    """Fraction of a step's weights, or of its gradients, that is copied for the access. The first access of an update
+    counts all gradients of the FSDP module.
     """
     updating: float = 0.0
     """Fraction of a step's updates that the access performs."""
     weights: tuple[int, ...] = ()
-    """Weight pages that the access copies or modifies."""
+    """Pages of weights that the access copies or modifies."""
 
 
-def _sides(trace: Sequence[Access], layout: Layout, *, on_device: bool) -> list[_Side]:
-    """Return the relation of each access to the device.
+def _link_uses(trace: Sequence[Access], layout: Layout, *, on_device: bool) -> list[_LinkUse]:
+    """Return, for each access, its use of the link to the device.
 
     Args:
         trace: accesses of one step.
         layout: pages of this rank.
-        on_device: whether updates run on the device. If so, gradients that are used at once stay there.
+        on_device: whether updates run on the device. If so, gradients that are not stored in pages stay on the device.
     """
     pages, param, grad = layout.pages, Role.PARAM, Role.GRAD
-    weights, gradients = Counter[int](), Counter[int]()  # bytes by FSDP module; of gradients, the first component
+    weights, gradients = Counter[int](), Counter[int]()  # bytes by FSDP module; only the first gradient component
     for page in pages:
         weights[page.fsdp_module] += page.nbytes if page.role is param else 0
         gradients[page.fsdp_module] += page.nbytes if page.role is grad and not page.component else 0
     accesses = [len(list(gather_accesses(layout, fsdp_module))) for fsdp_module in range(len(layout.fsdp_modules))]
-    sides: list[_Side] = []
-    before: tuple[int, bool] | None = None  # FSDP module of the previous access, and whether that was a gather
+    link_uses: list[_LinkUse] = []
+    before: tuple[int, bool] | None = None  # FSDP module of the previous access, and whether it was a gather
     for access in trace:
         first, mode = access[0]
         fsdp_module, gathers = pages[first].fsdp_module, _gathers(access, layout)
@@ -294,48 +297,48 @@ def _sides(trace: Sequence[Access], layout: Layout, *, on_device: bool) -> list[
         changed = tuple(page for page, how in access if how.modifies and pages[page].role is param)
         if gathers:
             copying = weights[fsdp_module] / accesses[fsdp_module]
-            sides.append(_Side(fsdp_module, gathers=True, begins=begins, copying=copying, weights=(first,)))
+            link_uses.append(_LinkUse(fsdp_module, gathers=True, begins=begins, copying=copying, weights=(first,)))
         elif pages[first].role is not grad:
             copying = float(begins and not on_device and gradients[fsdp_module])
-            sides.append(_Side(fsdp_module, updates=True, begins=begins, copying=copying, weights=changed))
+            link_uses.append(_LinkUse(fsdp_module, updates=True, begins=begins, copying=copying, weights=changed))
         elif mode.modifies:
-            sides.append(_Side(fsdp_module, stores=True, copying=float(pages[first].nbytes)))
+            link_uses.append(_LinkUse(fsdp_module, stores=True, copying=float(pages[first].nbytes)))
         else:
-            sides.append(_Side(fsdp_module, weights=changed))
-    there = sum(side.copying for side in sides if side.gathers) or 1.0
-    back = sum(side.copying for side in sides if not side.gathers) or 1.0
+            link_uses.append(_LinkUse(fsdp_module, weights=changed))
+    there = sum(link_use.copying for link_use in link_uses if link_use.gathers) or 1.0
+    back = sum(link_use.copying for link_use in link_uses if not link_use.gathers) or 1.0
     return [
-        side._replace(copying=side.copying / (there if side.gathers else back), updating=share)
-        for side, share in zip(sides, updating(trace, layout), strict=True)
+        link_use._replace(copying=link_use.copying / (there if link_use.gathers else back), updating=share)
+        for link_use, share in zip(link_uses, updating(trace, layout), strict=True)
     ]
 
 
 class Timing:
-    """Simulations of plans for one trace. Immutable: the constructor precomputes all values that do not depend on the
+    """Simulator of plans for one trace. Immutable: the constructor precomputes all values that do not depend on the
     plan.
     """
 
     def __init__(self, cycle: Cycle, *, threaded: bool, prefetched: StagedComputation | None = None) -> None:
-        """Precompute the computation before each access.
+        """Precompute the fraction of the computation before each access.
 
         Args:
-            cycle: the trace.
-            threaded: whether updates run on a thread of their own.
-            prefetched: computation of a step of this trace, if its weights are prefetched to the GPU.
+            cycle: trace of a step.
+            threaded: whether updates run on their own thread.
+            prefetched: position of the computation in a step with this trace, if weights are prefetched to the GPU.
         """
         self._cycle = cycle
         self._shares = prefetched.shares if prefetched else computation(cycle.trace, cycle.layout)
         pages, update = cycle.layout.pages, Role.UPDATE
-        self._who = [
+        self._executors = [
             _UPDATES if threaded and any(pages[page].role is update for page, _ in access) else _TRAINING
             for access in cycle.trace
         ]
         self._fsdp_modules = [pages[access[0].page].fsdp_module for access in cycle.trace]
-        # By position, FSDP modules and the computation that follows each.
+        # By position: FSDP modules whose prefetched weights are awaited, and the computation that follows each wait.
         self._awaited: dict[int, list[tuple[int, float]]] = {}
         if prefetched:
             for position in prefetched.prefetched:
-                self._who[position] = _STAGES
+                self._executors[position] = _PREFETCHES
             for position, fsdp_module, share in prefetched.awaited:
                 self._awaited.setdefault(position % cycle.length, []).append((fsdp_module, share))
 
@@ -347,21 +350,21 @@ class Timing:
         works: Sequence[float],
         beside: OtherResources = NOTHING,
     ) -> list[float]:
-        """Return the time of a steady step for each of several computation times.
+        """Return the duration of a steady step for each given computation time.
 
-        All times are counted in the bytes that the drive could move meanwhile.
+        All times are expressed as the number of bytes that the drive can transfer in that time.
 
         Args:
             reach: last position of the window, by position.
             moves: transfers of the step.
-            cache_slots: cache slots of the host cache, without the slots of pages that always stay.
-            works: time that all computation of a step takes, without updates.
+            cache_slots: number of cache slots of the host cache, excluding the slots of pages that stay permanently.
+            works: computation times of a step, excluding updates.
             beside: other resources that take time.
         """
         cycle = self._cycle
         nbytes = [cycle.nbytes[page] for page in cycle.pages]
         entering: list[list[bool]] = [[] for _ in cycle.trace]
-        leaving: list[list[int]] = [[] for _ in cycle.trace]  # bytes to write, by position; 0: the page is not written
+        leaving: list[list[int]] = [[] for _ in cycle.trace]  # bytes to write, by position; 0 if not written
         for use in moves.entering:
             entering[cycle.places[use]].append(use in moves.read)
         for use in moves.leaving:
@@ -373,21 +376,23 @@ class Timing:
         if beside.updates:
             each = [beside.updates * share for share in updating(cycle.trace, cycle.layout)]
         before = [0.0] * (cycle.length + 1)
-        if beside.interpreter:  # a gather runs a hook on the training thread, no matter which thread copies
+        if beside.interpreter:  # a gather runs a hook on the training thread, whichever thread copies
             python = beside.interpreter / cycle.length
             hooks = [_gathers(access, cycle.layout) for access in cycle.trace]
             each = [taking if hook else taking + python for taking, hook in zip(each, hooks, strict=True)]
             before = [python if hook else 0.0 for hook in (*hooks, False)]
-        who = self._who
-        sides = _sides(cycle.trace, cycle.layout, on_device=beside.read > 0) if beside.linked else None
-        if sides is not None:
-            who = [_LINK if side.stores else thread for side, thread in zip(sides, who, strict=True)]
-        stops = list(zip(who, wanted, reach, entering, each, leaving, strict=True))
+        executors = self._executors
+        link_uses = _link_uses(cycle.trace, cycle.layout, on_device=beside.read > 0) if beside.linked else None
+        if link_uses is not None:
+            executors = [
+                _LINK if link_use.stores else thread for link_use, thread in zip(link_uses, executors, strict=True)
+            ]
+        stops = list(zip(executors, wanted, reach, entering, each, leaving, strict=True))
         written = sum(nbytes[use] for use in moves.written)
         verifying = beside.verifying / sum(reads) if reads else 0.0
         hashing = beside.hashing / written if written else 0.0
         return [
-            self._length(
+            self._simulate(
                 stops,
                 Clockwork(reads, cache_slots, verifying=verifying, hashing=hashing),
                 [share * work + python for share, python in zip(self._shares, before, strict=True)],
@@ -395,58 +400,58 @@ class Timing:
                     place: [(fsdp_module, share * work) for fsdp_module, share in found]
                     for place, found in self._awaited.items()
                 },
-                _Link(sides, beside) if sides is not None else None,
+                _Link(link_uses, beside) if link_uses is not None else None,
             )
             for work in works
         ]
 
-    def _length(
+    def _simulate(
         self,
-        stops: Sequence[_Stop],
+        stops: Sequence[_SimulatedAccess],
         clockwork: Clockwork,
         work: Sequence[float],
         awaited: Mapping[int, Sequence[tuple[int, float]]],
         link: _Link | None,
     ) -> float:
-        """Simulate `_STEPS` steps and return the time of the last one.
+        """Simulate `_STEPS` steps and return the duration of the last one.
 
         Args:
             stops: accesses, by position.
-            clockwork: drive and cache slots; nothing has moved yet.
-            work: time of the computation before each access, and after all accesses.
-            awaited: by position, the FSDP modules whose prefetched weights the computation waits for, and the time that
-                it then takes.
-            link: link to the device, if there is one.
+            clockwork: drive and cache slots in their initial state.
+            work: computation time before each access, and after the last access.
+            awaited: by position, the FSDP modules whose prefetched weights the computation waits for, with the
+                computation time that follows each wait.
+            link: link to the device, or ``None`` if the simulation includes no link.
         """
-        before = [work[0] + work[-1], *work[1:-1]]  # computation after the last access precedes the next step's first
+        before = [work[0] + work[-1], *work[1:-1]]  # the last computation precedes the next step
         training = updated = prefetched = began = 0.0  # times of the training thread and of the other threads
-        there: dict[int, float] = {}  # by FSDP module, when its weights have been prefetched to the GPU
-        # (position, time): until an access of another thread ends at this time, the window does not reach beyond this
-        # position.
+        there: dict[int, float] = {}  # by FSDP module: when its weights have been prefetched to the GPU
+        # (position, time): an access of another thread ends at this time. Until then, the window ends at this position.
         ended: deque[tuple[int, float]] = deque()
         for step in range(_STEPS):
             began = training
             position = step * len(stops)
             more = step * clockwork.reads
             for place, (computing, stop) in enumerate(zip(before, stops, strict=True)):
-                who, wanted, last, entering, taking, leaving = stop
+                executor, wanted, last, entering, taking, leaving = stop
                 clockwork.wanted = wanted + more
                 training += computing
                 for fsdp_module, duration in awaited.get(place, ()):
                     training = max(training, there.get(fsdp_module, 0.0)) + duration
                 if link is not None:
                     training = link.leave(place, training)
-                # Keep in step with `Cursor`: its window begins at the oldest access that has not ended, so an open
-                # update limits how far the training thread gets. Without this wait, the simulation hides transfers that
-                # the pager cannot hide, and the planner prefers plans that are slow in practice.
-                while ended and who == _TRAINING and ended[0][0] < position:
+                # Keep this consistent with `Cursor`: its window begins at the oldest unfinished access, so an
+                # unfinished update limits how far the training thread can advance. Without this wait, the simulation
+                # would overlap transfers that the pager cannot overlap, and the planner would prefer plans that are
+                # slow in practice.
+                while ended and executor == _TRAINING and ended[0][0] < position:
                     training = max(training, ended.popleft()[1])
                 if training > clockwork.now or clockwork.wanted > clockwork.started:
                     clockwork.go_on(training)
                 at = training
-                if who == _UPDATES and updated > at:
+                if executor == _UPDATES and updated > at:
                     at = updated
-                elif who == _STAGES and prefetched > at:
+                elif executor == _PREFETCHES and prefetched > at:
                     at = prefetched
                 if link is not None:
                     at = link.begin(place, at)
@@ -456,11 +461,11 @@ class Timing:
                 free = at
                 if link is not None:
                     free, at = link.end(place, at)
-                if who != _TRAINING:
+                if executor != _TRAINING:
                     ended.append((step * len(stops) + last, at))
-                    if who == _UPDATES:
+                    if executor == _UPDATES:
                         updated = free
-                    elif who == _STAGES:
+                    elif executor == _PREFETCHES:
                         prefetched = there[self._fsdp_modules[place]] = at
                 elif at > training:
                     training = at
@@ -475,113 +480,116 @@ class Timing:
 class _Link:
     """Both directions of the link to a device, for one simulation.
 
-    Weights are copied page by page. Life cycle of gradients: they leave the device when they have been computed, arrive
-    when all of them have been copied, and are used up by an update of their FSDP module.
+    Weights are copied page by page. Life cycle of the gradients of an FSDP module: they leave the device when they have
+    been computed, arrive in host memory when all of them have been copied, and are consumed by an update of the FSDP
+    module.
     """
 
-    def __init__(self, sides: Sequence[_Side], beside: OtherResources) -> None:
+    def __init__(self, link_uses: Sequence[_LinkUse], beside: OtherResources) -> None:
         """Start with an idle link.
 
         Args:
-            sides: relation of each access to the device, by position.
-            beside: time that copies take, and the number of FSDP modules that may wait for their update.
+            link_uses: use of the link by each access, by position.
+            beside: time that copies take, and the maximum number of FSDP modules that may wait for their update.
         """
-        self._sides, self._limit = sides, beside.behind
+        self._link_uses, self._limit = link_uses, beside.behind
         self._weights, self._gradients = beside.weights, beside.gradients
         self._read, self._changed = beside.read, beside.changed
-        self._there = 0.0  # when all copies to the device so far have ended
-        self._back = 0.0  # when all copies to the host so far have ended
-        self._arrived: dict[int, float] = {}  # by FSDP module, when its gradients are in host memory
-        self._updated: dict[int, float] = {}  # by FSDP module, when its last update from them has ended
-        self._waiting: deque[int] = deque()  # FSDP modules whose gradients have left most recently
-        self._written: dict[int, float] = {}  # by page, when weights were last modified
+        self._there = 0.0  # end of all copies to the device so far
+        self._back = 0.0  # end of all copies to the host so far
+        self._arrived: dict[int, float] = {}  # by FSDP module: arrival of its gradients in host memory
+        self._updated: dict[int, float] = {}  # by FSDP module: end of its last update
+        self._waiting: deque[int] = deque()  # FSDP modules whose gradients left the device most recently
+        self._written: dict[int, float] = {}  # by page: time of the last modification of weights
 
     def leave(self, place: int, training: float) -> float:
-        """Start to copy the gradients that an access uses. Return the time at which the training thread continues."""
-        side = self._sides[place]
-        if side.updates and side.begins:
+        """Start copying the gradients that an access uses. Return the time at which the training thread continues."""
+        link_use = self._link_uses[place]
+        if link_use.updates and link_use.begins:
             if self._limit and len(self._waiting) == self._limit:
                 training = max(training, self._updated.get(self._waiting.popleft(), 0.0))
-            self._waiting.append(side.fsdp_module)
-            self._back = max(self._back, training) + side.copying * self._gradients
-            self._arrived[side.fsdp_module] = self._back
+            self._waiting.append(link_use.fsdp_module)
+            self._back = max(self._back, training) + link_use.copying * self._gradients
+            self._arrived[link_use.fsdp_module] = self._back
         return training
 
     def begin(self, place: int, at: float) -> float:
-        """Return the time at which an access begins, after waiting for the link and for copies that it depends on.
+        """Return the time at which an access begins after it has waited for the link and for copies that it depends on.
 
         Args:
             place: position of the access.
-            at: time of its thread.
+            at: current time of the thread of the access.
         """
-        side = self._sides[place]
-        if side.gathers:
-            # As in the pager, a prefetch to the GPU waits for the update of its weights: an earlier copy would contain
+        link_use = self._link_uses[place]
+        if link_use.gathers:
+            # As in the pager, a prefetch to the GPU waits for the update of its weights. An earlier copy would contain
             # stale weights.
-            return max(at, self._there, self._written.get(side.weights[0], 0.0))
-        if side.stores:
+            return max(at, self._there, self._written.get(link_use.weights[0], 0.0))
+        if link_use.stores:
             return max(at, self._back)
-        return max(at, self._arrived.get(side.fsdp_module, 0.0)) if side.updates else at
+        return max(at, self._arrived.get(link_use.fsdp_module, 0.0)) if link_use.updates else at
 
     def end(self, place: int, at: float) -> tuple[float, float]:
-        """Return the time at which the thread of an access continues, and the time at which the access ends.
+        """Return the times at which the thread of an access continues and at which the access ends.
 
         Args:
             place: position of the access.
-            at: time at which its pages are available.
+            at: time at which the pages of the access are available.
         """
-        side = self._sides[place]
-        if side.gathers:
-            at = self._there = at + side.copying * self._weights
-        elif side.stores:
-            at = self._back = at + side.copying * self._gradients
+        link_use = self._link_uses[place]
+        if link_use.gathers:
+            at = self._there = at + link_use.copying * self._weights
+        elif link_use.stores:
+            at = self._back = at + link_use.copying * self._gradients
         else:
             free = at
-            if self._read and side.updating:
-                free = self._there = max(at, self._there) + side.updating * self._read
-                at = self._back = max(free, self._back) + side.updating * self._changed
-            self._updated[side.fsdp_module] = at
-            self._written.update(dict.fromkeys(side.weights, at))
+            if self._read and link_use.updating:
+                free = self._there = max(at, self._there) + link_use.updating * self._read
+                at = self._back = max(free, self._back) + link_use.updating * self._changed
+            self._updated[link_use.fsdp_module] = at
+            self._written.update(dict.fromkeys(link_use.weights, at))
             return free, at
         return at, at
 
 
 class Clockwork:
-    """The drive and the cache slots of a host cache. Times are counted in bytes that the drive could have moved.
+    """The drive and the cache slots of a host cache. Time is measured in bytes that the drive can transfer.
 
-    This class models the pager for one simulation, on one thread. Life cycle of a page: requested; started when a cache
-    slot is free; ready when the drive has read it and its checksum has been verified; arrived when an access takes it.
-    Its cache slot is free when the page leaves or, if it was modified, when it has been written. Pages are started, and
-    arrive, in the order in which they are requested.
+    This class models the pager for one simulation, on one thread. Life cycle of a page: the page is requested; its read
+    starts when a cache slot is free; the page is ready when the drive has read it and its checksum has been verified;
+    and it arrives when an access takes it. Its cache slot becomes free when the page leaves or, if the page was
+    modified, when it has been written. Reads start, and pages arrive, in the order of the requests.
     """
 
     def __init__(self, reads: Sequence[int], cache_slots: int, *, verifying: float = 0.0, hashing: float = 0.0) -> None:
         """Start with an empty host cache.
 
         Args:
-            reads: lengths in bytes of the pages that a step reads, in order; repeated for every step.
+            reads: sizes in bytes of the pages that a step reads, in order. Every step reads the same pages.
             cache_slots: number of cache slots.
-            verifying: time of a checksum per byte that has been read.
-            hashing: time of a checksum per byte that will be written.
+            verifying: time to verify the checksum, per byte read.
+            hashing: time to compute the checksum, per byte written.
         """
         self.reads = len(reads)
-        """Pages read per step."""
+        """Number of pages read per step."""
         self._reads = itertools.cycle(reads)
         self._verifying, self._hashing = verifying, hashing
-        self._verified = self._hashed = 0.0  # when all checksums so far are done, of read pages and of written pages
-        self._free = cache_slots  # cache slots that are free now
-        self._drive = 0.0  # when the drive will have finished its transfers, in bytes
-        self._ready: deque[float] = deque()  # when pages that have not arrived are ready, in bytes, in order
-        self._written: deque[float] = deque()  # when cache slots are free after a write, in bytes, in order
+        self._verified = self._hashed = 0.0  # end of all checksums so far, for reads and writes
+        self._free = cache_slots  # cache slots that are currently free
+        self._drive = 0.0  # time at which the drive will have finished its transfers
+        self._ready: deque[float] = deque()  # times at which pages that have not arrived are ready, in order
+        self._written: deque[float] = deque()  # times at which writes free their cache slots, in order
         self.started = 0
-        """Number of reads that have started."""
+        """Number of reads that have been started."""
         self.wanted = 0
-        """Number of reads that have been requested. Each starts as soon as there is a cache slot."""
+        """Number of reads that have been requested. Each read starts as soon as a cache slot is free."""
         self.now = 0.0
-        """Latest time that the drive or any thread has reached, in bytes."""
+        """Latest time that any thread or the drive has reached."""
 
     def go_on(self, until: float) -> None:
-        """Advance the time to `until`, unless it is later already, and start the reads that have a cache slot."""
+        """Advance the time to `until` unless the time is already later, and start the reads for which cache slots are
+        free.
+        """
         now = self.now
         if until > now:
             self.now = until
@@ -589,10 +597,10 @@ class Clockwork:
             self._start(now)
 
     def _start(self, before: float) -> None:
-        """Start requested reads as far as there are cache slots.
+        """Start as many requested reads as there are free cache slots.
 
         Args:
-            before: earliest time at which a read into a free cache slot starts.
+            before: earliest time at which a read into a free cache slot can start.
         """
         now, free, drive, written, ready = self.now, self._free, self._drive, self._written, self._ready
         left = self.wanted - self.started
@@ -615,10 +623,10 @@ class Clockwork:
         self._free, self._drive, self.started = free, drive, self.wanted - left
 
     def enter(self, reads: Sequence[bool], at: float) -> float:
-        """Return the time at which an access has its pages.
+        """Return the time at which all pages of an access are available.
 
         Args:
-            reads: for each page, whether it is the next one that the drive reads; otherwise it only needs a cache slot.
+            reads: for each page, whether it is read from the drive. Any other page only needs a cache slot.
             at: time at which the access begins to wait.
         """
         ready, written = self._ready, self._written
@@ -637,16 +645,16 @@ class Clockwork:
         return at
 
     def leave(self, writes: Sequence[int]) -> None:
-        """Free the cache slots of pages, after a write if the page was modified.
+        """Free the cache slots of pages that leave. The slots of modified pages become free after a write.
 
         Args:
-            writes: number of bytes to write for each page; 0 if it is not written.
+            writes: number of bytes to write for each page, or 0 if the page is not modified.
         """
         drive, now = self._drive, self.now
         for nbytes in writes:
             if nbytes:
                 drive = (drive if drive > now else now) + nbytes
-                if self._hashing:  # overlaps the drive's transfers
+                if self._hashing:  # checksums overlap transfers
                     self._hashed = max(self._hashed, now) + self._hashing * nbytes
                     self._written.append(max(drive, self._hashed))
                 else:

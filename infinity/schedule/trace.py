@@ -1,9 +1,9 @@
-"""The trace of a training step: its use of pages, in order.
+"""The trace of a training step, which lists the uses of pages in order.
 
-There are two levels. *Events* are visible in the training loop: an FSDP module is gathered, its gradients arrive,
-`step()` runs. They do not depend on where updates run. *Accesses* are visible to the pager: a few pages that are needed
-in memory at the same time. `update_schedule.expand` turns events into accesses for a given update schedule, so a change
-of the update schedule needs no new recording.
+A trace exists at two levels. *Events* describe the training loop: an FSDP module is gathered, its gradients arrive, or
+`step()` runs. Events do not depend on when updates run. *Accesses* describe the uses of pages: each access needs a few
+pages in memory at the same time. `update_schedule.expand` converts events into accesses for a given update schedule, so
+a step need not be recorded again when the update schedule changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from infinity.content.layout import Layout, Segment, overlapping
 
 
 class EventKind(Enum):
-    """Kind of an event of an FSDP module or, for STEP, of all of them."""
+    """Kind of an event. STEP concerns all FSDP modules; any other kind concerns one FSDP module."""
 
     GATHER = "gather"
     GRADIENTS = "gradients"
@@ -24,60 +24,63 @@ class EventKind(Enum):
 
 
 class Event(NamedTuple):
-    """One event of the training loop."""
+    """One event in the training loop."""
 
     kind: EventKind
     fsdp_module: int = -1
     """Index of the FSDP module; -1 for STEP."""
     components: int = 1
-    """For GRADIENTS: number of stored components of each gradient of the FSDP module, unless it is updated at once."""
+    """For GRADIENTS, the number of components in which each gradient is stored if the FSDP module is not updated
+    immediately.
+    """
 
 
 class Mode(Enum):
-    """Effect of an access on a page."""
+    """The way in which an access uses a page."""
 
     READ = "read"
-    WRITE = "write"  # replaced as a whole, by this access or together with the next ones, so the page is not read
+    WRITE = "write"  # fully replaced by this access or by the next ones, so not read first
     UPDATE = "update"  # read and modified
-    CONSUME = "consume"  # read for the last time: the content is not needed afterwards
+    CONSUME = "consume"  # read for the last time, because the content is not needed afterwards
 
     @property
     def fetches(self) -> bool:
-        """Return ``True`` if the previous content is needed."""
+        """``True`` if the access needs the previous content of the page."""
         return self is not Mode.WRITE
 
     @property
     def modifies(self) -> bool:
-        """Return ``True`` if the access leaves new content that must be stored."""
+        """``True`` if the access produces new content that must be stored."""
         return self in (Mode.WRITE, Mode.UPDATE)
 
 
 class Use(NamedTuple):
-    """One page in one access."""
+    """Use of one page in an access."""
 
     page: int
-    """Number of the page in the layout."""
+    """Index of the page in the layout."""
     mode: Mode
 
 
 Access = tuple[Use, ...]
-"""Distinct pages that are needed in memory at the same time."""
+"""Distinct pages that are needed in memory at the same time, with the mode of each."""
 
 
 def stored_components(events: Iterable[Event]) -> dict[int, int]:
-    """Return the number of stored components of each FSDP module's gradient at the end of a step."""
+    """Return, for each FSDP module, the number of components in which its gradients are stored at the end of a step."""
     return {event.fsdp_module: event.components for event in events if event.kind is EventKind.GRADIENTS}
 
 
 def update_order(arrived: Iterable[int]) -> tuple[int, ...]:
-    """Return the order in which `step()` updates FSDP modules: latest gradients first, because they may still be in
-    memory.
+    """Return the order in which `step()` updates FSDP modules.
+
+    The FSDP modules whose gradients arrived last come first, because these gradients may still be in memory.
     """
     return tuple(reversed(tuple(arrived)))
 
 
 def gather_accesses(layout: Layout, fsdp_module: int) -> Iterator[Access]:
-    """Yield the PARAM pages of an FSDP module, shard by shard, in the order in which they are copied out."""
+    """Yield accesses to the PARAM pages of an FSDP module, in the order in which a gather copies them."""
     for index in layout.fsdp_module_shards[fsdp_module]:
         shard = layout.shards[index]
         pages = layout.segments[shard.segment].param_pages
@@ -86,13 +89,13 @@ def gather_accesses(layout: Layout, fsdp_module: int) -> Iterator[Access]:
 
 
 def store_gradient_accesses(layout: Layout, fsdp_module: int, *, stored: int, components: int) -> Iterator[Access]:
-    """Yield the GRAD pages that an arriving gradient is added to, or written to if no gradient is stored yet.
+    """Yield the accesses that store a gradient of an FSDP module, or add it to the gradient that is already stored.
 
     Args:
         layout: pages of this rank.
         fsdp_module: index of the FSDP module.
-        stored: number of components that are already stored.
-        components: number of components that are stored afterwards.
+        stored: number of gradient components that are already stored.
+        components: number of gradient components that are stored afterwards.
     """
     for index in layout.fsdp_module_segments[fsdp_module]:
         for pages in zip(*layout.segments[index].grad_pages[:components], strict=True):
@@ -105,23 +108,24 @@ def update_accesses(layout: Layout, fsdp_module: int, *, components: int = 0) ->
     Args:
         layout: pages of this rank.
         fsdp_module: index of the FSDP module.
-        components: number of stored components of its gradient.
+        components: number of stored components of the FSDP module's gradients.
     """
     for segment, position in layout.fsdp_module_ranges[fsdp_module]:
         yield range_access(segment, position, components=components)
 
 
 def range_access(segment: Segment, position: int, *, components: int = 0) -> Access:
-    """Return the pages that the update of one range needs: stored gradients, master and moments, weights.
+    """Return the access to the pages that the update of one range needs: stored gradients, master and moments, and
+    weights.
 
     Args:
-        segment: segment of the range.
+        segment: segment that contains the range.
         position: index of the range in the segment.
         components: number of stored components of the gradient.
     """
     item = segment.ranges[position]
     uses: list[Use] = []
-    # Ranges are updated in order, so the range that reaches the end of a page is the last one to read it.
+    # Ranges are updated in order, so the range that includes the end of a page is the last one that reads the page.
     for pages in segment.grad_pages[:components]:
         for page, _, stop in overlapping(pages, item.start, item.stop):
             uses.append(Use(page.index, Mode.CONSUME if stop == page.stop else Mode.READ))
@@ -131,8 +135,9 @@ def range_access(segment: Segment, position: int, *, components: int = 0) -> Acc
         ]
     elif segment.update_pages:
         uses.append(Use(segment.update_pages[position].index, Mode.UPDATE))
-    # Each range replaces its part of a weight page. So the first range in a page does not need the previous content,
-    # and later ranges need the parts that earlier ranges have written. The page is not read in between.
+    # Each range replaces its part of a weight page. Therefore the first range of a page does not need the previous
+    # content, and later ranges only need the parts that earlier ranges have written. The page is not read from the
+    # store.
     for page, start, _ in overlapping(segment.param_pages, item.start, item.stop):
         replaced = segment.format.replaces_weights and start == page.start
         uses.append(Use(page.index, Mode.WRITE if replaced else Mode.UPDATE))

@@ -1,16 +1,18 @@
-"""Reads and writes of pages that are in flight, the waits for them, and the first error.
+"""Transfers of pages (reads and writes) that are in flight, waits for them, and the first error.
 
-[Note: the one lock] The whole state of the pager (here and in `CacheSlots`, `Cache`, `Cursor` and reservations) is read
-and changed under one lock, `Transfers.lock`. The following threads take it: the training thread, the update thread, the
-threads that copy to a device and wait for its copies, the thread that listens to other ranks, and the threads of the
-store when a transfer ends. The lock is reentrant, because a read may end before `read` of the store returns. No thread
-copies content or waits for a device under the lock: see `Copies`.
+[Note: the one lock] A single lock, `Transfers.lock`, protects the entire state of the pager: the state in this module,
+in `CacheSlots`, in `Cache`, in `Cursor` and in reservations. The following threads acquire the lock: the training
+thread, the update thread, the thread that copies to a device, the thread that waits for such copies, the thread that
+listens to other ranks, and the threads of the store when a transfer ends. The lock is reentrant, because a read may end
+before the store's `read` method returns. No thread copies page content or waits for a device while it holds the lock.
+See `Copies`.
 
-[Note: late ranks] The time limit applies to operations of this rank: to transfers, and to updates, which depend on no
-other rank. The exception is an update that needs a full parameter. It also waits for other ranks, which may be late by
-any amount of time: a rank that fails, whether or not its drive hangs, ends this rank by its own report. During such an
-exchange, a wait for an update, or for a cache slot that an update may hold, times out only if transfers are in flight
-and none of them has ended within the time limit. After the exchange, such a wait has the whole time limit again.
+[Note: late ranks] The time limit applies to operations of this rank: to transfers, and to updates, which usually do not
+depend on other ranks. The exception is an update that needs a full parameter. During the exchange of this parameter, it
+waits for other ranks, which may be arbitrarily late. (A rank that fails, for example because its drive hangs, reports
+the failure and thereby ends this rank.) During an exchange, a wait for an update, or for a cache slot that an update
+may hold, times out only if transfers are in flight and none of them has ended within the time limit. When the exchange
+ends, the time limit of such a wait starts again.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from infinity.deadline import wait_a_while
 from infinity.errors import StallError
 
 _LAST_SECONDS = 5.0
-"""Seconds that `drain` waits after a failure."""
+"""Maximum number of seconds for which `drain` waits after a failure."""
 _WAITS = {
     "read": "a page to be read",
     "write": "a page to be written",
@@ -35,69 +37,87 @@ _WAITS = {
     "copy": "the device to copy a page",
 }
 _HELD_UP = frozenset({"update", "host_cache"})
-"""Causes of waits that an update in an exchange delays."""
+"""Causes of waits that are prolonged while an update exchanges data with other ranks."""
 
 
 class PageReaderWriter(Protocol):
-    """Store, as the pager uses it. Every method except `expect_gradients` is called under the lock.
+    """Interface of the store that the pager uses. Every method except `expect_gradients` is called with the lock held.
 
-    A transfer ends with one call of `done`, from any thread, with an error or ``None``. Until then, its `memory`, which
-    is as long as the page, belongs to the store: the pager does not change it and, during a read, does not look at it.
+    When a transfer ends, the store calls `done` once, from any thread, with an error or ``None``. Until then, the store
+    owns `memory`, which has the size of the page: the pager does not change the memory and, during a read, does not
+    read it either.
     """
 
     def read(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
-        """Start to read and verify a page that has a stored version."""
+        """Start reading and verifying a page that has a stored version."""
 
     def write(self, page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
-        """Start to store a page. The previous version is replaced when the write has succeeded."""
+        """Start storing a page. The new version replaces the previous one only if the write succeeds."""
 
     def discard(self, page: int) -> None:
-        """Drop the stored version of a page, if there is one."""
+        """Drop the stored version of a page, if it has one."""
 
     def has(self, page: int) -> bool:
-        """Return ``True`` if a version of the page is stored."""
+        """Return ``True`` if the page has a stored version."""
 
     def expect_gradients(self, stored: bool) -> None:
-        """Reserve space for all gradients if each step stores them. Not under the lock. Raises if there is no space."""
+        """Reserve space for all gradients if steps store them, or release the space if not.
+
+        Called without the lock.
+
+        Raises:
+            BudgetError: if there is not enough space.
+        """
 
     def oldest_request(self) -> tuple[float, str] | None:
-        """Return the start time (`time.perf_counter`) and a description of the oldest request in flight, if there is
-        one.
+        """Return the start time and a description of the oldest request in flight, or ``None``.
+
+        The time is a value of `time.perf_counter`.
         """
 
 
 class PagerObserver(Protocol):
-    """Receiver of the pager's telemetry. Always called under the lock."""
+    """Receiver of the pager's telemetry. All methods are called with the lock held."""
 
     def stalled(self, cause: str, page: int, seconds: float) -> None:
-        """Record that the training thread has waited.
+        """Record a wait of the training thread.
 
         Args:
             cause: ``read``, ``write``, ``host_cache``, ``update`` or ``copy``.
-            page: page that it needed, or -1.
+            page: page that the thread needed, or -1.
             seconds: duration of the wait.
         """
 
     def fetched(self, result: str) -> None:
-        """Record that a page was needed. `result` is ``hit``, ``late`` or ``miss``."""
+        """Record that the content of a page was needed.
+
+        Args:
+            result: ``hit`` if no read was needed, ``late`` if a read was in flight, or ``miss`` if a read had to be
+                started.
+        """
 
     def moving(self, seconds: float) -> None:
-        """Add to the time during which transfers were in flight. Called from any thread, one at a time."""
+        """Add to the total time during which transfers were in flight. Called from any thread."""
 
     def spared(self, nbytes: int) -> None:
-        """Record a planned read that was not needed, because a write of the page was still in flight."""
+        """Record that a planned read was avoided because the page was still being written."""
 
     def diverged(self, detail: str) -> None:
-        """Record that the step departed from the trace of the plan."""
+        """Record that the current step departed from the plan."""
 
     def gave_up(self, op: str, error: Exception) -> None:
-        """Record a wait for a transfer (`op` is ``read`` or ``write``) that exceeded the time limit. Called from any
-        thread.
+        """Record that a wait for a transfer exceeded the time limit. Called from any thread.
+
+        Args:
+            op: ``read`` or ``write``.
+            error: error that the wait raises.
         """
 
 
 class _Lock(Condition):
-    """Lock that defers Ctrl-C while it is held. An interrupt could leave it locked, or its state half changed."""
+    """Lock that defers Ctrl-C while it is held. An interrupt could leave it locked, or the protected state
+    inconsistent.
+    """
 
     def __enter__(self) -> bool:
         interrupts.begin()
@@ -113,16 +133,18 @@ class _Lock(Condition):
 
 
 class Transfers:
-    """Starts and counts transfers, and waits for conditions that a completion can fulfill.
+    """Starts and counts transfers, and waits for conditions that the end of a transfer can fulfill.
 
-    Every attribute is read and changed under `lock`, by any thread. Life cycle: the object works until the first error,
-    which `failed` receives once, from any thread. From then on, `check` and `wait` raise this error, and current waits
-    raise it at once. Transfers in flight still end, so that their cache slots are not reused too early.
+    Every attribute is read and changed under `lock`, by any thread. Life cycle: the object operates normally until the
+    first error, which it passes to `failed` once, from any thread. From then on, `check` and `wait` raise this error,
+    and current waits raise it immediately. Transfers in flight still run to their end, so that their cache slots are
+    not reused too early.
 
     Args:
-        observer: receiver of waits, and of the time during which transfers are in flight.
-        timeout: time limit of a wait, in seconds.
-        failed: called once with the first error, from any thread and under the lock. It must not wait.
+        observer: receiver of telemetry about waits and transfers.
+        timeout: maximum duration of a wait, in seconds.
+        failed: function that is called once, with the first error, from any thread and with the lock held. It must not
+            wait.
     """
 
     def __init__(
@@ -134,26 +156,26 @@ class Transfers:
     ) -> None:
         self._observer, self._timeout, self._failed = observer, timeout, failed
         self._stores: list[PageReaderWriter] = []
-        """Stores with transfers so far. A timeout error names the oldest request of all of them."""
+        """Stores that have been used so far. A timeout error describes the oldest request of all of these stores."""
         self.lock: Condition = _Lock()
-        """The one lock. Notified whenever something has ended that a thread may be waiting for."""
+        """The lock of the pager. It is notified whenever an operation has ended for which a thread may be waiting."""
         self.reads = 0
         """Number of pages that are being read."""
         self.writes = 0
         """Number of pages that are being written."""
         self._moving_since = 0.0
-        """Time of the last report to `PagerObserver.moving`, in seconds of `time.perf_counter`."""
+        """Time of the last report to `PagerObserver.moving`, as returned by `time.perf_counter`."""
         self._exchanging = False
         """``True`` while an update waits for other ranks. [Note: late ranks]"""
         self._exchanged = 0.0
-        """End of the last exchange, in seconds of `time.perf_counter`."""
+        """Time at which the last exchange ended, as returned by `time.perf_counter`."""
         self.failure: Exception | None = None
-        """The first error; never cleared. Also read without the lock."""
+        """The first error, or ``None``. It is never cleared, and may be read without the lock."""
 
     def read(
         self, store: PageReaderWriter, page: int, memory: memoryview, then: Callable[[Exception | None], None]
     ) -> None:
-        """Start to read a page from a store. `then` is called under the lock at the end, with an error or ``None``."""
+        """Start reading a page. At the end, `then` is called with an error or ``None``, with the lock held."""
         self._begin(store)
         self.reads += 1
 
@@ -168,7 +190,7 @@ class Transfers:
     def write(
         self, store: PageReaderWriter, page: int, memory: memoryview, then: Callable[[Exception | None], None]
     ) -> None:
-        """Start to write a page to a store. `then` is called under the lock at the end, with an error or ``None``."""
+        """Start writing a page. At the end, `then` is called with an error or ``None``, with the lock held."""
         self._begin(store)
         self.writes += 1
 
@@ -192,27 +214,28 @@ class Transfers:
         self.lock.notify_all()
 
     def _report_moving(self) -> None:
-        """Report the time during which transfers were in flight. Must be called before their number changes."""
+        """Report the time during which transfers were in flight. Must be called before `reads` or `writes` changes."""
         now = time.perf_counter()
         if self.reads or self.writes:
             self._observer.moving(now - self._moving_since)
         self._moving_since = now
 
     def check(self) -> None:
-        """Raise the first error, if there is one."""
+        """Raise the first error if an operation has failed."""
         if self.failure is not None:
             raise self.failure
 
     def wait(self, ready: Callable[[], bool], cause: str, page: int, *, threaded: bool = False) -> None:
-        """Wait until `ready()` returns ``True``. It is called under the lock after every notification.
+        """Wait until `ready()` returns ``True``. `ready` is called with the lock held, after every notification.
 
-        While an update waits for other ranks, waits that it delays do not time out. [Note: late ranks]
+        While an update exchanges data with other ranks, a different time limit applies to waits that depend on the
+        update. [Note: late ranks]
 
         Args:
             ready: condition to wait for.
-            cause: kind of the condition: ``read``, ``write``, ``host_cache``, ``update`` or ``copy``.
-            page: page that is needed, or -1.
-            threaded: whether this is not the training thread, so that the wait does not count as a stall.
+            cause: kind of the wait: ``read``, ``write``, ``host_cache``, ``update`` or ``copy``.
+            page: page that the thread needs, or -1.
+            threaded: whether the calling thread is not the training thread. If so, the wait does not count as a stall.
 
         Raises:
             StallError: if the wait exceeds the time limit.
@@ -240,11 +263,11 @@ class Transfers:
         return min(requests)[1] if requests else "no request is in flight"
 
     def _wait(self, ended: Callable[[], bool], *, held_up: bool) -> bool:
-        """Wait until `ended()` returns ``True``. Return ``False`` if the time limit passes first."""
+        """Wait until `ended()` returns ``True``. Return ``False`` if the time limit is exceeded first."""
         since = time.perf_counter()
         while not ended():
-            # During an exchange the limit runs only while transfers are in flight, and restarts whenever one of them
-            # ends. So a rank that is late is no error, but a drive that hangs is.
+            # During an exchange, time counts only while transfers are in flight, and the limit restarts whenever a
+            # transfer ends. Therefore a late rank does not cause an error, but a drive that hangs does.
             if held_up and self._exchanging:
                 since = max(since, self._moving_since) if self.reads or self.writes else time.perf_counter()
             elif held_up:
@@ -252,15 +275,16 @@ class Transfers:
             left = since + self._timeout - time.perf_counter()
             if left <= 0:
                 return False
-            # The time during which the process was stopped (Ctrl-Z) does not count as the drive's.
+            # Exclude the time during which the process was suspended (Ctrl-Z).
             since += wait_a_while(self.lock, left)
             interrupts.check()
         return True
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Return a context in which an update waits for other ranks. For the thread that runs updates. [Note: late
-        ranks]
+        """Return a context manager for the part of an update that waits for other ranks. [Note: late ranks]
+
+        It must be entered on the thread that runs updates.
         """
         with self.lock:
             self._exchanging = True
@@ -271,8 +295,8 @@ class Transfers:
                 self._exchanging, self._exchanged = False, time.perf_counter()
 
     def fail(self, error: Exception) -> None:
-        """Record the first error, and make everything that waits raise it."""
-        # Keep the first error: later ones usually follow from it and would hide the cause.
+        """Record an error. If it is the first one, all current and later waits raise it."""
+        # Keep the first error, because later errors usually result from it and would hide the cause.
         if self.failure is None:
             self.failure = error
             self._failed(error)
@@ -282,7 +306,7 @@ class Transfers:
         """Wait until no transfer is in flight and `ended()` returns ``True``. After a failure, wait only for a short
         time.
 
-        Does not raise.
+        The method does not raise, even if the time limit is exceeded.
         """
         timeout = self._timeout if self.failure is None else min(self._timeout, _LAST_SECONDS)
         until = time.perf_counter() + timeout
@@ -291,7 +315,10 @@ class Transfers:
             interrupts.check()
 
     def leave_to_parent(self, error: Exception) -> None:
-        """Take a new lock in a forked child process, and make every call raise `error`. Not under the lock."""
-        # A thread of the parent may have held the lock at the fork. It does not exist in the child to release the lock.
+        """Create a new lock in a forked child process, and make every call raise `error`. Must be called without the
+        lock.
+        """
+        # A thread of the parent process may have held the lock at the fork. That thread does not exist in the child
+        # process, so the old lock would never be released.
         self.lock = _Lock()
         self.failure = error

@@ -1,4 +1,6 @@
-"""Update schedules: where in a step each FSDP module is updated, and the accesses of a step that result."""
+"""Update schedules, which determine when in a step each FSDP module is updated, and the resulting accesses of
+the step.
+"""
 
 from __future__ import annotations
 
@@ -23,41 +25,41 @@ from infinity.schedule.trace import (
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateSchedule:
-    """Place of each FSDP module's update: in backward, in the next forward, or in `step()`. Immutable."""
+    """Immutable choice of the phase in which each FSDP module is updated: backward, the next forward, or `step()`."""
 
     in_backward: frozenset[int] = frozenset()
     """FSDP modules that are updated in backward."""
     in_forward: frozenset[int] = frozenset()
     """FSDP modules that are updated in the next forward, before their weights are used. FSDP modules that are in
-    neither set are updated in `step()`.
+    neither `in_backward` nor `in_forward` are updated in `step()`.
     """
     overlapped: bool = True
-    """``True`` if updates overlap the computation of another FSDP module. In backward, an FSDP module is updated when
-    the next one has been gathered; in forward, when the previous one has been gathered (the first FSDP module is
-    updated in `step()`). Otherwise an FSDP module is updated as soon as its gradients have arrived, or just before it
-    is gathered, which needs fewer cache slots.
+    """``True`` if updates overlap the computation of another FSDP module. In this case, an FSDP module is updated in
+    backward when the next module has been gathered, or in forward when the previous module has been gathered (the first
+    FSDP module is updated in `step()`). Otherwise an FSDP module is updated in backward as soon as its gradients have
+    arrived, or in forward just before it is gathered, which needs fewer cache slots.
     """
     prefetched: bool = False
-    """``True`` if weights are prefetched to the GPU: the pages of an FSDP module are read after the previous gather,
-    and copied to the device from then on. The first gather of a step is an exception.
+    """``True`` if weights are prefetched to the GPU. After each gather, the pages of the FSDP module that is gathered
+    next are read and copied to the device. The weights for the first gather of a step are not prefetched.
     """
     kept: frozenset[int] = frozenset()
-    """FSDP modules whose weights stay on the device from their first prefetch to the GPU until the step ends or they
-    are updated.
+    """FSDP modules whose weights stay on the device from their first prefetch in a step until they are updated or the
+    step ends.
     """
     gpu_resident: frozenset[int] = frozenset()
-    """FSDP modules whose weights and state all live on the device. They are not paged."""
+    """FSDP modules whose weights and optimizer state are stored entirely on the device. They are not paged."""
 
     @classmethod
     def of(cls, name: str, events: Sequence[Event], *, forward: bool = True) -> UpdateSchedule:
-        """Return the update schedule of a setting for a step.
+        """Return the update schedule for a step, given the name of a schedule.
 
         FSDP modules that cannot be updated in backward are updated in the next forward or, if `forward` is ``False``,
         in `step()`.
 
         Args:
             name: ``in_backward``, ``in_forward`` or ``after_backward``.
-            events: one step.
+            events: events of one step.
             forward: whether updates may run in the next forward.
         """
         if name == "after_backward":
@@ -70,9 +72,10 @@ class UpdateSchedule:
         return cls(in_backward=early, in_forward=frozenset(gathered & trained - early) if forward else frozenset())
 
     def due(self, events: Iterable[Event]) -> dict[int, int]:
-        """Return the FSDP module to update when an FSDP module is first gathered in forward, by gathered FSDP module.
+        """Return which FSDP module to update when another one is first gathered in forward.
 
-        FSDP modules that are updated in `step()` are not included.
+        The keys are gathered FSDP modules, and the values are FSDP modules in `in_forward`. Without overlap, the two
+        are equal.
         """
         order = tuple(dict.fromkeys(event.fsdp_module for event in events if event.kind is EventKind.GATHER))
         pairs = itertools.pairwise(order) if self.overlapped else zip(order, order, strict=True)
@@ -80,11 +83,11 @@ class UpdateSchedule:
 
 
 def eligible_for_backward(events: Sequence[Event]) -> frozenset[int]:
-    """Return the FSDP modules whose gradients arrive once per step, and whose weights are not used afterwards in the
-    step.
+    """Return the FSDP modules that can be updated in backward.
 
-    An update of any other FSDP module in backward would change weights that the step still uses, or would miss a part
-    of the gradient.
+    These are the FSDP modules whose gradients arrive once per step and whose weights the step does not use afterwards.
+    Updating any other FSDP module in backward would change weights that the step still uses, or would miss a part of
+    the gradient.
     """
     arrivals = Counter(event.fsdp_module for event in events if event.kind is EventKind.GRADIENTS)
     once = {fsdp_module for fsdp_module, count in arrivals.items() if count == 1}
@@ -98,7 +101,7 @@ def eligible_for_backward(events: Sequence[Event]) -> frozenset[int]:
 
 
 def next_gather(events: Sequence[Event], position: int) -> int:
-    """Return the position of the first gather after a position in the same step, or -1."""
+    """Return the position of the first gather after `position`, or -1 if the step contains no further gather."""
     for index in range(position + 1, len(events)):
         if events[index].kind is EventKind.GATHER:
             return index
@@ -106,47 +109,49 @@ def next_gather(events: Sequence[Event], position: int) -> int:
 
 
 class Expansion(NamedTuple):
-    """Accesses of one step, with their relation to its events."""
+    """Accesses of one step, and their relation to the events of the step."""
 
     accesses: tuple[Access, ...]
-    """Accesses in the order in which they take their places in the plan."""
+    """Accesses of the step, in the order of their positions in the plan."""
     starts: tuple[int, ...]
-    """Position of the first access of each event. For an event without accesses, the position of the next access."""
+    """For each event, the position of its first access. For an event without accesses, the position of the
+    next access.
+    """
     prefetched: frozenset[int]
-    """Positions of accesses that copy weights to the device ahead of their gather."""
+    """Positions of accesses that copy weights to the device before their gather."""
     awaited: frozenset[int]
-    """Indices of the gather events whose weights have been copied that way or have stayed on the device."""
+    """Indices of the gather events whose weights have been prefetched or have stayed on the device."""
 
 
 def expand(
     events: Sequence[Event], layout: Layout, update_schedule: UpdateSchedule, *, pending: bool = True
 ) -> tuple[Access, ...]:
-    """Return the accesses of one step. See `expand_events`."""
+    """Return only the accesses of one step. See `expand_events`."""
     return expand_events(events, layout, update_schedule, pending=pending).accesses
 
 
 def expand_events(
     events: Sequence[Event], layout: Layout, update_schedule: UpdateSchedule, *, pending: bool = True
 ) -> Expansion:
-    """Return the accesses of one step, by event. GPU-resident FSDP modules have no accesses.
+    """Return the accesses of one step, with the events that cause them. GPU-resident FSDP modules have no accesses.
 
     Args:
-        events: one step, ending with STEP.
+        events: events of one step, the last of which is STEP.
         layout: pages of this rank.
         update_schedule: where updates run.
-        pending: whether the FSDP modules that are updated in forward have gradients from the previous step.
+        pending: whether the updates in forward have gradients from a previous step to apply.
     """
     accesses: list[Access] = []
     starts: list[int] = []
     prefetched: set[int] = set()
     awaited: set[int] = set()
-    arrived: dict[int, int] = {}  # FSDP module -> components of its gradient that are stored
+    arrived: dict[int, int] = {}  # FSDP module -> number of stored components of its gradient
     components = stored_components(events)
     due = update_schedule.due(events)
     later = set(due.values())
     waiting = dict(due) if pending else {}
-    reduced: list[int] = []  # FSDP modules to be updated in backward, after the next gather
-    there: set[int] = set()  # FSDP modules whose weights are on the device, or being copied there
+    reduced: list[int] = []  # FSDP modules to update in backward, after the next gather
+    there: set[int] = set()  # FSDP modules whose weights are on the device or being copied to it
 
     def add(fsdp_module: int, found: Iterable[Access]) -> None:
         if fsdp_module not in update_schedule.gpu_resident:  # GPU-resident FSDP modules are not paged
@@ -182,8 +187,8 @@ def expand_events(
                 following >= 0
                 and (fsdp_module := events[following].fsdp_module) not in there | update_schedule.gpu_resident
             ):
-                # A pending update must come before the prefetch to the GPU. Otherwise the forward would compute with
-                # weights of the previous step.
+                # A pending update must precede the prefetch to the GPU. Otherwise forward would use the weights of the
+                # previous step.
                 for gathered in [gathered for gathered, of in waiting.items() if of == fsdp_module]:
                     update_waiting(gathered)
                 begin = len(accesses)
@@ -198,7 +203,7 @@ def expand_events(
                     update_reduced()
             else:
                 stored = arrived.pop(event.fsdp_module, 0)
-                arrived[event.fsdp_module] = event.components  # moves to the end, so `arrived` is in arrival order
+                arrived[event.fsdp_module] = event.components  # moves to the end: `arrived` is in order of arrival
                 found = store_gradient_accesses(layout, event.fsdp_module, stored=stored, components=event.components)
                 add(event.fsdp_module, found)
         else:
@@ -210,10 +215,10 @@ def expand_events(
 
 
 def expand_pending(events: Sequence[Event], layout: Layout, update_schedule: UpdateSchedule) -> tuple[Access, ...]:
-    """Return the accesses of all updates that wait for the next forward, for running them now.
+    """Return the accesses for running all updates immediately that are otherwise deferred to the next forward.
 
     Args:
-        events: the step that stored the gradients.
+        events: events of the step that stored the gradients.
         layout: pages of this rank.
         update_schedule: where updates run.
     """

@@ -1,1 +1,1 @@
-"""Where the first values of a run come from: the model, its own initialization, a checkpoint, an older checkpoint."""
+"""Sources of a run's initial values: the model itself, its initialization code, weight files, or a checkpoint."""

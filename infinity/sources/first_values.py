@@ -1,6 +1,6 @@
-"""Sources of the initial values of a run's pages: the common interface, and the values that a model already has.
+"""Common interface of the sources of a run's initial values, and the source for values that a model already has.
 
-Other sources are the sibling modules: `initialize` (the model's own initialization), `pretrained_folder`
+The other sources are in the sibling modules `initialize` (the model's own initialization), `pretrained_folder`
 (safetensors), `dcp` and `reshard`.
 """
 
@@ -19,8 +19,8 @@ from infinity.content.layout import Layout
 from infinity.fsdp.sharded_model import Member
 
 ValueOf = Callable[[int, str], torch.Tensor | None]
-"""Maps the position of a parameter in its FSDP module and a section (``master`` or a state kind) to this rank's
-elements, flat; None means zeros.
+"""Function that returns this rank's elements of a parameter, flat, or None for zeros. Its arguments are the position of
+the parameter in its FSDP module, and ``master`` or the name of an optimizer state.
 """
 
 
@@ -30,34 +30,33 @@ class FirstValues:
     def check(
         self, model: nn.Module, members: Sequence[Member], layout: Layout, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Check, before anything is written, that the values belong to this model and optimizer.
+        """Check, before any page is written, that the values belong to this model and optimizer.
 
         Args:
-            model: the sharded model.
+            model: sharded model.
             members: all parameters, in the order of the layout's shards.
-            layout: layout of the pages of this rank.
-            optimizer: the optimizer of the run.
+            layout: layout of this rank's pages.
+            optimizer: optimizer of the run.
 
         Raises:
             ConfigError, CheckpointError, UnsupportedError: if they do not, or if this cannot be determined. The
-                message names the difference.
+                message describes the difference.
         """
 
     def values(self, fsdp_module: str, members: Sequence[Member]) -> ValueOf:
-        """Return the values of one FSDP module: flat tensors of this rank's elements, the master in the dtype that is
-        trained.
+        """Return a function that returns the values of one FSDP module. A master has the dtype of its parameter.
 
         Raises (when a value is requested):
-            ConfigError, CheckpointError, StorageError, CorruptPageError, UnsupportedError: if the file that it is
-                read from has changed, or the model's own code fails.
+            ConfigError, CheckpointError, StorageError, CorruptPageError, UnsupportedError: if the file that contains
+                the value has changed, or the model's own code fails.
         """
         raise NotImplementedError
 
     def buffers(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
-        """Return the values of the buffers that the source has, by their names in the model.
+        """Return the values of the buffers that the source contains, by their names in the model.
 
         Raises:
-            ConfigError, CheckpointError: if they cannot be read.
+            ConfigError, CheckpointError: if the buffers cannot be read.
         """
         return {}
 
@@ -65,13 +64,13 @@ class FirstValues:
         """Restore buffers and param groups, and return the progress of training.
 
         Returns:
-            Progress, or None for a run that starts from step 0.
+            Progress of training, or None for a run that starts from step 0.
         """
         return None
 
 
 class OwnValues(FirstValues):
-    """Values that the model already has in memory."""
+    """Source of the values that the model already has in memory."""
 
     def values(self, fsdp_module: str, members: Sequence[Member]) -> ValueOf:
 
@@ -84,8 +83,8 @@ class OwnValues(FirstValues):
 
 
 def convertible(found: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return whether values of one dtype may be converted to another: never across kinds, nor for dtypes that need a
-    scale.
+    """Return whether values may be converted to a different dtype. The kind of dtype must be the same, and dtypes that
+    need a scale are excluded.
     """
     if found == wanted:
         return True

@@ -1,9 +1,8 @@
-"""Initialization calls that each tensor of a model needs, and their execution on tensors without storage.
+"""Determine which calls initialize each tensor of a model, and run these calls for some of the tensors.
 
-Every call that initializes something runs once on tensors without storage to find out which tensors it writes. To
-initialize some tensors, exactly the calls that they need run again, with these tensors real and all others still
-without storage. Tensors are filled with a known value beforehand, so that elements that no call has written can be
-detected.
+Each initialization call first runs on tensors without storage, to find out which tensors it writes. To initialize some
+tensors, only the calls that write them run again. These tensors then have storage, and all others still do not. They
+are filled with a known value beforehand, so that elements that no call has written can be detected.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from infinity.sources.init_steps import InitFunction, Step, build_again, init_st
 _FILLS = frozenset(
     ("normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "bernoulli_", "log_normal_")
 )
-"""Operations that overwrite a tensor completely, independent of its previous values."""
+"""Operations that overwrite a tensor completely, regardless of its previous values."""
 
 
 def module_seed(seed: int, name: str) -> int:
-    """Return the seed of one call, in 63 bits."""
+    """Return the seed of one call, as a 63-bit integer."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]) >> 1
 
 
 @dataclass(frozen=True)
 class _Holder:
-    """Slot of a tensor in a model: the parameters or buffers of a module, and the name in it."""
+    """Slot of a tensor in a model: a module, its dict of parameters or buffers, and the key in that dict."""
 
     module: nn.Module
     tensors: dict[str, Any]
@@ -52,24 +51,24 @@ class _Holder:
 
 
 class InitPlan:
-    """Calls that each tensor of a model needs for its initial value."""
+    """Initialization calls of a model, and the tensors that each call writes."""
 
     def __init__(self, model: nn.Module, seed: int, function: InitFunction | None) -> None:
         self._model, self._seed = model, seed
-        # Everything below is determined here and not changed by `run`, except for the holders, which follow the model.
+        # `run` does not change the attributes below, except for the holders, which follow the model.
         with _apart():
             _seed_generators(module_seed(seed, "model"))
             twins = build_again(model)
         self._steps = init_steps(model, twins, function)  # calls, in the order in which the model makes them
         self.not_repeated = not_repeated(model, twins) if function is None else []
-        """Names of classes whose constructors set tensors that no call here sets."""
+        """Names of classes whose constructors set tensors that none of the calls sets."""
         self.left_out = {id(module._parameters[key]) for module, key in left_out(model, twins)}
-        """Identities of parameters on a real device that may or may not have been initialized."""
+        """Ids of parameters on a real device for which it is unknown whether they have been initialized."""
         self._thrown_away = {(id(module), key) for module, key in tie_targets(model)}  # slots that are tied to others
-        self._needs: dict[int, list[int]] = {}  # by identity of the tensor: positions of its calls, in order
-        self._holders: dict[int, list[_Holder]] = {}  # by identity of the tensor: slots that its value comes from
+        self._needs: dict[int, list[int]] = {}  # positions of the calls for a tensor, in order, by tensor id
+        self._holders: dict[int, list[_Holder]] = {}  # slots that provide a tensor's value, by tensor id
         self._find_holders()
-        self._keys_by_module: dict[int, list[int]] = {}  # by identity of the module: identities of its tensors
+        self._keys_by_module: dict[int, list[int]] = {}  # ids of a module's tensors, by module id
         for key, holders in self._holders.items():
             for holder in holders:
                 self._keys_by_module.setdefault(id(holder.module), []).append(key)
@@ -91,7 +90,7 @@ class InitPlan:
         return id(tensor) in self._needs
 
     def rivals(self, tensor: torch.Tensor) -> list[str]:
-        """Return the classes that construct a tied parameter differently, if nothing else initializes it."""
+        """Return the classes whose constructors may set a tied parameter differently, if nothing else sets it."""
         holders = self._holders[id(tensor)]
         classes = sorted({torch_private.original_class(holder.module).__name__ for holder in holders})
         constructed = all(self._steps[index].kind == "construct" for index in self._needs.get(id(tensor), []))
@@ -99,10 +98,10 @@ class InitPlan:
 
     def _record(self) -> None:
         """Run every call once on tensors without storage, and record which tensors it writes."""
-        # Tensors that calls assigned to slots: kept alive, so that no other tensor gets the identity of their storage.
+        # Tensors that calls have assigned to slots. Keeping them alive prevents their storage keys from being reused.
         replaced: list[torch.Tensor] = []
-        with _apart(), torch_private.classes_of_before(self._model), self._prefetched({}) as prefetched:
-            watch = _Watch({torch_private.storage_key(tensor): key for key, tensor in prefetched.items()})
+        with _apart(), torch_private.classes_of_before(self._model), self._substituted({}) as substitutes:
+            watch = _Watch({torch_private.storage_key(tensor): key for key, tensor in substitutes.items()})
             for index, step in enumerate(self._steps):
                 watch.begin()
                 inside = [key for m in step.module.modules() for key in self._keys_by_module.get(id(m), ())]
@@ -110,11 +109,11 @@ class InitPlan:
                     self._seed_for(step)
                     with torch_private.init_without_storage(draw=False), watch:
                         step.call()
-                except Exception:  # it needs values that do not exist here; it reports them when it really runs
+                except Exception:  # the call needs real values; if it fails in `run` too, `run` reports it
                     watch.written.update(dict.fromkeys(inside, False))
                 for key in inside:
                     tensor = self._current(key)
-                    # the call has assigned another tensor
+                    # the call has assigned a new tensor
                     if watch.slots.get(torch_private.storage_key(tensor)) != key:
                         replaced.append(tensor)
                         watch.slots[torch_private.storage_key(tensor)] = key
@@ -123,8 +122,7 @@ class InitPlan:
                     self._needs[key] = ([] if entirely else self._needs.get(key, [])) + [index]
 
     def run(self, wanted: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor | None]:
-        """Return the full initial values of some tensors on the CPU, by identity of the tensor; None for tensors left
-        unset.
+        """Compute the full initial values of some tensors on the CPU, by tensor id. A value is None if it was not set.
 
         Raises:
             UnsupportedError: if a call fails.
@@ -141,7 +139,7 @@ class InitPlan:
 
     def _values(self, wanted: Mapping[int, torch.Tensor], fill: Callable[..., torch.Tensor]) -> dict[int, torch.Tensor]:
         real = {key: fill(tensor, device="cpu") for key, tensor in wanted.items()}
-        with _apart(), torch_private.classes_of_before(self._model), self._prefetched(real):
+        with _apart(), torch_private.classes_of_before(self._model), self._substituted(real):
             for index in sorted({index for key in wanted for index in self._needs.get(key, ())}):
                 self._call(self._steps[index])
             return {key: self._current(key).detach() for key in wanted}
@@ -166,19 +164,18 @@ class InitPlan:
         return self._holders[key][0].tensor
 
     @contextmanager
-    def _prefetched(self, real: Mapping[int, torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
-        """Replace all tensors of the model by plain ones: `real` ones, copies of real buffers, and empty ones for the
-        rest.
+    def _substituted(self, real: Mapping[int, torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
+        """Temporarily replace the model's tensors: with `real` tensors, copies of real buffers, or empty tensors.
 
-        A slot whose own value is discarded by a tie gets an empty tensor of its own.
+        Empty tensors have no storage. A slot whose own value is discarded by tying gets a separate empty tensor.
 
         Yields:
-            The new tensors, by identity of the tensors that they replace.
+            The new tensors, by id of the tensor that they replace.
         """
         self._find_holders()  # buffers may have been set in the meantime
         places: list[dict[str, Any]] = [of for m in self._model.modules() for of in (m._parameters, m._buffers)]
         before = [(tensors, dict(tensors)) for tensors in places]
-        prefetched: dict[int, torch.Tensor] = {}
+        substitutes: dict[int, torch.Tensor] = {}
 
         def stand_in(tensor: torch.Tensor, value: torch.Tensor | None = None) -> torch.Tensor:
             if value is None:
@@ -191,13 +188,13 @@ class InitPlan:
 
         try:
             for key, holders in self._holders.items():
-                prefetched[key] = stand_in(holders[0].tensor, content(key, holders[0].tensor))
+                substitutes[key] = stand_in(holders[0].tensor, content(key, holders[0].tensor))
             for tensors, saved in before:
                 tensors.update((key, stand_in(tensor)) for key, tensor in saved.items() if tensor is not None)
             for key, holders in self._holders.items():
                 for holder in holders:
-                    holder.tensors[holder.key] = prefetched[key]
-            yield prefetched
+                    holder.tensors[holder.key] = substitutes[key]
+            yield substitutes
         finally:
             for tensors, saved in before:
                 tensors.clear()
@@ -205,12 +202,12 @@ class InitPlan:
 
 
 def _shows_unset(tensor: torch.Tensor) -> bool:
-    """Return whether NaN in the tensor's dtype can mark elements that were not set."""
+    """Return whether the tensor's dtype has NaN, which can mark elements that were not set."""
     return (tensor.is_floating_point() and tensor.dtype.itemsize > 1) or tensor.is_complex()
 
 
 def _marked(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """Return a tensor of the same shape and dtype, filled with NaN, True, or the largest integer."""
+    """Return a tensor of the same shape and dtype that is filled with NaN, one, or the largest integer."""
     if _shows_unset(tensor):
         return torch.full(tensor.shape, float("nan"), dtype=tensor.dtype, device=device)
     if tensor.dtype is torch.bool or tensor.is_floating_point():
@@ -220,7 +217,7 @@ def _marked(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Run without gradients, and restore the CPU generators of torch, Python and NumPy afterwards."""
+    """Disable gradients, and restore the CPU random generators of PyTorch, Python and NumPy afterwards."""
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         with torch.no_grad():
@@ -242,8 +239,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, slots: dict[int, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.slots = slots  # key by the identity of the storage
-        # by key, for the current call: whether the tensor was overwritten completely before it was read
+        self.slots = slots  # key of a tensor, by storage key
+        # whether the current call overwrote a tensor completely before reading it, by key
         self.written: dict[int, bool] = {}
         self._read: set[int] = set()  # keys that were read in this call
 
@@ -266,8 +263,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draws random numbers for tensors without storage too, so that a call draws the same numbers whichever of its
-    tensors are real.
+    """Also draws random numbers for tensors without storage, so that a call draws the same numbers regardless of which
+    of its tensors are real.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,8 +1,8 @@
-"""Code of a model that sets the initial values of its tensors, in the order in which it runs.
+"""Find the calls that set the initial values of a model's tensors, in the order in which they run.
 
-The order is the one in which the values are set when the model is built in memory: constructors, children before
-parents; then transformers' `_init_weights`, called by the same submodel as in transformers, and only on modules that
-the model's class itself builds; then PEFT's initialization of adapters; then the user's function.
+The order is the same as when the model is built in memory: constructors, children before parents; transformers'
+`_init_weights`, called by the same submodel as in transformers, and only on modules that the model's class itself
+builds; PEFT's initialization of adapters; and finally the user's function.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ InitFunction = Callable[[nn.Module], None]
 Holder = tuple[nn.Module, str]
 """A module and the name of one of its parameters."""
 SMALL = 4096
-"""Limit, in elements, for parameters whose value is taken from a rebuilt model."""
+"""Maximum number of elements of a parameter whose value is taken from a rebuilt model."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call that sets tensors of a module, or of modules inside of it."""
+    """Call that sets tensors of a module or of its submodules."""
 
-    # "construct", "init", "adapter" or "given": the kind is part of the seed, so that kinds draw different numbers
+    # "construct", "init", "adapter" or "given". It is part of the seed, so that calls of different kinds draw different
+    # random numbers.
     kind: str
-    name: str  # name of the module without wrappers; with `kind` and the seed of the run, it gives the seed of the call
+    name: str  # name of the module without wrappers; the run's seed, `kind` and `name` determine the seed of the call
     module: nn.Module
     call: Callable[[], Any]
 
@@ -45,9 +46,9 @@ def init_steps(model: nn.Module, twins: Twins, function: InitFunction | None) ->
     """Return all calls that may set initial values, in order.
 
     Args:
-        model: the sharded model.
+        model: sharded model.
         twins: result of `build_again`.
-        function: the user's function, which runs on every module after everything else; None without one.
+        function: the user's function, if any, which is called last, with every module.
     """
     modules = [(_logical(name), module) for name, module in _post_order(model)]
     roots = _init_roots(model, twins)
@@ -73,7 +74,7 @@ def init_steps(model: nn.Module, twins: Twins, function: InitFunction | None) ->
 
 
 def tie_targets(model: nn.Module) -> list[Holder]:
-    """Return the slots whose own initial values transformers discards, because it ties them to others."""
+    """Return the slots whose own initial values transformers discards because it ties them to other slots."""
     found: list[Holder] = []
     for root in _transformers_models(model):
         by_name = {
@@ -91,8 +92,8 @@ def tie_targets(model: nn.Module) -> list[Holder]:
 def left_out(model: nn.Module, twins: Twins) -> Iterator[Holder]:
     """Yield parameters on a real device that may never have been initialized.
 
-    transformers initializes nothing while it builds a model on the meta device. Parameters that the model's class
-    creates outside of that device (``torch.FloatTensor(n)``) are then real, with arbitrary content.
+    transformers skips initialization while it builds a model on the meta device. Parameters that the model's class
+    nevertheless creates on a real device (``torch.FloatTensor(n)``) then have arbitrary content.
     """
     for modules in _by_transformers_model(model, twins).values():
         own = [(m, key, p) for m in modules for key, p in m._parameters.items() if p is not None]
@@ -101,12 +102,12 @@ def left_out(model: nn.Module, twins: Twins) -> Iterator[Holder]:
 
 
 def not_repeated(model: nn.Module, twins: Twins) -> list[str]:
-    """Return the sorted names of classes whose constructors set tensors themselves, and are not run again.
+    """Return the sorted names of classes whose constructors set tensors themselves but are not run again.
 
-    On the meta device, values that a constructor sets are lost. torch's own modules set values in `reset_parameters`,
-    a model that is rebuilt from its config is constructed again, and PEFT's adapters have a function of their own.
-    For other classes, the bytecode of the constructor tells: whether it, or a function that it calls in its class or
-    module, names a function that modifies tensors in place.
+    On the meta device, the values that a constructor sets are lost. PyTorch's own modules can set them again with
+    `reset_parameters`, a model that is rebuilt from its config runs its constructors again, and PEFT has a separate
+    function for its adapters. For other classes, this function inspects the bytecode: it looks for in-place tensor
+    operations in the constructor, and in functions of the same class or module that the constructor calls.
     """
     return sorted(
         {
@@ -127,13 +128,13 @@ _SETTERS = frozenset(name for name in dir(nn.init) if name.endswith("_") and not
 
 
 def _sets_tensors(function: Any, cls: type, seen: set[Any]) -> bool:
-    """Return whether a function, or a function of its class or module that it calls, names an in-place operation."""
+    """Return whether a function, or one that it calls in its class or module, refers to an in-place operation."""
     code = getattr(function, "__code__", None)
     if code is None or code in seen:
         return False
     seen.add(code)
     codes, names = [code], set[str]()
-    for part in codes:  # the list grows by nested functions
+    for part in codes:  # the loop appends nested functions
         names.update(part.co_names)
         codes += [const for const in part.co_consts if isinstance(const, types.CodeType)]
     if names & _SETTERS:
@@ -144,7 +145,7 @@ def _sets_tensors(function: Any, cls: type, seen: set[Any]) -> bool:
 
 
 def _by_transformers_model(model: nn.Module, twins: Twins) -> dict[nn.Module, list[nn.Module]]:
-    """Return the modules of every transformers model: those that are in no other such model."""
+    """Return the modules of each transformers model, without those of nested transformers models."""
     found: dict[nn.Module, list[nn.Module]] = {}
 
     def visit(module: nn.Module, around: nn.Module | None) -> None:
@@ -192,7 +193,7 @@ def _logical(name: str) -> str:
 
 
 def _constructor(module: nn.Module) -> Callable[[], Any] | None:
-    """Return a function that sets the values of a module as its constructor does; None if there is no such function."""
+    """Return a function that sets the values of a module as its constructor does, or None if there is none."""
     if parametrize.is_parametrized(module):
         return partial(_construct_parametrized, module)
     for name in ("reset_parameters", "_reset_parameters"):
@@ -210,7 +211,7 @@ def _construct_parametrized(module: Any) -> None:
     if (construct := _constructor(plain)) is not None:
         construct()
         for key in module.parametrizations:
-            setattr(module, key, plain._parameters[key].detach())  # type: ignore[union-attr]  # sets what it is computed from
+            setattr(module, key, plain._parameters[key].detach())  # type: ignore[union-attr]  # sets its original parameters
 
 
 # --- rebuilt models ---------------------------------------------------------------------------------------------------
@@ -218,26 +219,25 @@ def _construct_parametrized(module: Any) -> None:
 
 @dataclass(frozen=True)
 class Twins:
-    """Models rebuilt from their configs, which show the modules that a class builds and the values that only
-    constructors set.
+    """Models rebuilt from their configs. They show which modules a class builds and which values only constructors set.
 
-    Large parameters have no storage in them.
+    Large parameters of the rebuilt models have no storage.
     """
 
     built: dict[int, dict[str, nn.Module]]
-    """Modules of the rebuilt model by name, by identity of the original model."""
+    """For the id of each original model, the modules of the rebuilt model by name."""
     counterparts: dict[int, nn.Module]
-    """Module of the rebuilt model with the same name, class and parameters, by identity of the original module."""
+    """For the id of each original module, the rebuilt module with the same name, class and parameters."""
 
     def of(self, module: nn.Module) -> nn.Module | None:
-        """Return the counterpart of a module, if it holds any values."""
+        """Return the counterpart of a module if it contains any values."""
         twin = self.counterparts.get(id(module))
         tensors = [] if twin is None else [*twin._parameters.values(), *twin._buffers.values()]
         return twin if any(tensor is not None and not tensor.is_meta for tensor in tensors) else None
 
 
 def build_again(model: nn.Module) -> Twins:
-    """Rebuild a model from its config, or only the parts of it that keep a config."""
+    """Rebuild a model from its config, or only the parts of the model that have a config."""
     twins = Twins({}, {})
     covered: set[int] = set()
     for root in model.modules():
@@ -257,11 +257,10 @@ def build_again(model: nn.Module) -> Twins:
 
 
 def _built_again(root: nn.Module) -> nn.Module | None:
-    """Rebuild a model from its config, with values of small parameters and buffers; return None if that is
-    impossible.
+    """Rebuild a model from its config, with values for small parameters and buffers. Return None if this fails.
 
-    Values that only a constructor sets are scales, gates and masks. Larger tensors have no storage, so that memory
-    stays bounded by one FSDP module.
+    Values that only a constructor sets are small, such as scales, gates and masks. Large parameters have no storage,
+    so that peak memory stays bounded by one FSDP module.
     """
     cls = torch_private.original_class(root)
     register = nn.Module.register_parameter
@@ -282,7 +281,7 @@ def _built_again(root: nn.Module) -> nn.Module | None:
 
 
 def outline(module: nn.Module) -> tuple[Any, ...]:
-    """Return a key that differs between a module that the class has built and one that replaced it."""
+    """Return a key that differs between a module that the model's class has built and a module that replaced it."""
     own = tuple((key, tuple(param.shape)) for key, param in sorted(module._parameters.items()) if param is not None)
     return (torch_private.original_class(module), own)
 
@@ -301,16 +300,16 @@ def _take_from(twin: nn.Module, module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Root:
-    """An outermost model with `_init_weights`."""
+    """Outermost module that has `_init_weights`."""
 
     init_of: dict[int, InitFunction]
-    """Initialization function by identity of the module, for modules that the root's class has built."""
+    """Initialization functions of the modules that the root's class has built, by module id."""
     doubtful: list[nn.Module]
-    """Modules that the root's class may or may not have built; nothing initializes them."""
+    """Modules that the root's class may or may not have built. They are not initialized."""
 
 
 def _init_roots(model: nn.Module, twins: Twins) -> list[_Root]:
-    """Return the outermost models with `_init_weights`, with the modules that they initialize."""
+    """Return the outermost modules that have `_init_weights`, with the modules that they initialize."""
     found: list[_Root] = []
     covered: set[int] = set()
     for module in model.modules():
@@ -327,7 +326,7 @@ def _is_transformers(module: nn.Module) -> bool:
 
 
 def _transformers_models(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost models of transformers."""
+    """Yield the outermost transformers models."""
     covered: set[int] = set()
     for module in model.modules():
         if id(module) not in covered and _is_transformers(module):
@@ -336,7 +335,7 @@ def _transformers_models(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _other_root(root: nn.Module) -> _Root:
-    """Let `_init_weights` of the nearest enclosing module initialize each module."""
+    """Initialize each module with `_init_weights` of the nearest enclosing module that has it."""
     init_of: dict[int, InitFunction] = {}
 
     def visit(module: nn.Module, init: InitFunction) -> None:
@@ -351,10 +350,10 @@ def _other_root(root: nn.Module) -> _Root:
 
 
 def _transformers_root(root: nn.Module, twins: Twins) -> _Root:
-    """Let the nearest enclosing `PreTrainedModel` initialize each module that its class has built.
+    """Initialize each module that the model's class has built with the nearest enclosing `PreTrainedModel`.
 
-    A module that was replaced by a module of another class may be inside of the new one, which makes similar modules
-    there ambiguous.
+    A module that was replaced with a module of a different class may be nested in its replacement. Similar modules in
+    the replacement are therefore ambiguous.
     """
     built = twins.built.get(id(root))
     init_of: dict[int, InitFunction] = {}
@@ -381,13 +380,13 @@ def _transformers_root(root: nn.Module, twins: Twins) -> _Root:
 
 
 def _is_of_package(module: nn.Module, root: nn.Module) -> bool:
-    """Return whether the class of a module comes from torch, transformers, or the package of the model."""
+    """Return whether the class of a module is defined in torch, transformers, or the root's package."""
     packages = {torch_private.original_class(m).__module__.partition(".")[0] for m in (module, root)}
     return packages <= {"torch", "transformers", torch_private.original_class(root).__module__.partition(".")[0]}
 
 
 def _is_unknown(module: nn.Module, child: str) -> bool:
-    """Return whether a child holds parameters of an adapter whose initialization is not known."""
+    """Return whether a child contains adapter parameters whose initialization is unknown."""
     around = ("base_layer", "original_module", "modules_to_save")
     return is_adapter(module) and child not in around and not hasattr(module, "reset_lora_parameters")
 

@@ -1,9 +1,8 @@
-"""Initial values of a model on the meta device, computed by the model's own initialization, one FSDP module at a
-time.
+"""Initialize a model on the meta device with its own initialization code, one FSDP module at a time.
 
-Peak memory is one full FSDP module, whatever the size of the model. Every call that initializes something runs under
-a seed derived from the run's seed and the module's name, so that the values do not depend on world size, paths, or
-the division into FSDP modules.
+Peak memory is one full FSDP module, regardless of the model size. Each initialization call uses a seed derived from the
+run's seed and the module's name, so that the values do not depend on the world size, the paths, or the division into
+FSDP modules.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from infinity.sources.init_steps import InitFunction
 __all__ = ["InitFunction", "ModuleInitializer"]
 
 REMEDY = (
-    "add `_init_weights` to the model or `reset_parameters` to its modules, or pass init=function to infinity.offload, "
-    "which is called with every module and sets the remaining tensors"
+    "add `_init_weights` to the model or `reset_parameters` to its modules, or pass init=function to infinity.offload "
+    "(the function is called with every module, and must set the remaining tensors)"
 )
 
 
@@ -47,16 +46,16 @@ class ModuleInitializer(FirstValues):
     def check(
         self, model: nn.Module, members: Sequence[Member], layout: Layout, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Check that some call sets every parameter that is on the meta device.
+        """Check that every parameter on the meta device is initialized by some call.
 
         Raises:
-            UnsupportedError: if no call does, or if it is unknown whether a real parameter has been initialized. The
-                message names the parameters.
+            UnsupportedError: if a parameter is not, or if it is unknown whether a parameter on a real device has been
+                initialized. The message lists the parameters.
         """
         if names := [m.names[0] for m in members if id(m.param.sharded_param) in self._plan.left_out]:
             raise UnsupportedError(
-                f"{', '.join(names)}: on a real device in a model that was built on the meta device, where "
-                "transformers skips initialization; call model.to('meta') before fully_shard to have them initialized"
+                f"{', '.join(names)} may be uninitialized: transformers skips initialization when a model is built on "
+                "the meta device, but they are on a real device; call model.to('meta') before fully_shard"
             )
         members = [member for member in members if member.param.sharded_param.is_meta]
         for member in members:
@@ -66,30 +65,31 @@ class ModuleInitializer(FirstValues):
                 )
             if classes := self._plan.rivals(member.param.sharded_param):
                 raise UnsupportedError(
-                    f"{' and '.join(member.names)} are one tied parameter, and {' and '.join(classes)} initialize it "
-                    "differently; pass init=function to infinity.offload"
+                    f"{' and '.join(member.names)} are tied, but {' and '.join(classes)} initialize them differently; "
+                    "pass init=function to infinity.offload"
                 )
         if not members:
-            return  # all values come from elsewhere, so constructors do not matter
+            return  # all values come from other sources, so constructors do not matter
         if unset := [m.names[0] for m in members if not self._plan.sets(m.param.sharded_param)]:
             raise UnsupportedError(_unset(unset))
         if classes := self._plan.not_repeated:
             raise UnsupportedError(
                 f"the constructor of {', '.join(classes)} sets tensors itself, which has no effect on the meta "
-                "device; pass init=function to infinity.offload, which is called with every module, to set them again "
-                "(or nothing), or build the model on a real device"
+                "device; pass init=function to infinity.offload to set them again (the function is called with every "
+                "module, and may do nothing), or build the model on a real device"
             )
 
     def values(self, fsdp_module: str, members: Sequence[Member]) -> ValueOf:
-        """Return the values that the model's own code sets for an FSDP module; parameters on a real device keep
-        theirs.
+        """Run the model's own code for an FSDP module, and return a function that returns its values.
+
+        Parameters on a real device keep their values.
 
         Args:
             fsdp_module: name of the FSDP module.
             members: all parameters of the FSDP module, or some of them.
 
         Raises:
-            UnsupportedError: if the model's code fails, or, when a value is requested, if the parameter is not set
+            UnsupportedError: if the model's code fails or, when a value is requested, if the parameter is not set
                 completely.
         """
         wanted = {id(m.param.sharded_param): m.param.sharded_param for m in members if m.param.sharded_param.is_meta}
@@ -118,11 +118,12 @@ class ModuleInitializer(FirstValues):
 
         Args:
             device: device of the buffers.
-            known: values from another source, by name of the buffer, which need no initialization.
+            known: values of buffers that do not need initialization because they come from a different source, by
+                name.
 
-        Raises:
-            UnsupportedError: if nothing computes a buffer, or an attribute is a tensor without a value. The message
-                names it.
+            Raises:
+                UnsupportedError: if a buffer cannot be initialized, or an attribute is a tensor without a value. The
+                    message includes the name.
         """
         attributes = list(_meta_attributes(self._model))
         before = {id(buffer): (m, key) for m in self._model.modules() for key, buffer in m._buffers.items()}
@@ -137,9 +138,9 @@ class ModuleInitializer(FirstValues):
         left = [".".join(filter(None, (names[id(m)], path))) for m, _, path, _ in _meta_attributes(self._model)]
         if left:
             raise UnsupportedError(
-                f"{', '.join(left)}: on the meta device, but neither parameters nor buffers, so they cannot be "
-                "initialized; use register_buffer(name, tensor, persistent=False), set them in init=function, or build "
-                "the model on a real device"
+                f"{', '.join(left)} cannot be initialized: on the meta device, but neither parameters nor buffers; use "
+                "register_buffer(name, tensor, persistent=False), set them in init=function, or build the model on a "
+                "real device"
             )
 
     def _set_buffers(self, device: torch.device, known: Mapping[str, torch.Tensor]) -> None:
@@ -155,8 +156,8 @@ class ModuleInitializer(FirstValues):
         names = {id(buffer): name for name, buffer in self._model.named_buffers()}
         if unset := [names[key] for key, value in found.items() if value is None]:
             raise UnsupportedError(
-                f"buffers {', '.join(unset)} are on the meta device and cannot be initialized; {REMEDY}; or build the "
-                "model with torch.device('meta') around its parameters only"
+                f"buffers {', '.join(unset)} are on the meta device and cannot be initialized; {REMEDY}, or create "
+                "the buffers outside of torch.device('meta')"
             )
         _replace_buffers(self._model, {key: value.to(device) for key, value in found.items() if value is not None})
 
@@ -165,7 +166,7 @@ def _meta_attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, to
     """Yield tensors on the meta device in plain attributes of modules, including lists, tuples and dicts.
 
     Yields:
-        The module, the name of the attribute, the name with the position inside of it, and the tensor.
+        Module, attribute name, attribute name with the position in a container, and tensor.
     """
     for module in model.modules():
         for key, value in vars(module).items():
@@ -177,11 +178,11 @@ def _meta_attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, to
 
 
 def _unset(names: Iterable[str]) -> str:
-    return f"nothing initializes {', '.join(names)}: {REMEDY}"
+    return f"no code initializes {', '.join(names)}; {REMEDY}"
 
 
 def _replace_buffers(model: nn.Module, new: Mapping[int, torch.Tensor]) -> None:
-    """Replace buffers by identity, so that a buffer shared by modules stays shared."""
+    """Replace buffers by id, so that a buffer that several modules share stays shared."""
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and id(buffer) in new:

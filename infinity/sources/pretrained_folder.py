@@ -1,8 +1,8 @@
-"""Initial values from a folder of safetensors, as written by `save_pretrained`, read one FSDP module at a time.
+"""Read initial values from a folder of safetensors files, as written by `save_pretrained`, one FSDP module at a time.
 
-Tensors that transformers renames, fuses or splits while it loads are converted by its own rules
-(`transformers_names`). A tensor that is only renamed is read slice by slice. For fused or split tensors, memory is
-one conversion (for example, the experts of one layer) in addition to the slices of one FSDP module.
+Tensors that transformers renames, fuses or splits when loading are converted by transformers' own rules (see
+`transformers_names`). If a tensor is at most renamed, only this rank's slice is read. Fused and split tensors need
+memory for one conversion (for example, the experts of one layer), in addition to the slices of one FSDP module.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from infinity.sources.first_values import FirstValues, ValueOf, convertible
 
 _log = logging.getLogger(__name__)
 
-_COMPARED_AT_ONCE = 1 << 22  # elements of two tensors that should be equal
-_SHOWN = 40  # lines of a report
+_COMPARED_AT_ONCE = 1 << 22  # elements per comparison of tied tensors
+_SHOWN = 40  # maximum number of lines in a report
 
 
 class PretrainedFolder(FirstValues):
-    """A folder of safetensors, as written by `save_pretrained`."""
+    """Source for a folder of safetensors files, as written by `save_pretrained`."""
 
     def __init__(self, path: str | os.PathLike[str], initializer: FirstValues, *, strict: bool = True) -> None:
         """Read the headers of the files.
 
         Args:
             path: see `WeightFiles`.
-            initializer: source of the values of parameters that the folder may lack.
-            strict: raise if the folder lacks tensors of the model or has unexpected ones.
+            initializer: source for parameters that are missing from the folder.
+            strict: whether missing and unexpected tensors are errors.
 
         Raises:
             ConfigError: if there are no such files, or one is malformed.
         """
         self._files, self._initializer, self._strict = WeightFiles(path), initializer, strict
-        # By name in the base model, and the function that returns that name; `check` sets both.
+        # Conversions by target name in the base model, and the function that returns that name; `check` sets both.
         self._made_by: dict[str, Conversion] = {}
         self._base_name: Callable[[str], str | None] = torch_private.unwrapped_name
 
@@ -62,14 +62,14 @@ class PretrainedFolder(FirstValues):
     def check(
         self, model: nn.Module, members: Sequence[Member], layout: Layout, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Find the source of every parameter and persistent buffer.
+        """Find the tensors in the folder for each parameter and persistent buffer.
 
         Raises:
-            ConfigError: if tensors are missing, unexpected, or of another shape or kind of dtype. The message lists
-                all of them.
-            UnsupportedError: if a parameter is tensor-parallel, or a missing one cannot be initialized.
+            ConfigError: if tensors are missing, unexpected, or of a different shape or kind of dtype. The message
+                lists all of them.
+            UnsupportedError: if a parameter is tensor-parallel, or a missing parameter cannot be initialized.
         """
-        self._refuse_quantized()
+        self._check_not_quantized()
         if apart := [member.names[0] for member in members if torch_private.is_tensor_parallel(member.param)]:
             raise UnsupportedError(
                 f"{apart[0]} is tensor-parallel and on the meta device; load the weights into a model on a real device"
@@ -96,36 +96,36 @@ class PretrainedFolder(FirstValues):
         for target, like in {**wanted, **whole.likes}.items():
             if target in self._made_by:
                 misfit.compare(target, self._made_by[target].targets[target], like)
-        misfit.refuse(self._files, model, strict=self._strict)
+        misfit.check(self._files, model, strict=self._strict)
         self._compare_tied(entries)
         self._initializer.check(model, [member for member in members if self._lacks(member)], layout, optimizer)
         if misfit.missing:
             _log.warning("missing in %s and initialized by the model: %s", self._files.path, _grouped(misfit.missing))
         if misfit.unexpected:
-            _log.warning("in %s, but not used by the model: %s", self._files.path, _grouped(misfit.unexpected))
+            _log.warning("unexpected in %s and ignored: %s", self._files.path, _grouped(misfit.unexpected))
 
     def _quantized(self, model: nn.Module) -> Quantized:
-        """Return the layers of a model whose weights are quantized while they are read, by name in the base model."""
+        """Return the layers whose weights are quantized while they are read, by weight name in the base model."""
         layers = {}
         for name, module in model.named_modules():
             if isinstance(module, QuantizedLinear) and (base_name := self._base_name(f"{name}.weight")) is not None:
                 layers[base_name] = module
         return Quantized(layers)
 
-    def _refuse_quantized(self) -> None:
+    def _check_not_quantized(self) -> None:
         config = self._files.folder / "config.json"
         if config.is_file():
             check_not_quantized(read_json(config), self._files.path)
 
     def _compare_tied(self, entries: Mapping[tuple[str, ...], torch.Tensor]) -> None:
-        """Check that tensors that are one tied parameter in the model are equal in the folder."""
+        """Check that tensors that are tied in the model are equal in the folder."""
         for of_one in entries:
             there = [name for name in of_one if name in self._made_by]
             for other in there[1:]:
                 if not self._equal(there[0], other):
                     raise ConfigError(
-                        f"{there[0]} and {other} are one tied parameter in the model, but differ in "
-                        f"{self._files.path}; build the model with tie_word_embeddings=False"
+                        f"{there[0]} and {other} are tied in the model, but differ in {self._files.path}; build the "
+                        "model with tie_word_embeddings=False"
                     )
 
     def _equal(self, one: str, other: str) -> bool:
@@ -143,14 +143,14 @@ class PretrainedFolder(FirstValues):
             return all(torch.equal(reader(first, part), reader(second, part)) for part in parts)
 
     def values(self, fsdp_module: str, members: Sequence[Member]) -> ValueOf:
-        """Return the values of an FSDP module, which are read and converted, or initialized by the model, on request.
+        """Return a function that reads and converts the values of an FSDP module, or initializes missing parameters.
 
         Raises:
             ConfigError: if a file cannot be read when a value is requested.
         """
         absent = [position for position, member in enumerate(members) if self._lacks(member)]
         initial = self._initializer.values(fsdp_module, [members[position] for position in absent]) if absent else None
-        made: dict[str, torch.Tensor] = {}  # targets of a conversion for members that were not requested yet
+        made: dict[str, torch.Tensor] = {}  # converted values that have not been requested yet
 
         def value_of(position: int, section: str) -> torch.Tensor | None:
             if section != MASTER:
@@ -172,7 +172,7 @@ class PretrainedFolder(FirstValues):
         return not any(name in self._made_by for name in self._names(member))
 
     def _is_of_adapter(self, member: Member) -> bool:
-        """Return whether a parameter belongs to an adapter and not to the base model."""
+        """Return whether a parameter belongs to an adapter, as opposed to the base model."""
         return all(self._base_name(name) is None for name in member.names)
 
     def _names(self, member: Member) -> tuple[str, ...]:
@@ -190,7 +190,7 @@ class PretrainedFolder(FirstValues):
         return conversion.run({source: reader(source) for source in conversion.sources})
 
     def _local(self, found: Mapping[str, torch.Tensor], members: Sequence[Member]) -> dict[str, torch.Tensor]:
-        """Return this rank's elements of the tensors that belong to `members`, flat, in the dtype that is trained."""
+        """Return this rank's elements of the tensors that belong to `members`, flat, in the dtype of the parameter."""
         local: dict[str, torch.Tensor] = {}
         for member in members:
             for name in self._names(member):
@@ -200,7 +200,7 @@ class PretrainedFolder(FirstValues):
         return local
 
     def buffers(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
-        """Return the persistent buffers that the folder has, in the dtypes of the model."""
+        """Return the persistent buffers that the folder contains, in the model's dtypes."""
         found: dict[str, torch.Tensor] = {}
         with closing(self._files.reader()) as reader:
             for name in torch_private.persistent_buffers(model):
@@ -217,7 +217,7 @@ class _Misfit:
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
-    # names of tensors with another shape or dtype, and the difference
+    # names of tensors with a different shape or dtype, and a description of the difference
     differing: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -227,9 +227,9 @@ class _Misfit:
         elif not convertible(found.dtype, wanted.dtype):
             self.differing[name] = f"{found.dtype} in the folder, {wanted.dtype} in the model"
 
-    def refuse(self, files: WeightFiles, model: nn.Module, *, strict: bool) -> None:
-        """Raise `ConfigError` that lists all differences, if they are not allowed."""
-        lines = [("another", name, why) for name, why in self.differing.items()]
+    def check(self, files: WeightFiles, model: nn.Module, *, strict: bool) -> None:
+        """Raise a `ConfigError` that lists all differences that are not allowed, if there are any."""
+        lines = [("different", name, why) for name, why in self.differing.items()]
         lines += [("not convertible", name, why) for name, why in self.failed.items()]
         if strict:
             lines += [("missing", name, "") for name in _groups(self.missing)]
@@ -254,7 +254,7 @@ class _Misfit:
                 "unexpected ones"
             )
         if names.pretrained_model(model) is not None and not names.converts():
-            advice += "; this version of transformers has no rules to convert checkpoints by, a newer one has"
+            advice += "; the installed transformers has no rules for converting checkpoints, but newer versions do"
         return advice
 
 
@@ -266,7 +266,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def _groups(found: Iterable[str]) -> list[str]:
-    """Return names with those that differ in a single number combined: ``layers.{0, 1, 2}.weight``."""
+    """Combine names that differ only in a single number, as in ``layers.{0, 1, 2}.weight``."""
     by_pattern: dict[str, list[str]] = {}
     for name in found:
         by_pattern.setdefault(_NUMBER.sub("*", name), []).append(name)

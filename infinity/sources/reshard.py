@@ -1,7 +1,7 @@
-"""Resume from a checkpoint with another page layout: other world size, page size, compute dtype or paths.
+"""Resume from a checkpoint that has a different world size, page size, compute dtype, or different paths.
 
-A new run starts with the values of the checkpoint. Each rank reads the part that it will hold, one FSDP module at a
-time, so that memory is this rank's part of the master and states of one FSDP module.
+A new run starts with the values in the checkpoint. Each rank reads its part of the values, one FSDP module at a time.
+Peak memory is therefore this rank's part of the master and optimizer states of one FSDP module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from infinity.store.marker import look_for_runs
 
 
 def lies_otherwise(old: RunFolder, new: RunFolder, checkpoint: CheckpointName, layout: Layout, ranks: Ranks) -> bool:
-    """Return whether the pages of a checkpoint differ from this layout, number of ranks or folders, on any rank.
+    """Return whether the page layout, the number of ranks or the folders of a checkpoint differ on any rank.
 
     Raises:
         CheckpointError: if a manifest is missing or malformed.
@@ -41,7 +41,7 @@ def lies_otherwise(old: RunFolder, new: RunFolder, checkpoint: CheckpointName, l
         if old != new:
             return True
         if checkpoint.world_size != ranks.world_size:
-            # If this node does not have all manifests, the next reader reports which ones are missing.
+            # If this node does not have all manifests, the code that reads them next reports which are missing.
             return all(
                 (old.checkpoints / checkpoint.of(rank).file_name).exists() for rank in range(checkpoint.world_size)
             )
@@ -54,7 +54,7 @@ def lies_otherwise(old: RunFolder, new: RunFolder, checkpoint: CheckpointName, l
 
 
 def folders_of(paths: Sequence[str | Path], run_id: str, held: Sequence[str | Path]) -> RunFolder:
-    """Return the folders of a run on these paths, in the run's own order.
+    """Return the folders of a run on the given paths, in the order that the run uses.
 
     Args:
         paths: paths to search.
@@ -62,21 +62,21 @@ def folders_of(paths: Sequence[str | Path], run_id: str, held: Sequence[str | Pa
         held: paths whose locks this process holds.
 
     Raises:
-        CheckpointError: if the run has no folder there, or has other folders that are not named.
-        FolderBusyError: if a live process owns the run.
+        CheckpointError: if the run is not on these paths, or is also on other paths.
+        FolderBusyError: if another process is using the run.
     """
     ours = {Path(path).resolve() for path in held}
     runs = {run.run_id: run for run in look_for_runs(paths)[0]}
     listed = ", ".join(map(str, paths))
     if run_id not in runs:
-        raise CheckpointError(f"run {run_id} is not in {listed} of this node")
+        raise CheckpointError(f"run {run_id} is not in {listed} on this node")
     run = runs[run_id]
     if not run.complete:
         raise CheckpointError(
-            f"run {run_id} has {run.paths} paths, {len(run.roots)} given ({listed}); list all of them"
+            f"run {run_id} uses {run.paths} paths, but only {len(run.roots)} of them were given ({listed}); list all"
         )
     others = tuple(root for root in run.in_order if root.parent.resolve() not in ours)
-    # other runs in these paths do not matter, because nothing is written
+    # other runs on these paths do not matter, because nothing is written
     if owner := holder_of(RunFolder(run_id, others)):
         named = ", ".join(str(root.parent) for root in others)
         raise FolderBusyError(f"run {run_id} on {named} is in use by {owner}; resume after it has ended")
@@ -84,11 +84,11 @@ def folders_of(paths: Sequence[str | Path], run_id: str, held: Sequence[str | Pa
 
 
 class ReshardSource(FirstValues):
-    """Initial values and progress of a run from a checkpoint with another layout."""
+    """Source of initial values and progress: a checkpoint with a different layout."""
 
     def __init__(self, reader: CheckpointReader, ranks: Ranks) -> None:
         self._reader, self._ranks = reader, ranks  # the checkpoint to read, and the ranks of the new run
-        self._index = {  # of parameters in the checkpoint, by each of their names
+        self._index = {  # index of each parameter in the checkpoint, by all of its names
             name: index for index, spec in enumerate(reader.tensors) for name in spec.names
         }
 
@@ -103,14 +103,14 @@ class ReshardSource(FirstValues):
         """Check that the checkpoint belongs to this model and optimizer.
 
         Raises:
-            CheckpointError: if it does not. The message names the difference.
+            CheckpointError: if it does not. The message describes the difference.
         """
         run_id, step = self._reader.folder.run_id, self._reader.step
         check_optimizer(self._reader.manifest(0), name_of(optimizer))
-        another = f"the checkpoint of step {step} of run {run_id} belongs to another model: "
+        another = f"the checkpoint at step {step} of run {run_id} belongs to a different model: "
         if len(members) != len(self._reader.tensors):
             raise CheckpointError(
-                f"{another}the checkpoint has {len(self._reader.tensors)} parameters, this model {len(members)}"
+                f"{another}it has {len(self._reader.tensors)} parameters, but this model has {len(members)}"
             )
         for member, placed in zip(members, layout.shards, strict=True):
             self._check_member(member, placed.spec, layout.segments[placed.segment].format.kinds, another)
@@ -119,18 +119,20 @@ class ReshardSource(FirstValues):
         name = spec.name
         index = self._index.get(name, -1)
         if index < 0:
-            raise CheckpointError(f"{another}the checkpoint has no parameter {name}")
+            raise CheckpointError(f"{another}it does not contain the parameter {name}")
         param = member.param
         shape, found = tuple(torch_private.full_shape(param)), self._reader.tensors[index].shape
         if shape != found:
-            raise CheckpointError(f"{another}{name} has shape {found} in the checkpoint and {shape} in the model")
+            raise CheckpointError(f"{another}{name} has shape {found} in the checkpoint, but {shape} in the model")
         here = (dtype_name(param.sharded_param.dtype), kinds)
         there = (dtype_name(self._reader.dtype(index)), self._reader.kinds(index))
         if here != there:
-            raise CheckpointError(f"{another}{name} is trained as {there} in the checkpoint and {here} in the model")
+            raise CheckpointError(
+                f"{another}dtype and optimizer states of {name} are {there} in the checkpoint, but {here} in the model"
+            )
 
     def values(self, fsdp_module: str, members: Sequence[Member]) -> ValueOf:
-        """Return slices of the checkpoint's parameters and states, which are read on request."""
+        """Return a function that reads this rank's slices of the checkpoint's parameters and optimizer states."""
 
         def value_of(position: int, section: str) -> torch.Tensor:
             param, index = members[position].param, self._index[members[position].names[0]]
@@ -148,9 +150,7 @@ class ReshardSource(FirstValues):
         return checkpointed_buffers(self._reader.manifest(0), self._reader.folder, model)
 
     def restore(self, model: nn.Module, members: Sequence[Member], groups: list[dict[str, Any]]) -> ResumedState:
-        """Restore buffers and settings, and random states if this rank existed in the checkpoint; return the
-        progress.
-        """
+        """Restore buffers, settings and, if this rank is in the checkpoint, random states. Return the progress."""
         rank = self._ranks.rank
         was_there = rank < self._reader.world_size
         manifest = self._reader.manifest(rank if was_there else 0)

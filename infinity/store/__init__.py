@@ -1,1 +1,1 @@
-"""Page versions in extents over the NVMe paths, and the checkpoints that name them."""
+"""Page store: versions of pages in the data files on the NVMe paths, and the checkpoints that refer to them."""

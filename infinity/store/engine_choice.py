@@ -1,13 +1,14 @@
-"""Choice of an engine for `storage.engine = "auto"`: the one that moves a run's bytes faster on its drives.
+"""Choice of the I/O engine for `storage.engine = "auto"`: the one that transfers a run's data faster on its drives.
 
-Both engines are measured in turn on all paths at once, with requests of the run's size, half reads and half writes. The
-result is the number of bytes divided by the sum of two times: the elapsed time and, because compute and I/O share the
-processor during a step, the processor time divided by the number of cores.
+Both engines are measured in alternation on all paths at once. The requests have the size that the run uses; half of
+them are reads and half are writes. The result is the number of bytes divided by the sum of two times: the elapsed
+time, and the CPU time divided by the number of cores. CPU time counts because compute and I/O share the CPU during a
+step.
 
-io_uring is used unless threads are proven to be faster by more than `MARGIN`. The proof is a sign test over the rounds.
-On a shared drive, two measurements of the same engine can differ by a third, and the test prevents a choice by chance.
-Measuring stops as soon as the remaining rounds can no longer prove a difference. The result is stored in the runtime
-folder by drive and request size, for later runs.
+io_uring is used unless threads are proven to be more than `MARGIN` faster. The proof is a sign test over the rounds.
+On a shared drive, two measurements of the same engine can differ by a third, and the test prevents a choice by
+chance. Measuring stops as soon as the remaining rounds can no longer prove a difference. The result is stored in the
+runtime folder by drive and request size, for later runs.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ CACHE_NAME = "engines.json"
 ROUNDS: Final = 8
 """Maximum number of rounds. Each round measures both engines."""
 LEAST_STATE: Final = GIB
-"""State size in bytes from which measuring pays off: a step then moves as many bytes as the measurement."""
+"""State size, in bytes, from which measuring is worthwhile: a step then transfers as many bytes as the measurement."""
 _DOUBT = 0.05  # maximum probability that threads appear faster by chance
-_SECONDS, _ALL_SECONDS = 0.1, 2.0  # per measurement and in total
-_FLIGHT_BYTES = 64 * MIB  # maximum in flight, and maximum written to each path per measurement
-_LARGEST = 4 * MIB  # request size
+_SECONDS, _ALL_SECONDS = 0.1, 2.0  # seconds per measurement and in total
+_FLIGHT_BYTES = 64 * MIB  # maximum number of bytes in flight, and written to each path per measurement
+_LARGEST = 4 * MIB  # maximum request size
 
 
 class EngineChoice(NamedTuple):
     """Engine for a run, and the reason. The reason is empty if the engine was set explicitly."""
 
     engine: Literal["auto", "io_uring", "threads"]
-    """With ``auto``, io_uring is used if the kernel supports it."""
+    """``auto`` means io_uring if the kernel supports it."""
     reason: str
 
 
@@ -52,7 +53,7 @@ class Found(NamedTuple):
     """Result of a measurement."""
 
     ratio: float
-    """Speed of threads relative to io_uring, as the median of the rounds."""
+    """Speed of threads relative to io_uring: the median over all rounds."""
     threads: bool
     """``True`` if threads are proven to be faster."""
 
@@ -60,37 +61,41 @@ class Found(NamedTuple):
 def choose_engine(storage: StorageConfig, page_bytes: int, state_bytes: int, runtime: Path) -> EngineChoice:
     """Return the engine for a run whose folders exist.
 
-    If the engines cannot be measured, io_uring is used. That may reduce speed, but never affects results. The reason
-    states it.
+    If the engines cannot be measured, io_uring is used, and the reason says so. This may be slower, but never affects
+    results.
 
     Args:
-        storage: Storage settings of the run.
-        page_bytes: Page size in bytes.
-        state_bytes: Size of the state of all ranks on this node, in bytes.
-        runtime: Folder where the result is stored.
+        storage: storage settings of the run.
+        page_bytes: page size in bytes.
+        state_bytes: size of the state of all ranks on this node, in bytes.
+        runtime: folder in which the result is stored.
     """
     if storage.engine != "auto":
         return EngineChoice(storage.engine, "")
     if state_bytes < LEAST_STATE:
-        return EngineChoice("auto", f"io_uring available; {format_size(state_bytes)} of state is too little to measure")
+        return EngineChoice(
+            "auto", f"io_uring is available; {format_size(state_bytes)} of state is too small for a measurement"
+        )
     block = min(storage.request_bytes, page_bytes, _LARGEST)
     point = Point(load=Load.BOTH, block_bytes=block, depth=min(storage.queue_depth, _FLIGHT_BYTES // block))
     try:
-        key, when = _key(storage, point), "measured before"
+        key, when = _key(storage, point), "measured earlier"
         found = _kept(key, runtime)
         if found is None:
             found, when = measure_engines(storage, point), "measured now"
             remember(runtime / CACHE_NAME, key, found._asdict(), "the faster engine")
     except (InfinityError, OSError) as error:
-        return EngineChoice("auto", f"io_uring available; could not measure whether threads are faster ({error})")
+        return EngineChoice("auto", f"io_uring is available; could not measure whether threads are faster ({error})")
     said = f"threads are {found.ratio:.2f} times as fast as io_uring ({when})"
     if found.threads:
         return EngineChoice("threads", said)
-    return EngineChoice("auto", f"io_uring available; {said}, which does not prove an advantage of {MARGIN:.0%}")
+    return EngineChoice(
+        "auto", f"io_uring is available; {said}, which does not prove an advantage of more than {MARGIN:.0%}"
+    )
 
 
 def measure_engines(storage: StorageConfig, point: Point) -> Found:
-    """Measure both engines in turn on all paths.
+    """Measure both engines in alternation on all paths.
 
     Raises:
         ConfigError: if io_uring is not available.
@@ -106,13 +111,11 @@ def measure_engines(storage: StorageConfig, point: Point) -> Found:
 
 
 def alternate(threads: Callable[[], float], rings: Callable[[], float]) -> Found:
-    """Return the result of alternating measurements.
-
-    The order of the two measurements alternates between rounds.
+    """Return the result of alternating measurements. The order of the two engines changes from round to round.
 
     Args:
-        threads: Measures threads and returns their speed.
-        rings: Measures io_uring and returns its speed.
+        threads: function that measures threads and returns their speed.
+        rings: function that measures io_uring and returns its speed.
     """
     ratios: list[float] = []
     end = time.monotonic() + _ALL_SECONDS
@@ -129,13 +132,13 @@ def alternate(threads: Callable[[], float], rings: Callable[[], float]) -> Found
 
 
 def _proves(won: int, rounds: int) -> bool:
-    """Return whether winning `won` of `rounds` rounds by chance is less likely than `_DOUBT`."""
+    """Return whether the probability of winning `won` of `rounds` rounds by chance is below `_DOUBT`."""
     by_luck: float = sum(comb(rounds, more) for more in range(won, rounds + 1)) / 2**rounds
     return by_luck < _DOUBT
 
 
 def _speed(bench: Bench, point: Point) -> float:
-    """Return the throughput in bytes per second of elapsed time plus processor time divided by the number of cores."""
+    """Return bytes per second, where the time is the elapsed time plus the CPU time divided by the number of cores."""
     began, busy = time.perf_counter(), time.process_time()
     found = bench.measure(point, seconds=_SECONDS, most_written=_FLIGHT_BYTES).values()
     seconds, busy = time.perf_counter() - began, time.process_time() - busy
@@ -144,7 +147,7 @@ def _speed(bench: Bench, point: Point) -> float:
 
 
 def _key(storage: StorageConfig, point: Point) -> str:
-    """Return a key for everything that the result depends on. Raises `OSError` if a path cannot be inspected."""
+    """Return a key that covers everything the result depends on. Raises `OSError` if a path cannot be inspected."""
     places = [locate(path) for path in storage.paths]
     drives = sorted(f"{place.drive.identity}:{place.file_system}" for place in places)
     return "|".join((*drives, platform.release(), f"{point.block_bytes}x{point.depth}"))

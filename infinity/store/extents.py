@@ -1,7 +1,8 @@
 """Assignment of page versions to extents of the data files.
 
-Each rank has one data file per NVMe path. A file consists of *slots*. Pages of the same length on the same path share a
-class of slots. Therefore space never fragments, and the required size is known before the first byte is written.
+Each rank has one data file per NVMe path. A file consists of *slots*. Pages of the same length on the same path form
+a class, whose slots are interchangeable. Therefore space never fragments, and the required size is known before the
+first byte is written.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from infinity.errors import StallError
 SPARE_SLOTS = 16
 """Maximum number of writes in flight per class. Each of them needs an additional slot."""
 _SPARE_PARTS = 25
-"""Number of pages of a class per spare slot, rounded up. A write without a free slot waits until another one ends."""
+"""Number of pages in a class per spare slot, rounded up. A write that finds no free slot waits until another write
+ends.
+"""
 
 
 class Extent(NamedTuple):
-    """Range of bytes in the data file of a path."""
+    """Range of bytes in the data file on one path."""
 
     path: int
     """Index of the NVMe path, in the order of the run."""
@@ -38,11 +41,11 @@ class Extent(NamedTuple):
 
 
 def spread(pages: Sequence[Page], stripe_weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the path of every page, so that bytes follow `stripe_weights` for each role and in page order.
+    """Return the path for each page, so that the bytes of each role are distributed by `stripe_weights`.
 
-    Consecutive pages alternate between paths, so that any stretch of the trace uses all drives. Only a path that has
-    less than its stripe weight receives a page. Therefore no path deviates by more than one page (the quota method of
-    Balinski and Young, 1975).
+    Consecutive pages alternate between paths, so that any part of the trace uses all drives. Only a path that holds
+    less than its share of the bytes receives a page, so no path deviates from its share by more than one page (the
+    quota method of Balinski and Young, 1975).
     """
     total = sum(stripe_weights)
     given: dict[Role, list[float]] = {role: [0.0] * len(stripe_weights) for role in Role}
@@ -58,9 +61,10 @@ def spread(pages: Sequence[Page], stripe_weights: Sequence[float]) -> tuple[int,
 
 
 def respread(pages: Sequence[Page], paths: Sequence[int], stripe_weights: Sequence[float]) -> tuple[int, ...]:
-    """Return new paths, so that bytes follow `stripe_weights` for each role and as few pages as possible move.
+    """Return new paths that distribute the bytes of each role by `stripe_weights`, and move as few pages as possible.
 
-    The pages that leave a path are distributed evenly over its pages. Fixed pages stay, because they are never written.
+    The pages that leave a path are distributed evenly over its pages. Fixed pages stay, because they are never
+    written.
     """
     moved = list(paths)
     for role in Role:
@@ -68,13 +72,13 @@ def respread(pages: Sequence[Page], paths: Sequence[int], stripe_weights: Sequen
         loads = [0.0] * len(stripe_weights)
         for page in mine:
             loads[paths[page.index]] += page.nbytes
-        # Bytes in excess of the stripe weight, by path.
+        # Number of bytes by which each path exceeds its share.
         surplus = [
             load - sum(loads) * stripe_weight / sum(stripe_weights)
             for load, stripe_weight in zip(loads, stripe_weights, strict=True)
         ]
         leaving = [max(0.0, extra / load) if load else 0.0 for extra, load in zip(surplus, loads, strict=True)]
-        due = [0.0] * len(stripe_weights)  # bytes that should have moved so far
+        due = [0.0] * len(stripe_weights)  # number of bytes that should have left each path so far
         for page in mine:
             path = paths[page.index]
             due[path] += leaving[path] * page.nbytes
@@ -88,7 +92,7 @@ def respread(pages: Sequence[Page], paths: Sequence[int], stripe_weights: Sequen
 
 @dataclass(frozen=True, kw_only=True)
 class SlotClass:
-    """`count` slots of `length` bytes in the file of `path`, starting at `offset`."""
+    """Class of `count` slots of `length` bytes in the data file on `path`, starting at `offset`."""
 
     path: int
     length: int
@@ -96,25 +100,24 @@ class SlotClass:
     count: int
 
     def __iter__(self) -> Iterator[Extent]:
-        """Yield the slots."""
         return (Extent(self.path, self.offset + k * self.length, self.length) for k in range(self.count))
 
 
 def plan_slots(pages: Sequence[Page], paths: Sequence[int], spare: int, retained: int) -> tuple[SlotClass, ...]:
-    """Return the slots for the retained checkpoints, one newer version of every page, and writes in flight.
+    """Return the slots for the retained checkpoints, one newer version of each page, and writes in flight.
 
-    A fixed page has one slot, because all checkpoints name the same version of it. The slots of each additional
+    A fixed page has one slot, because all checkpoints refer to the same version of it. The slots of each additional
     retained checkpoint follow all others, so that a resumed run can retain more or fewer checkpoints.
 
     Args:
-        pages: Pages of the state.
-        paths: Path of every page.
-        spare: Maximum number of writes in flight per class. Each of them needs an additional slot.
-        retained: Number of checkpoints to keep.
+        pages: pages of the state.
+        paths: path of each page.
+        spare: maximum number of writes in flight per class. Each of them needs an additional slot.
+        retained: number of checkpoints to keep.
     """
     members, changing = _counted(pages, [(path,) for path in paths])
-    # One slot per retained checkpoint plus one for the current version: a write always finds a slot that no checkpoint
-    # names.
+    # One slot per retained checkpoint plus one for the current version, so that a write always finds a slot to which no
+    # checkpoint refers.
     newest = {key: count + _spare(changing[key], spare) for key, count in members.items()}
     offsets = [0] * (max(paths, default=0) + 1)
     classes = []
@@ -126,7 +129,7 @@ def plan_slots(pages: Sequence[Page], paths: Sequence[int], spare: int, retained
 
 
 def file_sizes(classes: Iterable[SlotClass], paths: int) -> tuple[int, ...]:
-    """Return the size of every path's data file in bytes."""
+    """Return the size of the data file on each path, in bytes."""
     sizes = [0] * paths
     for item in classes:
         sizes[item.path] = max(sizes[item.path], item.offset + item.count * item.length)
@@ -140,14 +143,14 @@ def needed_slots(
     retained: int,
     edited: Collection[int] = (),
 ) -> Counter[tuple[int, int]]:
-    """Return the number of slots by (path, length), like `plan_slots`, for pages that may be stored on several paths.
+    """Return the number of slots by (path, length), as in `plan_slots`, for pages that may be on several paths.
 
     Args:
-        pages: Pages of the rank, or some of them.
-        paths: For each of these pages, all paths that store a version of it or will do so.
-        spare: Maximum number of writes in flight per class.
-        retained: Number of checkpoints to keep.
-        edited: Fixed pages that may be rewritten.
+        pages: some or all pages of the rank.
+        paths: for each of these pages, all paths on which a version of it is or will be stored.
+        spare: maximum number of writes in flight per class.
+        retained: number of checkpoints to keep.
+        edited: fixed pages that may be rewritten.
     """
     members, changing = _counted(pages, paths, edited)
     return Counter(
@@ -158,7 +161,7 @@ def needed_slots(
 def _counted(
     pages: Sequence[Page], paths: Sequence[Collection[int]], edited: Collection[int] = ()
 ) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
-    """Return the number of pages by (path, length): all pages, and the pages that are rewritten."""
+    """Return the number of pages by (path, length): for all pages, and for the pages that are rewritten."""
     members: Counter[tuple[int, int]] = Counter()
     changing: Counter[tuple[int, int]] = Counter()
     for page, on in zip(pages, paths, strict=True):
@@ -169,7 +172,6 @@ def _counted(
 
 
 def _spare(count: int, most: int) -> int:
-    """Return the number of spare slots for a class of `count` pages."""
     return min(most, -(-count // _SPARE_PARTS))
 
 
@@ -182,11 +184,11 @@ def missing_slots(
     """Return the additional slots that are needed. They follow the existing slots and fill gaps between used extents.
 
     Args:
-        classes: Existing slots.
-        needed: Required number of slots by (path, length).
-        used: Extents of checkpointed pages. An extent that is not a slot counts as one; slots that overlap an extent do
-            not count.
-        behind: Other slots that the additional ones must follow.
+        classes: existing slots.
+        needed: required number of slots by (path, length).
+        used: extents of checkpointed pages. Each of them counts as a slot, whether or not it is one. Slots that
+            overlap one of them are not counted.
+        behind: unrelated slots that the additional ones must follow.
     """
     taken = _Used(used)
     there = Counter((extent.path, extent.length) for extent in set(used))
@@ -218,13 +220,13 @@ def further_slots(
     members: Mapping[tuple[int, int], int],
     spare: int,
 ) -> tuple[SlotClass, ...]:
-    """Return additional slots for an increased number of pages, without inspecting existing slots.
+    """Return the slots that an increased number of pages needs, without inspecting existing slots.
 
     Args:
-        ends: End of the existing slots in bytes, by path. They suffice for the pages in `before`.
-        before: Previous number of pages by (path, length).
-        members: New number of pages by (path, length).
-        spare: Maximum number of writes in flight per class.
+        ends: end of the existing slots on each path, in bytes. The existing slots suffice for the pages in `before`.
+        before: previous number of pages by (path, length).
+        members: new number of pages by (path, length).
+        spare: maximum number of writes in flight per class.
     """
     ends, more = list(ends), []
     for (path, length), count in sorted(members.items()):
@@ -237,7 +239,7 @@ def further_slots(
 
 
 class _Used:
-    """Extents that do not overlap each other, and queries for overlap with them."""
+    """Set of extents that do not overlap each other."""
 
     def __init__(self, used: Iterable[Extent]) -> None:
         self._spans: dict[int, list[tuple[int, int]]] = defaultdict(list)  # sorted (offset, end) by path
@@ -245,18 +247,17 @@ class _Used:
             self._spans[path].append((offset, offset + length))
 
     def touch(self, slot: Extent) -> bool:
-        """Return whether one of the extents overlaps a slot."""
         spans = self._spans[slot.path]
-        before = bisect_left(spans, (slot.offset + slot.length, 0)) - 1  # the last that begins before the slot ends
+        # the last extent that begins before the slot ends
+        before = bisect_left(spans, (slot.offset + slot.length, 0)) - 1
         return before >= 0 and spans[before][1] > slot.offset
 
     def behind(self, path: int, offset: int) -> Iterator[tuple[int, int]]:
-        """Yield (begin, end) of the extents that end after `offset`."""
         return (span for span in self._spans[path] if span[1] > offset)
 
 
 def overlapping(used: Iterable[Extent]) -> Extent | None:
-    """Return an extent that overlaps another one, if any."""
+    """Return an extent that overlaps another one, or ``None`` if no extents overlap."""
     last = Extent(-1, 0, 0)
     for extent in sorted(set(used)):
         if last.path == extent.path and extent.offset < last.offset + last.length:
@@ -266,34 +267,35 @@ def overlapping(used: Iterable[Extent]) -> Extent | None:
 
 
 class ExtentAllocator:
-    """Allocates slots. Thread-safe."""
+    """Allocator of slots. Thread-safe."""
 
     def __init__(self, classes: Sequence[SlotClass], used: Iterable[Extent] = ()) -> None:
-        """Initialize with all slots free except the ones that overlap a used extent.
+        """Mark all slots as free except those that overlap a used extent.
 
         Args:
-            classes: All slots.
-            used: Extents of checkpointed pages, which do not overlap each other. Each becomes a slot when it is freed,
-                wherever it is stored.
+            classes: all slots.
+            used: extents of checkpointed pages, which do not overlap each other. Each becomes a slot when it is
+                freed, wherever it is located.
         """
         taken = _Used(used)
         self._freed = Condition()
-        """Lock of `_free`. Notified when a slot is freed."""
+        """Lock for `_free`. Notified when a slot is freed."""
         self._free: dict[tuple[int, int], list[int]] = {}
-        """Offsets of free slots in bytes by (path, length), the lowest last."""
+        """Offsets of free slots, in bytes, by (path, length). The lowest offset comes last."""
         self.add(classes, taken)
 
     def add(self, classes: Sequence[SlotClass], taken: _Used | None = None) -> None:
-        """Add slots, except the ones that overlap an extent in `taken`. Existing free slots are used first."""
+        """Add slots, except those that overlap an extent in `taken`. Existing free slots are used first."""
         with self._freed:
             for item in classes:
-                # A slot that overlaps a checkpointed page is never handed out: writing it would destroy the checkpoint.
+                # A slot that overlaps a checkpointed page is never handed out, because a write to it would destroy the
+                # checkpoint.
                 free = [slot.offset for slot in item if taken is None or not taken.touch(slot)]
                 self._free.setdefault((item.path, item.length), [])[:0] = reversed(free)
             self._freed.notify_all()
 
     def take(self, path: int, length: int, timeout: float) -> Extent:
-        """Return a free slot. If all slots are in use by versions that are being replaced, wait for one.
+        """Return a free slot. If there is none, wait until a version that is being replaced frees its slot.
 
         Raises:
             StallError: if no slot is freed within `timeout` seconds.
@@ -308,7 +310,7 @@ class ExtentAllocator:
             return Extent(path, free.pop(), length)
 
     def take_free(self, path: int, length: int) -> Extent | None:
-        """Return a free slot, or ``None`` if there is no free slot."""
+        """Return a free slot, or ``None`` if no slot is free."""
         with self._freed:
             free = self._free.get((path, length))
             return Extent(path, free.pop(), length) if free else None
@@ -320,10 +322,10 @@ class ExtentAllocator:
             self._freed.notify_all()
 
     def drain(self, classes: Sequence[SlotClass]) -> bool:
-        """Remove all slots if all of them are free. Return whether they were.
+        """If all slots are free, remove them. Return whether they were.
 
         Args:
-            classes: All existing slots.
+            classes: all existing slots.
         """
         with self._freed:
             if sum(map(len, self._free.values())) < sum(item.count for item in classes):

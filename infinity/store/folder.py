@@ -1,18 +1,18 @@
 """Run folders on the NVMe paths, and the locks that give each path to one run at a time.
 
 <path>/infinity.lock.<local rank>       locked (flock) by the live run; contains its run id, process and host
-<path>/<run id>/infinity.run            marker: identifies a run folder and its position among the run's paths
+<path>/<run id>/infinity.run            marker: identifies a run folder and its index among the run's paths
 <path>/<run id>/rank00000.pages         data file of one rank
 <path>/<run id>/checkpoints/            manifests, on the first path only
 
 [Note: ownership of a path]
-A live run holds a lock file on each of its paths until its process ends. In addition, <path> itself is locked for short
-periods: shared by a run that is about to take its lock files, and exclusively by a process that removes runs
-(`no_starts`). Therefore no run can start between listing the runs to remove and removing them, and the listing sees
-every run that was already live.
+A live run holds a lock file on each of its paths until its process ends. In addition, <path> itself is locked briefly:
+with a shared lock by a run that is about to take its lock files, and with an exclusive lock by a process that removes
+runs (`no_starts`). Therefore no run can start between listing the runs to remove and removing them, and the listing
+includes every run that was already live.
 
-A process that only inspects a lock file takes a shared lock on it for a moment. A starting run that fails to get the
-exclusive lock therefore tries a shared one. If that succeeds, no run owns the path, and the start tries again.
+A process that only inspects a lock file holds a shared lock on it briefly. If a starting run fails to get the exclusive
+lock, it therefore tries a shared lock. If that succeeds, no run owns the path, and the starting run tries again.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ LOCK_NAME = "infinity.lock"
 _LOCK_FILE = re.compile(rf"{re.escape(LOCK_NAME)}\.\d+", re.ASCII)
 _UNKNOWN = "unknown"
 _MOST_BYTES = 1 << 16
-_MOST_SHOWN = 1 << 10  # characters of a holder's description
+_MOST_SHOWN = 1 << 10  # maximum length of a holder's description
 _START_SECONDS = 20.0
-"""Seconds that a starting run waits for a process that removes runs or inspects lock files."""
+"""Time, in seconds, that a starting run waits for a process that removes runs or inspects lock files."""
 _REMOVE_SECONDS = 2.0
-"""Seconds that a process that removes runs waits until a starting run has its locks."""
+"""Time, in seconds, that a process that removes runs waits until a starting run has its locks."""
 _PAUSE = 0.01
 
 _log = logging.getLogger("infinity")
@@ -55,11 +55,11 @@ _log = logging.getLogger("infinity")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Folders of one run, one per NVMe path. The object holds only names; the folders may not exist.
+    """Folders of one run, one per NVMe path. The object holds only their names; the folders may not exist.
 
-    `create` makes the folders and then writes the markers, so a folder without a marker is an interrupted start.
-    `remove` deletes the checkpoints first and the marker last, so an interrupted removal leaves a folder that is
-    still recognized as a run and that the next removal deletes.
+    `create` makes the folders and then writes the markers, so a folder without a marker is left by an interrupted
+    start. `remove` deletes the checkpoints first and the marker last, so an interrupted removal leaves a folder that
+    is still recognized as a run and that the next removal deletes.
     """
 
     run_id: str
@@ -72,23 +72,24 @@ class RunFolder:
         return cls(run_id, tuple(Path(path) / run_id for path in paths))
 
     def data_file(self, path: int, rank: int) -> Path:
-        """Return the data file of a rank on the path with the given index."""
+        """Return the data file of a rank on the path with index `path`."""
         return self.roots[path] / f"rank{rank:05d}.pages"
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the manifests."""
+        """Folder for the manifests."""
         return self.roots[0] / "checkpoints"
 
     def create(self) -> None:
-        """Create the folders or validate existing ones, and write their markers.
+        """Create the folders, or check existing ones, and write their markers.
 
         Raises:
             ConfigError: if a path is not writable, or if another user can modify a folder.
         """
         folder = self.roots[0]
         try:
-            # The marker is durable before the first checkpoint can exist. Without it, no command finds the run again.
+            # The marker must be durable before the first checkpoint can exist, because no command finds a run without a
+            # marker.
             for number, folder in enumerate(self.roots):
                 own_folder(folder, parents=False)
                 write_marker(folder, Marker(run_id=self.run_id, path=number, paths=len(self.roots)))
@@ -98,7 +99,7 @@ class RunFolder:
             raise ConfigError(f"run folder {folder} cannot be used: {error.strerror}") from error
 
     def remove(self) -> None:
-        """Remove the run from all paths, checkpoints first and markers last. Symbolic links are not followed.
+        """Remove the run from all paths: checkpoints first, markers last. Symbolic links are not followed.
 
         Raises:
             OSError: if an entry cannot be removed. The remaining files form a run with fewer checkpoints or none.
@@ -111,7 +112,7 @@ class RunFolder:
                 _remove_empty(folder, root)
 
     def remove_file(self, file: Path) -> None:
-        """Remove a file inside one of the folders, at any depth. Symbolic links are not followed.
+        """Remove a file at any depth within one of the folders. Symbolic links are not followed.
 
         Raises:
             OSError: if the file cannot be removed.
@@ -125,20 +126,20 @@ class RunFolder:
                 os.unlink(file.name, dir_fd=folder)
 
     def remove_rank(self, rank: int, *, checkpoints: bool) -> None:
-        """Remove the files of one rank. The last rank of this node also removes the folders.
+        """Remove the files of one rank. The last rank on this node also removes the folders.
 
         Args:
-            rank: Rank whose files are removed.
-            checkpoints: Whether to remove the checkpoint folder as well, for all ranks of this node.
+            rank: rank whose files are removed.
+            checkpoints: whether to also remove the checkpoint folder, which belongs to all ranks on this node.
 
         Raises:
             OSError: if a file or folder cannot be removed.
         """
-        # Paths are used instead of folder descriptors because the process may have exhausted its descriptors. This
-        # is safe: only the current user can create links in these folders.
+        # This uses paths instead of folder descriptors, because the process may have no descriptors left. It is safe
+        # because only the current user can create links in these folders.
         own = {number: root for number, root in enumerate(self.roots) if _is_own(root)}
         if 0 in own and self.checkpoints.is_dir() and not self.checkpoints.is_symlink():
-            with suppress(FileNotFoundError):  # the first rank of this node removes the whole folder
+            with suppress(FileNotFoundError):  # the first rank on this node removes the whole folder
                 self._remove_checkpoints("*" if checkpoints else f"step*.rank{rank:05d}[.-]*")
         for number in own:
             self.data_file(number, rank).unlink(missing_ok=True)
@@ -149,9 +150,9 @@ class RunFolder:
                     root.rmdir()
 
     def _remove_checkpoints(self, pattern: str) -> None:
-        """Remove matching entries durably, before any data file is removed; remove an emptied folder as well."""
+        """Remove matching entries durably, before any data file is removed. Pattern ``*`` also removes the folder."""
         names = fnmatch.filter(os.listdir(self.checkpoints), pattern)
-        # A manifest must not outlive the state file and the data file that it refers to.
+        # A manifest must not outlive the state file and the data file to which it refers.
         for name in sorted(names, key=lambda name: not name.endswith(".json")):
             entry = self.checkpoints / name
             if entry.is_dir() and not entry.is_symlink():
@@ -173,16 +174,16 @@ def _is_own(root: Path) -> bool:
 
 @contextmanager
 def opened_folder(path: Path, parent: int | None = None) -> Iterator[int]:
-    """Yield a descriptor of a folder, so that later operations stay in it even if its name is replaced.
+    """Yield a descriptor of a folder, so that later operations stay in this folder even if its name is replaced.
 
     Args:
-        path: Folder to open. Its last component must not be a symbolic link.
-        parent: Descriptor of the parent folder. By default the whole path is resolved.
+        path: folder to open. Its last component must not be a symbolic link.
+        parent: descriptor of the parent folder. By default the whole path is resolved.
 
     Raises:
         FileNotFoundError: if the folder does not exist.
         NotADirectoryError: if the path is a symbolic link or not a folder.
-        OSError: if `os.open` fails for another reason.
+        OSError: if `os.open` fails for a different reason.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -197,7 +198,6 @@ def opened_folder(path: Path, parent: int | None = None) -> Iterator[int]:
 
 
 def _remove_folder(parent: int, path: Path) -> None:
-    """Remove a subfolder of an open folder if it exists. Raises `OSError`."""
     with suppress(FileNotFoundError):
         with opened_folder(path, parent) as folder:
             _clear(folder, path)
@@ -217,7 +217,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _clear(folder: int, path: Path, but: str = "") -> None:
-    """Remove the contents of an open folder; `path` is used in error messages. Raises `OSError`."""
+    """Remove the contents of an open folder except the entry `but`. `path` is for error messages. Raises `OSError`."""
     for name in os.listdir(folder):
         if name == but:
             continue
@@ -229,7 +229,6 @@ def _clear(folder: int, path: Path, but: str = "") -> None:
 
 
 def _remove_empty(folder: int, root: Path) -> None:
-    """Remove a run folder that contains only its marker."""
     with suppress(FileNotFoundError):  # another rank may have removed it
         os.unlink(MARKER_NAME, dir_fd=folder)
     with suppress(FileNotFoundError):
@@ -237,10 +236,10 @@ def _remove_empty(folder: int, root: Path) -> None:
 
 
 def make_paths(paths: Sequence[str | Path]) -> list[Path]:
-    """Create missing NVMe paths with mode 0700 and return the ones that were created.
+    """Create missing NVMe paths with mode 0700, and return the paths that were created.
 
     Raises:
-        ConfigError: if a path cannot be created. The paths created before it are removed again.
+        ConfigError: if a path cannot be created. Paths that were already created are removed again.
     """
     made: list[Path] = []
     for path in map(Path, paths):
@@ -256,29 +255,31 @@ def make_paths(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def unmake_paths(made: Sequence[Path]) -> None:
-    """Remove paths that `make_paths` created, if they are empty."""
+    """Remove the empty paths among those that `make_paths` created."""
     for path in made:
         with suppress(OSError):
             path.rmdir()
 
 
 class FolderLock:
-    """Locks of this process on the NVMe paths, held until `release` or until every process with the descriptors exits.
+    """Locks of this process on the NVMe paths, held until `release` or until no process has the descriptors.
 
     `acquire` creates and locks one file per path, `name` writes the run id into the files, and `release` removes and
-    then unlocks them. Only the training thread uses this class, except for the fork handler that closes the descriptors
-    in a child process.
+    then unlocks them. Only the training thread uses this class, except for the fork handler that closes the
+    descriptors in a child process.
     """
 
     def __init__(self) -> None:
         self._descriptors: list[int] = []
         """Descriptors of the locked files, in the order of the paths. Empty before `acquire` and after `release`."""
         self._files: list[Path] = []
-        """Paths of the locked files, in the same order."""
+        """Names of the locked files, in the order of `_descriptors`."""
         self._made: Sequence[Path] = ()
-        """NVMe paths that this start created. `release` removes the ones that are empty."""
+        """NVMe paths created for this run. `release` removes those that are empty."""
         self._process = os.getpid()
-        """Process that holds the locks. A forked child inherits the descriptors but does not own the locks."""
+        """Id of the process that holds the locks. A forked child process inherits the descriptors but does not own
+        the locks.
+        """
 
     @classmethod
     def acquire(
@@ -288,12 +289,12 @@ class FolderLock:
 
         Args:
             paths: NVMe paths to lock.
-            run_id: Identifier written into the lock files.
-            local_rank: Local rank, part of the name of the lock files.
-            made: Paths that this start created. Empty ones are removed when the locks are released.
+            run_id: run id to write into the lock files.
+            local_rank: local rank, which is part of the names of the lock files.
+            made: paths created for this run. Those that are empty are removed when the locks are released.
 
         Raises:
-            FolderBusyError: if another live run holds a path. The message names its process.
+            FolderBusyError: if another live run holds a path. The message identifies its process.
             ConfigError: if a path is not writable or does not support locks.
         """
         lock = cls()
@@ -302,8 +303,9 @@ class FolderLock:
         try:
             with ExitStack() as starting:
                 # Lock order: first all folders (shared), then all lock files. While a removal holds the folders
-                # exclusively, no start creates a lock file, so the list of live runs that the removal made stays valid.
-                # All waits are bounded, so a start and a removal that lock paths in opposite orders both return.
+                # exclusively, no starting run can create a lock file, so the removal's list of live runs stays valid.
+                # All waits are bounded, so a starting run and a removal that lock paths in opposite orders do not
+                # deadlock.
                 for path in paths:
                     if not starting.enter_context(_folder_locked(Path(path), fcntl.LOCK_SH, _START_SECONDS)):
                         raise FolderBusyError(
@@ -328,14 +330,16 @@ class FolderLock:
             except OSError as error:
                 stale = _owner_of(file) is not None
                 hint = (
-                    ". If no run holds the file, its owner or root can remove it: `infinity store gc`" if stale else ""
+                    ". If no run holds the file, its owner or root can remove it with `infinity store gc`"
+                    if stale
+                    else ""
                 )
                 raise ConfigError(
                     f"storage.paths: {str(path)!r} is not writable: {file.name}: {error.strerror}{hint}"
                 ) from error
             try:
-                # Locking a file that its former holder has just removed protects nothing: the next start would create
-                # a new file under the same name and lock that one.
+                # It is useless to lock a file that its former holder has just removed: the next run would create and
+                # lock a new file with the same name.
                 if _locked(descriptor, fcntl.LOCK_EX, file):
                     if _still_there(descriptor, file):
                         self._descriptors.append(descriptor)
@@ -343,11 +347,12 @@ class FolderLock:
                         return
                 elif not _locked(descriptor, fcntl.LOCK_SH, file):
                     raise FolderBusyError(
-                        f"{path} is in use by {describe_holder(file)}. Wait until it ends or use another folder."
+                        f"{path} is in use by {describe_holder(file)}. Wait until it ends or use a different folder."
                     )
                 elif time.monotonic() > end:
                     raise FolderBusyError(
-                        f"{file} has been locked for {_START_SECONDS:g} s by a process that reads it; {_who_has(file)}"
+                        f"{file} has been locked for {_START_SECONDS:g} s by a process that reads it. "
+                        f"To find the process: {_who_has(file)}"
                     )
             except BaseException:
                 os.close(descriptor)
@@ -356,10 +361,10 @@ class FolderLock:
             time.sleep(_PAUSE)
 
     def name(self, run_id: str) -> None:
-        """Write the run id and the process that holds the locks into the lock files.
+        """Write the run id and the id of the locking process into the lock files.
 
         Raises:
-            ConfigError: if a lock file cannot be written, e.g. because the file system is full.
+            ConfigError: if a lock file cannot be written, for example because the file system is full.
         """
         holder = {"run_id": run_id, "pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
         for descriptor, file in zip(self._descriptors, self._files, strict=True):
@@ -370,21 +375,21 @@ class FolderLock:
                 raise ConfigError(f"storage.paths: {file} cannot be written: {error.strerror}") from error
 
     def release(self) -> None:
-        """Remove and unlock the lock files. A file that cannot be removed is logged. Idempotent; never raises.
+        """Remove and unlock the lock files. If a file cannot be removed, log a warning. Idempotent; never raises.
 
-        In a process that was forked from the holder, this method does nothing.
+        In a forked child process, this method does nothing.
         """
         if os.getpid() != self._process:
             return
         while self._descriptors:
             descriptor, file = self._descriptors.pop(), self._files.pop()
             try:
-                # The name is removed while the lock is held, so that this never removes the lock file of another run.
+                # The file is removed while it is locked, so that this never removes the lock file of another run.
                 file.unlink(missing_ok=True)
             except OSError as error:
                 _log.warning("lock file %s, which is no longer in use, could not be removed: %s", file, error.strerror)
             with suppress(OSError):
-                # Closing is not enough: a child process that is just being started may share the open file.
+                # Closing is not enough, because a child process that is just being started may share the open file.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             with suppress(OSError):
                 os.close(descriptor)
@@ -392,7 +397,7 @@ class FolderLock:
         _held.discard(self)
 
     def leave_to_parent(self) -> None:
-        """Close the descriptors without unlocking, because the parent process still owns the locks."""
+        """Close the descriptors without unlocking the files, because the parent process still owns the locks."""
         for descriptor in self._descriptors:
             with suppress(OSError):
                 os.close(descriptor)
@@ -400,7 +405,7 @@ class FolderLock:
 
 
 _held: set[FolderLock] = set()
-"""Locks held by this process. `acquire` adds, `release` and a fork remove."""
+"""Locks held by this process. `acquire` adds to the set; `release` and a fork remove from it."""
 
 
 def _leave_to_parent() -> None:
@@ -448,7 +453,7 @@ def _user_name(uid: int) -> str:
 
 @contextmanager
 def _folder_locked(path: Path, operation: int, patience: float) -> Iterator[bool]:
-    """Lock the folder itself; yield whether that succeeded within `patience` seconds. Raises `ConfigError`."""
+    """Lock the folder itself. Yield whether this succeeded within `patience` seconds. Raises `ConfigError`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -464,7 +469,7 @@ def _folder_locked(path: Path, operation: int, patience: float) -> Iterator[bool
 
 @contextmanager
 def no_starts(paths: Sequence[str | Path]) -> Iterator[None]:
-    """Prevent runs from starting on these paths in the body. Live runs continue. [Note: ownership of a path]
+    """Prevent runs from starting on these paths within the block. Live runs continue. [Note: ownership of a path]
 
     Raises:
         FolderBusyError: if a run is starting, or if another process is removing runs.
@@ -481,12 +486,11 @@ def no_starts(paths: Sequence[str | Path]) -> Iterator[None]:
 
 
 def _who_has(path: str | Path) -> str:
-    """Return the command that finds the holder of a lock without a description."""
     return f"as root, run `fuser -v {path}` or `lsof {path}`"
 
 
 def _locked(descriptor: int, operation: int, file: Path) -> bool:
-    """Take a lock. Return ``False`` if another process holds it; raise `ConfigError` for any other failure."""
+    """Lock a file. Return ``False`` if another process has locked it; raise `ConfigError` for any other failure."""
     try:
         fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
         return True
@@ -500,7 +504,7 @@ def _locked(descriptor: int, operation: int, file: Path) -> bool:
 
 
 def _still_there(descriptor: int, file: Path) -> bool:
-    """Return whether the path still names the open file. The previous holder may have removed it before the lock."""
+    """Return whether the path still refers to the open file. Its holder may have removed it before it was locked."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(file))
     except FileNotFoundError:
@@ -509,7 +513,7 @@ def _still_there(descriptor: int, file: Path) -> bool:
 
 def describe_holder(file: Path) -> str:
     """Return a description of the process that holds a lock file, from the contents of the file."""
-    unknown = f"another run or another process that holds {file.name}"
+    unknown = f"another run or process that holds {file.name}"
     try:
         descriptor = open_regular(file, os.O_RDONLY)
     except OSError:
@@ -521,7 +525,6 @@ def describe_holder(file: Path) -> str:
 
 
 def _read_holder(descriptor: int) -> Holder | None:
-    """Return the holder described in a lock file, or ``None`` if the contents are malformed."""
     try:
         tree = json.loads(os.pread(descriptor, _MOST_BYTES, 0))
         holder = Holder(
@@ -531,20 +534,20 @@ def _read_holder(descriptor: int) -> Holder | None:
             since=float(tree["since"]),
             uid=os.fstat(descriptor).st_uid,
         )
-        shown = str(holder)  # raises if the time is out of range
+        shown = str(holder)  # raises an exception if the time is out of range
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     return holder if shown.isprintable() and len(shown) <= _MOST_SHOWN else None
 
 
 def holders(path: str | Path) -> list[Holder]:
-    """Return the holders of a path, one for each locked file. A lock file that cannot be opened counts as locked.
+    """Return the holders of a path, one per locked file. A lock file that cannot be opened counts as locked.
 
     A description is only as trustworthy as the owner of its file (`Holder.uid`); see `holder_of`. The function writes
     no data, so the path may be mounted read-only.
 
     Raises:
-        ConfigError: if a lock file does not support locks.
+        ConfigError: if the file system of a lock file does not support locks.
     """
     found = []
     for file in _lock_files(Path(path)):
@@ -553,7 +556,7 @@ def holders(path: str | Path) -> list[Holder]:
         except FileNotFoundError:  # just released
             continue
         except OSError:
-            if (uid := _owner_of(file)) is not None:  # otherwise it is not a file, which the next start reports
+            if (uid := _owner_of(file)) is not None:  # otherwise it is not a file, which the next starting run reports
                 found.append(Holder.unknown(uid))
             continue
         try:
@@ -565,11 +568,11 @@ def holders(path: str | Path) -> list[Holder]:
 
 
 def believed(holder: Holder, root: Path) -> bool:
-    """Return whether a holder can have the run in this folder open.
+    """Return whether the holder of a path may have the run in folder `root` open.
 
-    That is the case if the owner of the folder also owns the lock, or if root owns it and the description names the
-    run. A holder without a description may have any run of its user open, because a user can only open runs in
-    folders of their own.
+    This is the case if the owner of the folder also owns the lock file, or if root owns it and its description
+    contains the run id. A holder without a description may have any run of its user open, because users can only open
+    runs in their own folders.
 
     Raises:
         OSError: if the folder does not exist.
@@ -582,10 +585,10 @@ def holder_of(folder: RunFolder) -> Holder | None:
     """Return the process that has a run open, or ``None`` if the run is not open.
 
     Any user who can create files in a shared folder can lock a file there and write the id of any run into it.
-    Therefore the owner of the lock file decides (`believed`).
+    Therefore the decision depends on the owner of the lock file (see `believed`).
 
     Raises:
-        ConfigError: if a lock file does not support locks.
+        ConfigError: if the file system of a lock file does not support locks.
         OSError: if a run folder does not exist.
     """
     for root in folder.roots:
@@ -600,7 +603,6 @@ def _lock_files(path: Path) -> list[Path]:
 
 
 def _owner_of(file: Path) -> int | None:
-    """Return the owner of a file, or ``None`` if it is not a regular file or does not exist."""
     try:
         return file.lstat().st_uid if file.is_file() and not file.is_symlink() else None
     except OSError:
@@ -608,7 +610,11 @@ def _owner_of(file: Path) -> int | None:
 
 
 def stale_locks(path: Path) -> list[Path]:
-    """Return the lock files that no process holds. Raises `ConfigError` like `holders`."""
+    """Return the lock files that no process holds.
+
+    Raises:
+        ConfigError: if the file system of a lock file does not support locks.
+    """
     found = []
     for file in _lock_files(path):
         with suppress(OSError):
@@ -622,14 +628,14 @@ def stale_locks(path: Path) -> list[Path]:
 
 
 def remove_stale_lock(file: Path) -> bool:
-    """Remove a lock file unless a process holds it. Return whether the file is gone.
+    """Remove a lock file unless a process holds it. Return whether the file no longer exists.
 
     Raises:
         OSError: if the file cannot be removed.
         ConfigError: if the file cannot be locked.
     """
     try:
-        descriptor = open_regular(file, os.O_RDWR)  # NFS grants exclusive locks only on files opened for writing
+        descriptor = open_regular(file, os.O_RDWR)  # NFS grants exclusive locks only for files opened for writing
     except FileNotFoundError:
         return True
     try:
@@ -651,20 +657,21 @@ def allocated_bytes(file: Path) -> int:
 
 
 def reserve(file: Path, size: int) -> None:
-    """Make a file `size` bytes long with all of its blocks allocated.
+    """Make a file `size` bytes long and allocate all of its blocks.
 
     Raises:
-        BudgetError: if the file system has too little free space. The message states both sizes.
+        BudgetError: if the file system has too little free space. The message contains the free and the required
+            size.
         StorageError: if the file cannot be created or the drive fails.
     """
     existed, there = os.path.lexists(file), allocated_bytes(file)
     whole, _, free = shutil.disk_usage(file.parent)
     if not whole:
         raise BudgetError(
-            f"storage.paths: {file.parent} is on a file system without a size, e.g. ramfs, which is memory. "
-            "Use a folder on an NVMe drive."
+            f"storage.paths: {file.parent} is on a file system that reports no size, such as ramfs, which is in "
+            "memory. Use a folder on an NVMe drive."
         )
-    if size - there > free:  # checked first because some file systems fill up completely before they fail
+    if size - there > free:  # checked first because some file systems fill up completely before they report an error
         raise _no_room(file, size, free, os.strerror(errno.ENOSPC))
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -672,7 +679,7 @@ def reserve(file: Path, size: int) -> None:
         raise StorageError("open", str(file), 0, size, error.errno) from error
     try:
         long = os.fstat(descriptor).st_size
-        # Allocation starts after the existing data, because file systems that emulate fallocate write to each block.
+        # Allocation starts after the existing data, because file systems that emulate fallocate write to every block.
         first = long if there >= long else 0
         if size > first:
             os.posix_fallocate(descriptor, first, size - first)
@@ -689,17 +696,18 @@ def extend(descriptor: int, file: Path, begin: int, end: int) -> None:
     """Extend an open file to byte `end` by allocating the blocks from byte `begin`.
 
     Args:
-        descriptor: Descriptor of the file.
-        file: Path of the file, used in error messages and to find the file system.
-        begin: Offset of the first byte to allocate.
-        end: New size of the file, in bytes.
+        descriptor: descriptor of the file.
+        file: path of the file, used in error messages and to find the file system.
+        begin: offset of the first byte to allocate.
+        end: new size of the file in bytes.
 
     Raises:
-        BudgetError: if the file system has too little free space. The message states both sizes.
+        BudgetError: if the file system has too little free space. The message contains the free and the required
+            size.
         StorageError: if the drive fails.
     """
     free = shutil.disk_usage(file.parent)[2]
-    if end - begin > free:  # checked first because some file systems fill up completely before they fail
+    if end - begin > free:  # checked first because some file systems fill up completely before they report an error
         raise _no_room(file, end - begin, free, os.strerror(errno.ENOSPC))
     try:
         os.posix_fallocate(descriptor, begin, end - begin)

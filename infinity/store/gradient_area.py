@@ -1,10 +1,10 @@
-"""Slots for stored gradients, in an area after all slots of the state.
+"""Slots for stored gradients, in an area that follows all slots of the state.
 
 [Note: area of gradients] Checkpoints contain no gradients, and many runs never store any, because gradients are
-consumed where they are produced or stay in the host cache. However, the first step may store all of them for the
-forward pass of the second one. Therefore the area exists from the start, and it is released after the first step if the
-plan stores no gradients. A later step that departs from its plan, or a later plan, allocates the area again. At that
-time, the drive may have too little free space.
+consumed where they are produced or stay in the host cache. However, the first step may store all gradients for the
+forward pass of the second step. Therefore the area exists from the start, and it is released after the first step if
+the plan stores no gradients. The area is allocated again if a later step departs from its plan, or if a later plan
+stores gradients. At that time, the drive may no longer have enough free space.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from infinity.store.extents import Extent, ExtentAllocator, SlotClass, missing_s
 
 
 class FileLengths(Protocol):
-    """Extends and truncates data files."""
+    """Functions that extend and truncate data files."""
 
     def allocate(self, slots: Sequence[SlotClass]) -> None:
         """Allocate blocks for slots. Raises `BudgetError` or `StorageError`."""
@@ -32,10 +32,10 @@ class GradientSpace:
     """Slots for the gradients of a rank. Thread-safe.
 
     Args:
-        pages: Pages of the rank, by index.
-        spare: Maximum number of writes in flight per class.
-        files: Allocates blocks for an area.
-        slots: Returns all slots of the state. The area follows them.
+        pages: pages of the rank, by index.
+        spare: maximum number of writes in flight per class.
+        files: functions that allocate and release the blocks of the area.
+        slots: function that returns all slots of the state, which the area follows.
     """
 
     def __init__(
@@ -48,29 +48,29 @@ class GradientSpace:
         self._pages = [page for page in pages if page.role is Role.GRAD]
         self._spare, self._files, self._slots = spare, files, slots
         self._own = ExtentAllocator(())
-        """Slots of the area."""
+        """Slots in the area."""
         self._taken: dict[Extent, int] = {}
-        """Page index by slot in use."""
+        """Page index for each slot in use."""
         self.area: tuple[SlotClass, ...] = ()
-        """All slots of the area; empty if there is no area. Changed under `growing`."""
+        """All slots in the area; empty if there is no area. Changed only while `growing` is held."""
         self.growing = Lock()
         """Held while files are extended or truncated, so that no other thread adds slots at the same offsets. `give`
-        never takes this lock, so its holder cannot block a thread that it waits for."""
+        never takes this lock, so slots can be freed while another thread holds it."""
         self._waiting = 0
-        """Number of writes that wait for a slot and therefore need the area. Changed under `growing`."""
+        """Number of writes that wait for a slot and therefore need the area. Changed only while `growing` is held."""
 
     def expect(self, stored: bool, paths: Sequence[int]) -> None:
-        """Allocate the area if gradients may be stored. Otherwise release it, unless gradients are stored now.
+        """Allocate the area if gradients may be stored. Otherwise release it, unless it contains gradients.
 
         Args:
-            stored: Whether gradients may be stored.
-            paths: Path for writes, by page.
+            stored: whether gradients may be stored.
+            paths: path for writes, by page.
 
         Raises:
             BudgetError, StorageError: if the area cannot be allocated.
         """
         if stored:
-            if not self.area:  # cheap test first, because every step calls this and large models have many pages
+            if not self.area:  # cheap test first, because this runs in every step and large models have many pages
                 with self.growing:
                     self._add_missing(paths)
         elif self.area:
@@ -83,9 +83,9 @@ class GradientSpace:
         """Return a slot for a page that is about to be written.
 
         Args:
-            page: Page to write.
-            paths: Path for writes, by page.
-            timeout: Seconds to wait for a slot of the area.
+            page: page to write.
+            paths: path for writes, by page.
+            timeout: number of seconds to wait for a slot.
 
         Raises:
             BudgetError, StorageError: if the area cannot be allocated.
@@ -111,10 +111,10 @@ class GradientSpace:
         self._own.give(extent)
 
     def reserve_space(self, paths: Sequence[int]) -> None:
-        """If there is an area, add the slots that gradients need on other paths. The caller holds `growing`.
+        """If the area exists, add the slots that gradients need on new paths. The caller must hold `growing`.
 
         Raises:
-            BudgetError, StorageError: if they cannot be allocated.
+            BudgetError, StorageError: if the slots cannot be allocated.
         """
         if self.area:
             self._add_missing(paths)
@@ -122,7 +122,7 @@ class GradientSpace:
     def _add_missing(self, paths: Sequence[int]) -> None:
         on = {page.index: {paths[page.index]} for page in self._pages}
         for extent, page in self._taken.copy().items():
-            on[page].add(extent.path)  # the page may have moved to another path since
+            on[page].add(extent.path)  # the page may have moved to another path in the meantime
         needed = needed_slots(self._pages, [on[page.index] for page in self._pages], self._spare, 0)
         more = missing_slots(self.area, needed, behind=self._slots())
         if more:

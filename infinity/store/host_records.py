@@ -1,4 +1,4 @@
-"""Measurements kept in the runtime folder for later runs, as JSON files that anyone may damage or remove."""
+"""Measurements stored in the runtime folder for later runs, in JSON files that may be damaged or missing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 from infinity.untrusted_files import own_folder, read_own, write_own
 
 UNUSABLE = (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError)
-"""Exceptions from reading such a file and interpreting its values. The file is then treated as missing."""
+"""Exceptions that can occur when such a file is read and its values are interpreted. The file then counts as missing.
+"""
 _MOST_BYTES = 1 << 16
 _log = logging.getLogger("infinity")
 
 
 def recall(file: Path) -> dict[str, Any]:
-    """Return the contents of a file by key. The values are not validated. Raises one of `UNUSABLE`."""
+    """Return the contents of a file by key. Values are not validated. Raises one of the exceptions in `UNUSABLE`."""
     tree = json.loads(read_own(file, _MOST_BYTES))
     if not isinstance(tree, dict):
         raise ValueError(f"{file.name} is not a JSON object")
@@ -25,7 +26,7 @@ def recall(file: Path) -> dict[str, Any]:
 
 
 def remember(file: Path, key: str, value: object, what: str) -> None:
-    """Add a value to a file or replace it. If that fails, a warning with the description `what` is logged."""
+    """Store a value in a file under `key`. If this fails, log a warning that contains the description `what`."""
     known: dict[str, Any] = {}
     with contextlib.suppress(*UNUSABLE):  # missing or damaged
         known = recall(file)

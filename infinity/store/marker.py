@@ -1,7 +1,7 @@
 """Markers of run folders: a folder is a run if its name is a run id and it contains the file `infinity.run`.
 
-All commands that list, resume, check or remove runs use only this rule. A folder that merely resembles a run is
-ignored, e.g. `.git`, a copy `RUN.bak`, or a project with a folder `checkpoints`.
+All commands that list, resume, check or remove runs use this rule and no other. A folder that merely resembles a run
+is ignored, for example `.git`, a copy `RUN.bak`, or a project with a folder `checkpoints`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ MARKER_NAME = "infinity.run"
 _FORMAT = 1
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}", re.ASCII)
 _COPIES = 3
-"""Number of copies in a marker. A flipped bit can damage two of them, if it is in the newline between them."""
+"""Number of copies in a marker. A flipped bit can damage two of them if it is in the newline between them."""
 _MOST_BYTES = 1 << 16
 _MOST_PATHS = 1 << 16
 
 
 def new_run_id() -> str:
-    """Return a run id that sorts by time: ``20260131-142530-1a2b3c``.
+    """Return a run id, such as ``20260131-142530-1a2b3c``. Run ids sort by time.
 
-    The first half of the last part is the time in 1/4096 s; the second half is random.
+    The last part consists of the time in units of 1/4096 s (three digits) and a random number (three digits).
     """
     now = time.time()
     return time.strftime("%Y%m%d-%H%M%S-", time.gmtime(now)) + f"{int(now % 1 * 4096):03x}{secrets.randbelow(4096):03x}"
@@ -47,7 +47,7 @@ def is_run_id(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Marker:
-    """Contents of the file: the run id, and the index of this folder among the `paths` folders of the run."""
+    """Contents of the marker file: the run id, and the index of this folder among the run's `paths` folders."""
 
     run_id: str
     path: int
@@ -58,8 +58,8 @@ def read_marker(root: Path) -> Marker:
     """Return the marker of a run folder.
 
     Raises:
-        OSError: if there is no marker, or if it cannot be read.
-        ValueError: if all copies are damaged, or if the marker belongs to another run.
+        OSError: if there is no marker or it cannot be read.
+        ValueError: if all copies are damaged, or if the marker belongs to a different run.
     """
     for line in read_regular(root / MARKER_NAME, _MOST_BYTES).splitlines():
         if (found := _decode(line)) is not None:
@@ -70,7 +70,7 @@ def read_marker(root: Path) -> Marker:
 
 
 def write_marker(root: Path, marker: Marker) -> None:
-    """Write the marker of a folder durably, unless it already exists. Raises `OSError`."""
+    """Durably write the marker of a folder, unless it already exists. Raises `OSError`."""
     content = _encode(marker)
     try:
         if read_regular(root / MARKER_NAME, _MOST_BYTES) == content:
@@ -80,9 +80,10 @@ def write_marker(root: Path, marker: Marker) -> None:
     with replacing(root / MARKER_NAME, 0o600) as file:
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())  # before the rename: a power loss must not leave an empty marker under the final name
-    # The marker and the folder itself must be durable before the first checkpoint. A checkpoint in a folder
-    # without a marker would not be recognized as a run, and could not be resumed.
+        # before the rename, so that a power loss cannot leave an empty marker under the final name
+        os.fsync(file.fileno())
+    # The marker and the folder itself must be durable before the first checkpoint. Without a marker, the folder would
+    # not be recognized as a run, and its checkpoints could not be resumed.
     for name in (root, root.parent):
         sync_folder(name)
 
@@ -114,9 +115,10 @@ def _checksum(body: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundRun:
-    """Run, as far as it is stored in the folders that were searched.
+    """Run, as far as it was found in the searched folders.
 
-    `roots` contains its folders by their index in the run's own order. `paths` is the total number of folders.
+    `roots` contains the run's folders by their index in the order of the run. `paths` is the total number of folders
+    of the run.
     """
 
     run_id: str
@@ -135,12 +137,12 @@ class FoundRun:
 
 
 def look_for_runs(paths: Sequence[str | Path]) -> tuple[list[FoundRun], dict[Path, str]]:
-    """Return the runs in some folders, oldest first, independent of the order of the folders.
+    """Return the runs in the given folders, oldest first. The order of the folders does not matter.
 
-    Also return the folders that are named like a run but are ignored, each with the reason.
+    Also return the reason for each folder that has the name of a run but is ignored.
 
     Args:
-        paths: Folders to search.
+        paths: folders to search.
 
     Raises:
         OSError: if one of `paths` cannot be read.
@@ -168,17 +170,17 @@ def look_for_runs(paths: Sequence[str | Path]) -> tuple[list[FoundRun], dict[Pat
                 run = found.setdefault(name, FoundRun(run_id=name, roots={}, paths=marker.paths))
                 first = run.roots.setdefault(marker.path, root)
                 if run.paths != marker.paths or (first != root and not first.samefile(root)):
-                    passed[root] = f"it is a second folder {marker.path} of that run; the first is {first}"
+                    passed[root] = f"it is a duplicate of folder {marker.path} of that run, which is {first}"
     return [found[run_id] for run_id in sorted(found)], passed
 
 
 def empty_folders(path: Path) -> list[Path]:
-    """Return this user's empty folders that are named like a run.
+    """Return this user's empty folders that have the name of a run.
 
-    They remain from a start that was interrupted before it wrote its marker, or from an interrupted removal.
+    They are left by a start that was interrupted before it wrote its marker, or by an interrupted removal.
 
     Args:
-        path: Folder to search.
+        path: folder to search.
 
     Raises:
         OSError: if `path` cannot be read.
@@ -200,11 +202,11 @@ def _marker_of(root: Path) -> Marker:
     checkpoints = root / "checkpoints"
     with suppress(FileNotFoundError):
         mode = checkpoints.lstat().st_mode
-        if not stat.S_ISDIR(mode):  # a removal would follow the link and remove other files
-            raise ValueError(f"its checkpoints is {'a link' if stat.S_ISLNK(mode) else 'not a folder'}")
+        if not stat.S_ISDIR(mode):  # removing the run would follow the link and remove unrelated files
+            raise ValueError(f"its checkpoints entry is {'a link' if stat.S_ISLNK(mode) else 'not a folder'}")
     return marker
 
 
 def passed_over(passed: dict[Path, str]) -> str:
-    """Return a description of ignored folders that are named like a run; empty if there are none."""
+    """Return a description of the ignored folders that have the name of a run; empty if there are none."""
     return "; ".join(f"{root} is ignored: {reason}" for root, reason in passed.items())

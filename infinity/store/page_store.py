@@ -1,4 +1,4 @@
-"""Page store: the current version of every page, written to free extents and verified on every read."""
+"""Page store: writes each new version of a page to a free extent, and verifies every read."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ from infinity.store.gradient_area import FileLengths, GradientSpace
 _log = logging.getLogger(__name__)
 
 Done = Callable[[Exception | None], None]
-"""Called once when a transfer has ended, with its error or ``None``."""
+"""Callback that is called once when a transfer has ended, with its error or ``None``."""
 Moved = Callable[[Page, Ticket, int, int, Exception | None], None]
-"""Called for each transfer that has ended for good: page, last ticket, index of the NVMe path, number of resubmissions,
-error."""
+"""Callback that is called once when a transfer has succeeded or will not be retried again. Arguments: page, last
+ticket, index of the NVMe path, number of resubmissions, error.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +52,16 @@ class Version:
 
     extent: Extent
     checksum: int
-    """64-bit XXH3 of the content, see the function `checksum`."""
+    """64-bit XXH3 of the content. See the function `checksum`."""
 
 
 def checksum(page: int, content: memoryview) -> int:
-    """Return the 64-bit XXH3 of a page's bytes, seeded with the page index so that a misdirected page never matches."""
+    """Return the 64-bit XXH3 of a page's bytes, seeded with the page index so that no other page's content matches."""
     return xxhash.xxh3_64_intdigest(content, seed=page)
 
 
 def state_pages(pages: Sequence[Page]) -> list[Page]:
-    """Return the pages that checkpoints contain: all except gradients."""
+    """Return the pages that checkpoints contain: all pages except gradients."""
     return [page for page in pages if page.role is not Role.GRAD]
 
 
@@ -71,17 +72,17 @@ def lay_out(
     spare: int,
     retained: int,
 ) -> tuple[tuple[int, ...], tuple[SlotClass, ...]]:
-    """Return the path for new versions of every page, and the slots of the state.
+    """Return the path for new versions of each page, and the slots of the state.
 
-    Every extent of a checkpoint is a slot as well. Pages of a checkpoint stay on the path that the checkpoint names,
-    even if `stripe_weights` would place them elsewhere, because the pages may have been redistributed during the run.
+    Every extent of a checkpoint is a slot as well. The pages of a checkpoint stay on the path on which the checkpoint
+    stores them, even if `stripe_weights` would place them elsewhere, because the run may have redistributed them.
 
     Args:
-        pages: Pages of the rank, by index.
-        stripe_weights: Relative amount of data for each path.
-        checkpointed: Versions of the checkpoints to resume from: by step, then by page.
-        spare: Maximum number of writes in flight.
-        retained: Number of checkpoints to keep.
+        pages: pages of the rank, by index.
+        stripe_weights: relative amount of data for each path.
+        checkpointed: versions of the checkpoints to resume from: by step, then by page.
+        spare: maximum number of writes in flight.
+        retained: number of checkpoints to keep.
     """
     spread_out = spread(pages, stripe_weights)
     paths = list(spread_out)
@@ -90,7 +91,8 @@ def lay_out(
         for page, version in versions.items():
             paths[page] = version.extent.path
             on[page].add(version.extent.path)
-    # Checkpoints in excess of `retained` keep their extents until the next checkpoint is published.
+    # If there are more checkpoints than `retained`, the excess ones keep their extents until the next checkpoint is
+    # published.
     retained = max(retained, len(checkpointed))
     state = state_pages(pages)
     slots = plan_slots(state, [spread_out[page.index] for page in state], spare, retained)
@@ -125,8 +127,8 @@ def _read(file: Path, offset: int, length: int) -> memoryview:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(0, "not a regular file")
-        # Drop cached data first: the purpose is to verify the drive, not the page cache. The second call keeps this
-        # read from evicting other data.
+        # Drop cached data first, because the purpose is to verify the drive and not the page cache. The second call
+        # prevents this read from evicting unrelated data.
         os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
         data, done = memoryview(bytearray(length)), 0
         while done < length:
@@ -141,16 +143,15 @@ def _read(file: Path, offset: int, length: int) -> memoryview:
 
 
 def _may_pass(error: Exception | None) -> bool:
-    """Return whether resubmitting a failed transfer can help.
+    """Return whether resubmitting a failed transfer may help.
 
     EIO can be caused by a cable or a controller reset, and a checksum mismatch by a bit flipped in transit. A full
-    drive stays full, and the engine has already continued a transfer that stopped short without an errno.
+    drive stays full. If a transfer stopped early without an errno, the engine has already tried to continue it.
     """
     return isinstance(error, CorruptPageError) or (isinstance(error, StorageError) and error.errno == errno.EIO)
 
 
 def _in_place(file: DataFile) -> bool:
-    """Return whether the path of an open file still names that file."""
     try:
         return os.path.samestat(os.fstat(file.fd), os.stat(file.path))
     except FileNotFoundError:
@@ -158,15 +159,16 @@ def _in_place(file: DataFile) -> bool:
 
 
 _LEAST_HASHERS, _MOST_HASHERS = 2, 4
-"""Limits for the number of checksum threads per direction. A single extra thread would only add hand-overs between
-threads; four hash more than the drives of one node can read."""
+"""Limits for the number of checksum threads per direction. A single additional thread would only add hand-overs
+between threads. Four threads hash more data than the drives of one node can read.
+"""
 
 
 def hash_threads(idle: int) -> int:
-    """Return the number of threads that hash pages in each direction; 0 means no additional threads.
+    """Return the number of threads that hash pages in each direction. 0 means no additional threads.
 
     Args:
-        idle: Number of cores that neither compute nor update.
+        idle: number of cores that neither compute nor update.
     """
     return min(idle // 2, _MOST_HASHERS) if idle >= 2 * _LEAST_HASHERS else 0
 
@@ -175,15 +177,15 @@ class PageStore:
     """Reads and writes whole pages, and never overwrites the extent of a version that may still be needed.
 
     Life cycle of a version: `write` takes a free extent, which no reader uses. When the transfer has succeeded, the
-    version becomes *current* and replaces the previous one. `keep` and `adopt` *name* versions on behalf of a
-    checkpoint, first while it is being published and then while it is retained. The extent becomes free when its
-    version is neither current nor named.
+    version becomes *current* and replaces the previous one. `keep` and `adopt` mark versions as *named* by a
+    checkpoint, first while the checkpoint is being published and then while it is retained. An extent becomes free
+    when its version is neither current nor named.
 
     Threads: the pager calls `read`, `write`, `has` and `discard` from any thread, under its own lock
     (`Transfers.lock`). The training thread calls the methods that concern checkpoints. `allow_edits` is called by the
-    thread that edits frozen parameters, and `spread_anew` by a thread that rebalances the paths. Transfers complete on
-    the engine's thread; reads complete on a verifier thread if there is one. `_write` runs on a writer thread. `_lock`
-    guards the shared state, and no thread blocks while holding it.
+    thread that edits frozen parameters, and `spread_anew` by a thread that rebalances the paths. Writes complete on
+    the engine's thread; reads complete on a verifier thread if there is one. `_write` runs on a writer thread.
+    `_lock` guards the shared state, and no thread blocks while holding it.
     """
 
     def __init__(
@@ -207,21 +209,20 @@ class PageStore:
         """Open the data files.
 
         Args:
-            pages: Pages of this rank, by index.
-            paths: Index of the path for new versions, by page.
-            files: Data file of every path.
-            slots: Slots to allocate extents from, see `lay_out`.
+            pages: pages of this rank, by index.
+            paths: index of the path for new versions, by page.
+            files: data file on each path.
+            slots: slots from which extents are allocated, see `lay_out`.
             engine: I/O engine that transfers the pages. It also closes the files.
-            lengths: Extends and truncates the data files.
-            name_of: Returns the readable name of a page, for error messages.
-            moved: Called for every transfer that has ended for good: page, last ticket, path, number of resubmissions,
-                error.
-            timeout: Seconds that a write waits for a free slot.
-            spare: Maximum number of writes in flight.
-            retries: Maximum number of resubmissions of a transfer, see `_may_pass`.
-            checkpointed: Versions of the checkpoints to resume from: by step, then by page.
-            retained: Number of checkpoints to keep.
-            hashers: Number of threads that hash pages before a write, and number of threads that verify pages after a
+            lengths: functions that extend and truncate the data files.
+            name_of: function that returns the readable name of a page, for error messages.
+            moved: callback for every completed transfer, see `Moved`.
+            timeout: number of seconds that a write waits for a free slot.
+            spare: maximum number of writes in flight.
+            retries: maximum number of resubmissions of a transfer, see `_may_pass`.
+            checkpointed: versions of the checkpoints to resume from: by step, then by page.
+            retained: number of checkpoints to keep.
+            hashers: number of threads that hash pages before a write, and number of threads that verify pages after a
                 read. With 0, one thread hashes pages before a write, and each read is verified on the thread that
                 completes it.
 
@@ -230,7 +231,7 @@ class PageStore:
             CheckpointError: if checkpointed pages overlap or have the wrong length.
         """
         self._paths = list(paths)
-        """Path of the next version, by page. `spread_anew` replaces the list, `add` extends it."""
+        """Path for the next version of each page. `spread_anew` replaces the list; `add` extends it."""
         self._pages = list(pages)
         """Pages by index. `add` extends the list."""
         # Constant after construction.
@@ -241,42 +242,51 @@ class PageStore:
         self._warned = False
         """``True`` if a retry has been logged. Set by the engine's thread."""
         self._checkpoints = {step: dict(versions) for step, versions in sorted((checkpointed or {}).items())}
-        """Versions of the retained checkpoints: by step (newest last), then by page. Changed by `adopt`, under `_lock`.
+        """Versions of the retained checkpoints: by step (newest last), then by page. Changed only by `adopt`, under
+        `_lock`.
         """
         self._named = Counter(version for versions in self._checkpoints.values() for version in versions.values())
-        """Number of checkpoints, published or about to be, that name a version. Changed by the training thread, under
-        `_lock`."""
+        """Number of checkpoints, published or being published, that contain each version. Changed by the training
+        thread, under `_lock`.
+        """
         self._check_checkpointed()
         self._current = dict(self._checkpoints[max(self._checkpoints)]) if self._checkpoints else {}
-        """Current version by page. Changed under `_lock` by `discard` and by the thread that completes a write. Read
-        without the lock, because the pager never reads a page that is being written."""
+        """Current version of each page. Changed under `_lock`, by `discard` and by the thread that completes a write.
+        Read without the lock, because the pager never reads a page that is being written.
+        """
         self._writing: dict[int, bool] = {}
-        """Pages that are being written. The value is ``True`` if the content has become dead since, so that the version
-        must not become current. Changed under `_lock`."""
+        """Pages that are being written. The value is ``True`` if the content is no longer needed, so that the version
+        must not become current. Changed under `_lock`.
+        """
         self._extents = ExtentAllocator(slots, (version.extent for version in self._named))
-        """Free slots of the state; has its own lock."""
+        """Free slots of the state. It has its own lock."""
         self._slots = list(slots)
         """All slots of the state. `spread_anew`, `add` and `allow_edits` extend the list."""
         self._ends = list(file_sizes(slots, len(files)))
-        """End of the slots in bytes, by path."""
+        """End of the slots on each path, in bytes."""
         self._added: Counter[tuple[int, int]] = Counter()
         """Number of pages added by `add`, by (path, length)."""
         self._edited: set[int] = set()
         """Fixed pages that may be rewritten. `allow_edits` extends the set."""
         self._lengths = lengths
         self._gradients = GradientSpace(pages, spare, lengths, lambda: self._slots)
-        """Slots of gradients."""
+        """Slots for gradients."""
         self._lock = Lock()
         self._writers = ThreadPoolExecutor(max(1, hashers), thread_name_prefix="infinity-writer")
-        """Hash and submit one page at a time. One core hashes 5 to 15 GB/s, less than several drives write."""
+        """Threads that hash and submit one page at a time each. One core hashes 5 to 15 GB/s, which is less than
+        several drives can write.
+        """
         self._verifiers = ThreadPoolExecutor(hashers, "infinity-verifier") if hashers else None
-        """Verify pages after a read, so that the engine's thread can submit the next requests in the meantime."""
+        """Threads that verify pages after a read, so that the engine's thread can submit the next requests in the
+        meantime.
+        """
         self._pending: dict[int, Ticket] = {}
         """Tickets in flight by `id`, for stall reports. Changed under `_lock` by the threads that submit and complete
-        transfers."""
+        transfers.
+        """
 
     def _check_checkpointed(self) -> None:
-        """Check that no future write can touch a checkpointed page.
+        """Check that no future write can overwrite a checkpointed page.
 
         Raises:
             CheckpointError: if a checkpointed page has the wrong length or overlaps another one.
@@ -285,17 +295,21 @@ class PageStore:
         for step, versions in self._checkpoints.items():
             for page, version in versions.items():
                 if version.extent.length != self._pages[page].nbytes:
-                    raise CheckpointError(f"{run}, step {step}: {self._name_of(page)} cannot be at {version.extent}")
+                    raise CheckpointError(
+                        f"{run}, step {step}: {self._name_of(page)} has the wrong length at {version.extent}"
+                    )
         if len({version.extent for version in self._named}) < len(self._named):
             raise CheckpointError(f"{run}: two checkpoints store different versions of pages in the same extent")
         if stray := overlapping(version.extent for version in self._named):
-            raise CheckpointError(f"{self._files[stray.path].path}: two checkpointed pages overlap at {stray.offset}")
+            raise CheckpointError(
+                f"{self._files[stray.path].path}: two checkpointed pages overlap at offset {stray.offset}"
+            )
 
     def spread_anew(self, paths: Sequence[int]) -> None:
-        """Write all further versions of pages to `paths`. A page moves when it is next written.
+        """Write all future versions of pages to `paths`. A page moves the next time it is written.
 
         Args:
-            paths: Index of the path, by page.
+            paths: index of the path for new versions, by page.
 
         Raises:
             BudgetError: if a path has too little space for the additional slots.
@@ -307,11 +321,11 @@ class PageStore:
             self._paths = list(paths)
 
     def add(self, pages: Sequence[Page], path_of: Callable[[Page], int]) -> None:
-        """Add pages whose indices follow the existing ones. Only for a store that keeps no checkpoints.
+        """Add pages whose indices follow the existing ones. Supported only for stores that keep no checkpoints.
 
         Args:
-            pages: Pages to add.
-            path_of: Returns the path for versions of a page.
+            pages: pages to add.
+            path_of: function that returns the path for versions of a page.
 
         Raises:
             BudgetError: if a path has too little space. The pages are not added.
@@ -339,7 +353,7 @@ class PageStore:
                 self._edited |= fixed
 
     def _reserve_space(self, paths: Sequence[int], edited: Collection[int]) -> None:
-        """Allocate missing slots. The caller holds `growing`."""
+        """Allocate missing slots. The caller must hold `growing`."""
         on = [{old, new} for old, new in zip(self._paths, paths, strict=True)]
         with self._lock:
             for versions in (self._current, *self._checkpoints.values()):
@@ -352,7 +366,7 @@ class PageStore:
         self._have(missing_slots(self._slots, needed, behind=self._gradients.area))
 
     def _have(self, slots: Sequence[SlotClass]) -> None:
-        """Add slots. The caller holds `growing`."""
+        """Add slots. The caller must hold `growing`."""
         # Blocks are allocated before a slot can be handed out, so that a write never runs out of space.
         self._lengths.allocate(slots)
         self._extents.add(slots)
@@ -360,7 +374,7 @@ class PageStore:
         self._ends = list(map(max, self._ends, file_sizes(slots, len(self._ends))))
 
     def expect_gradients(self, stored: bool) -> None:
-        """Reserve space for the gradients of all pages if a step may store them; release the space otherwise.
+        """Reserve space for the gradients of all pages if a step may store them. Otherwise release the space.
 
         Raises:
             BudgetError: if a path has too little space.
@@ -369,7 +383,7 @@ class PageStore:
         self._gradients.expect(stored, self._paths)
 
     def not_moved(self, pages: Sequence[int]) -> list[int]:
-        """Return the pages whose current version is on another path than the next version will be."""
+        """Return the pages whose next version will be on a different path than the current one."""
         with self._lock:
             current = [self._current.get(page) for page in pages]
         return [
@@ -384,7 +398,7 @@ class PageStore:
         return tuple(self._paths)
 
     def read(self, page: int, memory: memoryview, done: Done) -> None:
-        """Read the current version into `memory`, verify it, then call `done`."""
+        """Read the current version of a page into `memory`, verify it, then call `done`."""
         version = self._current[page]
 
         def verify() -> None:
@@ -403,16 +417,16 @@ class PageStore:
 
     def _write(self, page: int, memory: memoryview, done: Done) -> None:
         try:
-            # Always a free extent, never the extent of the current version: a crash during the write must leave the
-            # version intact that a checkpoint names.
+            # Always take a free extent, never the extent of the current version: if the process crashes during the
+            # write, the version that a checkpoint contains must remain intact.
             extent = self._take(page)
             version = Version(extent, checksum(page, memory))
-        except Exception as error:  # on a writer thread: without `done`, the thread that waits would block forever
+        except Exception as error:  # on a writer thread: without `done`, the waiting thread would block forever
             done(error)
             return
 
         def ended(error: Exception | None) -> None:
-            # A version becomes current only in `_arrived`, i.e. after the engine has completed all of its bytes.
+            # A version becomes current only in `_arrived`, i.e. after the engine has transferred all of its bytes.
             if error is not None:
                 self._give(page, extent)
             done(error)
@@ -420,7 +434,7 @@ class PageStore:
         self._transfer(Op.WRITE, page, extent, memory, lambda: self._arrived(page, version), ended)
 
     def _arrived(self, page: int, version: Version) -> None:
-        """Make a written version current, unless its content has become dead during the write."""
+        """Make a written version current, unless its content was discarded during the write."""
         with self._lock:
             dead = self._writing.pop(page, False)
             if dead:
@@ -429,7 +443,7 @@ class PageStore:
                 self._replace(page, version)
 
     def _take(self, page: int) -> Extent:
-        # Gradients are in no checkpoint and therefore use an area that can be truncated again.
+        # Checkpoints contain no gradients, so gradients use a separate area that can be truncated.
         if self._pages[page].role is Role.GRAD:
             return self._gradients.take(self._pages[page], self._paths, self._timeout)
         return self._extents.take(self._paths[page], self._pages[page].nbytes, self._timeout)
@@ -449,7 +463,7 @@ class PageStore:
         done: Done,
         attempt: int = 0,
     ) -> None:
-        """Transfer a page and retry where that can help. `arrived` processes a successful transfer and may raise."""
+        """Transfer a page, with retries if they may help. `arrived` processes a successful transfer and may raise."""
 
         def ended(ticket: Ticket) -> None:
             self._forget(ticket)
@@ -457,7 +471,7 @@ class PageStore:
             try:
                 if error is None:
                     arrived()
-            except Exception as failure:  # without `done`, the thread that waits would block forever
+            except Exception as failure:  # without `done`, the waiting thread would block forever
                 error = failure
             if attempt < self._retries and _may_pass(error):
                 self._warn(error)
@@ -474,11 +488,10 @@ class PageStore:
         except Exception as error:
             done(error)
             return
-        self._remember(ticket)  # before `on_done`, because `ended` may run immediately and forgets the ticket
+        self._remember(ticket)  # before `on_done`, because `ended` may run immediately and call `_forget`
         ticket.on_done(ended if op is Op.WRITE else partial(self._hand_over, ended))
 
     def _hand_over(self, ended: Callable[[Ticket], None], ticket: Ticket) -> None:
-        """Complete a read on a verifier thread if there is one."""
 
         def end() -> None:
             try:
@@ -500,7 +513,7 @@ class PageStore:
             _log.warning("%s; retrying. Check this drive. Further retries are counted but not logged.", error)
 
     def discard(self, page: int) -> None:
-        """Forget the current version of a page whose content is dead, and the version that is being written."""
+        """Forget the current version of a page, and any version being written, because the content is not needed."""
         with self._lock:
             if page in self._writing:
                 self._writing[page] = True
@@ -511,11 +524,11 @@ class PageStore:
         return page in self._current
 
     def _replace(self, page: int, version: Version | None) -> None:
-        """Replace the current version or remove it. The caller holds `_lock`."""
+        """Replace or remove the current version. The caller must hold `_lock`."""
         old = self._current.pop(page, None)
         if version is not None:
             self._current[page] = version
-        # The extent of a version that a checkpoint names stays in use: `_release` frees it.
+        # The extent of a version that a checkpoint contains stays in use: `_release` frees it.
         if old is not None and not self._named[old]:
             self._give(page, old.extent)
 
@@ -523,10 +536,10 @@ class PageStore:
         """Make all completed writes durable.
 
         Raises:
-            StorageError: if a device fails to sync, or if a data file was removed or replaced. In that case its
-                contents, including checkpoints, are lost when the file is closed.
+            StorageError: if a device fails to sync, or if a data file was removed or replaced. The contents of such a
+                file, including checkpoints, are lost when the file is closed.
         """
-        # fdatasync succeeds on an unlinked file, whose pages could never be read again. Hence the check of the path.
+        # The path is checked because fdatasync succeeds on an unlinked file, whose pages could never be read again.
         for file in self._files:
             self._engine.sync(file)
             if not _in_place(file):
@@ -541,29 +554,31 @@ class PageStore:
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
-        """Steps of the checkpoints whose versions are retained, newest last."""
+        """Steps of the retained checkpoints, newest last."""
         return tuple(self._checkpoints)
 
     def retained_with(self, step: int, prefer: Collection[int] = ()) -> tuple[int, ...]:
-        """Return the steps of the checkpoints that are retained once `step` is adopted, newest last.
+        """Return the steps of the checkpoints that are retained once the one at `step` is adopted, newest last.
 
         Args:
-            step: Step of the new checkpoint.
-            prefer: Steps whose checkpoints are retained in preference to newer ones.
+            step: step of the new checkpoint.
+            prefer: steps whose checkpoints are retained in preference to newer ones.
         """
         others = sorted(set(self._checkpoints) - {step}, key=lambda other: (other in prefer, other))
         return (*sorted(others[max(0, len(others) - self.retained + 1) :]), step)
 
     def adopt(self, step: int, versions: Mapping[int, Version], prefer: Collection[int] = ()) -> None:
-        """Retain the versions of a published checkpoint and release the checkpoints that are no longer retained.
+        """Retain the versions of a published checkpoint, and release the checkpoints that are no longer retained.
 
         Args:
-            step: Step of the checkpoint, not older than the newest one. It replaces an earlier checkpoint of this step.
-            versions: Versions that the checkpoint names, by page.
-            prefer: Same value as passed to `retained_with`.
+            step: step of the checkpoint, not older than the newest one. It replaces an earlier checkpoint of the same
+                step.
+            versions: versions that the checkpoint contains, by page.
+            prefer: the value passed to `retained_with`.
         """
         with self._lock:
-            # The new versions are named before old ones are released, because both checkpoints may name the same ones.
+            # The new versions are added before old ones are released, because both checkpoints may contain the same
+            # versions.
             self._named.update(versions.values())
             self._forget_checkpoint(step)
             self._checkpoints[step] = dict(versions)
@@ -571,12 +586,12 @@ class PageStore:
                 self._forget_checkpoint(gone)
 
     def keep(self, versions: Mapping[int, Version]) -> None:
-        """Protect versions from being overwritten until `release`, because a file on the drive may name them."""
+        """Protect versions from being overwritten until `release`, because a file on the drive may refer to them."""
         with self._lock:
             self._named.update(versions.values())
 
     def release(self, versions: Mapping[int, Version]) -> None:
-        """Undo one `keep` of these versions. Their extents become free unless a retained checkpoint names them."""
+        """Undo one `keep` of these versions. Their extents become free unless a retained checkpoint contains them."""
         with self._lock:
             self._release(versions)
 
@@ -593,7 +608,7 @@ class PageStore:
                     self._extents.give(old.extent)
 
     def oldest_request(self) -> tuple[float, str] | None:
-        """Return the submission time (`time.perf_counter`) and a description of the oldest request, if any."""
+        """Return the submission time (`time.perf_counter`) and description of the oldest request, or ``None``."""
         with self._lock:
             tickets = sorted(self._pending.values(), key=lambda ticket: ticket.submitted)
         if not tickets:
@@ -614,7 +629,7 @@ class PageStore:
             self._pending.pop(id(ticket), None)
 
     def close(self) -> None:
-        """Wait until pending writes are submitted, and release the area of gradients. The engine closes the files."""
+        """Wait until pending writes are submitted, and release the gradient area. The engine closes the files."""
         self._writers.shutdown(wait=True)
         if self._verifiers is not None:
             self._verifiers.shutdown(wait=True)

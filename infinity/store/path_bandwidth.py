@@ -1,8 +1,8 @@
-"""Stripe weights of the NVMe paths: their share of the bandwidth when all paths are busy at once.
+"""Stripe weights of the NVMe paths: their shares of the total bandwidth when all paths are busy at once.
 
-If a daemon is running, its profile is used: the joint bandwidth of these drives if it was measured, otherwise the
-bandwidth of each drive. Without a daemon, a short probe measures a set of paths at its first use. The result is stored
-in the runtime folder and reported to the daemon.
+If a daemon is running, its profile is used: the bandwidth of the drives when used together if it was measured,
+otherwise the bandwidth of each drive. Without a daemon, a short probe measures a set of paths when it is first used.
+The result is stored in the runtime folder and reported to the daemon.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _log = logging.getLogger("infinity")
 
 
 def path_stripe_weights(paths: Sequence[str], engine: str, runtime: Path) -> list[float]:
-    """Return the relative bandwidth of each path (reads and writes together) as positive numbers.
+    """Return the relative bandwidth of each path, for reads and writes together, as positive numbers.
 
-    If the paths cannot be measured, they get equal weights, and a warning is logged. That may reduce speed, but never
+    If the paths cannot be measured, they get equal weights, and a warning is logged. This may be slower, but never
     affects results.
 
     Args:
         paths: NVMe paths of the run.
-        engine: Value of `storage.engine`.
-        runtime: Runtime folder.
+        engine: value of `storage.engine`.
+        runtime: runtime folder.
     """
     if len(paths) == 1:
         return [1.0]
@@ -41,7 +41,7 @@ def path_stripe_weights(paths: Sequence[str], engine: str, runtime: Path) -> lis
         try:
             found = list(quick_mixed(names, engine).values())
         except InfinityError as error:
-            _log.warning("could not measure the bandwidth of %s (%s): pages are spread evenly", ", ".join(names), error)
+            _log.warning("could not measure the bandwidth of %s (%s); spreading pages evenly", ", ".join(names), error)
             return [1.0] * len(names)
         remember(runtime / CACHE_NAME, "|".join(names), found, "the measured bandwidth")
         measured = {name: {"mixed": stripe_weight} for name, stripe_weight in zip(names, found, strict=True)}
@@ -50,7 +50,6 @@ def path_stripe_weights(paths: Sequence[str], engine: str, runtime: Path) -> lis
 
 
 def _from_daemon(names: Sequence[str], runtime: Path) -> list[float] | None:
-    """Return the daemon's answer, or ``None`` if no daemon of this user or root runs, or if it lacks a path."""
     answer = NodeDaemon(runtime).ask("bandwidth", paths=list(names)) or {}
     try:
         known = answer["together"] or answer["bandwidth"]
@@ -61,14 +60,17 @@ def _from_daemon(names: Sequence[str], runtime: Path) -> list[float] | None:
 
 
 def _mixed(profile: Mapping[str, Any]) -> float:
-    """Return bytes per second of half reads and half writes. If not measured, assume that they alternate."""
+    """Return the bandwidth, in bytes per second, of half reads and half writes.
+
+    If it was not measured, reads and writes are assumed to alternate.
+    """
     if profile["mixed"] is not None:
         return float(profile["mixed"])
     return 2 / (1 / float(profile["read"]) + 1 / float(profile["write"]))
 
 
 def _usable(stripe_weights: list[float]) -> list[float] | None:
-    # The limits are also the limits of a manifest.
+    # A manifest has the same limits.
     return stripe_weights if all(1e-30 <= stripe_weight <= 1e30 for stripe_weight in stripe_weights) else None
 
 

@@ -1,6 +1,6 @@
-"""Metrics: the table of all metrics, the stats file of a rank, and the exporter.
+"""Metrics of a run: their definitions, the stats file that each rank writes, and the Prometheus exporter.
 
-The exporter (`infinity.telemetry.exporter`) is not imported here, so that counting does not depend on
+This package does not import the exporter (`infinity.telemetry.exporter`), so ranks can record metrics without
 prometheus-client.
 """
 

@@ -1,4 +1,4 @@
-"""Current figures of the drives of given paths, from differences of kernel counters; for `infinityd` and commands."""
+"""Throughput, latency and free space of drives, from operating system counters, for `infinityd` and commands."""
 
 from __future__ import annotations
 
@@ -11,19 +11,27 @@ from infinity.io.block_devices import SYSFS, Drive, DriveCounters, Place, counte
 from infinity.telemetry.trees import Tree, known
 
 _RATE_SECONDS: Final = 5.0
-"""Interval over which bytes per second are averaged; at least the time between two readings."""
+"""Interval over which throughput is averaged. It is longer if consecutive readings are further apart."""
 
 
 class DriveLooks:
-    """Read drive counters repeatedly. Used by one thread at a time; a dead drive may block it."""
+    """Compute throughput from successive readings of drive counters.
+
+    Not thread-safe. A call may block if a drive does not respond.
+    """
 
     def __init__(self, sysfs: Path = SYSFS) -> None:
         self._sysfs = sysfs
         self._counts: dict[str, deque[tuple[float, DriveCounters]]] = {}
-        """Readings of the last `_RATE_SECONDS` by drive: monotonic seconds and counters since boot."""
+        """Readings of the last `_RATE_SECONDS` by drive: monotonic time in seconds, and the counters since boot."""
 
     def look(self, paths: Iterable[str], now: float) -> list[tuple[Drive | None, Tree]]:
-        """Return the drives of the paths at `now` in monotonic seconds, followed by paths that cannot be examined."""
+        """Return each drive with its figures, followed by the paths that cannot be examined.
+
+        Args:
+            paths: Paths on the drives.
+            now: Current monotonic time in seconds.
+        """
         places, missing = self._places(paths)
         by_drive: dict[str, list[Place]] = {}
         for place in places:
@@ -32,7 +40,6 @@ class DriveLooks:
         return [*((here[0].drive, self._tree(here, now)) for _, here in sorted(by_drive.items())), *missing]
 
     def _places(self, paths: Iterable[str]) -> tuple[list[Place], list[tuple[None, Tree]]]:
-        """Return the locations of the paths, and trees for paths that cannot be examined."""
         found: list[Place] = []
         missing: list[tuple[None, Tree]] = []
         for path in dict.fromkeys(paths):
@@ -53,9 +60,9 @@ class DriveLooks:
         return {**tree, **self._rates(drive, now)}
 
     def _rates(self, drive: Drive, now: float) -> Mapping[str, float]:
-        """Return the activity of all processes: bytes per second, fraction of busy time, seconds per request.
+        """Return the drive's throughput, busy fraction and latency, for the requests of all processes.
 
-        Empty if the kernel does not count, or has restarted its counters.
+        Empty if the operating system does not report counters, or if they have been reset.
         """
         counts, found = self._counts[drive.name], counters(drive, self._sysfs)
         if found is None or (counts and found.read + found.written < counts[-1][1].read + counts[-1][1].written):

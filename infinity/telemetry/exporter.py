@@ -23,9 +23,10 @@ Buckets = tuple[list[tuple[str, float]], float]
 
 
 class StatsCollector(Collector):
-    """Convert snapshots to metric families with the prefix on every name and ``run`` and ``rank`` on every sample.
+    """Convert snapshots of stats files to Prometheus metric families.
 
-    Each rank of a run has one stats file (`read_stats_file` checks its name), so no two samples share a series.
+    Each metric name gets the prefix, and each sample gets the labels ``run`` and ``rank``. Each rank of a run has one
+    stats file (`read_stats_file` checks its name), so no two samples belong to the same time series.
     """
 
     def __init__(self, source: Source) -> None:
@@ -36,11 +37,11 @@ class StatsCollector(Collector):
         return ()
 
     def collect(self) -> Iterator[Family]:
-        """Yield one family per rank metric, with a sample for every label set of every stats file."""
-        pages = sorted(self._source(), key=lambda page: (page.header.run_id, page.header.rank))
+        """Yield one family per rank metric, with one sample per stats file for each combination of label values."""
+        snapshots = sorted(self._source(), key=lambda snapshot: (snapshot.header.run_id, snapshot.header.rank))
         for metric in METRICS:
             if metric.server == "rank":
-                yield _family(metric, pages)
+                yield _family(metric, snapshots)
 
 
 def new_family(metric: Metric) -> GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily:
@@ -54,42 +55,43 @@ def new_family(metric: Metric) -> GaugeMetricFamily | CounterMetricFamily | Hist
     return GaugeMetricFamily(name, metric.doc, labels=labels)
 
 
-def _family(metric: Metric, pages: list[Snapshot]) -> Family:
+def _family(metric: Metric, snapshots: list[Snapshot]) -> Family:
     family = new_family(metric)
-    for page in pages:
-        who = page.header.run_id, str(page.header.rank)
+    for snapshot in snapshots:
+        who = snapshot.header.run_id, str(snapshot.header.rank)
         if metric.kind == "info":
-            family.add_metric((*who, *_info(metric, page)), 1)  # type: ignore[call-arg,arg-type]
+            family.add_metric((*who, *_info(metric, snapshot)), 1)  # type: ignore[call-arg,arg-type]
             continue
-        for values in label_sets(metric, page.header.devices):
+        for values in label_sets(metric, snapshot.header.devices):
             if isinstance(family, HistogramMetricFamily):
-                family.add_metric((*who, *values), *_buckets(metric, page, values))
+                family.add_metric((*who, *values), *_buckets(metric, snapshot, values))
             else:
-                family.add_metric((*who, *values), page.value_at(metric, values))
+                family.add_metric((*who, *values), snapshot.value_at(metric, values))
     return family
 
 
-def _info(metric: Metric, page: Snapshot) -> tuple[str, ...]:
+def _info(metric: Metric, snapshot: Snapshot) -> tuple[str, ...]:
     known: Mapping[str, str] = {
-        **page.header.info,
-        "world_size": str(page.header.world_size),
+        **snapshot.header.info,
+        "world_size": str(snapshot.header.world_size),
     }
     return tuple(known.get(name, "unknown") for name in metric.label_names)
 
 
-def _buckets(metric: Metric, page: Snapshot, values: tuple[str, ...]) -> Buckets:
-    found = page.histogram_at(metric, values)
+def _buckets(metric: Metric, snapshot: Snapshot, values: tuple[str, ...]) -> Buckets:
+    found = snapshot.histogram_at(metric, values)
     bounds = (*(str(float(bound)) for bound in metric.buckets), "+Inf")
     return list(zip(bounds, accumulate(found.counts), strict=True)), found.sum
 
 
 def serve(port: int, source: Source, host: str = LOOPBACK) -> HTTPServer:
-    """Serve the metrics of `source` from a thread of this process.
+    """Serve the metrics of `source` over HTTP from a background thread.
 
     Args:
         port: TCP port, or 0 for any free port.
-        source: Called for every scrape; ``lambda: [stats.snapshot()]`` serves this rank.
-        host: Address to listen on. Everyone who can reach it may read the metrics; empty means all addresses.
+        source: Function that returns the snapshots to serve, called once per scrape. ``lambda: [stats.snapshot()]``
+            serves the metrics of this rank.
+        host: Address to listen on; empty means all addresses. Anyone who can reach it can read the metrics.
 
     Raises:
         ConfigError: if the port is in use or not permitted.
@@ -108,15 +110,16 @@ def serve_registry(
     token: str = "",
     more: Mapping[str, Route | Stream] | None = None,
 ) -> HTTPServer:
-    """Serve a registry at ``/metrics`` as `serve` does, and ``/healthz``, which needs no token.
+    """Serve a registry at ``/metrics`` and a health check at ``/healthz``, from a background thread.
 
     Args:
         port: TCP port, or 0 for any free port.
-        registry: Registry of the served metrics.
-        health: Returns further entries of the JSON object at ``/healthz``.
+        registry: Registry that contains the metrics.
+        health: Function that returns additional entries for the JSON object at ``/healthz``.
         host: Address to listen on; empty means all addresses.
-        token: Token that clients must send as ``Authorization: Bearer <token>``. Empty means that no token is required.
-        more: Further routes by path.
+        token: Token that clients must send as ``Authorization: Bearer <token>``, except to ``/healthz``. Empty means
+            that no token is required.
+        more: Additional routes by path.
 
     Raises:
         ConfigError: if the port is in use or not permitted.

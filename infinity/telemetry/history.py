@@ -13,22 +13,21 @@ Row = tuple[float | None, ...]
 
 
 class History:
-    """A table of numbers, thinned so that it always covers the whole time. Each row is the mean of several added rows.
+    """Time series that is downsampled as it grows, so that a bounded number of rows covers the whole run.
 
-    When there are `most` rows, each pair of neighbors is merged into one row, and from then on each row stands for
-    twice as many added rows. Rows that do not yet fill a new one are returned as a last row, so that the latest value
-    is always included.
+    Each stored row is the mean of several added rows. When the number of stored rows reaches `most`, each pair of
+    neighboring rows is averaged into one, and each later row averages twice as many added rows as before. Added rows
+    that do not yet fill a stored row are averaged into a final row, so that the latest value is always included.
     """
 
     def __init__(self, most: int = MOST_POINTS) -> None:
-        """Start without rows. `most` must be even."""
+        """Initialize without rows. `most` must be even."""
         self._most = most
         self._rows: list[Row] = []  # fewer than `_most`
         self._each = 1  # number of added rows per row in `_rows`
         self._pending: list[Row] = []  # fewer than `_each`
 
     def add(self, row: Row) -> None:
-        """Add a row."""
         self._pending.append(row)
         if len(self._pending) < self._each:
             return
@@ -48,7 +47,7 @@ def _mean(rows: Sequence[Row]) -> Row:
 
 
 def _mean_of(values: Sequence[float]) -> float | None:
-    """Return the mean of the finite values, or the last value if none is finite, so that a NaN loss stays visible."""
+    """Return the mean of the finite values. If there are none, return the last value, so that a NaN loss is visible."""
     finite = [value for value in values if math.isfinite(value)]
     if finite:
         return sum(finite) / len(finite)

@@ -1,4 +1,4 @@
-"""Small HTTP server of the exporter and the daemon, with limits on the number of clients and on the time of each."""
+"""Small HTTP server for the exporter and the daemon. It limits the number of clients and the time spent on each."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from infinity.errors import ConfigError
 from infinity.units import KIB
 
 LOOPBACK: Final = "127.0.0.1"
-"""Default address: readable by all users of this machine and not reachable from other machines."""
+"""Default address. All users of this machine can connect to it; other machines cannot."""
 
 MAX_STREAMS: Final = 64
 _REQUEST_SECONDS: Final = 5.0
-"""Time in which a client must have sent its complete request."""
+"""Maximum time for a client to send its complete request."""
 _ANSWER_SECONDS: Final = 30.0
-"""Time for a complete exchange with a client; for a stream, the time for each part."""
+"""Maximum time for a request and its response; for a stream, the maximum time per part."""
 _MAX_CLIENTS: Final = 16
 _STREAM_BUFFER: Final = 64 * KIB
-"""Size of the kernel's send buffer for a stream. Further parts wait until the client reads."""
+"""Size of the socket send buffer for a stream. Once it is full, further parts wait until the client reads."""
 _LOOK_SECONDS: Final = 0.1
 _CONNECTION: Final = "infinity.connection"
 """Key of a request's socket in its WSGI environment."""
@@ -36,7 +36,7 @@ _CONNECTION: Final = "infinity.connection"
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """An application that is served at a path. `public` routes need no token."""
+    """WSGI application that is served at a path. A `public` route does not require the token."""
 
     application: WSGIApplication
     public: bool = False
@@ -44,9 +44,10 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """An endless response of one media type. Each client has its own `parts`.
+    """Endless response of one media type. The server calls `parts` once per client.
 
-    `parts` must yield at least every few seconds, because a write is the only way to detect that a client is gone.
+    The iterator must yield at least every few seconds, because the server can only detect that a client has
+    disconnected when it writes to it.
     """
 
     parts: Callable[[], Iterator[bytes]]
@@ -56,7 +57,7 @@ class Stream:
 
 class _Request(WSGIRequestHandler):
     def parse_request(self) -> bool:
-        """Read the rest of a request, and mark the client as waiting for its answer."""
+        """Parse a request, and record that the client has sent it completely."""
         complete = super().parse_request()
         if complete and isinstance(self.server, _Server):
             self.server.request_is_here(self.connection)
@@ -66,25 +67,28 @@ class _Request(WSGIRequestHandler):
         return {**super().get_environ(), _CONNECTION: self.connection}
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing, because a line per scrape is noise."""
+        """Log nothing: a log line per scrape would be noise."""
 
 
 @dataclass
 class _Client:
-    """State of a client: the time (monotonic seconds) at which it connected or was offered the current part of a
-    stream, whether its request is complete, and whether it receives a stream."""
+    """State of a connected client."""
 
     since: float
+    """Monotonic time in seconds at which it connected or, for a stream, was sent the previous part."""
     asked: bool = False
+    """``True`` if it has sent its complete request."""
     streams: bool = False
+    """``True`` if it receives a stream."""
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """A WSGI server with a thread per client and limits on the number of clients and on the time of each.
+    """WSGI server that uses one thread per client and limits the number of clients and the time spent on each.
 
-    If all places are taken, the server disconnects the oldest client without a complete request, or else the oldest
-    client. Clients that send nothing, send a byte now and then, or never read therefore cannot lock out others. Streams
-    have their own places and lose them only if the client stops reading.
+    If the maximum number of clients is connected, the server makes room for a new one by disconnecting the oldest
+    client that has not sent a complete request, or else the oldest client. Clients that send nothing, send slowly or
+    never read therefore cannot lock out others. Streams have a separate limit, and the server ends them only if the
+    client stops reading.
     """
 
     daemon_threads = True
@@ -93,14 +97,14 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._clients: dict[socket.socket, _Client] = {}
-        """Connected clients in order of arrival. Changed under `_lock` by the accepting thread and by the client's own
-        thread."""
+        """Connected clients in order of arrival. Protected by `_lock`, because the accepting thread and the client
+        threads modify it."""
         self._lock = threading.Lock()
-        """Held only briefly: no data is sent or received under it."""
+        """Held only briefly: no data is sent or received while it is held."""
         super().__init__(address, _Request)
 
     def server_bind(self) -> None:
-        # WSGIServer looks up this machine's host name here, which can take seconds.
+        # The method of WSGIServer looks up this machine's host name, which can take seconds.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
@@ -122,13 +126,12 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
                 self._clients.pop(request, None)
 
     def request_is_here(self, request: socket.socket) -> None:
-        """Record that a client has sent its complete request."""
         with self._lock:
             if request in self._clients:
                 self._clients[request].asked = True
 
     def streams_to(self, request: socket.socket) -> bool:
-        """Reserve a stream for a client. Return ``False`` if all streams are in use."""
+        """Mark a client as a receiver of a stream. Return ``False`` if the maximum number of streams is in use."""
         with self._lock:
             if request not in self._clients or sum(one.streams for one in self._clients.values()) >= MAX_STREAMS:
                 return False
@@ -137,7 +140,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         return True
 
     def parts_for(self, request: socket.socket, parts: Iterator[bytes]) -> Iterator[bytes]:
-        """Yield the parts of a stream. The client's time limit starts again with each part."""
+        """Yield the parts of a stream. Each part restarts the client's time limit."""
         for part in parts:
             yield part
             with self._lock:
@@ -145,7 +148,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
                     self._clients[request].since = time.monotonic()
 
     def service_actions(self) -> None:
-        """Disconnect clients that exceed their time limit. The accepting thread calls this continuously."""
+        """Disconnect clients that have exceeded their time limit. Called repeatedly by the accepting thread."""
         now = time.monotonic()
         with self._lock:
             for request, client in list(self._clients.items()):
@@ -159,28 +162,28 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
                 self._hang_up(request)
 
     def _hang_up(self, request: socket.socket) -> None:
-        """Release a client's place and shut down its connection, which ends its thread."""
+        """Shut down a client's connection, which ends its thread. The caller must hold the lock."""
         self._clients.pop(request, None)
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log nothing: clients may disconnect at any time."""
+        """Ignore errors: clients may disconnect at any time."""
 
 
 class HTTPServer:
-    """A running server. As a context manager, it closes the server on exit."""
+    """Running HTTP server, and context manager that closes it."""
 
     def __init__(self, server: _Server) -> None:
         self._server = server  # its socket listens until `close`
-        self._thread = threading.Thread(  # accepts until `close`; each client has its own thread
+        self._thread = threading.Thread(  # accepts connections until `close`; each client has its own thread
             target=server.serve_forever, args=(_LOOK_SECONDS,), name="infinity-http", daemon=True
         )
         self._thread.start()
 
     @property
     def port(self) -> int:
-        """TCP port of the server. If port 0 was requested, this is the port that the system chose."""
+        """TCP port that the server listens on. If port 0 was requested, this is the port that was chosen."""
         return self._server.server_port
 
     def close(self) -> None:
@@ -200,12 +203,12 @@ class HTTPServer:
 def serve_routes(
     port: int, routes: Mapping[str, Route | Stream], host: str = LOOPBACK, *, token: str = ""
 ) -> HTTPServer:
-    """Serve applications and streams by path, from a thread of this process.
+    """Serve applications and streams by path, from a background thread.
 
     Args:
         port: TCP port, or 0 for any free port.
         routes: Applications and streams by path.
-        host: Address to listen on. Everyone who can reach it may send requests; empty means all addresses.
+        host: Address to listen on; empty means all addresses. Anyone who can reach it can send requests.
         token: Token that clients must send as ``Authorization: Bearer <token>`` for routes that are not public. Empty
             means that no token is required.
 
@@ -224,12 +227,14 @@ def serve_routes(
         ) from error
 
     def application(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        if environ["REQUEST_METHOD"] == "HEAD":  # the headers of GET without its body
+        if environ["REQUEST_METHOD"] == "HEAD":  # the headers of a GET response, without its body
             answer = application({**environ, "REQUEST_METHOD": "GET"}, start)
             getattr(answer, "close", lambda: None)()
             return []
         if environ["REQUEST_METHOD"] != "GET":
-            return answer_json(start, "405 Method Not Allowed", {"error": "only GET and HEAD"}, ("Allow", "GET, HEAD"))
+            return answer_json(
+                start, "405 Method Not Allowed", {"error": "only GET and HEAD are supported"}, ("Allow", "GET, HEAD")
+            )
         route = routes.get(environ.get("PATH_INFO", ""))
         if token and not (route and route.public) and not _has(token, environ):
             return answer_json(start, "401 Unauthorized", {"error": "send the header Authorization: Bearer <token>"})
@@ -255,6 +260,6 @@ def _has(token: str, environ: WSGIEnvironment) -> bool:
 def answer_json(
     start: StartResponse, status: str, body: Mapping[str, object], *headers: tuple[str, str]
 ) -> Iterable[bytes]:
-    """Answer with a JSON object."""
+    """Send `body` as a JSON object with the given status and headers."""
     start(status, [("Content-Type", "application/json"), ("Cache-Control", "no-store"), *headers])
     return [json.dumps(body).encode() + b"\n"]

@@ -1,9 +1,10 @@
-"""Accounting of the time and the NVMe traffic of each step.
+"""Accounting of the time and NVMe traffic of each step.
 
-[Note: parts] At any moment the training thread is in one *phase* of the step and in one *part* of the ledger. The phase
-is the stage of the step (forward, backward, ...); the part is the activity of the thread. If no part is set, the phase
-determines it (`_PART_OF`). A stall is subtracted from the part during which the thread was blocked. Every switch ends
-one interval and begins the next at the same instant, so the parts of a step add up to its duration by construction.
+[Note: parts] At any moment, the training thread is in one *phase* and in one *part* of the step. The phase is the stage
+of the step (forward, backward, ...). The part is the activity that the time is attributed to (computation, copies, a
+stall, ...). If no part is set, the phase determines it (`_PART_OF`). The time of a stall is subtracted from the part in
+which the thread was blocked. Every switch ends one interval and begins the next at the same instant, so the parts of a
+step always add up to its duration.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ _PART_OF = {"forward": "compute", "backward": "compute", "update": "update", "ch
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """Time and NVMe traffic of one step of this rank. The parts of the training thread's time add up to `seconds`.
+    """Time and NVMe traffic of one step on this rank.
 
-    A step begins at the end of the previous step or checkpoint. `compute_seconds` is forward and backward outside of
-    all other parts. `collective_seconds` covers all-gathers, reduce-scatters and the reduction of the norm.
-    `copy_seconds` covers copies of weights out of pages and of gradients into pages. `update_seconds` covers clipping
-    and the optimizer. The stalls are waits for a page to be read, for a page to be written, and for a free cache slot.
-    `python_seconds` is the user's loop between `step()` and the next forward plus the bookkeeping of this library.
-    `transfer_seconds` is the time during which page transfers were in flight; it overlaps with the parts.
+    A step begins at the end of the previous step or checkpoint and takes `seconds`, which is the sum of the parts from
+    `compute_seconds` to `python_seconds`. `compute_seconds` is the time in forward and backward that no other part
+    covers. `collective_seconds` covers all-gathers, reduce-scatters and the all-reduce of the gradient norm.
+    `copy_seconds` covers copies of weights out of pages and copies of gradients into pages. `update_seconds` covers
+    gradient clipping and the optimizer. The three stalls are waits for a page to be read, for a page to be written, and
+    for a free cache slot. `python_seconds` covers the training loop between `step()` and the next forward, and the
+    bookkeeping of this library. `transfer_seconds` is the time during which page transfers were in flight; it overlaps
+    with the parts.
     """
 
     step: int
@@ -57,18 +60,20 @@ class StepRecord:
 
 
 class _Stretch:
-    """Context manager for a phase or a part. A class and not a generator because it runs hundreds of times per step."""
+    """Context manager that enters a phase or a part. It is a class because a generator would be slower, and it is
+    entered hundreds of times per step."""
 
     __slots__ = ("_before", "_ledger", "_name", "_part", "_phase", "_start", "_what")
 
     def __init__(self, ledger: Ledger, phase: str, part: str, name: str, what: str) -> None:
-        """Prepare the interval; counting begins when it is entered.
+        """Create a context manager.
 
         Args:
-            phase: Phase of the block, or an empty string to keep the phase in which the block begins.
-            part: Part of the block, or an empty string to let the phase determine it.
-            name: Name in the timeline.
-            what: FSDP module shown in the timeline.
+            ledger: Ledger that records the time.
+            phase: Phase to enter, or an empty string to keep the current phase.
+            part: Part to enter, or an empty string to let the phase determine it.
+            name: Name of the block in the timeline.
+            what: Name of the FSDP module in the timeline.
         """
         self._ledger, self._phase, self._part, self._name, self._what = ledger, phase, part, name, what
         self._before = ("", "")  # phase and part outside the block; set when it is entered
@@ -88,17 +93,17 @@ class _Stretch:
 
 
 class Ledger:
-    """Count the work of the pager and the store by phase, and fill the rank's stats file.
+    """Account for the time and traffic of each step, and record both in the rank's stats file.
 
-    The accounting of a step runs from `restart_step` or the end of the previous step to `end_step`. The training thread
-    owns the phase, the part and the per-step sums. Each cell of the stats file has one writer at a time: reports from
-    the threads of the store (`moved`, `gave_up`) hold `_lock`. `moving`, `fetched`, `spared` and `diverged` are called
-    from any thread that uses the pager, with the pager's condition held.
+    A step runs from `restart_step`, or from the end of the previous step, to `end_step`. Only the training thread
+    modifies the phase, the part and the per-step sums. Each cell of the stats file has one writer at a time: the
+    methods that the store calls from its threads (`moved`, `gave_up`) hold `_lock`, and callers of `moving`,
+    `fetched`, `spared` and `diverged` hold the pager's condition.
     """
 
     def __init__(self, stats: Stats, timeline: Timeline | None = None) -> None:
         self._timeline = timeline  # None: no timeline is recorded
-        # Cells of the stats file, by the values of their labels. The next three are protected by `_lock`.
+        # Cells of the stats file, by label values. The first three dictionaries are protected by `_lock`.
         self._bytes = {
             (op, role, number): stats.counter("io_bytes_total", op=op, state=role, device=device)
             for op in OPS
@@ -107,7 +112,7 @@ class Ledger:
         }
         self._retries = {op: stats.counter("io_retries_total", op=op) for op in OPS}
         self._durations = {op: stats.histogram("io_request_duration_seconds", op=op) for op in OPS}
-        # Not protected by `_lock`: these have one caller at a time (see the class docstring).
+        # Not protected by `_lock`: each of these cells has one writer at a time (see the class docstring).
         self._inflight = {op: stats.gauge("io_inflight_requests", op=op) for op in OPS}
         self._copied = stats.counter("gather_copied_bytes_total")
         self._link = {way: stats.counter("link_bytes_total", direction=way) for way in LINK_DIRECTIONS}
@@ -142,32 +147,32 @@ class Ledger:
         self._predicted_link = {
             way: stats.gauge("plan_predicted_link_bytes_per_step", direction=way) for way in LINK_DIRECTIONS
         }
-        self._planned: dict[str, int] = {}  # planned bytes per step by ``read`` and ``write``; empty without a plan
-        self._planned_link: dict[str, int] = {}  # planned bytes per step by direction of the link
-        self._activations = dict.fromkeys((*OPS, *LINK_DIRECTIONS), 0)  # bytes that activations add to both
-        self._stats = stats  # for error cells, which are looked up when an error occurs
+        self._planned: dict[str, int] = {}  # planned bytes per step, by ``read`` and ``write``; empty without a plan
+        self._planned_link: dict[str, int] = {}  # planned bytes per step, by direction of the host-GPU link
+        self._activations = dict.fromkeys((*OPS, *LINK_DIRECTIONS), 0)  # bytes per step added by activations
+        self._stats = stats  # error cells are looked up when an error occurs
         self._lock = Lock()
         """Held while a finished transfer is counted, and while `_moved` is copied."""
-        self._warned = False  # whether a divergence from the plan was logged
+        self._warned = False  # whether a divergence from the plan has been logged
         self._phase, self._part = "other", ""
-        """Current phase and part of the training thread. An empty part: the phase determines it. [Note: parts]"""
-        self._fsdp_module = ""  # FSDP module that is computed, for the timeline
-        # Start of the current interval, the current phase and the step, in seconds of `time.perf_counter`.
+        """Current phase and part of the training thread; an empty part is determined by the phase. [Note: parts]"""
+        self._fsdp_module = ""  # name of the FSDP module being computed, for the timeline
+        # Start times of the current interval, phase and step, in seconds of `time.perf_counter`.
         self._since = self._phase_since = self._step_start = time.perf_counter()
         self._spent = dict.fromkeys(PARTS, 0.0)
-        """Seconds of this step by part. A stall is subtracted from its part before the surrounding interval is added,
-        so a value may be negative for a while."""
+        """Seconds of this step by part. A value may temporarily be negative, because the time of a stall is subtracted
+        before the surrounding interval is added."""
         self._moved = dict.fromkeys(OPS, 0)  # NVMe bytes since the start; protected by `_lock`
         self._moved_before = dict.fromkeys(OPS, 0)  # value of `_moved` at the start of this step
-        self._moving = 0.0  # seconds since the start with page transfers in flight; see `moving`
+        self._moving = 0.0  # seconds with page transfers in flight since the start; see `moving`
         self._moving_before = 0.0  # value of `_moving` at the start of this step
 
-    # Reports from the store and the pager #
+    # Methods called by the store and the pager #
 
     def moved(
         self, op: str, role: str, device: int, nbytes: int, seconds: float, retries: int, error: Exception | None
     ) -> None:
-        """Count one finished transfer of a page. Called from any thread."""
+        """Record a page transfer that has succeeded or failed. Thread-safe."""
         with self._lock:
             self._durations[op].observe(seconds)
             if retries:
@@ -179,7 +184,7 @@ class Ledger:
                 self._count_error(op, error)
 
     def gave_up(self, op: str, error: Exception) -> None:
-        """Count a transfer that timed out. Called from any thread."""
+        """Record a page transfer that timed out. Thread-safe."""
         with self._lock:
             self._count_error(op, error)
 
@@ -187,14 +192,19 @@ class Ledger:
         self._stats.counter("io_errors_total", op=op, reason=error_reason(error)).add()
 
     def copied(self, nbytes: int) -> None:
-        """Count weights that the training thread copied to the device."""
+        """Record the number of weight bytes that the training thread copied to the device."""
         self._copied.add(nbytes)
 
     def stalled(self, cause: str, page: int, seconds: float) -> None:
-        """Count a wait of the training thread that has just ended. `page` is the page it needed, or -1.
+        """Record a wait of the training thread that has just ended.
 
-        A wait for an update on another thread, or for a copy on the device (`cause` is ``update`` or ``copy``), is not
-        a storage stall. It is counted as update or copy time.
+        Waits for an update on another thread or for a copy on the device (`cause` is ``update`` or ``copy``) count as
+        update or copy time. All others are storage stalls.
+
+        Args:
+            cause: Cause of the wait.
+            page: Index of the page that the thread waited for, or -1.
+            seconds: Duration of the wait.
         """
         self._spent[self._part or _PART_OF[self._phase]] -= seconds
         if self._timeline is not None:
@@ -208,62 +218,62 @@ class Ledger:
             self._pool_wait.add(seconds)
 
     def fetched(self, result: str) -> None:
-        """Count a requested page by result: ``hit``, ``late`` or ``miss``."""
+        """Record the result of a page request: ``hit``, ``late`` or ``miss``."""
         self._fetches[result].add()
 
     def moving(self, seconds: float) -> None:
-        """Count time during which page transfers were in flight. Called from any thread, one at a time."""
+        """Record time during which page transfers were in flight. Callers from different threads must not overlap."""
         self._moving += seconds
         self._transferring.add(seconds)
 
     def spared(self, nbytes: int) -> None:
-        """Count a planned read that was not necessary."""
+        """Record a planned read that turned out to be unnecessary."""
         self._spared.add(nbytes)
 
     def diverged(self, detail: str) -> None:
-        """Count a divergence from the plan. Only the first one is logged."""
+        """Record a divergence from the plan, and log the first one."""
         self._divergences.add()
         if not self._warned:
             self._warned = True
             _log.warning(
-                "this step differs from the recorded one (%s). Its pages are read on demand, and the plan is rebuilt "
-                "if the next steps repeat it. This warning is logged once",
+                "this step differs from the recorded step (%s). Its pages are read on demand, and the plan is rebuilt "
+                "if the next steps use the same sequence. This warning is logged once",
                 detail,
             )
 
     def skipped(self) -> None:
-        """Count a step without an update because the gradient norm was not finite."""
+        """Record a step that was skipped because the gradient norm was not finite."""
         self._skipped.add()
 
     # Training metrics #
 
     def reported(self, loss: float | None, tokens: int) -> None:
-        """Set the loss, if given, and add to the number of tokens."""
+        """Record the number of tokens and, if it is not None, the loss."""
         if loss is not None:
             self._loss.set(loss)
         self._tokens.add(tokens)
 
     def learned_at(self, rate: float) -> None:
-        """Set the learning rate of a step."""
+        """Record the learning rate of the step."""
         self._learning_rate.set(rate)
 
     def clipped(self, norm: float) -> None:
-        """Set the gradient norm before clipping."""
+        """Record the gradient norm before clipping."""
         self._gradient_norm.set(norm)
 
     # Phases and steps #
 
     def enter(self, phase: str, fsdp_module: str = "") -> None:
-        """Switch to a phase. `fsdp_module` is the FSDP module that is computed from now on."""
+        """Switch to a phase. `fsdp_module` is the name of the FSDP module that is about to be computed."""
         self._switch(phase, self._part)
         self._fsdp_module = fsdp_module
 
     def phase(self, phase: str, what: str = "") -> AbstractContextManager[None]:
-        """Return a context manager that enters a phase. `what` is the FSDP module shown in the timeline."""
+        """Return a context manager that enters a phase. The timeline shows `what`, the name of an FSDP module."""
         return _Stretch(self, phase, "", phase, what)
 
     def part(self, part: str, what: str = "", *, name: str = "") -> AbstractContextManager[None]:
-        """Return a context manager that enters a part. The timeline shows it as `name`, by default the part's name."""
+        """Return a context manager that enters a part. The timeline shows it as `name`, which defaults to `part`."""
         return _Stretch(self, "", part, name or part, what)
 
     def _switch(self, phase: str, part: str) -> None:
@@ -281,17 +291,17 @@ class Ledger:
         self._phase, self._part, self._since = phase, part, now
 
     def predicted(self, read: int, written: int) -> None:
-        """Publish the NVMe bytes per step that the plan predicts."""
+        """Publish the plan's prediction of the NVMe bytes per step."""
         self._planned = {"read": read, "write": written}
         self._publish()
 
     def predicted_link(self, to_device: int, from_device: int) -> None:
-        """Publish the bytes per step that the plan predicts to be copied to and from the device."""
+        """Publish the plan's prediction of the bytes copied to and from the device per step."""
         self._planned_link = dict(zip(LINK_DIRECTIONS, (to_device, from_device), strict=True))
         self._publish()
 
     def predicted_activations(self, read: int, written: int, to_device: int, from_device: int) -> None:
-        """Publish the predictions with the bytes that activations add to them."""
+        """Add the traffic of activations to the published predictions, in bytes per step."""
         found = dict(zip(self._activations, (read, written, to_device, from_device), strict=True))
         if found != self._activations:
             self._activations = found
@@ -304,7 +314,7 @@ class Ledger:
             self._predicted_link[way].set(nbytes + self._activations[way])
 
     def linked(self, to_device: int, from_device: int) -> None:
-        """Count bytes copied to and from the device."""
+        """Record bytes copied to and from the device."""
         for way, nbytes in zip(LINK_DIRECTIONS, (to_device, from_device), strict=True):
             self._link[way].add(nbytes)
 
@@ -316,10 +326,10 @@ class Ledger:
         held: Mapping[str, int],
         inflight: Mapping[str, int],
     ) -> StepRecord:
-        """Complete the accounting of a step and return its record.
+        """Finish the accounting of a step and return its record.
 
         Args:
-            step: Number of the step.
+            step: Index of the step.
             updated: Number of parameters updated in the step.
             cache_slots: Number of host cache slots by status.
             held: Bytes in the host cache by role.
@@ -363,7 +373,7 @@ class Ledger:
         return record
 
     def restart_step(self) -> None:
-        """Start the accounting of a step now. Earlier work (set-up, a checkpoint) belongs to no step."""
+        """Start the accounting of a step now, so that it excludes earlier work such as setup or a checkpoint."""
         self._switch("other", self._part)
         with self._lock:
             self._begin_step(dict(self._moved))
@@ -376,7 +386,7 @@ class Ledger:
         self._spent = dict.fromkeys(PARTS, 0.0)
 
     def checkpointed(self, seconds: float) -> None:
-        """Count a durable checkpoint."""
+        """Record a checkpoint that has become durable. `seconds` is its duration."""
         self._checkpoint_duration.observe(seconds)
         self._last_checkpoint.set(time.time())
 

@@ -1,9 +1,9 @@
-"""Table of all metrics.
+"""Definitions of all metrics.
 
-The layout of the stats file, the exporter and `docs/reference/metrics.md` are generated from `METRICS`, so a metric
-that is not in the table cannot be counted, exported or documented. Conventions: base units in the plural, ``_total`` on
-counters, no rates or percentages, and labels only from closed sets. Names in the table have no ``infinity_`` prefix;
-the exporter adds it.
+The layout of the stats file, the exported metrics and `docs/reference/metrics.md` are generated from the table
+`METRICS`, so a metric must be in the table to be recorded, exported and documented. Conventions: units are
+base units in the plural, names of counters end with ``_total``, no metric is a rate or a percentage, and each label has
+a fixed set of values. Names in the table omit the prefix ``infinity_``, which the exporter adds.
 
 ``python -m infinity.telemetry.metrics`` prints the table as Markdown.
 """
@@ -25,10 +25,10 @@ Server = Literal["rank", "daemon"]
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """A label and the closed set of its values.
+    """Label of a metric.
 
-    `values` is empty if the set is closed but depends on the machine: the devices of a stats file, the drives of a
-    node, or the texts of an info metric.
+    `values` lists all values of the label. It is empty if the values depend on the machine, such as the devices in a
+    stats file, the drives of a node, or the texts of an info metric.
     """
 
     name: str
@@ -37,11 +37,11 @@ class Label:
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One row of the table.
+    """Definition of a metric.
 
-    The name of a metric includes its unit. `buckets` holds the upper bounds of a histogram in that unit, except the
-    last (infinite) one. `server` is the process that counts the metric: a rank in its stats file, or the daemon. The
-    exporter adds the labels ``run`` and ``rank`` to every metric of a rank.
+    The name of a metric includes its unit. `buckets` holds the finite upper bounds of a histogram's buckets in that
+    unit; the last bucket is unbounded. `server` is the process that records the metric: a rank, in its stats file, or
+    the daemon. The exporter adds the labels ``run`` and ``rank`` to every metric recorded by a rank.
     """
 
     name: str
@@ -67,11 +67,11 @@ PARTS: Final = (
     "compute", "collective", "copy", "update", "read_stall", "write_stall", "host_cache_stall", "python",
 )  # fmt: skip
 STALLS: Final = ("read_stall", "write_stall", "host_cache_stall")
-"""Parts of a step in which the training thread is stalled."""
+"""Parts of a step in which the training thread is stalled on storage."""
 FETCH_RESULTS: Final = ("hit", "late", "miss")
 CACHE_SLOT_STATUSES: Final = ("free", "resident", "streaming", "writing")
 ERROR_REASONS: Final = ("eio", "enospc", "corrupt", "timeout", "other")
-PAGE_STATUSES: Final = ("live", "ended", "dead", "broken")
+STATS_FILE_STATUSES: Final = ("live", "ended", "dead", "broken")
 COLLECTORS: Final = ("build", "devices", "ranks", "stale")
 
 _OP = Label(name="op", values=OPS)
@@ -104,7 +104,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _rank(
         "build_info",
         "info",
-        "Versions of infinity and torch on this rank, and the I/O engine in use; always 1.",
+        "Versions of infinity and PyTorch, and I/O engine used by the rank; the value is always 1.",
         Label(name="version"),
         Label(name="torch_version"),
         Label(name="io_engine"),
@@ -112,7 +112,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _rank(
         "run_info",
         "info",
-        "World size of the run that the rank belongs to; always 1.",
+        "World size of the run; the value is always 1.",
         Label(name="world_size"),
     ),
     _rank(
@@ -126,7 +126,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _rank(
         "io_request_duration_seconds",
         "histogram",
-        "Duration of one I/O request from submission to completion, in seconds.",
+        "Duration of an I/O request from submission to completion, in seconds.",
         _OP,
         buckets=_REQUEST_BUCKETS,
     ),
@@ -140,180 +140,190 @@ METRICS: Final[tuple[Metric, ...]] = (
     _rank(
         "io_retries_total",
         "counter",
-        "Requests submitted again, either for the rest of a short or interrupted transfer or for a failed one.",
+        "I/O requests resubmitted after a failure, or to complete a short or interrupted transfer.",
         _OP,
     ),
     _rank("io_inflight_requests", "gauge", "Page transfers in flight at the end of the last step.", _OP),
-    _rank("tier_used_bytes", "gauge", "Bytes of training state held in a tier.", _TIER, _ROLE),
+    _rank("tier_used_bytes", "gauge", "Bytes of training state stored in a tier.", _TIER, _ROLE),
     _rank("tier_capacity_bytes", "gauge", "Capacity of a tier for this rank, in bytes.", _TIER),
     _rank(
         "gather_copied_bytes_total",
         "counter",
-        "Bytes of weights copied into the all-gather buffers of FSDP2.",
+        "Bytes of weights copied into FSDP2's all-gather buffers.",
     ),
     _rank(
         "link_bytes_total",
         "counter",
-        "Bytes copied between host memory and the GPU; 0 if the model trains on the CPU.",
+        "Bytes copied between host memory and the GPU; 0 when training on the CPU.",
         _LINK,
     ),
     _rank("transfer_seconds_total", "counter", "Seconds during which at least one page transfer was in flight."),
     _rank(
         "cache_slots",
         "gauge",
-        "Host cache slots by status.",
+        "Host cache slots by status, at the end of the last step.",
         Label(name="status", values=CACHE_SLOT_STATUSES),
     ),
-    _rank("cache_slot_wait_seconds_total", "counter", "Seconds the training thread waited for a free cache slot."),
+    _rank(
+        "cache_slot_wait_seconds_total",
+        "counter",
+        "Seconds that the training thread waited for a free host cache slot.",
+    ),
     _rank(
         "prefetch_fetches_total",
         "counter",
-        "Pages requested, by result: ready in time (hit), still being read (late), or not yet being read (miss).",
+        "Page requests by result: the page was ready (`hit`), being read (`late`), or not yet being read (`miss`).",
         Label(name="result", values=FETCH_RESULTS),
     ),
     _rank(
         "prefetch_spared_bytes_total",
         "counter",
-        "Planned read bytes that were not read because the page was still being written and could be reused.",
+        "Bytes of planned reads that were unnecessary because the page was still in memory while it was being written.",
     ),
     _rank(
         "stall_seconds_total",
         "counter",
-        "Seconds the training thread was stalled on storage, by phase and cause.",
+        "Seconds that the training thread was stalled on storage, by phase and cause.",
         _PHASE,
         _CAUSE,
     ),
     _rank("steps_total", "counter", "Optimizer steps completed."),
     _rank(
-        "steps_skipped_total", "counter", "Completed steps without an update because the gradient norm was not finite."
+        "steps_skipped_total",
+        "counter",
+        "Completed steps whose update was skipped because the gradient norm was not finite.",
     ),
     _rank(
         "step_duration_seconds",
         "histogram",
-        "Duration of one optimizer step, in seconds.",
+        "Duration of an optimizer step, in seconds.",
         buckets=_STEP_BUCKETS,
     ),
     _rank(
         "step_part_seconds_total",
         "counter",
-        "Seconds of completed steps by activity of the training thread. The parts add up to the sum of "
-        "`infinity_step_duration_seconds` (docs/explanation/threads-and-time.md).",
+        "Seconds of completed steps, by activity of the training thread. The parts add up to the sum of "
+        "`infinity_step_duration_seconds` (see docs/explanation/threads-and-time.md).",
         _PART,
     ),
     _rank(
         "step_phase_seconds_total",
         "counter",
-        "Seconds by phase, including checkpoints and the time between steps.",
+        "Seconds spent in each phase, including checkpoints and the time between steps.",
         _PHASE,
     ),
     _rank(
         "step_last_completed_timestamp_seconds",
         "gauge",
-        "Unix time at which the last step ended; 0 before the first step.",
+        "Unix time at which the last step was completed; 0 before the first one.",
     ),
-    _rank("plan_divergences_total", "counter", "Page uses that differed from the next use in the plan."),
+    _rank("plan_divergences_total", "counter", "Page uses that differed from the use predicted by the plan."),
     _rank("plan_predicted_bytes_per_step", "gauge", "NVMe bytes per step predicted by the plan.", _OP),
     _rank(
         "plan_predicted_link_bytes_per_step",
         "gauge",
-        "Bytes copied between host memory and the GPU per step, as predicted by the plan.",
+        "Bytes copied between host memory and the GPU per step, predicted by the plan.",
         _LINK,
     ),
-    _rank("optimizer_updated_parameters_total", "counter", "Parameters updated, summed over all steps."),
+    _rank("optimizer_updated_parameters_total", "counter", "Parameter updates, summed over all steps."),
     _rank(
         "checkpoint_duration_seconds",
         "histogram",
-        "Seconds from the start of a checkpoint until it is durable on disk.",
+        "Duration of a checkpoint from its start until it is durable, in seconds.",
         buckets=_CHECKPOINT_BUCKETS,
     ),
     _rank(
         "checkpoint_last_success_timestamp_seconds",
         "gauge",
-        "Unix time of the last durable checkpoint; 0 before the first one.",
+        "Unix time at which the last checkpoint became durable; 0 before the first one.",
     ),
-    _rank("training_loss", "gauge", "Last reported loss; 0 before the first report."),
+    _rank("training_loss", "gauge", "Loss most recently reported by the training loop; 0 before the first report."),
     _rank(
         "training_learning_rate",
         "gauge",
-        "Learning rate of the first optimizer param group in the last step; 0 before the first step.",
+        "Learning rate of the first parameter group of the optimizer in the last step; 0 before the first step.",
     ),
     _rank(
         "training_gradient_norm",
         "gauge",
-        "Total gradient norm before the last clipping; 0 if gradients have not been clipped yet.",
+        "Total gradient norm before the most recent gradient clipping; 0 before the first one.",
     ),
-    _rank("training_tokens_total", "counter", "Tokens this rank has trained on, as reported by the training loop."),
+    _rank("training_tokens_total", "counter", "Tokens processed by this rank, as reported by the training loop."),
     _daemon("device_read_bytes_total", "counter", "Bytes read from a drive by all processes since boot.", _DEVICE),
     _daemon("device_written_bytes_total", "counter", "Bytes written to a drive by all processes since boot.", _DEVICE),
     _daemon(
         "device_read_operations_total",
         "counter",
-        "Reads completed by a drive for all processes since boot, after merging and splitting by the kernel.",
+        "Read requests of all processes completed by a drive since boot, after merging and splitting by Linux.",
         _DEVICE,
     ),
     _daemon(
         "device_write_operations_total",
         "counter",
-        "Writes completed by a drive for all processes since boot, after merging and splitting by the kernel.",
+        "Write requests of all processes completed by a drive since boot, after merging and splitting by Linux.",
         _DEVICE,
     ),
     _daemon(
         "device_read_seconds_total",
         "counter",
-        "Total seconds spent by the reads of a drive. Divided by the number of reads, this is the mean latency.",
+        "Sum of the durations of all reads from a drive, in seconds. Divided by the number of reads, it is the mean "
+        "latency.",
         _DEVICE,
     ),
     _daemon(
         "device_write_seconds_total",
         "counter",
-        "Total seconds spent by the writes of a drive. Divided by the number of writes, this is the mean latency.",
+        "Sum of the durations of all writes to a drive, in seconds. Divided by the number of writes, it is the mean "
+        "latency.",
         _DEVICE,
     ),
     _daemon(
         "device_busy_seconds_total",
         "counter",
-        "Seconds during which a drive had at least one request. A drive that serves requests in parallel can be busy "
-        "and still have bandwidth left.",
+        "Seconds during which a drive was processing at least one request. A drive that processes requests in parallel "
+        "may have unused bandwidth even if it is always busy.",
         _DEVICE,
     ),
     _daemon(
         "device_bandwidth_bytes_per_second",
         "gauge",
-        "Measured bandwidth of a drive (docs/how-to/monitoring.md); `mixed` is half reads and half writes.",
+        "Measured bandwidth of a drive (see docs/how-to/monitoring.md); `mixed` is half reads and half writes.",
         _DEVICE,
         Label(name="op", values=(*OPS, "mixed")),
     ),
-    _daemon("device_capacity_bytes", "gauge", "Size of the file system on a drive, in bytes.", _DEVICE),
-    _daemon("device_free_bytes", "gauge", "Bytes available to users on the file system of a drive.", _DEVICE),
+    _daemon("device_capacity_bytes", "gauge", "Capacity of the file systems on a drive, in bytes.", _DEVICE),
+    _daemon(
+        "device_free_bytes", "gauge", "Bytes available to unprivileged users on the file systems of a drive.", _DEVICE
+    ),
     _daemon(
         "device_reserved_bytes",
         "gauge",
-        "Bytes that ranks have reserved on a drive and not yet released.",
+        "Bytes on a drive that are currently reserved by ranks.",
         _DEVICE,
     ),
     _daemon(
         "device_stale_runs",
         "gauge",
-        "Runs without a live process in the configured folders of a drive (listed by `infinity status`).",
+        "Stale runs (without a live process) in the configured folders on a drive; `infinity status` lists them.",
         _DEVICE,
     ),
     _daemon("device_stale_bytes", "gauge", "Bytes used by stale runs on a drive.", _DEVICE),
     _daemon(
         "device_wear_ratio",
         "gauge",
-        "Fraction of its rated life that a drive has used, if the drive reports it.",
+        "Fraction of a drive's rated life that has been used, if the drive reports it.",
         _DEVICE,
     ),
     _daemon(
         "device_endurance_days",
         "gauge",
-        "Days until a drive reaches its rated endurance, if configured, at the write rate of the last hour.",
+        "Days until a drive reaches its rated endurance (if configured) at the write rate of the last hour.",
         _DEVICE,
     ),
     _daemon(
         "rank_device_info",
         "info",
-        "Block device that stores the data of a rank's device number; always 1.",
+        "Mapping from a rank's `device` label to the block device that stores its data; the value is always 1.",
         _RUN,
         Label(name="rank"),
         _DEVICE,
@@ -322,7 +332,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _daemon(
         "daemon_build_info",
         "info",
-        "Versions of infinityd and Python; always 1.",
+        "Versions of infinityd and Python; the value is always 1.",
         Label(name="version"),
         Label(name="python_version"),
     ),
@@ -330,18 +340,21 @@ METRICS: Final[tuple[Metric, ...]] = (
     _daemon(
         "daemon_ranks",
         "gauge",
-        "Stats files found, by status: running ranks (live), ended ranks, dead ranks, and unreadable files (broken).",
-        Label(name="status", values=PAGE_STATUSES),
+        "Stats files by status: the rank is running (`live`), has ended normally (`ended`) or died (`dead`), or the "
+        "file is unreadable (`broken`).",
+        Label(name="status", values=STATS_FILE_STATUSES),
     ),
-    _daemon("daemon_collector_success", "gauge", "1 if the last run of the collector succeeded, else 0.", _COLLECTOR),
-    _daemon("daemon_collector_duration_seconds", "gauge", "Duration of the last run of the collector.", _COLLECTOR),
+    _daemon("daemon_collector_success", "gauge", "1 if the collector's last run succeeded, 0 otherwise.", _COLLECTOR),
+    _daemon(
+        "daemon_collector_duration_seconds", "gauge", "Duration of the collector's last run, in seconds.", _COLLECTOR
+    ),
 )
 
 BY_NAME: Final[dict[str, Metric]] = {metric.name: metric for metric in METRICS}
 
 
 def error_reason(error: BaseException) -> str:
-    """Return the value of the label ``reason`` of ``io_errors_total`` for an error."""
+    """Return the value of the ``reason`` label of ``io_errors_total`` for an error."""
     if isinstance(error, CorruptPageError):
         return "corrupt"
     if isinstance(error, StallError | TimeoutError):
@@ -356,10 +369,10 @@ _SECTIONS = (
     (
         "rank",
         "Per rank",
-        "Counted by each rank. Every metric also has the labels `run` (run id) and `rank`. `device` is the number of\n"
-        "the configured path (`nvme0` is the first); `infinity_rank_device_info` maps it to the block device.",
+        "Recorded by each rank. Every metric also has the labels `run` (run id) and `rank`. `device` identifies a\n"
+        "path in `storage.paths` (`nvme0` is the first); `infinity_rank_device_info` maps it to the block device.",
     ),
-    ("daemon", "Per node", "Served by `infinityd`. `device` is the kernel name of the block device."),
+    ("daemon", "Per node", "Recorded by `infinityd`. `device` is the name of the block device, such as `nvme0n1`."),
 )
 
 
@@ -368,8 +381,8 @@ def markdown() -> str:
     lines = [
         "# Metrics",
         "",
-        "Generated by `python -m infinity.telemetry.metrics`; do not edit. Every label set of a rank's metrics",
-        "exists from the start of the rank, with the value 0.",
+        "Generated by `python -m infinity.telemetry.metrics`; do not edit. A rank exports all label combinations",
+        "of its metrics from the start, with the value 0.",
         "",
     ]
     for server, title, text in _SECTIONS:

@@ -1,9 +1,9 @@
-"""Current figures of the runs of a node, per rank and per run, computed from their stats files.
+"""Current figures for the runs on a node and their ranks, computed from stats files for `infinityd` and commands.
 
-Used by `infinityd` and by the commands. A rank counts from its start, so a rate is the difference between two readings
-of its stats file. Two windows are used because a step may take a tenth of a second or a minute. Bytes in transfer are
-counted continuously, so their rate covers the last five seconds. Values that are counted once per step are divided by
-the duration of the steps that ended within the last ten seconds, or of the last step if it took longer.
+Counters start at 0 when a rank starts, so a rate is computed from the difference between two readings of the stats
+file. Transferred bytes are counted continuously; their rate covers the last five seconds. Values that are counted once
+per step cannot use such a fixed interval, because a step may take a tenth of a second or a minute. They are divided by
+the total duration of the steps that ended within the last ten seconds, or of the last step if it took longer.
 """
 
 from __future__ import annotations
@@ -27,45 +27,43 @@ _IO_SECONDS: Final = 5.0
 _STEP_SECONDS: Final = 10.0
 _MOST_SAMPLES: Final = 32
 _MOST_RUNS: Final = 64
-"""Maximum number of runs in a report, so that the page stays readable."""
+"""Maximum number of runs in a report, so that the dashboard stays readable."""
 _IDLE_STEPS: Final = 5.0
 _IDLE_SECONDS: Final = 15.0
-"""A run counts as idle after both this number of step durations and this many seconds without a step."""
+"""A run is idle if no step has ended for both `_IDLE_STEPS` step durations and `_IDLE_SECONDS`."""
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """Contents of a stats file at one moment, in monotonic seconds."""
+    """Snapshot of a stats file and the monotonic time, in seconds, at which it was read."""
 
     when: float
-    page: Snapshot
+    snapshot: Snapshot
 
 
 class _Rank:
-    """A watched rank and the recent readings of its stats file. Used by `Runs` only."""
+    """Recent readings of the stats file of one rank."""
 
     def __init__(self, sample: _Sample) -> None:
         self.last = sample  # the newest reading
-        self._looks = deque([sample], maxlen=_MOST_SAMPLES)  # readings of the last `_IO_SECONDS`, at least two
+        self._looks = deque([sample], maxlen=_MOST_SAMPLES)  # readings of the last `_IO_SECONDS`, or the last two
         self._ends: deque[_Sample] = deque(maxlen=_MOST_SAMPLES)  # the first reading after the end of each step
-        self._before: Snapshot | None = (
-            None  # reading at which the window of steps begins; None: at the start of the rank
-        )
+        self._before: Snapshot | None = None  # start of the window of steps; None: the start of the rank
         self.stepped = False  # whether a step ended since the previous reading
 
-    def is_of(self, page: Snapshot) -> bool:
-        """Return whether a stats file belongs to the watched process. A resumed run has new processes."""
-        old, new = self.last.page.header, page.header
+    def is_of(self, snapshot: Snapshot) -> bool:
+        """Return whether a stats file was written by the same process. Resuming a run starts new processes."""
+        old, new = self.last.snapshot.header, snapshot.header
         return (old.started, old.pid, old.devices) == (new.started, new.pid, new.devices)
 
     def look(self, sample: _Sample) -> None:
         """Record a new reading of the stats file."""
-        self.stepped = sample.page.value("steps_total") != self.last.page.value("steps_total")
+        self.stepped = sample.snapshot.value("steps_total") != self.last.snapshot.value("steps_total")
         if self.stepped:
             self._ends.append(sample)
             old = [end for end in self._ends if sample.when - end.when >= _STEP_SECONDS]
             # A rank is first seen in the middle of a step, so its figures begin at the end of that step.
-            self._before = (old[-1] if old else self._ends[0]).page if len(self._ends) > 1 else None
+            self._before = (old[-1] if old else self._ends[0]).snapshot if len(self._ends) > 1 else None
         self.last = sample
         self._looks.append(sample)
         while len(self._looks) > 2 and sample.when - self._looks[0].when > _IO_SECONDS + 0.5:
@@ -73,92 +71,99 @@ class _Rank:
 
     def total(self, name: str, **labels: str) -> float:
         """Return the current value of a counter or gauge."""
-        return self.last.page.value(name, **labels)
+        return self.last.snapshot.value(name, **labels)
 
     def rate(self, name: str, **labels: str) -> float | None:
-        """Return the increase of a counter per second, or None if the rank has been read only once."""
+        """Return the increase of a counter per second, or None if the stats file has been read only once."""
         first, last = self._looks[0], self._looks[-1]
         if last.when <= first.when:
             return None
-        return max(0.0, last.page.value(name, **labels) - first.page.value(name, **labels)) / (last.when - first.when)
+        return max(0.0, last.snapshot.value(name, **labels) - first.snapshot.value(name, **labels)) / (
+            last.when - first.when
+        )
 
     def in_steps(self, name: str, **labels: str) -> float:
-        """Return the increase of a counter over the window of recent steps (see the module docstring)."""
-        return self._in_steps(lambda page: page.value(name, **labels))
+        """Return the increase of a counter in recent steps (see the module docstring)."""
+        return self._in_steps(lambda snapshot: snapshot.value(name, **labels))
 
     def step_seconds(self) -> float:
-        """Return the duration of the steps in the window, in seconds."""
-        return self._in_steps(lambda page: page.histogram_at(BY_NAME["step_duration_seconds"], ()).sum)
+        """Return the total duration of recent steps in seconds (see the module docstring)."""
+        return self._in_steps(lambda snapshot: snapshot.histogram_at(BY_NAME["step_duration_seconds"], ()).sum)
 
     def last_stretch(self, name: str) -> tuple[float, float]:
-        """Return the increase of a counter between the two newest ends of steps, and the duration in seconds."""
-        before = self._ends[-2].page if len(self._ends) > 1 else None
+        """Return the increase of a counter and of the step time in seconds between the last two observed steps."""
+        before = self._ends[-2].snapshot if len(self._ends) > 1 else None
         duration = BY_NAME["step_duration_seconds"]
 
-        def of(page: Snapshot) -> tuple[float, float]:
-            return page.value(name), page.histogram_at(duration, ()).sum
+        def of(snapshot: Snapshot) -> tuple[float, float]:
+            return snapshot.value(name), snapshot.histogram_at(duration, ()).sum
 
-        (count, seconds), (count_before, seconds_before) = of(self.last.page), of(before) if before else (0.0, 0.0)
+        (count, seconds), (count_before, seconds_before) = of(self.last.snapshot), of(before) if before else (0.0, 0.0)
         return count - count_before, seconds - seconds_before
 
     def _in_steps(self, of: Callable[[Snapshot], float]) -> float:
-        return of(self.last.page) if self._before is None else max(0.0, of(self._ends[-1].page) - of(self._before))
+        return (
+            of(self.last.snapshot) if self._before is None else max(0.0, of(self._ends[-1].snapshot) - of(self._before))
+        )
 
 
 @dataclass
 class _Run:
-    """A watched run. Changed by `Runs.look`."""
+    """State of a watched run."""
 
     ranks: dict[int, _Rank] = field(default_factory=dict)
     history: History = field(default_factory=History)
 
 
 class Runs:
-    """Watch the runs of the node. Used by one thread at a time."""
+    """Compute figures for the runs on a node from successive readings of their stats files. Not thread-safe."""
 
     def __init__(self, drive_of: DriveOf) -> None:
-        """Start without runs. `drive_of` returns the name of the drive of a path, or None."""
+        """Initialize without runs. `drive_of` returns the name of the drive that stores a path, or None if unknown."""
         self._drive_of = drive_of
         self._runs: dict[str, _Run] = {}
         """Runs with stats files, by id."""
 
     def look(
-        self, pages: Iterable[Snapshot], limits: Mapping[str, Mapping[str, float]], now: float, unix: float
+        self, snapshots: Iterable[Snapshot], limits: Mapping[str, Mapping[str, float]], now: float, unix: float
     ) -> list[Tree]:
-        """Record new readings of the stats files and return the figures of each run, active runs first.
+        """Record new readings of the stats files and return the figures for each run, live runs first.
 
         Args:
-            pages: Readings of the stats files on this node.
-            limits: Bandwidth limits of each rank in bytes per second, by run and drive, where a limit is set.
-            now: Current time in monotonic seconds.
-            unix: The same moment as a Unix time.
+            snapshots: Snapshots of the stats files on this node.
+            limits: Bandwidth limit per rank in bytes per second, by run id and drive. Unlimited drives are absent.
+            now: Current monotonic time in seconds.
+            unix: Current Unix time in seconds.
         """
         found: dict[str, list[Snapshot]] = defaultdict(list)
-        for page in pages:
-            found[page.header.run_id].append(page)
+        for snapshot in snapshots:
+            found[snapshot.header.run_id].append(snapshot)
         order = {"live": 0, "dead": 1, "ended": 2}
         newest_first = sorted(
             found.items(),
-            key=lambda item: (min(order[page.status] for page in item[1]), -max(p.header.started for p in item[1])),
+            key=lambda item: (
+                min(order[snapshot.status] for snapshot in item[1]),
+                -max(p.header.started for p in item[1]),
+            ),
         )[:_MOST_RUNS]
         known, self._runs = self._runs, {}
-        for name, pages_of_run in newest_first:
+        for name, snapshots_of_run in newest_first:
             self._runs[name] = run = known.get(name, _Run())
-            _look_at(run, pages_of_run, now)
+            _look_at(run, snapshots_of_run, now)
         return [_run_tree(name, run, limits.get(name, {}), self._drive_of, unix) for name, run in self._runs.items()]
 
 
-def _look_at(run: _Run, pages: Iterable[Snapshot], now: float) -> None:
+def _look_at(run: _Run, snapshots: Iterable[Snapshot], now: float) -> None:
     known, run.ranks = run.ranks, {}
-    for page in sorted(pages, key=lambda page: page.header.rank):
-        sample, rank = _Sample(now, page), known.get(page.header.rank)
-        if rank is None or not rank.is_of(page):
+    for snapshot in sorted(snapshots, key=lambda snapshot: snapshot.header.rank):
+        sample, rank = _Sample(now, snapshot), known.get(snapshot.header.rank)
+        if rank is None or not rank.is_of(snapshot):
             if rank is not None:
                 run.history = History()  # the run was resumed, so its step counters start again
             rank = _Rank(sample)
         else:
             rank.look(sample)
-        run.ranks[page.header.rank] = rank
+        run.ranks[snapshot.header.rank] = rank
     ranks = list(run.ranks.values())
     if any(rank.stepped for rank in ranks):
         stretches = [rank.last_stretch("training_tokens_total") for rank in ranks]
@@ -168,10 +173,10 @@ def _look_at(run: _Run, pages: Iterable[Snapshot], now: float) -> None:
 
 def _run_tree(name: str, run: _Run, limits: Mapping[str, float], drive_of: DriveOf, unix: float) -> Tree:
     ranks = list(run.ranks.values())
-    first = ranks[0].last.page.header
+    first = ranks[0].last.snapshot.header
     steps, seconds = _steps(ranks), _mean(_per_step(rank) for rank in ranks)
     last_step = _least(rank.total("step_last_completed_timestamp_seconds") or None for rank in ranks)
-    running = any(rank.last.page.alive for rank in ranks)
+    running = any(rank.last.snapshot.alive for rank in ranks)
     idle = bool(
         running and last_step and seconds and unix - last_step > max(_IDLE_SECONDS, _IDLE_STEPS * seconds)
     )  # fmt: skip
@@ -208,12 +213,12 @@ def _run_tree(name: str, run: _Run, limits: Mapping[str, float], drive_of: Drive
 
 
 def _rank_tree(rank: _Rank, unix: float) -> Tree:
-    header = rank.last.page.header
+    header = rank.last.snapshot.header
     stepped = rank.total("steps_total") > 0
     return known(
         rank=header.rank,
         pid=header.pid,
-        status=rank.last.page.status,
+        status=rank.last.snapshot.status,
         steps=rank.total("steps_total"),
         step_seconds=_per_step(rank),
         last_step=rank.total("step_last_completed_timestamp_seconds") or None,
@@ -230,17 +235,16 @@ def _rank_tree(rank: _Rank, unix: float) -> Tree:
     )
 
 
-# Figures of several ranks #
+# Figures computed from one or more ranks #
 
 
 def _status(ranks: Sequence[_Rank]) -> str:
     """Return the status of a run: ``dead`` if any rank is dead, because the other ranks cannot continue without it."""
-    statuses = {rank.last.page.status for rank in ranks}
+    statuses = {rank.last.snapshot.status for rank in ranks}
     return next(status for status in ("dead", "live", "ended") if status in statuses)
 
 
 def _steps(ranks: Sequence[_Rank]) -> float:
-    """Return the number of steps that all ranks have completed."""
     return min(rank.total("steps_total") for rank in ranks)
 
 
@@ -255,12 +259,12 @@ def _tokens_per_second(rank: _Rank) -> float | None:
 
 
 def _loss(ranks: Sequence[_Rank]) -> float | None:
-    """Return the mean over ranks. A stats file holds 0 before the first loss is reported."""
+    """Return the mean loss across ranks. A value of 0 means that no loss has been reported."""
     return _mean(rank.total("training_loss") or None for rank in ranks)
 
 
 def _parts(ranks: Sequence[_Rank]) -> dict[str, float] | None:
-    """Return the fraction of a step's time by part. The fractions add up to 1. None before the first step."""
+    """Return the fraction of the step time spent in each part (sum: 1), or None before the first step."""
     seconds = {part: sum(rank.in_steps("step_part_seconds_total", part=part) for rank in ranks) for part in PARTS}
     total = sum(seconds.values())
     return {part: value / total for part, value in seconds.items()} if total else None
@@ -272,7 +276,7 @@ def _stalled(ranks: Sequence[_Rank]) -> float | None:
 
 
 def _fetches(ranks: Sequence[_Rank]) -> dict[str, float] | None:
-    """Return fractions of the requested pages by fetch result."""
+    """Return the fraction of page requests with each result, or None if there are no requests."""
     counts = {
         name: sum(rank.in_steps("prefetch_fetches_total", result=name) for rank in ranks) for name in FETCH_RESULTS
     }
@@ -296,29 +300,29 @@ def _io(ranks: Sequence[_Rank]) -> Tree:
 
 
 def _moved(rank: _Rank, op: str, look: Callable[..., float]) -> float:
-    devices = rank.last.page.header.devices
+    devices = rank.last.snapshot.header.devices
     return sum(look("io_bytes_total", op=op, state=role, device=device) for role in ROLES for device in devices)
 
 
 def _io_rate(ranks: Sequence[_Rank], op: str) -> float | None:
-    """Return the current bytes per second of the live ranks."""
+    """Return the current throughput of the live ranks in bytes per second."""
     return _sum(
         rank.rate("io_bytes_total", op=op, state=role, device=device)
         for rank in ranks
-        if rank.last.page.alive
+        if rank.last.snapshot.alive
         for role in ROLES
-        for device in rank.last.page.header.devices
+        for device in rank.last.snapshot.header.devices
     )
 
 
 def _by_drive(ranks: Sequence[_Rank], drive_of: DriveOf) -> dict[str, dict[str, float]]:
-    """Return the current bytes per second, by drive and operation."""
+    """Return the current throughput in bytes per second, by drive and operation."""
     found: dict[str, dict[str, float]] = {}
     for rank in ranks:
-        header = rank.last.page.header
+        header = rank.last.snapshot.header
         for device, path in zip(header.devices, header.paths, strict=False):
             drive = drive_of(path)
-            if drive is None or not rank.last.page.alive:
+            if drive is None or not rank.last.snapshot.alive:
                 continue
             sums = found.setdefault(drive, dict.fromkeys(OPS, 0.0))
             for op in OPS:
@@ -328,7 +332,7 @@ def _by_drive(ranks: Sequence[_Rank], drive_of: DriveOf) -> dict[str, dict[str, 
 
 def _errors(ranks: Sequence[_Rank]) -> float:
     metric = BY_NAME["io_errors_total"]
-    return sum(rank.last.page.value_at(metric, values) for rank in ranks for values in label_sets(metric, ()))
+    return sum(rank.last.snapshot.value_at(metric, values) for rank in ranks for values in label_sets(metric, ()))
 
 
 def _plan(ranks: Sequence[_Rank]) -> Tree:
@@ -342,8 +346,8 @@ def _plan(ranks: Sequence[_Rank]) -> Tree:
 
 
 def _checkpoint(ranks: Sequence[_Rank]) -> Tree:
-    """Return the time of the last checkpoint of all ranks, the number of checkpoints and their mean duration."""
-    found = [rank.last.page.histogram_at(BY_NAME["checkpoint_duration_seconds"], ()) for rank in ranks]
+    """Return the time of the last checkpoint that all ranks completed, and the count and mean duration."""
+    found = [rank.last.snapshot.histogram_at(BY_NAME["checkpoint_duration_seconds"], ()) for rank in ranks]
     times = [rank.total("checkpoint_last_success_timestamp_seconds") for rank in ranks]
     count = min(sum(checkpoints.counts) for checkpoints in found)
     return known(
@@ -364,7 +368,7 @@ def _host_cache(ranks: Sequence[_Rank]) -> Tree | None:
 
 
 def _tier(ranks: Sequence[_Rank], tier: str) -> Tree | None:
-    """Return the capacity of a tier and its used bytes by role, or None if the capacity is unknown."""
+    """Return the capacity of a tier and the bytes in use by role, or None if the capacity is unknown."""
     capacity = sum(rank.total("tier_capacity_bytes", tier=tier) for rank in ranks)
     if not capacity:
         return None

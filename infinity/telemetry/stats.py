@@ -1,9 +1,10 @@
-"""Stats file of one rank: the writing side.
+"""Writer of the stats file of a rank.
 
-A stats file is a memory-mapped file of doubles. Counting is one read and one write of memory without a lock or a system
-call, and the counts survive the rank. **One writer per cell**: an increment is a read followed by a write, so two
-threads that add to the *same* label set lose counts. Either let one thread own a label set, or hold the lock that
-protects the counted object. For readers, see [Note: torn reads] in `telemetry/stats_file.py`.
+A stats file is a memory-mapped array of doubles, called cells. An increment reads and writes one cell without a lock or
+a system call, and the values remain readable after the process has ended. **Each cell must have only one writer at a
+time**, because an increment is not atomic: if two threads increment the same cell concurrently, counts are lost. Update
+a cell either from a single thread or while holding a lock. For readers, see [Note: torn reads] in
+`telemetry/stats_file.py`.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from infinity.telemetry.stats_file import (
 from infinity.untrusted_files import own_folder
 
 KEEP_CLOSED_SECONDS: Final = 900.0
-"""Time for which the file of an ended rank is kept if no daemon runs; scrape intervals are shorter than this."""
+"""Time for which the stats file of a finished rank is kept if no daemon is running; longer than a scrape interval."""
 
 
 class Counter:
-    """A cell that only increases."""
+    """Value that only increases, stored in one cell."""
 
     __slots__ = ("_cells", "_index")
 
@@ -50,12 +51,12 @@ class Counter:
         self._cells, self._index = cells, index
 
     def add(self, amount: float = 1) -> None:
-        """Add `amount`, which must not be negative (not checked, because this runs for every request)."""
+        """Add `amount`. It must not be negative, which is not checked because this runs for every I/O request."""
         self._cells[self._index] += amount
 
 
 class Gauge:
-    """A cell that can be set to any value."""
+    """Value that can be set to any number, stored in one cell."""
 
     __slots__ = ("_cells", "_index")
 
@@ -63,12 +64,11 @@ class Gauge:
         self._cells, self._index = cells, index
 
     def set(self, value: float) -> None:
-        """Set the value."""
         self._cells[self._index] = value
 
 
 class Histogram:
-    """Cells of a distribution: one per bucket, followed by the sum."""
+    """Distribution of observed values, stored in one cell per bucket followed by a cell for the sum."""
 
     __slots__ = ("_bounds", "_cells", "_first", "_last")
 
@@ -77,32 +77,32 @@ class Histogram:
         self._last = first + len(bounds) + 1
 
     def observe(self, value: float) -> None:
-        """Count one observation in the unit of the metric."""
+        """Add an observed value, in the unit of the metric."""
         self._cells[self._first + bisect_left(self._bounds, value)] += 1
         self._cells[self._last] += value
 
 
 class Stats:
-    """Stats file of a rank. Created by `Stats.create`.
+    """Stats file of a rank. Use `Stats.create` to create one.
 
-    The file begins as a draft with all blocks allocated, mapped and locked, and gets its name once it is complete. It
-    is then *open* and is counted in until it is *closed*, which stores the time in cell 0. The closed file stays, so
-    that a scrape after the end of the rank sees the last values. The daemon removes it, or else the first rank that
-    creates a file in the same folder `KEEP_CLOSED_SECONDS` later. If the process dies, the kernel releases the lock,
-    and readers see that the rank is dead.
+    The file is created under a temporary name. It is renamed once all of its blocks are allocated, mapped and locked.
+    The file is *open* until `close` stores the current time in cell 0. A closed file is kept for a while, so that a
+    later scrape still sees the last values. It is removed by the daemon or, if no daemon is running, by the first rank
+    that creates a file in the same folder after `KEEP_CLOSED_SECONDS`. If the process dies, the operating system
+    releases the lock, which tells readers that the rank is dead.
 
-    Counters, gauges and histograms keep working after `close`, so threads that end late need not be notified. Their
-    counts are then lost.
+    Counters, gauges and histograms can still be used after `close`, because other threads may outlive it, but their
+    values are lost.
     """
 
     def __init__(self, header: StatsHeader, memory: mmap.mmap, offset: int, path: Path | None, file: int) -> None:
         self._header = header
-        self._memory = memory  # the whole file; never unmapped, because threads that end late still count
-        self._path = path  # None: anonymous memory
-        self._file = file  # descriptor, locked while the file is open; -1: none
+        self._memory = memory  # the whole file; never unmapped, because other threads may write after `close`
+        self._path = path  # None for anonymous memory
+        self._file = file  # descriptor, locked while the file is open; -1 for anonymous memory
         self._places = cells_of(header.devices)  # layout of the cells
         self._cells: memoryview[float] = memoryview(memory)[offset:].cast("B").cast("d")
-        """Values of the cells. One writer per cell, no lock; see above."""
+        """Values of the cells. Each cell has one writer at a time (see the module docstring)."""
         self._closed = False  # set by `close`, on the thread that created the file
 
     @classmethod
@@ -117,23 +117,23 @@ class Stats:
         devices: Sequence[str],
         info: Mapping[str, str],
     ) -> Stats:
-        """Create the stats file of this rank with every label set at 0.
+        """Create the stats file of this rank, with all cells set to 0.
 
         Args:
-            path: *Runtime folder*. The file is named ``<run_id>.rank<k>.stats``, is readable by its owner only, and
-                replaces an earlier file of that name. The folder is created if it is missing, and other users must not
-                be able to write to it. Files in it that were closed long ago are removed. With None, the file is
-                anonymous memory that only this process sees.
+            path: *Runtime folder* in which the file is created as ``<run_id>.rank<k>.stats``, readable only by its
+                owner. It replaces an earlier file with that name. The folder is created if necessary; other users must
+                not have write permission to it. Stats files in the folder that were closed long ago are removed. If
+                None, anonymous memory is used instead of a file, so only this process can read the values.
             run_id: Id of the run.
             rank: Rank of this process.
             local_rank: Rank within the node.
             world_size: Number of ranks.
-            devices: Values of the label ``device`` (``nvme0``, ``nvme1``, … in the order of the configured paths).
+            devices: Values of the ``device`` label: ``nvme0``, ``nvme1``, … in the order of the configured paths.
             info: Texts for ``version``, ``torch_version``, ``io_engine`` and ``paths`` (a JSON list).
 
         Raises:
-            ConfigError: if an argument is malformed, or no file can be created in the folder. In the latter case, the
-                message names the setting ``telemetry.runtime_dir``.
+            ConfigError: if an argument is malformed, or if the file cannot be created. In the latter case, the message
+                refers to the setting ``telemetry.runtime_dir``.
         """
         header = StatsHeader(
             run_id=run_id,
@@ -167,20 +167,20 @@ class Stats:
         return self._header
 
     def counter(self, name: str, **labels: str) -> Counter:
-        """Return the counter of a label set.
+        """Return the counter of a metric for the given label values.
 
         Raises:
-            ConfigError: if the metric, a label or a label value is unknown (the message suggests the nearest one), or
-                the metric is not a counter.
+            ConfigError: if the metric, a label or a label value is unknown (the message suggests the closest match), or
+                if the metric is not a counter.
         """
         return Counter(self._cells, self._index(_metric(name, "counter"), labels))
 
     def gauge(self, name: str, **labels: str) -> Gauge:
-        """Return the gauge of a label set. Raises the same errors as `counter`."""
+        """Return the gauge of a metric for the given label values. Raises the same exceptions as `counter`."""
         return Gauge(self._cells, self._index(_metric(name, "gauge"), labels))
 
     def histogram(self, name: str, **labels: str) -> Histogram:
-        """Return the histogram of a label set. Raises the same errors as `counter`."""
+        """Return the histogram of a metric for the given label values. Raises the same exceptions as `counter`."""
         metric = _metric(name, "histogram")
         return Histogram(self._cells, self._index(metric, labels), metric.buckets)
 
@@ -190,7 +190,7 @@ class Stats:
         return Snapshot(header=self._header, values=values, status="ended" if values[CLOSED_CELL] else "live")
 
     def close(self, *, keep: bool = True) -> None:
-        """Mark the file as closed. It stays for a while unless `keep` is false. Idempotent."""
+        """Mark the file as closed, and remove it if `keep` is ``False``. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -229,16 +229,20 @@ def _metric(name: str, kind: Kind) -> Metric:
 
 
 def _new_file(folder: Path, name: str, head: bytes, size: int) -> tuple[int, mmap.mmap, Path]:
-    """Create a file that is complete, mapped and locked before it gets its name. Return descriptor, memory and path."""
+    """Create a stats file that is complete, mapped and locked before it is renamed to its final name.
+
+    Returns:
+        The file descriptor, the mapped memory and the path.
+    """
     if folder.suffix == SUFFIX:
-        raise ConfigError(f"{folder} is the path of a stats file; pass the runtime folder instead")
+        raise ConfigError(f"{folder} is the path of a stats file; pass the path of the runtime folder instead")
     draft = folder / f".{name}.{os.getpid()}"
     file = -1
     try:
         own_folder(folder, parents=True)
         draft.unlink(missing_ok=True)
         file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        # Allocate the blocks now: a store to a hole in the file ends the process with SIGBUS if the disk is full.
+        # Allocate the blocks now. Otherwise, a write to the mapping would raise SIGBUS if the file system is full.
         os.posix_fallocate(file, 0, size)
         os.pwrite(file, head, 0)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -257,14 +261,14 @@ def _new_file(folder: Path, name: str, head: bytes, size: int) -> tuple[int, mma
 
 
 def _remove_closed(folder: Path, run_id: str) -> None:
-    """Remove the files of ranks that ended or died long ago. Without a daemon, no other process does this.
+    """Remove the stats files of ranks that finished or died long ago, in case no daemon does.
 
-    Files of the current run are kept, because its starting or resuming ranks are replacing them.
+    Files of the current run are kept, because its ranks replace them when they start.
     """
     for file in find_stats_files(folder):
         with contextlib.suppress(OSError, StatsFileError):
-            about, page = file.stat(follow_symlinks=False), read_stats_file(file)
-            stepped = page.value("step_last_completed_timestamp_seconds")
-            last = page.values[CLOSED_CELL] if page.status == "ended" else max(about.st_mtime, stepped)
-            if not page.alive and time.time() - last >= KEEP_CLOSED_SECONDS and page.header.run_id != run_id:
+            about, snapshot = file.stat(follow_symlinks=False), read_stats_file(file)
+            stepped = snapshot.value("step_last_completed_timestamp_seconds")
+            last = snapshot.values[CLOSED_CELL] if snapshot.status == "ended" else max(about.st_mtime, stepped)
+            if not snapshot.alive and time.time() - last >= KEEP_CLOSED_SECONDS and snapshot.header.run_id != run_id:
                 remove_stats_file(file, about)

@@ -1,4 +1,4 @@
-"""Layout of the cells in a stats file, derived from the table of metrics."""
+"""Layout of the cells in a stats file, derived from the metrics table."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ CellKey = tuple[str, tuple[str, ...]]
 class Cells:
     """Layout of the cells in a stats file.
 
-    `first` maps (metric, label values) to the index of the first cell. `length` is the number of cells. `counted` holds
-    the cells that cannot be negative. `fingerprint` identifies the table of metrics.
+    `first` maps a metric and its label values to the index of their first cell. `length` is the number of cells.
+    `counted` holds the indices of cells that cannot be negative. `fingerprint` is a hash of the layout.
     """
 
     first: Mapping[CellKey, int]
@@ -39,10 +39,10 @@ class Cells:
 
 @lru_cache(maxsize=64)
 def cells_of(devices: tuple[str, ...]) -> Cells:
-    """Return the layout of a stats file with these devices.
+    """Return the layout of a stats file with the given values of the ``device`` label.
 
-    A counter or a gauge takes one cell. A histogram takes one cell per bucket (not cumulative), one for the infinite
-    bucket and one for the sum.
+    A counter or gauge uses one cell. A histogram uses one cell per bucket (not cumulative), including the unbounded
+    one, and one cell for the sum.
     """
     cells: dict[CellKey, int] = {}
     counted = [CLOSED_CELL]
@@ -62,7 +62,7 @@ def cells_of(devices: tuple[str, ...]) -> Cells:
 
 
 def label_sets(metric: Metric, devices: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield every combination of label values of a metric, in table order."""
+    """Yield every combination of label values of a metric, in the order of the metrics table."""
 
     def values(label: Label) -> tuple[str, ...]:
         return devices if label.name == "device" else label.values
@@ -71,10 +71,10 @@ def label_sets(metric: Metric, devices: tuple[str, ...]) -> Iterator[tuple[str, 
 
 
 def check_values(cells: Cells, values: tuple[float, ...]) -> None:
-    """Check that the cells of counters and histograms hold possible values.
+    """Check that the values of counters and histograms are non-negative and finite.
 
     Raises:
-        ValueError: if a cell is negative or not finite. The message names its metric.
+        ValueError: if they are not. The message names the metric.
     """
     for index in cells.counted:
         if not 0 <= values[index] < math.inf:

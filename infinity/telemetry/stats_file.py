@@ -1,19 +1,19 @@
-"""Format of the stats file, and a reader that does not trust the file.
+"""Format of the stats file, and a reader that validates it.
 
 [Note: format]
     bytes 0..8     magic ``INFSTATS``
     bytes 8..12    version, unsigned, little-endian
     bytes 12..16   length of the header in bytes, unsigned, little-endian
-    bytes 16..     header: a JSON object in UTF-8 (see `StatsHeader`), then zeros up to a multiple of 64
-    then           doubles in the machine's byte order, one per cell (`telemetry/stats_cells.py`), to the end
+    bytes 16..     header: a JSON object in UTF-8 (see `StatsHeader`), zero-padded to a multiple of 64
+    then           cells: doubles in the machine's byte order (see `telemetry/stats_cells.py`), to the end
 Cell 0 is the Unix time at which the rank closed its file, or 0 while the file is open.
 
-[Note: torn reads] Each cell has one writer, and there is no lock. A cell is a double at an address that is a multiple
-of 8, so it never straddles a cache line, and the writer stores it with a single instruction. Readers use ``pread`` and
-not a mapping, because a process that reads a mapped file is killed with SIGBUS if another process truncates the file.
-The kernel copies aligned words but guarantees nothing, so the values are read twice, and cells that differ are read a
-third time; for a cell that changes even faster, the last reading counts. Each cell is consistent on its own, but not
-with the others: the sum of a histogram may be one observation ahead of its buckets.
+[Note: torn reads] Readers and the writer do not share a lock. A cell is a double at an address that is a multiple of 8,
+so it never straddles a cache line, and the writer stores it with a single instruction. Readers use ``pread`` instead of
+a mapping, because a process that reads from a mapping receives SIGBUS if another process has truncated the file. Linux
+in practice copies aligned words atomically but does not guarantee it. Therefore the reader reads all cells twice, and
+reads cells that differ a third time; if a cell changes even faster, the third value is used. Each cell is consistent on
+its own but not with other cells: the sum of a histogram may be one observation ahead of its buckets.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ MAX_DEVICES: Final = 64
 
 _PREAMBLE = struct.Struct("<8sII")
 _MAX_HEADER = 64 * KIB
-_MAX_PAGE = 4 * MIB
+_MAX_FILE = 4 * MIB
 
 Status = Literal["live", "ended", "dead"]
-"""Status of the writing rank: it runs, it has closed the file, or it ended without closing it."""
+"""Status of the rank: it is running, it has closed its stats file, or it exited without closing it."""
 
 
 class StatsFileError(InfinityError):
-    """Raised if a file is not a stats file that this version can read. The message gives path and reason."""
+    """Raised if a file is not a stats file that this version can read. The message contains the path and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +58,9 @@ class StatsHeader:
     """Identity of the rank that writes a stats file.
 
     `started` is the Unix time at which the file was created. `process_started` (clock ticks since boot) and
-    `pid_namespace` (an inode) distinguish the writer from a later process with the same PID; 0 means unknown. `devices`
-    are the values of the label ``device``. `info` holds free texts: ``version``, ``torch_version``, ``io_engine``,
-    ``paths`` (a JSON list of the configured paths, in the order of `devices`) and ``weight``.
+    `pid_namespace` (an inode number) distinguish the rank from a later process with the same PID; 0 means unknown.
+    `devices` holds the values of the ``device`` label. `info` maps names to texts: ``version``, ``torch_version``,
+    ``io_engine``, ``paths`` (a JSON list of the configured paths, in the order of `devices`) and ``weight``.
     """
 
     run_id: str
@@ -77,7 +77,7 @@ class StatsHeader:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Configured paths in the order of `devices`; empty if the writer did not record them."""
+        """Configured paths, in the order of `devices`; empty if they were not recorded."""
         try:
             found = json.loads(self.info.get("paths", "[]"))
         except (ValueError, RecursionError):
@@ -88,14 +88,14 @@ class StatsHeader:
 
     @property
     def weight(self) -> float:
-        """Weight relative to other runs (`storage.bandwidth_weight`), at least 1; 1 if the writer did not record it."""
+        """Bandwidth weight relative to other runs (`storage.bandwidth_weight`); 1 if it was not recorded."""
         told = self.info.get("weight", "")
         return float(told) if told.isascii() and told.isdigit() and 0 < len(told) <= 4 and int(told) else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class HistogramValue:
-    """A histogram: observations per bucket (not cumulative, the infinite bucket last), and their sum."""
+    """Value of a histogram: the number of observations per bucket (not cumulative), and the sum of the observations."""
 
     counts: tuple[float, ...]
     sum: float
@@ -103,7 +103,7 @@ class HistogramValue:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Contents of a stats file at one moment: its header and the values of its cells (`stats_cells.py`)."""
+    """Contents of a stats file at one point in time: its header and the values of its cells (see `stats_cells.py`)."""
 
     header: StatsHeader
     values: tuple[float, ...]
@@ -111,20 +111,20 @@ class Snapshot:
 
     @property
     def alive(self) -> bool:
-        """Whether the rank is running and has not closed its stats file."""
+        """``True`` if the rank is running and has not closed its stats file."""
         return self.status == "live"
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the value of a counter or a gauge. Raises KeyError for an unknown metric or label set."""
+        """Return the value of a counter or gauge. Raises `KeyError` if the metric or a label value is unknown."""
         metric = BY_NAME[name]
         return self.values[self._index(metric, tuple(labels[key] for key in metric.label_names))]
 
     def value_at(self, metric: Metric, values: tuple[str, ...]) -> float:
-        """Return the value of a counter or gauge for label values in table order."""
+        """Return the value of a counter or gauge for label values in the order of `metric.labels`."""
         return self.values[self._index(metric, values)]
 
     def histogram_at(self, metric: Metric, values: tuple[str, ...]) -> HistogramValue:
-        """Return the value of a histogram for label values in table order."""
+        """Return the value of a histogram for label values in the order of `metric.labels`."""
         first = self._index(metric, values)
         last = first + len(metric.buckets) + 1
         return HistogramValue(counts=self.values[first:last], sum=self.values[last])
@@ -134,14 +134,14 @@ class Snapshot:
 
 
 def encode_head(header: StatsHeader) -> bytes:
-    """Return the bytes before the cells, padded to a multiple of 64 bytes.
+    """Return the part of a stats file that precedes the cells, padded to a multiple of 64 bytes.
 
     Raises:
-        ConfigError: if a field would be rejected by a reader, or the texts exceed 64 KiB in total.
+        ConfigError: if a field is invalid, or if the header exceeds 64 KiB.
     """
     body = json.dumps(asdict(header), ensure_ascii=True, sort_keys=True).encode()
     if len(body) > _MAX_HEADER:
-        raise ConfigError(f"the header of the stats file takes {len(body)} bytes; the limit is {_MAX_HEADER}")
+        raise ConfigError(f"the header of the stats file has {len(body)} bytes; the limit is {_MAX_HEADER} bytes")
     try:
         _parse_header(body)
     except ValueError as error:
@@ -151,17 +151,17 @@ def encode_head(header: StatsHeader) -> bytes:
 
 
 def stats_file_name(run_id: str, rank: int) -> str:
-    """Return the file name of a rank's stats file."""
+    """Return the name of a rank's stats file."""
     return f"{run_id}.rank{rank}{SUFFIX}"
 
 
 def read_stats_file(path: str | os.PathLike[str]) -> Snapshot:
-    """Return a snapshot of a stats file. The contents of the file are not trusted.
+    """Return a snapshot of a stats file, whose contents are validated.
 
     Raises:
-        StatsFileError: if the file is missing, unreadable, not a regular file, owned by another user (except for root),
-            truncated, malformed, written by a version with another table of metrics, or not named after its run and
-            rank. The last check prevents two files of one rank from producing the same series twice.
+        StatsFileError: if the file is missing, unreadable, not a regular file, owned by another user (unless this
+            process runs as root), truncated, malformed, written by a version with different metrics, or not named after
+            its run and rank. The check of the name prevents two files from exporting the same time series.
     """
     name = os.fspath(path)
     try:
@@ -171,34 +171,36 @@ def read_stats_file(path: str | os.PathLike[str]) -> Snapshot:
         reason = error.strerror if isinstance(error, OSError) else error
         raise StatsFileError(f"{name}: cannot be opened: {reason}") from error
     try:
-        page = _read_open_page(descriptor)
-        if Path(name).name != (expected := stats_file_name(page.header.run_id, page.header.rank)):
-            raise ValueError(f"wrong file name: the contents belong to {expected}")
-        return page
+        snapshot = _read_open_file(descriptor)
+        if Path(name).name != (expected := stats_file_name(snapshot.header.run_id, snapshot.header.rank)):
+            raise ValueError(f"wrong file name: according to its header, this is {expected}")
+        return snapshot
     except (OSError, ValueError) as error:
         raise StatsFileError(f"{name}: {error}") from error
     finally:
         os.close(descriptor)
 
 
-def _read_open_page(descriptor: int) -> Snapshot:
+def _read_open_file(descriptor: int) -> Snapshot:
     about = os.fstat(descriptor)
-    if not _PREAMBLE.size <= about.st_size <= _MAX_PAGE:
-        raise ValueError(f"{about.st_size} bytes is not a valid size for a stats file")
+    if not _PREAMBLE.size <= about.st_size <= _MAX_FILE:
+        raise ValueError(f"the size of {about.st_size} bytes is not valid for a stats file")
     magic, version, length = _PREAMBLE.unpack(_read_exactly(descriptor, _PREAMBLE.size, 0))
     if magic != MAGIC:
         raise ValueError("not a stats file")
     if version != VERSION:
-        raise ValueError(f"format version {version}; this program reads version {VERSION}")
+        raise ValueError(f"format version {version} is not supported; this version of infinity reads version {VERSION}")
     if length > _MAX_HEADER:
-        raise ValueError(f"the header takes {length} bytes; the limit is {_MAX_HEADER}")
+        raise ValueError(f"the header has {length} bytes; the limit is {_MAX_HEADER} bytes")
     header = _parse_header(_read_exactly(descriptor, length, _PREAMBLE.size))
     cells = cells_of(header.devices)
     if header.fingerprint != cells.fingerprint:
-        raise ValueError("written by a version of infinity with another table of metrics")
+        raise ValueError(
+            "written by a version of infinity with a different set of metrics; use that version to read it"
+        )
     offset = align_up(_PREAMBLE.size + length, 64)
     if about.st_size != offset + 8 * cells.length:
-        raise ValueError(f"{about.st_size} bytes long, {offset + 8 * cells.length} expected")
+        raise ValueError(f"the file has {about.st_size} bytes instead of {offset + 8 * cells.length}")
     values = _read_cells(descriptor, offset, cells.length)
     check_values(cells, values)
     return Snapshot(header=header, values=values, status=_status(header, values[CLOSED_CELL], descriptor))
@@ -207,7 +209,7 @@ def _read_open_page(descriptor: int) -> Snapshot:
 def _read_exactly(descriptor: int, length: int, offset: int) -> bytes:
     data = os.pread(descriptor, length, offset)
     if len(data) != length:
-        raise ValueError(f"truncated: {len(data)} of {length} bytes at offset {offset}")
+        raise ValueError(f"truncated: only {len(data)} of {length} bytes could be read at offset {offset}")
     return data
 
 
@@ -225,7 +227,6 @@ def _cells(data: bytes) -> array.array[float]:
 
 
 def _seconds(value: Any) -> float:
-    """A Unix time."""
     if not isinstance(value, int | float) or not 0 <= value < 1 << 40:
         raise Mismatch(value, "must be a Unix time")
     return float(value)
@@ -251,18 +252,20 @@ _HEADER = record(
 
 
 def _parse_header(data: bytes) -> StatsHeader:
-    """Return the header encoded in `data`. Raises ValueError that names an invalid field."""
+    """Return the header encoded in `data`. Raises `ValueError` if a field is invalid."""
     try:
         header: StatsHeader = _HEADER(json.loads(data.decode()))
     except RecursionError as error:
         raise ValueError("the header is nested too deeply") from error
     if not header.rank < header.world_size or header.local_rank > header.rank:
-        raise ValueError(f"rank {header.rank} (local {header.local_rank}) of {header.world_size} is not possible")
+        raise ValueError(
+            f"rank {header.rank} (local {header.local_rank}) is not possible with a world size of {header.world_size}"
+        )
     return header
 
 
 def process_start(pid: int) -> int:
-    """Return the start time of a process in clock ticks since boot, or 0 if it is gone, a zombie or unknown."""
+    """Return the start time of a process in clock ticks since boot, or 0 if it has exited or cannot be inspected."""
     try:
         # The name in parentheses may contain spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
@@ -272,7 +275,7 @@ def process_start(pid: int) -> int:
 
 
 def pid_namespace() -> int:
-    """Return the inode of this process's PID namespace, or 0 if unknown."""
+    """Return the inode number of this process's PID namespace, or 0 if it is unknown."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -284,7 +287,8 @@ def _status(header: StatsHeader, closed: float, descriptor: int) -> Status:
         return "ended"
     if header.process_started and header.pid_namespace and header.pid_namespace == pid_namespace():
         return "live" if process_start(header.pid) == header.process_started else "dead"
-    # In another container or without /proc, the PID is meaningless here, but the writer holds a lock on its file.
+    # If the rank is in another container or /proc is missing, its PID cannot be checked, but a live rank locks its
+    # file.
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -293,7 +297,7 @@ def _status(header: StatsHeader, closed: float, descriptor: int) -> Status:
 
 
 def find_stats_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the files in a folder that are named like stats files, sorted. Empty if the folder does not exist."""
+    """Return the sorted paths of the files in a folder that are named like stats files; empty if it cannot be read."""
     try:
         return sorted(path for path in Path(folder).iterdir() if _is_stats_file(path.name))
     except OSError:
@@ -301,7 +305,12 @@ def find_stats_files(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def remove_stats_file(path: Path, about: os.stat_result) -> bool:
-    """Remove a stats file and return ``True``, unless it is locked or another file has taken its name since `about`."""
+    """Remove a stats file unless it is locked or has been replaced. Return ``True`` if it was removed.
+
+    Args:
+        path: Path of the stats file.
+        about: Status of the file to remove; a different file with the same name is kept.
+    """
     with contextlib.suppress(OSError):
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:

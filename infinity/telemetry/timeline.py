@@ -1,8 +1,8 @@
 """Timeline of a run for Perfetto or chrome://tracing.
 
-The latest events are kept in memory in a ring buffer and written as one JSON file in the Trace Event Format when the
-run is closed. Timestamps are microseconds of the node's monotonic clock, so the timelines of all ranks of a node can be
-combined.
+The most recent events are kept in a ring buffer and written to a JSON file in the Trace Event Format when the run is
+closed. Timestamps are in microseconds of the node's monotonic clock, so the timelines of all ranks on a node can be
+merged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TRACKS = {"phase": "steps and phases", "thread": "training thread"}
 
 
 class _Span(NamedTuple):
-    """A time interval in seconds of `time.perf_counter`. `args` is shown with it."""
+    """Interval in seconds of `time.perf_counter`. The trace viewer shows `args` as its details."""
 
     track: str
     name: str
@@ -32,36 +32,36 @@ class _Span(NamedTuple):
 
 
 class Timeline:
-    """Spans of one rank. In the trace, the rank is a process and each track is a thread.
+    """Timeline of one rank. The trace viewer shows the rank as a process and each track as a thread.
 
     Args:
-        file: Output file of `write`. Ranks above 0 add their rank to its name.
+        file: Path of the file that `write` creates. Ranks above 0 add the rank to the file name.
         rank: Rank of this process.
-        limit: Maximum number of spans; older ones are dropped.
-        page_name: Function that returns the readable name of a page.
+        limit: Maximum number of spans. The oldest spans are dropped.
+        page_name: Function that returns a human-readable name for a page index.
     """
 
     def __init__(self, file: Path, *, rank: int, limit: int, page_name: Callable[[int], str]) -> None:
         self.file = file if rank == 0 else file.with_suffix(f".rank{rank}{file.suffix}")
         self._rank, self._page_name = rank, page_name
         self._spans: deque[_Span] = deque(maxlen=limit)
-        """The latest spans, in the order in which they ended. Appending is atomic, so any thread may do it."""
+        """The most recent spans, in the order in which they ended. Appending is atomic, so it needs no lock."""
         self._seen = 0
-        """Number of recorded spans. There is no lock: if two threads count at once, `write` reports one dropped span
-        too few."""
+        """Number of recorded spans. It is not protected by a lock: if two threads increment it at the same time,
+        `write` reports one dropped span too few."""
 
     def span(self, track: str, name: str, what: str, start: float, end: float) -> None:
-        """Record an interval of the training thread, in seconds of `time.perf_counter`."""
+        """Record an interval of the training thread, from `start` to `end` in seconds of `time.perf_counter`."""
         self._add(_Span(track, name, start, end, {"of": what} if what else {}))
 
     def stalled(self, cause: str, page: int, seconds: float) -> None:
-        """Record a wait of the training thread that ends now. `page` is the page it needed, or -1."""
+        """Record a wait of the training thread that ends now. `page` is the page that it waited for, or -1."""
         now = time.perf_counter()
         args = {"page": self._page_name(page)} if page >= 0 else {}
         self._add(_Span("thread", f"{cause} stall", now - seconds, now, args))
 
     def moved(self, op: str, device: int, page: int, nbytes: int, start: float, end: float) -> None:
-        """Record the transfer of a page. Called from any thread."""
+        """Record the transfer of a page. Thread-safe."""
         name = self._page_name(page)
         self._add(_Span(f"nvme{device} {op}", name, start, end, {"page": name, "bytes": nbytes}))
 
@@ -70,7 +70,7 @@ class Timeline:
         self._spans.append(span)
 
     def write(self) -> None:
-        """Write the file atomically. Raises `OSError`."""
+        """Write the file atomically. Raises `OSError` if that fails."""
         spans = sorted(self._spans, key=lambda span: (span.start, -span.end))
         dropped = max(0, self._seen - len(spans))
         with replacing(self.file, 0o666) as file, io.TextIOWrapper(file) as out:
@@ -79,7 +79,7 @@ class Timeline:
             out.write("\n]}\n")
 
     def _events(self, spans: list[_Span]) -> Iterator[dict[str, Any]]:
-        """Yield the events. Overlapping transfers are put on separate lanes of their track, so that spans nest."""
+        """Yield the trace events. Overlapping transfers get separate threads, because spans of a thread must nest."""
         numbers: dict[tuple[str, int], int] = {}
         ends: dict[str, list[float]] = {}
         fresh = count(1)

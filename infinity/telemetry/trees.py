@@ -1,4 +1,4 @@
-"""Trees of figures for JSON. Unknown values are left out, and every number is valid JSON."""
+"""Nested dictionaries of figures that can be serialized as JSON. Unknown values are omitted."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def known(**values: Any) -> Tree:
 
 
 def plain(value: Any) -> Any:
-    """Return a tree that every JSON reader accepts, with numbers rounded to the digits that people look at."""
+    """Return a tree that any JSON parser accepts, with numbers rounded to about five significant digits."""
     if isinstance(value, Mapping):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
     if isinstance(value, float):
         if not math.isfinite(value):
-            return str(value)  # a loss may be NaN or infinite; JSON has no such numbers, so they become strings
+            return str(value)  # JSON cannot represent NaN and infinity, for example of a loss
         rounded = round(value, 1) if abs(value) >= 1000 else float(f"{value:.5g}")
         return int(rounded) if rounded.is_integer() else rounded
     return value

@@ -1,8 +1,8 @@
-"""Access to private names of torch.
+"""Access to private PyTorch APIs.
 
-Other packages use private names only for tensor subclasses (`torch.utils._pytree`, `_python_dispatch`) and stores.
-`tests/fsdp/test_private.py` tests this, and the behavior that is expected of each name, so that a torch release that
-changes it fails a named test.
+Other packages use private APIs only for tensor subclasses (`torch.utils._pytree`, `_python_dispatch`) and for stores.
+`tests/fsdp/test_private.py` enforces this rule. It also tests the behavior expected of each private API, so that a
+torch release that changes one fails a specific test.
 """
 
 from infinity.torch_private.collectives import (

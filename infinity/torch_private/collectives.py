@@ -1,7 +1,7 @@
-"""Collectives of FSDP2, and process groups.
+"""Custom FSDP2 collectives, and access to process groups.
 
-The functions reuse reduction buffers, run code around all-gathers and reduce-scatters, and copy all-gather inputs that
-have no storage.
+These functions reuse reduction buffers, run code around all-gathers and reduce-scatters, and copy all-gather inputs
+that have no storage.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from infinity.torch_private.names import backward_number, fsdp_params, full_shap
 
 _FEW = 2
 """Maximum number of unusually large FSDP modules, such as a root and a separate head, for which freed memory is
-returned to the kernel in every backward.
+returned to the operating system in every backward.
 """
 
 
 class _Collectives:
-    """Custom collectives of parameter groups, installed until `restore`."""
+    """Custom collectives that stay installed on parameter groups until `restore`."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any, Any]] = []  # (group, attribute, original, replacement)
@@ -35,7 +35,7 @@ class _Collectives:
         setattr(group, attribute, comm)
 
     def restore(self) -> None:
-        """Restore the originals, except where the replacement has been replaced in the meantime."""
+        """Restore the original collectives, except where other code has replaced ours in the meantime."""
         for group, attribute, before, comm in reversed(self._replaced):
             if getattr(group, attribute) is comm:
                 setattr(group, attribute, before)
@@ -43,27 +43,27 @@ class _Collectives:
 
 
 def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
-    """Reduce gradients on the CPU in memory that is reused for all FSDP modules instead of freshly allocated.
+    """Reduce gradients on the CPU in buffers that all FSDP modules share, instead of allocating new ones.
 
     Buffers for unusually large FSDP modules, such as a root with a large vocabulary, are not kept because they would be
-    unused for almost all of a step. If there are few such modules, their memory returns to the kernel at once. Free
-    heap memory returns to the kernel before each such allocation: the backward of a large root leaves several free
-    blocks of its size.
+    unused for most of a step. If there are few such modules, their buffers are returned to the operating system as soon
+    as they are released. Free heap memory is returned before each of these buffers is allocated, because the backward
+    of a large root leaves several free blocks of its size.
 
-    A group of one rank reduces in place, whereas FSDP2 would copy the concatenated gradients to a second buffer of the
-    same size. A group whose collective the user has replaced keeps the user's collective.
+    In a group with a single rank, gradients are reduced in place, whereas FSDP2 would copy the concatenated gradients
+    to a second buffer of the same size. If the user has replaced a group's collective, it is kept.
 
     Returns:
         A function that restores the original collectives.
     """
     groups = list(groups)
     sizes = [sum(full_shape(param).numel() for param in fsdp_params(group)) for group in groups]
-    most = 2 * 4 * median_high(sizes)  # largest buffer that is kept, in bytes: twice the fp32 size of a median module
+    most = 2 * 4 * median_high(sizes)  # largest buffer to keep, in bytes: twice the fp32 size of the median FSDP module
     few = sum(4 * size > most for size in sizes) <= _FEW
 
     class ReusedBuffers(DefaultReduceScatter):
         def __init__(self) -> None:
-            # Dtype uint8. As many as were ever in use together; a buffer is free if no other tensor refers to it.
+            # uint8 buffers, as many as were ever in use at once. A buffer is free if no other tensor shares its memory.
             self._buffers: list[torch.Tensor] = []
 
         def allocate(
@@ -87,7 +87,7 @@ def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
     class InPlace(ReusedBuffers):
         def __init__(self) -> None:
             super().__init__()
-            # Input of a reduction whose output is allocated next. The number of the backward is compared because an
+            # Input of the reduction whose output is allocated next. It is only used in the same backward, because an
             # interrupted backward may leave its input here.
             self._input: torch.Tensor | None = None
             self._backward = -1
@@ -118,8 +118,7 @@ def reuse_reduce_buffers(groups: Iterable[Any]) -> Callable[[], None]:
 def watch_collectives(groups: Iterable[Any], during: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
     """Run the all-gathers and reduce-scatters of groups inside the context `during()`.
 
-    A group whose collective the user has replaced keeps the user's collective. The all-reduce of HSDP cannot be
-    intercepted.
+    If the user has replaced a group's collective, it is kept. HSDP's all-reduce cannot be intercepted.
 
     Returns:
         A function that restores the original collectives.
@@ -148,21 +147,21 @@ def watch_collectives(groups: Iterable[Any], during: Callable[[], AbstractContex
 
 
 def _is_unused(buffer: torch.Tensor) -> bool:
-    """Whether no other tensor uses the memory of this one."""
+    """Return whether no other tensor shares the memory of `buffer`."""
     storage = buffer.untyped_storage()
     return bool(_storage_Use_Count(storage._cdata) == 2)  # the buffer and `storage`
 
 
 COPY_IN = torch.ops.fsdp.all_gather_copy_in.default
-"""Operation that copies the all-gather inputs of an FSDP module into this rank's part of the output, if there are
-several ranks.
+"""Operation with which FSDP2 copies the all-gather inputs of an FSDP module into this rank's part of the output, if
+there are several ranks.
 """
 
 
 def copy_in(
     inputs: Sequence[torch.Tensor], output: torch.Tensor, sizes: Sequence[int], numel: int, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do the work of `COPY_IN` one input at a time, so that an input without storage is never assembled as a whole."""
+    """Perform `COPY_IN` one input at a time, so that inputs without storage are never materialized."""
     own = output.narrow(0, numel * rank, numel)
     with torch.no_grad():
         for destination, source in zip(torch.split(own, list(sizes)), inputs, strict=True):
@@ -171,7 +170,7 @@ def copy_in(
 
 
 def process_groups() -> list[Any]:
-    """Return all process groups of this process and their stores."""
+    """Return all process groups of this process, and their stores."""
     from torch.distributed.distributed_c10d import _world
 
     return [part for group, (_, store) in _world.pg_map.items() for part in (group, store)]

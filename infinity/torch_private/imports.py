@@ -1,4 +1,4 @@
-"""Imports of private names from torch, with an error that reports a torch release that lacks one of them."""
+"""Imports of private PyTorch APIs, with an error message for torch releases that lack one of them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ TESTED = f"{OLDEST['torch']} to {NEWEST_TORCH}"
 
 
 def lacking(missing: str) -> UnsupportedError:
-    """Return the error for a torch release that lacks a private name.
+    """Return the error to raise if this torch release lacks a private API.
 
     Args:
-        missing: Description of the missing name.
+        missing: description of the missing API.
     """
     return UnsupportedError(
         f"torch {torch.__version__} is not supported: {missing}; install torch {TESTED}, with which this release of "
@@ -45,4 +45,4 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
     from torch.nn.init import _no_grad_trunc_normal_
 except ImportError as error:
-    raise lacking(str(error).partition(" (")[0]) from None  # without the path of the file
+    raise lacking(str(error).partition(" (")[0]) from None  # without the file path

@@ -1,7 +1,7 @@
-"""Module classes, names and initializers.
+"""Module classes, names and initialization.
 
-The functions see through wrappers such as `torch.compile`, checkpointing and `fully_shard`, replace `Module._apply`,
-and run initializers on tensors without storage. `decomposition` returns the kernel of a composite operation.
+These functions look inside wrappers (`torch.compile`, checkpointing and `fully_shard`), replace `Module._apply`, and
+run initializers on tensors without storage. `decomposition` returns the kernel of a composite operation.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from infinity.torch_private.imports import CheckpointWrapper, _no_grad_trunc_nor
 def decomposition(func: Any) -> Callable[..., Any] | None:
     """Return the kernel that decomposes a composite operation, or ``None`` if the operation is not composite.
 
-    Outside inference mode, autograd decomposes such an operation before `__torch_dispatch__` is called. This kernel is
-    the same one. `func.decompose` prefers torch's Python decompositions if they are loaded, and the results of
-    `dropout` and `matmul` may then differ in some bits.
+    Outside inference mode, autograd decomposes such an operation with the same kernel before `__torch_dispatch__` is
+    called. `func.decompose` would prefer PyTorch's Python decompositions if they are loaded, and the results of
+    `dropout` and `matmul` might then differ in some bits.
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return partial(func._op_dk, key) if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) else None
 
 
 def unwrapped_name(name: str) -> str:
-    """Return a name as in `get_state_dict`, without the prefixes that compilation and checkpointing insert."""
+    """Return a name without the prefixes that `torch.compile` and checkpointing insert, as `get_state_dict` does."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module before `fully_shard` and parametrizations replaced it."""
+    """Return the class that a module had before `fully_shard` and parametrizations replaced it."""
     cls = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
     return cls.__bases__[0] if parametrize.is_parametrized(module) else cls
 
 
 @contextmanager
 def init_without_storage(*, draw: bool) -> Iterator[None]:
-    """Let `torch.nn.init` treat tensors without storage like any others, because torch 2.13 skips some of them.
+    """Make `torch.nn.init` initialize tensors without storage like any others. torch 2.13 would skip some of them.
 
     Args:
-        draw: Whether `trunc_normal_`, which resamples until all numbers are within its bounds, consumes as many random
-            numbers as it does for a real tensor.
+        draw: whether `trunc_normal_`, which resamples until all numbers are within its bounds, draws as many random
+            numbers as it would for a tensor with storage.
     """
     original = _no_grad_trunc_normal_
 
@@ -69,7 +69,7 @@ def init_without_storage(*, draw: bool) -> Iterator[None]:
 
 
 class _NothingIsMeta(TorchFunctionMode):
-    """Makes `Tensor.is_meta` return ``False``."""
+    """Mode in which `Tensor.is_meta` is ``False``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__self__", None) is torch.Tensor.is_meta:
@@ -79,7 +79,7 @@ class _NothingIsMeta(TorchFunctionMode):
 
 @contextmanager
 def classes_of_before(model: nn.Module) -> Iterator[None]:
-    """Restore the classes that the modules of a model had before `fully_shard`, for the duration of the context."""
+    """Restore, inside the context, the classes that the modules of a model had before `fully_shard`."""
     sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
     try:
         for module, cls in sharded:
@@ -91,18 +91,21 @@ def classes_of_before(model: nn.Module) -> Iterator[None]:
 
 
 def unwrapped_module(module: nn.Module) -> nn.Module:
-    """Return the module inside the wrappers of compilation and checkpointing."""
+    """Return the module inside `torch.compile` and checkpointing wrappers."""
     inner = module._modules.get("_orig_mod") or module._modules.get("_checkpoint_wrapped_module")
     return module if inner is None else unwrapped_module(inner)
 
 
 def recomputes(module: nn.Module) -> bool:
-    """Return whether a module recomputes its activations in backward, by torch's wrapper or by transformers."""
+    """Return whether a module recomputes its activations in backward.
+
+    Detects PyTorch's `CheckpointWrapper` and transformers' gradient checkpointing.
+    """
     return isinstance(module, CheckpointWrapper) or bool(getattr(module, "gradient_checkpointing", False))
 
 
 def persistent_buffers(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the buffers that are part of a `state_dict`."""
+    """Return the names of all buffers that are part of the model's `state_dict`."""
     return tuple(
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -112,7 +115,7 @@ def persistent_buffers(model: nn.Module) -> tuple[str, ...]:
 
 
 def replace_apply(module: nn.Module, function: Callable[..., nn.Module]) -> None:
-    """Make `Module.to` and similar methods, which call `_apply(fn, recurse=True)`, call a function instead."""
+    """Make `Module.to` and similar methods of `module` call `function` instead of `_apply(fn, recurse=True)`."""
     module.__dict__["_apply"] = function
 
 
@@ -122,6 +125,6 @@ def restore_apply(module: nn.Module) -> None:
 
 
 def original_apply(module: nn.Module) -> Callable[..., nn.Module]:
-    """Return the function `_apply(module, fn, recurse)` of the module's class."""
+    """Return the function `_apply(module, fn, recurse)` of a module's class."""
     function: Callable[..., nn.Module] = type(module)._apply
     return function

@@ -1,8 +1,8 @@
-"""Accessors for private names of FSDP2, DTensor, autograd and optimizers.
+"""Accessors for private APIs of FSDP2, DTensor, autograd and optimizers.
 
-`tests/fsdp/test_private.py` states the behavior expected of each name, so that a torch release that changes one fails a
-named test instead of computing a wrong gradient. `make test-torch` runs it with torch releases other than the pinned
-one.
+`tests/fsdp/test_private.py` tests the behavior expected of each API, so that a torch release that changes one fails a
+specific test instead of computing wrong gradients. `make test-torch` runs these tests with other torch releases than
+the pinned one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from infinity.errors import UnsupportedError
 from infinity.torch_private.imports import _current_graph_task_id, _disabled_torch_function_impl, lacking
 
 ROOT = "root"
-"""Name of the first FSDP module, if the model has parameters that are in no other FSDP module."""
+"""Name of the root FSDP module, which exists if some parameters belong to no other FSDP module."""
 
 
 NO_TORCH_FUNCTION = _disabled_torch_function_impl
 """Value of `__torch_function__` for a tensor class that only implements `__torch_dispatch__`."""
 
 
-# Attributes of FSDP2 objects that this module reads, by class. "a|b": one of the two, depending on the torch release.
+# Attributes of FSDP2 objects that this module reads, by class. "a|b" means one of the two, depending on the release.
 _NAMES = {
     "FSDPState": ("_fsdp_param_groups|_fsdp_param_group",),  # 2.11 has at most one group per state
     "FSDPParamGroup": (
@@ -57,7 +57,7 @@ _NAMES = {
         "_setattr_on_modules",
         "_sharded_local_tensor",
         "_sharded_param_data",
-        "unsharded_grad_dtype|accumulate_unsharded_grad_if_needed",  # since 2.15 autograd adds up in the reduce dtype
+        "unsharded_grad_dtype|accumulate_unsharded_grad_if_needed",  # since 2.15, autograd sums in the reduce dtype
     ),
 }
 
@@ -66,7 +66,7 @@ def require_names(model: nn.Module) -> None:
     """Check that the FSDP2 objects of a model have all attributes that this module reads.
 
     Raises:
-        UnsupportedError: If an unknown release of torch lacks one of them.
+        UnsupportedError: if this torch release lacks one of them.
     """
     for module in model.modules():
         if not isinstance(module, FSDPModule):
@@ -76,7 +76,7 @@ def require_names(model: nn.Module) -> None:
             _require("FSDPParamGroup", group)
             for param in group.fsdp_params:
                 _require("FSDPParam", param)
-                return  # all are made by the same classes
+                return  # all objects belong to the same classes
 
 
 def _require(cls: str, found: Any) -> None:
@@ -87,7 +87,7 @@ def _require(cls: str, found: Any) -> None:
 
 
 def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (module name, group) for every parameter group that FSDP2 gathers together, root first."""
+    """Yield (name, group) for every FSDP2 parameter group, starting with the root's."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
@@ -108,7 +108,7 @@ def _groups_of(module: FSDPModule) -> list[Any]:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that identifies the memory of a tensor during its lifetime, also on the meta device."""
+    """Return a number that identifies a tensor's storage while the storage exists, even on the meta device."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -118,10 +118,10 @@ def saved_tensors_are_hooked() -> bool:
 
 
 def weak_memory(tensor: torch.Tensor) -> Any:
-    """Return a weak reference to the memory of a tensor.
+    """Return a weak reference to a tensor's storage.
 
-    Its `cdata` is a number that identifies the memory while it exists, and `expired()` returns whether it has been
-    freed.
+    Its `cdata` is a number that identifies the storage while the storage exists, and `expired()` returns whether the
+    storage has been freed.
     """
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
@@ -132,11 +132,11 @@ def is_sharded_module(module: nn.Module) -> bool:
 
 
 class _Hooks(OrderedDict[int, Callable[[nn.Parameter], None]]):
-    """Hooks to call when a gradient has arrived: existing ones, ones registered later, and a final one."""
+    """Hooks to call when a gradient has arrived: the existing ones, those registered later, and finally `last`."""
 
     def __init__(self, before: Any, last: Callable[[nn.Parameter], None]) -> None:
         super().__init__()
-        self._before = before  # kept as it is, because the user's handles remove hooks from this dictionary
+        self._before = before  # not copied, because the user's handles remove hooks from this dictionary
         self._last: list[Callable[[nn.Parameter], None]] = [last]
 
     def __bool__(self) -> bool:
@@ -146,14 +146,13 @@ class _Hooks(OrderedDict[int, Callable[[nn.Parameter], None]]):
         return [*self._before.values(), *super().values(), *self._last]
 
     def remove(self) -> None:
-        """Remove the final hook."""
         self._last.clear()
 
 
 def on_gradient(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
-    """Call `hook(param)` after a gradient has been reduced and all hooks of the user have run.
+    """Call `hook(param)` after a gradient has been reduced and all of the user's hooks have run.
 
-    Hooks that the user registers later also run before it.
+    Hooks that the user registers later also run before `hook`.
 
     Returns:
         A handle whose `remove` removes the hook.
@@ -170,7 +169,7 @@ def sharded_gradient(param: Any, local: torch.Tensor) -> DTensor:
 
 
 def sharded_like(param: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is sharded like a parameter, from its flat local elements."""
+    """Return a tensor that is sharded like `param` and has the flat local elements `values`."""
     if not isinstance(param, DTensor):
         return values.view(param.shape)
     local = values.view(param._local_tensor.shape).to(param.device)
@@ -180,12 +179,12 @@ def sharded_like(param: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
 
 
 def uses_cpu_offload(group: Any) -> bool:
-    """Return whether the group was sharded with an offload policy of FSDP2."""
+    """Return whether a group was sharded with FSDP2's `CPUOffloadPolicy`."""
     return isinstance(group.offload_policy, CPUOffloadPolicy)
 
 
 def reshards_to_fewer_ranks(group: Any) -> bool:
-    """Return whether weights are resharded to a subset of ranks after forward (integer `reshard_after_forward`)."""
+    """Return whether weights are resharded to a subset of the ranks after forward (integer `reshard_after_forward`)."""
     return group.post_forward_mesh_info is not None and group.post_forward_mesh_info is not group.mesh_info
 
 
@@ -207,7 +206,7 @@ def compute_dtype(param: Any) -> torch.dtype:
 
 
 def local_tensor(param: Any) -> torch.Tensor:
-    """Return this rank's slice, shape `sharded_size`."""
+    """Return this rank's slice of a parameter, of shape `sharded_size`."""
     local: torch.Tensor = param._sharded_local_tensor
     return local
 
@@ -219,7 +218,7 @@ def padded_shape(param: Any) -> torch.Size:
 
 
 def full_shape(param: Any) -> torch.Size:
-    """Return the shape of the gathered parameter. Under tensor parallelism, it is the shape of the local part."""
+    """Return the shape of the gathered parameter. With tensor parallelism, this is the shape of its local part."""
     size: torch.Size = param._orig_size
     return size
 
@@ -230,24 +229,24 @@ def shard_dim(param: Any) -> int:
 
 
 def shard_rank_and_size(param: Any) -> tuple[int, int]:
-    """Return this rank's position among the ranks over which a parameter is sharded, and their number."""
+    """Return this rank's index among the ranks that a parameter is sharded across, and the number of these ranks."""
     info = param.mesh_info
     return getattr(info, "shard_mesh_rank", 0), getattr(info, "shard_mesh_size", 1)
 
 
 def shard_ranks(param: Any) -> tuple[int, ...]:
-    """Return the ranks over which a parameter is sharded, in the order of their slices."""
+    """Return the ranks that a parameter is sharded across, in the order of their slices."""
     group = getattr(param.mesh_info, "shard_process_group", None)
     return tuple(dist.get_process_group_ranks(group)) if group is not None else (dist.get_rank(),)
 
 
 def has_gradient_dtype(param: nn.Parameter) -> bool:
-    """Return whether gradients of a parameter have a dtype other than its own, supported by FSDP2 since torch 2.15."""
+    """Return whether a parameter and its gradients differ in dtype. FSDP2 supports this since torch 2.15."""
     return param.requires_grad and param.grad_dtype != param.dtype
 
 
 def reduces(param: Any) -> bool:
-    """Return whether gradients are reduced over several ranks."""
+    """Return whether gradients of a parameter are reduced across several ranks."""
     return bool(param.mesh_info.mesh.size() > 1)
 
 
@@ -260,28 +259,28 @@ def replace_local_tensor(param: Any, shard: torch.Tensor) -> None:
     """Make `shard` the local tensor of a sharded parameter, without changing the identity of the parameter.
 
     Raises:
-        RuntimeError: If the parameter is on the meta device and a weak reference to it exists.
+        RuntimeError: if the parameter is on the meta device and a weak reference to it exists.
     """
     param._sharded_param_data = shard.view(-1)
     current = param.sharded_param
     if current.device.type != "meta":
         current._local_tensor = shard
         return
-    # A tensor on another device is a new tensor. Swapping the contents keeps the identity of the parameter, so that
-    # lists of parameters that exist already, such as the groups of the optimizer, refer to the trained parameter.
+    # A parameter cannot be moved to another device in place. Swapping its contents with a new parameter keeps its
+    # identity, so that existing references, such as the optimizer's param groups, refer to the trained parameter.
     new = nn.Parameter(param.to_sharded_dtensor(shard), requires_grad=current.requires_grad)
     torch.utils.swap_tensors(current, new)  # type: ignore[no-untyped-call]
 
 
 def watch_local_tensor(param: Any, check: Callable[[bool], None]) -> None:
-    """Call `check` where FSDP2 would pad the local tensor of a sharded parameter or adopt a new one.
+    """Call `check` whenever FSDP2 would pad or replace the local tensor of a sharded parameter.
 
-    FSDP2 does so before the first forward and after `load_state_dict`, which may register another parameter on the
-    module. In that case, the sharded parameter is restored.
+    FSDP2 does so before the first forward and after `load_state_dict`, which may have registered a different parameter
+    on the module. In that case, the sharded parameter is restored first.
 
     Args:
-        param: FSDPParam object of FSDP2.
-        check: Function that is called with ``True`` if the sharded parameter had to be restored.
+        param: FSDP2's `FSDPParam` object.
+        check: function that is called with ``True`` if the sharded parameter had to be restored.
     """
 
     def reset_sharded_param() -> None:
@@ -304,7 +303,7 @@ def reshard(module: Any) -> None:
     """Reshard a module if it is gathered.
 
     Args:
-        module: Module on which `fully_shard` was called.
+        module: module on which `fully_shard` was called.
     """
     module.reshard()
 
@@ -315,18 +314,18 @@ def in_backward() -> bool:
 
 
 def backward_number() -> int:
-    """Return the number of the backward that is running on this thread, or -1 if there is none."""
+    """Return the id of the backward pass that is running on this thread, or -1 if none is running."""
     return int(_current_graph_task_id())
 
 
 SANITIZER = "torch.cuda._sanitizer"
-"""Name of the module that asks for the addresses of tensors if `TORCH_CUDA_SANITIZER=1`."""
+"""Name of the module that reads tensor addresses if `TORCH_CUDA_SANITIZER=1`."""
 
 
 def profiler_is_on() -> bool:
-    """Return whether a torch profiler is recording.
+    """Return whether a PyTorch profiler is recording.
 
-    Callers check it first, because entering a profiler range takes as long as all other work for a small weight.
+    Callers check this first, because entering a profiler range takes as long as all other work for a small weight.
     """
     return torch.autograd.profiler._is_profiler_enabled
 
@@ -335,8 +334,8 @@ def local_gradient(param: nn.Parameter) -> torch.Tensor:
     """Return the local part of a reduced gradient.
 
     Raises:
-        UnsupportedError: If the placements of the gradient differ from the placements of its parameter, so that the
-            local parts do not match.
+        UnsupportedError: if the gradient and its parameter have different placements, so that their local parts do not
+            match.
     """
     grad = param.grad
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
@@ -350,10 +349,10 @@ def local_gradient(param: nn.Parameter) -> torch.Tensor:
 def add_up_gradients(module: Any) -> None:
     """Accumulate the gradients of a module in the reduce dtype as they arrive, until they are reduced.
 
-    FSDP2 does so over backwards without reduction. Here, it happens after each `AccumulateGrad`.
+    FSDP2 itself does this only across backward passes without reduction. Here, it happens after each `AccumulateGrad`.
 
     Args:
-        module: Module on which `fully_shard` was called, gathered.
+        module: gathered module on which `fully_shard` was called.
     """
     for group in _groups_of(module):
         for param in group.fsdp_params:
@@ -367,16 +366,16 @@ def _add_up(param: Any, gathered: torch.Tensor) -> None:
         param.accumulate_unsharded_grad_if_needed()
         param.to_accumulated_grad_if_needed()
     elif gathered.grad is not None and param.unsharded_grad_dtype is not None:
-        # FSDP2 leaves the first gradient in its computed dtype. Once cast, autograd accumulates into it in place.
+        # FSDP2 leaves the first gradient in the dtype of the computation. After this cast, autograd adds in place.
         gathered.grad = gathered.grad.to(param.unsharded_grad_dtype)
 
 
 PARAMETER_MARKS = frozenset({"_is_param"})
-"""Attributes that torch sets on parameters of tensor subclasses such as DTensor."""
+"""Attributes that PyTorch sets on parameters of tensor subclasses such as DTensor."""
 
 
 def is_hooks(name: str) -> bool:
-    """Return whether the name of an optimizer attribute denotes a dictionary of hooks."""
+    """Return whether the optimizer attribute with this name is a dictionary of hooks."""
     return name.startswith("_optimizer_") and name.endswith("_hooks")
 
 
@@ -390,7 +389,7 @@ def is_bookkeeping(name: str, value: Any) -> bool:
 
 
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """Return the `step` of an optimizer without the hooks that torch runs around it."""
+    """Return the `step` method of an optimizer without the hooks that PyTorch runs around it."""
     step = type(optimizer).step
     plain = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
     bound: Callable[..., Any] = plain.__get__(optimizer)
@@ -398,6 +397,6 @@ def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
 
 
 def share_step_hooks(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
-    """Make an optimizer run the `step` hooks of another one, including hooks registered later."""
+    """Make `optimizer` run the `step` hooks of `other`, including hooks registered later."""
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         vars(optimizer)[name] = vars(other)[name]

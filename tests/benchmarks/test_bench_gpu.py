@@ -21,7 +21,7 @@ PROGRAM = ROOT / "benchmarks" / "bench_gpu.py"
 VARIANTS = ["fsdp_memory", "infinity_host", "infinity_nvme"]
 TINY = ("--variants", ",".join(VARIANTS), "--device", "cpu", "--threads", 1, "--model", "tiny",
         "--layers", 2, "--tokens", 32, "--seq", 16, "--steps", 2, "--rounds", 2, "--host-memory", "1536KiB",
-        "--page-bytes", "64KiB", "--nvme-bandwidth", "1e9/1e9")  # fmt: skip
+        "--page-bytes", "64KiB")  # fmt: skip
 
 
 def bench(*options: object) -> subprocess.CompletedProcess[str]:

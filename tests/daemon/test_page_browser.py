@@ -144,7 +144,7 @@ def test_every_part_is_shown(tab, tmp_path):
         card = f"document.querySelectorAll('#runs > article')[{run}]"
         text = tab.value(f"{card}.innerText")
         assert "Host cache: 96.0 MiB of 128 MiB in use" in text
-        assert "90.0 % of the requested pages were ready" in text
+        assert "90.0 % of page requests" in text
         assert tab.value(f"{card}.querySelectorAll('tbody tr').length") == 2
         row = tab.value(f"[...{card}.querySelectorAll('tbody tr')[1].children].map((cell) => cell.innerText)")
         assert row[:6] == ["1", "running", "3", "500 ms", "2,000", "20.0 %"]
@@ -155,7 +155,7 @@ def test_every_part_is_shown(tab, tmp_path):
         assert "rated for 600 TB" in drives
         assert str(tmp_path) in drives
         ranks[1].stats.counter("io_errors_total", op="read", reason="eio").add(2)
-        tab.until("document.querySelector('#runs').innerText.includes('2 transfers failed')")
+        tab.until("document.querySelector('#runs').innerText.includes('2 page transfers failed')")
         tab.until("document.querySelector('#space tbody')?.innerText.includes('3.00 MiB')")
         assert (
             tab.value("[...document.querySelectorAll('#space tbody tr > *')].map((cell) => cell.innerText)")[0] == "one"
@@ -265,7 +265,7 @@ def test_everything_is_reached_by_keyboard(tab, tmp_path):
         tables = [text for text in seen if text.startswith("Ranks of")]
         assert sorted(tables) == ["Ranks of one", "Ranks of two"]
         assert [text for text in seen if text not in tables] == [
-            "Skip to the content", "Pause", "metrics", "health", "state as JSON",
+            "Skip to main content", "Pause", "metrics", "health", "state as JSON",
         ]  # fmt: skip
         assert all(above <= below + 40 for above, below in pairwise(tops[1:]))
         tab.press("Tab"), tab.press("Enter")
@@ -335,7 +335,7 @@ def test_a_token_is_asked_for_and_kept_for_the_tab(tab, tmp_path):
     with daemon(tmp_path, "--token-file", str(token)) as process:
         tab.open(f"http://127.0.0.1:{process.port}/")
         tab.until(asks)
-        assert tab.text("#status") == "token needed"
+        assert tab.text("#status") == "token required"
         assert not tab.value("document.querySelector('#ask-wrong').checkVisibility()")
         for given in ("wrong", "0123456789abcdef"):
             tab.until("document.activeElement.id === 'token'")

@@ -260,6 +260,6 @@ def test_the_daemon_tells_them(tmp_path: Path) -> None:
 
 def test_checkpoints_that_would_go_soon_are_a_mistake(tmp_path: Path) -> None:
     """Nobody means a minute."""
-    with pytest.raises(ConfigError, match=r"remove_checkpointed_after_seconds = 60 is less than a day"):
+    with pytest.raises(ConfigError, match=r"remove_checkpointed_after_seconds = 60 .*86400"):
         load_daemon_config(None, {"stale.remove_checkpointed_after_seconds": 60})
     assert load_daemon_config(None, {"stale.remove_checkpointed_after_seconds": DAY}).stale.remove_after_seconds == 0

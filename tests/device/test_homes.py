@@ -217,5 +217,5 @@ def test_a_device_that_has_less_room_than_it_said(
         found = outcome(plain, recipe, Paging(host_cache="least", device=64 << 20), tmp_path)
     assert len(built) == 3
     assert found.gpu_resident == 0
-    assert "memory.device_bytes lower" in caplog.text
+    assert "reduce memory.device_bytes" in caplog.text
     assert differences(expected, found) == []

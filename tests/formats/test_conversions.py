@@ -294,7 +294,7 @@ def test_an_older_transformers_takes_plain_names(tmp_path: Path, monkeypatch: py
     assert families.differing(families.filled("llama"), found) == []
     export_safetensors(CheckpointReader(run), tmp_path / "out", file_bytes=MIB)
     assert unlike(tmp_path / "llama", tmp_path / "out") == []
-    with pytest.raises(ConfigError, match="this version of transformers has no rules"):
+    with pytest.raises(ConfigError, match="transformers has no rules"):
         families.offload(families.on_meta("mixtral"), tmp_path, weights=tmp_path / "mixtral")
 
 

@@ -392,7 +392,7 @@ def test_a_part_that_one_rank_needs(pair: RankPool, tmp_path: Path) -> None:
         file.write(bytes(place.length))
     first, second = pair.run(refused, tmp_path, tmp_path / "plain", recipe)
     assert re.match(
-        r"InfinityError: writing the first values failed on rank 1: CheckpointError: .* cannot be read", first
+        r"InfinityError: writing .* values failed on rank 1: CheckpointError: .* cannot be read", first
     )
     assert re.match(r"CheckpointError: model.head.weight in .* cannot be read", second)
 

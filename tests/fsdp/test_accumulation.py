@@ -296,7 +296,7 @@ def test_what_has_no_such_head_is_refused() -> None:
     """With what it is, before anything is changed."""
     with pytest.raises(ConfigError, match=r"sliced_loss .*got 0"):
         infinity.sliced_loss(models.build("llama"), 0)
-    with pytest.raises(UnsupportedError, match="not a causal language model of transformers"):
+    with pytest.raises(UnsupportedError, match=r"is not a .*causal language model"):
         infinity.sliced_loss(models.build("toy"), 8)
     with pytest.raises(UnsupportedError, match="call fully_shard on it first"):
         infinity.sliced_loss(models.llama(width=16, layers=1), 8)
@@ -309,7 +309,7 @@ def test_it_is_said_where_head_and_loss_are_not_sliced(caplog: pytest.LogCapture
     config = models.llama(width=16, layers=1).config
     config.pad_token_id = 0
     model = models.shard(transformers.LlamaForSequenceClassification(config))
-    with pytest.raises(UnsupportedError, match="not a causal language model of transformers"):
+    with pytest.raises(UnsupportedError, match=r"is not a .*causal language model"):
         infinity.sliced_loss(model, 8)
     assert not caplog.records
     infinity.micro_batches(model, 2)
@@ -488,9 +488,9 @@ def test_batches_that_cannot_be_shared_equally() -> None:
     """The error names both numbers, in training and in evaluation."""
     model = models.build("llama")
     infinity.micro_batches(model, 4)
-    with pytest.raises(ConfigError, match=r"a batch of 6, .*4 micro-batches"):
+    with pytest.raises(ConfigError, match=r"batch of size 6, .*4 micro-batches"):
         models.loss_of(model, batch(model, 0, sequences=6))
-    with pytest.raises(ConfigError, match=r"a batch of 2, .*4 micro-batches"):
+    with pytest.raises(ConfigError, match=r"batch of size 2, .*4 micro-batches"):
         evaluate(model, 2)
 
 
@@ -798,8 +798,8 @@ NOT_SLICED: dict[str, tuple[Any, Any, Any, str]] = {
         (nn.utils.rnn.pack_padded_sequence(torch.randn(6, 4, 12), torch.tensor([6, 5, 3, 2])), {}), "PackedSequence",
     ),
     "an object with tensors": (Masked, None, given(mask=SimpleNamespace(mask=causal(6))), "mask of type Simple"),
-    "a name that is none": (Encoder, {"y": 1}, given(), r"batch_dim names y"),
-    "a dimension that is none": (Encoder, 3, given(), r"batch_dim=3 does not fit x"),
+    "a name that is none": (Encoder, {"y": 1}, given(), r"batch_dim .* y, but Encoder"),
+    "a dimension that is none": (Encoder, 3, given(), r"batch_dim=3 .* x of Encoder"),
 }  # fmt: skip
 
 
@@ -992,5 +992,5 @@ def test_models_that_cannot_be_sliced_are_refused() -> None:
         infinity.micro_batches(sharded(nn.Sequential(fully_shard(Pair(), mesh=mesh))), 2)
     head = models.llama()
     fully_shard(head.lm_head, mesh=mesh)
-    with pytest.raises(UnsupportedError, match="lm_head is an FSDP module"):
+    with pytest.raises(UnsupportedError, match=r"root FSDP module, .*lm_head"):
         infinity.micro_batches(models.shard(head), 2)

@@ -261,7 +261,7 @@ def test_a_save_that_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         parts = parts_of(acc, sharded(), tmp_path, config=settings(tmp_path, resume="latest"))
         with parts[1].optimizer:
             with pytest.raises(
-                CheckpointError, match=r"second belongs to step 2 .* this one is at step 1 behind \S*first"
+                CheckpointError, match=r"second belongs to step 2 .* at step 1.*\S*first"
             ):
                 acc.load_state(str(tmp_path / "second"))
             acc.load_state(str(tmp_path / "first"))
@@ -338,7 +338,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         for named, kind, why in (
             ({}, ConfigError, "FSDP2 plugin.*fully_shard"),
             ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)}, UnsupportedError, "fsdp_version=2"),
-            ({"fsdp_plugin": plugin(cpu_offload=True)}, UnsupportedError, "has cpu_offload"),
+            ({"fsdp_plugin": plugin(cpu_offload=True)}, UnsupportedError, "cpu_offload"),
             ({"resume_from": tmp_path}, ConfigError, r"infinity\.json cannot be read: No such file"),
         ):
             with pytest.raises(kind, match=why):
@@ -347,7 +347,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         optimizer = optimizer_of(model)
         with pytest.raises(UnsupportedError, match=r"accelerator\.prepare"):
             prepare(acc, model, acc.prepare(optimizer_of(bare())), config=settings(tmp_path))
-        with pytest.raises(UnsupportedError, match="a second Linear"):
+        with pytest.raises(UnsupportedError, match="Linear"):
             prepare(acc, model, optimizer, nn.Linear(1, 1), config=settings(tmp_path))
     with accelerator(mixed_precision="bf16") as acc, pytest.raises(ConfigError, match=r"compute in torch\.float32"):
         parts_of(acc, sharded(policy=MixedPrecisionPolicy()), tmp_path)
@@ -370,7 +370,7 @@ def test_a_folder_whose_checkpoint_was_replaced_is_refused_and_nothing_is_lost(t
             folder = optimizer.run.folder.checkpoints
     with accelerator() as acc:
         with pytest.raises(
-            CheckpointError, match=r"first belongs to a checkpoint of step 1 .* was replaced: .* another one"
+            CheckpointError, match=r"first, at step 1 .* was replaced"
         ):
             parts_of(acc, sharded(), tmp_path, config=config, resume_from=tmp_path / "first")
         assert {name for name in checkpoints if name.endswith(".json")} <= set(os.listdir(folder))

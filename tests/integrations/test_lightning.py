@@ -267,9 +267,9 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path).fit(Bare(), loader())
     with pytest.raises(UnsupportedError, match="returned 2 optimizers"):
         trainer(tmp_path, gradient_clip_val=None).fit(Two(), loader())
-    with pytest.raises(UnsupportedError, match=r"precision='bf16-true'\): give fully_shard mp_policy"):
+    with pytest.raises(UnsupportedError, match=r"precision='bf16-true'.*mp_policy"):
         trainer(tmp_path, precision="bf16-true").fit(Llama(), loader())
-    with pytest.raises(UnsupportedError, match="tensor_parallel_size: all ranks are data parallel"):
+    with pytest.raises(UnsupportedError, match="tensor_parallel_size"):
         strategy(tmp_path, tensor_parallel_size=2)
     with pytest.raises(UnsupportedError, match=r"predict\(\).*fit\(\)"):
         trainer(tmp_path).validate(Llama(), loader())

@@ -251,7 +251,7 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
     close(trainer)
     torn = out / "checkpoint-6"
     (torn / "infinity.json").write_text('{"run_id": 1, "step": 2}')
-    with pytest.raises(CheckpointError, match="names no checkpoint"):
+    with pytest.raises(CheckpointError, match="run_id = 1, step = 2"):
         make(out, build(), nvme=nvme, **SAVED).train(resume_from_checkpoint=str(torn))
 
 
@@ -266,7 +266,7 @@ def test_a_file_that_is_torn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     again = make(out, build("meta"), nvme=nvme, **SAVED)
     again.train(resume_from_checkpoint=True)
     outcome_of(again).equals(expected)
-    assert "checkpoint-6 is ignored and not removed" in caplog.text
+    assert "checkpoint-6 is ignored" in caplog.text
     assert names(out) == ["checkpoint-4", "checkpoint-6"]
     assert checkpointed(nvme) == [4, 6]
     close(again)

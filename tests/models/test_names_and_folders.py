@@ -304,11 +304,11 @@ UNSUPPORTED: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], st
                              "cannot be read: .*trust_remote_code=True"),
     "remote model": (lambda folder: changed(folder, architectures=["OwnForCausalLM"],
                                             auto_map={"AutoModelForCausalLM": "own.OwnForCausalLM"}), {},
-                     r"OwnForCausalLM is not in transformers.*trust_remote_code=True"),
+                     r"OwnForCausalLM .*transformers.*trust_remote_code=True"),
     "an unknown architecture": (lambda folder: changed(folder, architectures=["LlamaForDreams"]), {},
                                 r"LlamaForDreams .*transformers .*auto_class .*AutoModelForCausalLM"),
     "no architecture": (lambda folder: changed(folder, architectures=None), {},
-                        "names no architecture.*auto_class.*AutoModel"),
+                        "architecture.*auto_class.*AutoModel"),
     "wrong numbers": (lambda folder: changed(folder, num_attention_heads=0), {}, "cannot be (built|read)"),
     "an unknown class": (None, {"auto_class": "AutoModelForCausalML"}, "did you mean AutoModelForCausalLM"),
     "a class for others": (None, {"auto_class": "AutoModelForImageClassification"},
@@ -361,7 +361,7 @@ def test_what_is_no_folder_and_no_configuration(tmp_path: Path) -> None:
         infinity.from_config("org/small")
     rwkv = transformers.RwkvConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, attention_hidden_size=8)
     if not transformers.RwkvForCausalLM.supports_gradient_checkpointing:
-        with pytest.raises(UnsupportedError, match="RwkvForCausalLM has no activation checkpointing"):
+        with pytest.raises(UnsupportedError, match="RwkvForCausalLM .*activation_checkpointing"):
             infinity.from_config(rwkv, auto_class="AutoModelForCausalLM", activation_checkpointing=True)
-    with pytest.raises(InfinityError, match="logit_scale of CLIPModel has no dimension"):
+    with pytest.raises(InfinityError, match="logit_scale of CLIPModel .*fully_shard"):
         infinity.from_config(transformers.CLIPConfig(), auto_class="AutoModel")

@@ -143,9 +143,9 @@ def test_what_fully_shard_does_not_take_is_refused() -> None:
     """Before any module is sharded."""
     model = model_of(nn.ModuleList([Block(nn.Linear(2, 2))]))
     model.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(UnsupportedError, match=r"scale of Module has no dimension.*shape \(1,\)"):
+    with pytest.raises(UnsupportedError, match=r"scale of Module .*shape \(1,\)"):
         shard(model, mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy())
     del model.scale
-    with pytest.raises(UnsupportedError, match="Module has no activation checkpointing"):
+    with pytest.raises(UnsupportedError, match="Module .*activation_checkpointing"):
         shard(model, mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy(), activation_checkpointing=True)
     assert not list(torch_private.parameter_groups(model))

@@ -91,7 +91,7 @@ def test_infinity_is_no_setting_but_where_it_is_the_default(
     optimizer = Grown(model.parameters(), **settings_of)
     config = settings(tmp_path, Paging(), 64 << 20)
     if refused:
-        with pytest.raises(ConfigError, match=f"{refused} of the optimizer is .*finite"):
+        with pytest.raises(ConfigError, match=f"{refused} = .*finite"):
             infinity.offload(model, optimizer, config)
     else:
         with infinity.offload(model, optimizer, config) as paged:

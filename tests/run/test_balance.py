@@ -164,7 +164,7 @@ def test_without_room_pages_stay(
         assert session.run() == expected
     assert not been
     assert [record.message for record in caplog.records if "no room" in record.message] == [
-        "drives are unequally loaded, but there is no space to move pages: no room"
+        "the load on storage.paths is uneven, but there is not enough space to move pages: no room"
     ]
 
 

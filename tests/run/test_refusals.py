@@ -122,7 +122,7 @@ def test_the_size_that_a_refusal_suggests_is_accepted(page: int, tmp_path: Path)
     sentence, what = text.split("\n")
     size = r"[0-9.]+ [KMG]iB"
     assert re.search(
-        rf"it has {size} and needs at least {size} \(\d+ pages of {size}\); set memory\.host_bytes to", sentence
+        rf"{size}\D*{size} \(\d+ pages of {size}\); set memory\.host_bytes to", sentence
     )
     for part in ("weights in the compute dtype", "master weights and moments", "gradients"):
         assert re.search(rf"{size} of {part}", what), part
@@ -179,7 +179,7 @@ def test_a_setting_that_is_not_finite_is_named(name: str, value: float, tmp_path
     model = models.build("toy")
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.param_groups[0][name] = value
-    assert f"ConfigError: {name} of the optimizer is {value}" in refuse(model, optimizer, tmp_path)
+    assert f"ConfigError: {name} = {value}" in refuse(model, optimizer, tmp_path)
 
 
 def test_a_file_system_without_a_size_is_no_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

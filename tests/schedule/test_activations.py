@@ -190,7 +190,7 @@ def test_without_a_store_all_have_cache_slots_or_it_is_said() -> None:
     with opened(None) as (pages, _):
         kept = [pages.keep(content(PAGE, number))[0] for number in range(CACHE_SLOTS)]
         with pytest.raises(
-            BudgetError, match=r'more than the 48 KiB .* set activations.host_bytes higher, or .* "nvme"'
+            BudgetError, match=r'more than the 48 KiB .* activations\.host_bytes .* activations\.tier = "nvme"'
         ):
             pages.keep(content(10, 0))
         for number in reversed(range(CACHE_SLOTS)):

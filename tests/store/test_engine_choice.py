@@ -110,7 +110,7 @@ def test_what_is_measured_is_kept(storage: StorageConfig, runtime: Path, measure
     """By drives and size of requests: another folder there does not pay for it again."""
     first = choose(storage, runtime)
     assert first == ("threads", "threads are 1.20 times as fast as io_uring (measured now)")
-    assert choose(storage, runtime) == ("threads", first.reason.replace("now", "before"))
+    assert choose(storage, runtime) == ("threads", first.reason.replace("now", "earlier"))
     (tmp_path / "c").mkdir()
     assert choose(replace(storage, paths=(str(tmp_path / "c"), storage.paths[0])), runtime).engine == "threads"
     assert measured == [Point(load=Load.BOTH, block_bytes=2 * MIB, depth=32), Found(1.2, True)]
@@ -136,7 +136,7 @@ def test_what_is_kept_is_checked(text: str, storage: StorageConfig, runtime: Pat
     (runtime / CACHE_NAME).write_text(text.replace("KEY", key))
     (runtime / CACHE_NAME).chmod(0o600)
     assert "measured now" in choose(storage, runtime).reason
-    assert "measured before" in choose(storage, runtime).reason
+    assert "measured earlier" in choose(storage, runtime).reason
     assert len(measured) == 2
 
 

@@ -169,7 +169,7 @@ def test_a_folder_of_another_user_is_not_written_to(tmp_path: Path) -> None:
         run.create()
     os.chown(run.roots[0], 0, -1)
     run.roots[0].chmod(0o777)
-    with pytest.raises(ConfigError, match="others may write to it"):
+    with pytest.raises(ConfigError, match="mode 0777"):
         run.create()
 
 
@@ -236,7 +236,7 @@ def test_nothing_is_removed_through_a_link(tmp_path: Path) -> None:
         assert tree(victim) == before
     assert look_for_runs([path]) == (
         [],
-        {linked.roots[0]: "its checkpoints is a link", swapped.roots[0]: "it is a link"},
+        {linked.roots[0]: "its checkpoints entry is a link", swapped.roots[0]: "it is a link"},
     )
 
 
@@ -823,7 +823,7 @@ def test_a_folder_of_ones_own(tmp_path: Path) -> None:
     with pytest.raises(PermissionError, match="it is a link"):
         own_folder(tmp_path / "link", parents=False)
     (tmp_path / "a").chmod(0o770)
-    with pytest.raises(PermissionError, match="others may write to it"):
+    with pytest.raises(PermissionError, match="mode 0770"):
         own_folder(tmp_path / "a", parents=False)
     if os.geteuid() == 0:
         (tmp_path / "a").chmod(0o700)

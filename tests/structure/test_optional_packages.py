@@ -63,7 +63,7 @@ def test_supported_releases_are_said_alike() -> None:
     assert PROJECT["requires-python"] == f">={python}"
     assert f"torch>={torch}" in PROJECT["dependencies"]
     assert PROJECT["optional-dependencies"]["hf"] == [f"transformers>={transformers}"]
-    said = f"Python {python} or newer, torch {torch} to {NEWEST_TORCH}, transformers {transformers} or newer"
+    said = f"Python {python} or newer, torch {torch} to {NEWEST_TORCH}, and transformers {transformers} or newer"
     for page in ("README.md", "docs/tutorials/first-run.md"):
         assert said in " ".join((ROOT / page).read_text().split()), page
 

@@ -46,7 +46,7 @@ def test_records_become_objects() -> None:
         (schema.size(4096, 1 << 20), "2MiB", "'2MiB' is above the maximum of 1048576"),
         (schema.size(0, 1 << 20), "2 parsecs", "'2 parsecs' is not a size"),
         (schema.printable(1, 4), "a\nb", r"'a\nb' must be printable text of 1 to 4 characters"),
-        (schema.distinct(sequence(text())), ["a", "a"], "['a', 'a'] contains an item twice"),
+        (schema.distinct(sequence(text())), ["a", "a"], "['a', 'a'] contains a duplicate item"),
         (row(integer(0), text()), [1], "[1] must be a list of 2 items"),
     ],
 )  # fmt: skip

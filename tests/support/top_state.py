@@ -66,7 +66,7 @@ UNKNOWN = Drive(
 )  # fmt: skip
 SNAPSHOT = Snapshot(
     time=NOW, infinityd="0.1.0", runtime_dir="/run/infinity", runs=(run("20270115-075959-1a2b3c"), STARTING, DEAD),
-    drives=(DRIVE, UNKNOWN), notes=("ignored a file that is not a stats file of this version",),
+    drives=(DRIVE, UNKNOWN), notes=("ignored a stats file that is unreadable or from a different version",),
 )  # fmt: skip
 STATE = State(
     snapshot=SNAPSHOT,

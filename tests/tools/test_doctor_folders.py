@@ -111,7 +111,7 @@ def test_a_folder_in_use(tmp_path: Path) -> None:
         ("nfs4", "warning", "not local"),
         ("fuse.sshfs", "warning", "not local"),
         ("overlay", "warning", "container"),
-        ("btrfs", "note", "copies"),
+        ("btrfs", "note", "copy-on-write"),
     ],
 )
 def test_file_systems(kind: str, status: str, says: str, tmp_path: Path, machine: Machine) -> None:

@@ -125,7 +125,7 @@ def test_it_fits_the_terminal(width: int, places: list[Path], monkeypatch: pytes
     assert "…" not in done.stdout
     words = " ".join(done.stdout.split())
     for text in ("block depth read write mixed p50 p95 p99 max", "b[x], all folders busy at once", "64 KiB",
-                 "folder read together write together mixed together", "relative to the sum of each alone: read",
+                 "folder read together write together mixed together", "relative to the sum of the folders alone: read",
                  "sustained writes, b[x]: too short", "the result was not stored", "[storage]"):  # fmt: skip
         assert text in words
     assert f"paths = [{', '.join(json.dumps(str(place)) for place in places)}]" in done.stdout

@@ -93,7 +93,7 @@ def test_the_command_compares(place: Path) -> None:
 
 @pytest.mark.parametrize(
     ("program", "says"),
-    [("echo no engine >&2; exit 1", "status 1: no engine"), ("echo hello", "fio printed no")],
+    [("echo no engine >&2; exit 1", "status 1: no engine"), ("echo hello", "fio did not print")],
 )
 def test_its_failure_is_said_and_ends_nothing(
     program: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

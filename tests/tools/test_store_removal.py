@@ -90,7 +90,7 @@ def test_a_run_whose_checkpoints_lie_behind_a_link_is_passed_over(nvme: Path, tm
     for command in (("gc", nvme), ("rm", nvme, "--ended"), ("ls", nvme)):
         done = run_here("store", *command, *(["--yes"] if command[0] != "ls" else []))
         assert done.status == 0
-        assert f"{run.roots[0]} is ignored: its checkpoints is a link" in done.errors
+        assert f"{run.roots[0]} is ignored: its checkpoints entry is a link" in done.errors
         assert listed(elsewhere) == before
 
 

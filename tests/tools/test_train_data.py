@@ -124,10 +124,10 @@ def test_what_the_data_were_is_not_changed_unasked(tmp_path: Path) -> None:
     assert run_here(*TRAIN, "--data", "d.jsonl", "--steps", "2", "--out", "o").status == 0
     again = ["train", "--resume", "--out", "o", "--steps", "3", "--host-memory", "1MiB"]
     for other, reason in (
-        (["--data", "e.jsonl"], "(files, tokenizer, columns or --loss-on)"),
-        (["--loss-on", "all"], "(files, tokenizer, columns or --loss-on)"),
+        (["--data", "e.jsonl"], "tokenizer, columns or --loss-on"),
+        (["--loss-on", "all"], "tokenizer, columns or --loss-on"),
         (["--seq", "32"], "packed for --seq 64, but --seq is 32"),
-        (["--data", "m"], "trained on a data set, but --data"),
+        (["--data", "m"], "dataset, but --data"),
     ):
         ended = run_here(*again, *other)
         assert ended.status == 2, other
@@ -218,14 +218,14 @@ def test_ranks_share_the_batches(tmp_path: Path) -> None:
         ({"text": "x"}, ["--loss-on", "answers"], "--loss-on 'answers' is not one of completions, all"),
         ({"text": "x"}, ["--epochs", "0"], "--epochs 0"),
         ({"text": "x"}, ["--epochs", "2", "--steps", "3"], "--epochs 2 and --steps 3"),
-        ({"text": "x"}, ["--eval-every", "3"], "--eval-every 3 needs --eval-data or --eval-split"),
+        ({"text": "x"}, ["--eval-every", "3"], "--eval-every 3 requires --eval-data or --eval-split"),
         ({"text": "x"}, ["--eval-split", "test"], "has the splits train, no 'test'; select one with --eval-split"),
         ({"text": "x"}, ["--data", "m"], "--data 'm' is plain text"),
         ({"text": "x"}, ["--log", "mlflow"], "--log 'mlflow' is not one of tensorboard, wandb"),
         ({"text": "x"}, ["--lora", "rank=4"], "--lora 'rank=4' is not valid; write 16, r=16"),
         ({"text": "x"}, ["--lora", "r=4,targets=qq"], "--lora r=4,alpha=8,dropout=0,targets=qq: "),
         (None, [], "--data d.jsonl has no rows"),
-        ("{", [], "'d.jsonl' cannot be read as a data set"),
+        ("{", [], "'d.jsonl' cannot be read"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_on_is_said(row: Any, options: list[str], message: str, tmp_path: Path) -> None:
@@ -254,6 +254,6 @@ def test_plain_text_takes_no_options_of_data_sets_and_can_be_held_out(tmp_path: 
     (tmp_path / "t.txt").write_text("the sea and the wind " * 100)
     plain = ["train", "--model", "tiny", "--seq", "32", "--batch-tokens", "64", "--host-memory", "1MiB", "--steps", "2"]
     ended = run_here(*[w for w in plain if w not in ("--steps", "2")], "--data", "t.txt", "--epochs", "2", "--out", "o")
-    assert "--epochs 2 requires a data set" in " ".join(ended.errors.split())
+    assert "--epochs 2 requires a dataset" in " ".join(ended.errors.split())
     found = run_here(*plain, "--data", "t.txt", "--eval-data", "t.txt", "--json", "--out", "o").summary
     assert [step for step, _ in found["eval_losses"]] == [2]

@@ -121,7 +121,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew_with_resume_au
 
 def test_runs_that_are_there_already_are_counted(tmp_path: Path) -> None:
     """In words that fit their number."""
-    for number, says in enumerate(("", "nvme holds 1 earlier run (", "nvme holds 2 earlier runs (")):
+    for number, says in enumerate(("", "nvme contains 1 earlier run (", "nvme contains 2 earlier runs (")):
         ended = run_here(*SMALL, "--nvme", "nvme", "--out", f"out{number}", "--steps", "1")
         assert says in " ".join(ended.errors.split())
 

@@ -75,19 +75,17 @@ def test_what_a_small_copy_says_of_models_that_tell_samples_apart(kind: str) -> 
 @pytest.mark.parametrize("kind", all_but(APART, *{*APART} - {"mamba"}))
 def test_what_a_small_copy_says_of_models_that_do_not(kind: str) -> None:
     """Attention that makes its mask without positions, and layers that carry a state on or look at tokens before."""
-    assert why_apart(full_size(kind, APART[kind])) == (
-        f"{kind} does not separate packed samples: a prediction depends on the neighbor"
-    )
+    assert why_apart(full_size(kind, APART[kind])).startswith(f"{kind} does not separate packed samples:")
 
 
 def test_a_small_copy_has_every_kind_of_layer() -> None:
     """Also one that comes late: the last of 32 layers."""
     config = full_size("lfm2", {"layer_types": ["full_attention"] * 31 + ["conv"]})
     assert len(small_copy(config, "AutoModelForCausalLM").model.layers) == 32  # type: ignore[arg-type, union-attr]
-    assert "depends on the neighbor" in why_apart(config)
+    assert why_apart(config).startswith("lfm2 does not separate packed samples:")
     config.layer_types = ["full_attention"] * 2 + ["conv"] + ["full_attention"] * 29
     assert len(small_copy(config, "AutoModelForCausalLM").model.layers) == 3  # type: ignore[arg-type, union-attr]
-    assert "depends on the neighbor" in why_apart(config)
+    assert why_apart(config).startswith("lfm2 does not separate packed samples:")
 
 
 def make(folder: Path, kind: str, **values: Any) -> Any:
@@ -128,9 +126,7 @@ def test_samples_that_would_see_each_other_are_not_packed(kind: str, values: dic
         counted = (labels != IGNORED).nonzero()
         assert (tokens[: counted.max()] != 0).all()
         assert (tokens[counted.max() + 1 :] == 0).all()
-    assert (
-        found.summary["not_packed"] == f"{kind} does not separate packed samples: a prediction depends on the neighbor"
-    )
+    assert found.summary["not_packed"].startswith(f"{kind} does not separate packed samples:")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, begun({"lr": 3e-3}, 3).factor)
     batches = Drawn(source, sequences=4, seed=0, rank=0, world_size=1)

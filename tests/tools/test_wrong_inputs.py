@@ -273,7 +273,7 @@ PATHS = [
     wrong("export c --out x --model-config d", "'d'"),
     wrong("export c --out x --model-config fifo", "'fifo'"),
     wrong("export c --out x --model-config binary", "'binary'"),
-    wrong("export c --out x --model-config list.json", "'list.json'", "not a JSON object"),
+    wrong("export c --out x --model-config list.json", "'list.json'", "JSON object"),
     wrong("export c --out x --model-config huge", "'huge'"),
     wrong("export c --out x --companions missing", "'missing'", "not a folder"),
     wrong("export c --out x --companions file", "'file'", "not a folder"),
@@ -287,8 +287,8 @@ PATHS = [
     wrong("top --json --interval 0.1 --runtime-dir d --run x", "--run 'x'", "runs: none"),
 ]
 TOGETHER = [
-    train("--resume-step 2", "--resume-step 2 needs --resume"),
-    train("--resume-path d", "--resume-path d needs --resume"),
+    train("--resume-step 2", "--resume-step 2 requires --resume"),
+    train("--resume-path d", "--resume-path d requires --resume"),
     train("--no-strict", "--no-strict", "--model tiny"),
     train("--update in_backward --max-grad-norm 1", "in_backward", "--max-grad-norm", "in_forward"),
     train("--host-memory 1MiB --page-bytes 2MiB", "memory.host_bytes", "memory.page_bytes"),
@@ -323,8 +323,8 @@ PLANS = [
         "plan --parameters 1e3 --layers 4 --hidden 512 --vocabulary 1000 --nvme-bandwidth 1e9/1e9 --gpu h100",
         "too few for 4 layers of width 512",
     ),
-    plan("--ranks 100001", "--ranks '100001': 100001 is above 100000"),
-    plan("--batch-tokens 1000000000001", "--batch-tokens", "is above 1e+12"),
+    plan("--ranks 100001", "--ranks '100001': 100001 is above", "100000"),
+    plan("--batch-tokens 1000000000001", "--batch-tokens", "is above", "1e+12"),
     *(
         plan(f"--{name} {value}", f"--{name}", f"'{value}'")
         for name, values in {

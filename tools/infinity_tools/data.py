@@ -1,7 +1,7 @@
 """Plain-text training data, read in pieces and never as a whole.
 
 A batch is a pure function of seed and step. A resumed run therefore sees the same batches as an uninterrupted one, and
-so does a run with another number of ranks.
+so does a run with a different number of ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Tokens = Sequence[int] | np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Corpus:
-    """Files of a text as one continuous sequence of bytes."""
+    """Text files, read as one continuous sequence of bytes."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = list(files)
@@ -104,7 +104,10 @@ class Corpus:
             except OSError as error:
                 raise ConfigError(f"--data: {self._files[index]} cannot be read: {error.strerror}") from error
             if len(piece) != wanted:
-                raise ConfigError(f"--data: {self._files[index]} has changed since the start of the run")
+                raise ConfigError(
+                    f"--data: {self._files[index]} has changed since the start of the run; restore it, or start a new "
+                    "run"
+                )
             pieces.append(piece)
             start, length = start + wanted, length - wanted
         return b"".join(pieces)
@@ -151,9 +154,7 @@ class Batches:
         return False
 
     def at(self, step: int) -> dict[str, torch.Tensor]:
-        """Return the model's arguments for a step, counted from 0: int64 of shape (sequences per rank, sequence
-        length).
-        """
+        """Return the model inputs for a step, counted from 0: int64 tensors of shape (sequences per rank, length)."""
         generator = np.random.Generator(np.random.Philox(key=[self._seed, step]))
         starts = generator.integers(0, self._corpus.size, size=self._sequences)[self._mine]
         tokens = self.from_places([int(start) for start in starts])
@@ -173,13 +174,13 @@ class Batches:
                 return tokens[: self._length]
             if not tokens and amount >= min(self._corpus.size, _MOST_WITHOUT):
                 raise ConfigError(
-                    "--data: the model's tokenizer.json yields no tokens for this text; pass another text"
+                    "--data: the model's tokenizer.json yields no tokens for this text; pass a different text"
                 )
             amount *= 2
 
 
 def tokenizer_of(weights: Path | None) -> Callable[[str], list[int]] | None:
-    """Return the tokenizer of a pretrained folder, or None if the folder has none and tokens are bytes."""
+    """Return the encoding function of a folder's tokenizer.json, or None if it has none and tokens are bytes."""
     if weights is None or not (weights / "tokenizer.json").is_file():
         return None
     from tokenizers import Tokenizer

@@ -34,15 +34,17 @@ class Evaluation:
         return step == last or (self._every > 0 and step % self._every == 0)
 
     def loss(self, model: nn.Module) -> float:
-        """Return the mean loss over all counted tokens, equal on every rank. The training state does not change."""
+        """Return the mean loss over all tokens that count, which is the same on every rank. The training state is
+        unchanged.
+        """
         model.eval()
         try:
             with torch.no_grad():
                 total = self._total(model)
         finally:
             model.train()
-        # The root stays gathered after a forward pass, so the next step would start in a different state than the
-        # first.
+        # The root stays gathered after a forward pass, so the next step would otherwise start in a different state than
+        # the first.
         model.reshard()  # type: ignore[operator]
         if self._ranks.world_size > 1:
             dist.all_reduce(total)
@@ -54,7 +56,8 @@ class Evaluation:
         per_pass = self._at_once * self._ranks.world_size
         for first in range(0, len(self._source), per_pass):
             mine = range(first + self._ranks.rank * self._at_once, len(self._source))[: self._at_once]
-            # Every rank takes part in every pass. A rank with too few sequences repeats sequence 0 without counting it.
+            # Every rank must take part in every pass. A rank with too few sequences repeats sequence 0 without counting
+            # it.
             rows = [*mine, *[0] * (self._at_once - len(mine))]
             inputs = {name: value.to(self._device) for name, value in self._source.rows(rows).items()}
             inputs["labels"][len(mine) :] = IGNORED

@@ -23,33 +23,39 @@ _CONFIG_LIMIT = 16 * MIB
 
 
 def export(
-    paths: Annotated[list[Path], typer.Argument(help="Folders of storage.paths, in the same order.")],
-    out: Annotated[Path, typer.Option(help="New folder to write.")],
+    paths: Annotated[list[Path], typer.Argument(help="The folders in storage.paths, in the same order.")],
+    out: Annotated[Path, typer.Option(help="New folder to write to.")],
     to: Annotated[
-        str, typer.Option(help="safetensors (weights) or dcp (weights and optimizer state).")
+        str, typer.Option(help="Format: safetensors (weights) or dcp (weights and optimizer state).")
     ] = "safetensors",
     run: Annotated[str, typer.Option(help="Id of the run. [default: the newest run with a checkpoint]")] = "",
-    step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint. [default: the newest]")] = None,
-    dtype: Annotated[str, typer.Option(help="Dtype of safetensors: trained, fp32, bf16 or fp16.")] = "trained",
-    file_size: Annotated[str, typer.Option(help="Maximum bytes per file, which is also the memory used.")] = "1GiB",
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Step of the checkpoint. [default: the newest checkpoint]")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of the safetensors weights: trained (as in training), fp32, bf16 or fp16.")
+    ] = "trained",
+    file_size: Annotated[
+        str, typer.Option(help="Maximum size of a file, which is also the amount of memory used.")
+    ] = "1GiB",
     model_config: Annotated[
         Path | None,
-        typer.Option(help="config.json for the safetensors folder. [default: the one of the trained model]"),
+        typer.Option(help="config.json to write to the safetensors folder. [default: the trained model's]"),
     ] = None,
     companions: Annotated[
         Path | None,
         typer.Option(
-            help="Folder with a tokenizer, generation_config.json etc. to copy into the safetensors folder. "
-            "[default: copies from the initial weights of the run]"
+            help="Folder with a tokenizer, generation_config.json etc. to copy into the safetensors folder. [default: "
+            "the copies that the run keeps from its initial weights]"
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
     version: Version = False,
 ) -> None:
     """Export a checkpoint as weights for `from_pretrained`, or with optimizer state for plain FSDP2.
 
     --to safetensors writes the same names, shapes and values as `save_pretrained`, and the tokenizer, if any. --to dcp
-    writes a folder of torch.distributed.checkpoint, from which plain FSDP2 resumes bit for bit with `dcp.load` and
+    writes a torch.distributed.checkpoint folder, from which plain FSDP2 resumes bitwise exactly with `dcp.load` and
     `set_state_dict`.
     """
     with failures():
@@ -122,5 +128,5 @@ def _config(file: Path | None, extra: dict[str, Any]) -> dict[str, Any] | None:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"--model-config {str(file)!r} cannot be read: {reason}") from error
     if not isinstance(config, dict):
-        raise ConfigError(f"--model-config {str(file)!r} is not a JSON object")
+        raise ConfigError(f"--model-config {str(file)!r} does not contain a JSON object")
     return config

@@ -1,4 +1,4 @@
-"""Start of several ranks on this machine, each in a process of its own (`--nproc`)."""
+"""Start several ranks on this machine, each in its own process (`--nproc`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from infinity_tools.signals import give_back, heard_by
 
 _LOOK_SECONDS = 0.05
 _GRACE, _PATIENCE = 5.0, 60.0
-"""Seconds after a rank has failed until the others receive SIGTERM, and until they receive SIGKILL."""
+"""Seconds from the failure of a rank until the others receive SIGTERM, and until they receive SIGKILL."""
 _PR_SET_PDEATHSIG = 1
 _PROGRAM = ("-m", "infinity_tools")
 
@@ -38,8 +38,8 @@ def launch(count: int, words: Sequence[str]) -> int:
     """
     if "RANK" in os.environ or int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
         raise ConfigError(
-            f"--nproc {count} starts its own ranks, but this process is already one of several (RANK and WORLD_SIZE "
-            "are set, as by torchrun); use either --nproc or torchrun"
+            f"--nproc {count} starts its own ranks, but this process is already one of several ranks (RANK and "
+            "WORLD_SIZE are set, for example by torchrun); use either --nproc or torchrun"
         )
     import torch.distributed as dist
 
@@ -75,8 +75,8 @@ class _Processes:
         give_back(self._before)
 
     def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        # In a process group of its own. Otherwise a rank would get terminal signals twice: from the terminal and from
-        # us.
+        # Each rank gets its own process group. Otherwise it would receive terminal signals twice: from the terminal and
+        # from this process.
         parent = os.getpid()
         libc = ctypes.CDLL(None)
 
@@ -102,7 +102,7 @@ class _Processes:
         return status or self._first_status()
 
     def _first_status(self) -> int:
-        """Return the status of a failed rank. A rank that was killed takes precedence, because the others fail as a
+        """Return the status of a failed rank, or 0. Ranks that were killed take precedence, because others fail as a
         consequence.
         """
         failed = sorted(process.returncode for process in self._running if process.poll())
@@ -115,5 +115,5 @@ class _Processes:
 
 
 def _shown(status: int) -> int:
-    """Return an exit status as a shell reports it, with 128 plus the number of a fatal signal."""
+    """Return an exit status as a shell reports it: 128 plus the signal number if a signal ended the process."""
     return status if status >= 0 else 128 - status

@@ -437,7 +437,7 @@ def _heading(name: str, parameters: str, training: Training, settings: Config, d
     each = " per rank" if ranks > 1 else ""
     went_on = f", resumed at step {training.first_step - 1}" if training.first_step > 1 else ""
     if settings.run.resume == "auto" and not went_on:
-        went_on = ", new (no checkpoint to resume)"
+        went_on = ", new (no checkpoint to resume from)"
     return (
         f"run {run.folder.run_id}{went_on}\n"
         f"{name}: {parameters}, {format_size(layout.state_bytes)} of state{each} on "

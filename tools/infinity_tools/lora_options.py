@@ -32,7 +32,7 @@ class Lora:
 
     @classmethod
     def of(cls, text: str) -> Lora:
-        """Parse `--lora`: key=value pairs, or only the rank. Raises `ConfigError`."""
+        """Parse the value of `--lora`: key=value pairs, or only the rank. Raises `ConfigError`."""
         pairs = [part.partition("=") for part in (f"r={text}" if text.strip().isdecimal() else text).split(",")]
         values = {name.strip(): value.strip() for name, _, value in pairs}
         if len(values) < len(pairs) or not all(values.values()) or not values.keys() <= {*cls.__dataclass_fields__}:
@@ -47,13 +47,15 @@ class Lora:
         return cls(rank, alpha, dropout, tuple(filter(None, values.get("targets", "").split("+"))))
 
     def __str__(self) -> str:
-        """Return the text form, which `of` parses."""
+        """Return the canonical form, which `of` parses."""
         targets = f",targets={'+'.join(self.targets)}" if self.targets else ""
         return f"r={self.r},alpha={self.alpha:g},dropout={self.dropout:g}{targets}"
 
 
 def check_lora(text: str) -> str:
-    """Return `--lora` in canonical form. Raises `ConfigError`, and `MissingPackageError` if peft is not installed."""
+    """Return the value of `--lora` in canonical form. Raises `ConfigError`, and `MissingPackageError` if peft is not
+    installed.
+    """
     with needs("peft", f"--lora {text}"):
         import peft  # noqa: F401
     return str(Lora.of(text))

@@ -13,7 +13,7 @@ from infinity.telemetry.ledger import StepRecord
 from infinity.telemetry.metrics import OPS, ROLES
 
 WARM_STEPS = 2
-"""Steps left out of all figures per step, because the first one records the trace and the second one fills the host
+"""Number of initial steps that per-step figures exclude: the first records the trace, and the second fills the host
 cache.
 """
 
@@ -23,11 +23,11 @@ class RankReport:
     """Measurements of one rank."""
 
     node: int
-    """Index of the node, which tells which ranks share a machine."""
+    """Index of the node. Ranks with the same index share a machine."""
     records: tuple[StepRecord, ...]
     """Record of each step."""
     kernel: tuple[tuple[int, int] | None, ...]
-    """Bytes read and written in each step as counted by the kernel, or None if the kernel does not count them."""
+    """Bytes read and written in each step as counted by the operating system, or None if it does not count them."""
     state_bytes: int
     """Bytes of weights and optimizer state of this rank."""
     host_cache_bytes: int
@@ -59,10 +59,10 @@ class RankReport:
 
 @dataclass
 class KernelCounts:
-    """Bytes that this process read from and wrote to storage per step, as counted by the kernel."""
+    """Bytes that this process reads from and writes to storage per step, as counted by the operating system."""
 
     steps: list[tuple[int, int] | None] = field(default_factory=list)
-    """Bytes read and written by step, or None if the kernel does not count them."""
+    """Bytes read and written in each step, or None if the operating system does not count them."""
     _before: tuple[int, int] | None = None
     """Bytes read and written since the start of the process, at the beginning of the step."""
 
@@ -78,7 +78,9 @@ class KernelCounts:
 
 
 def kernel_bytes() -> tuple[int, int] | None:
-    """Return the bytes read and written so far from ``/proc/self/io``, or None if the kernel does not count them."""
+    """Return the bytes read and written so far from ``/proc/self/io``, or None if the operating system does not count
+    them.
+    """
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
         counts = dict(line.split(": ") for line in lines)
@@ -138,7 +140,7 @@ def report(optimizer: PagedOptimizer, kernel: Sequence[tuple[int, int] | None], 
 
 
 def steady(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
-    """Return the records that count towards figures per step."""
+    """Return the records that per-step figures are computed from."""
     return records[WARM_STEPS if len(records) > WARM_STEPS else 0 :]
 
 

@@ -1,4 +1,4 @@
-"""Standard output and error that keep a program running when their reader exits."""
+"""Standard output and error streams that keep the program running after their reader has exited."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 
 class LastingStream:
-    """Text stream that ignores a closed reader or a full disk. After the first error all output is discarded."""
+    """Text stream that ignores a closed reader or a full disk. After the first error, all output is discarded."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -23,23 +23,23 @@ class TrainOptions:
     """Options of a training run. The location of its state is in `Config`."""
 
     model: str
-    """Preset, or folder of a configuration or of a pretrained model; see `find_model`."""
+    """Preset, config.json or model folder; see `find_model`."""
     strict: bool
     """``True`` to reject a pretrained folder with missing or unexpected weights."""
     data: tuple[Path, ...]
-    """Data sets or text files to train on. Empty: the sources of Python's standard library."""
+    """Datasets or text files to train on. Empty: the source code of Python's standard library."""
     split: str
-    """Split of a data set that has several. Empty: `train`, or the only one."""
+    """Dataset split to train on. Empty: `train`, or the only one."""
     text_column: str
-    """Column of the data sets. Empty: detected from the column names."""
+    """Dataset column with texts or chats. Empty: detected from the column names."""
     loss_on: str
-    """Tokens of data sets that contribute to the loss: `completions` (completions and assistant messages) or `all`."""
+    """Dataset tokens that contribute to the loss: `completions` (completions and assistant messages) or `all`."""
     tokenizer: Path | None
-    """Folder of the tokenizer. None: the tokenizer of the model."""
+    """Folder of the tokenizer. None: the model folder."""
     lora: str | None
     """LoRA options, see `Lora`. None: all parameters are trained."""
     epochs: float | None
-    """Number of passes over a data set, instead of `steps`."""
+    """Number of passes over the dataset, instead of `steps`."""
     eval_data: tuple[Path, ...]
     """Evaluation data. Empty: `eval_split` of `data`, if given."""
     eval_split: str
@@ -49,55 +49,55 @@ class TrainOptions:
     log: tuple[str, ...]
     """Trackers, see `TRACKERS`."""
     out: Path | None
-    """Folder of the summary and logs. None: `runs/` and the time."""
+    """Folder of the summary and logs. None: a folder in `runs/`, named after the current time."""
     batch_tokens: int
     """Tokens per step, summed over all ranks."""
     micro_tokens: int | None
-    """Tokens per forward pass of a rank. None: all tokens that the rank has in a step."""
+    """Tokens per micro-batch of a rank. None: all tokens of the rank in a step."""
     loss_tokens: int | None
-    """Tokens whose logits exist at the same time. None: all tokens of a forward pass."""
+    """Tokens whose logits exist at the same time. None: all tokens of a micro-batch."""
     seq: int
     """Tokens per sequence."""
     steps: int
-    """Step at which the run ends, counted from the first step of the run."""
+    """Total number of steps of the run, including steps before a resume."""
     given: Mapping[str, Any]
     """Recipe options from the command line."""
     override: bool
     """``True`` if `given` replaces the stored recipe of a resumed run."""
     said: frozenset[str]
-    """Names of the options on the command line. A resumed run takes the other options from its checkpoint."""
+    """Names of the options that were passed. A resumed run takes all other options from its checkpoint."""
     again: tuple[str, ...]
-    """The command line without the options that a resuming command sets itself."""
+    """The command line, without the options that the command for resuming the run sets itself."""
     checkpoint_every: int
     """Steps between checkpoints. 0: only one, at the end."""
     dtype: str
     """Compute dtype: `bf16`, `fp32`, or `auto` (bf16 if the processor supports it)."""
     activation_checkpointing: bool
-    """``True`` if blocks are recomputed in backward."""
+    """``True`` if layers are recomputed in backward."""
     threads: int
     """CPU threads of torch. 0: torch's default."""
     metrics_port: int | None
-    """Port on which rank 0 serves metrics. None: no metrics. 0: any free port."""
+    """Port on which the first rank of each node serves metrics. None: no metrics. 0: any free port."""
     metrics_host: str
-    """Address to listen on."""
+    """Address on which metrics are served."""
     metrics_linger: float
     """Seconds for which metrics stay available after the last step."""
     json: bool
-    """``True`` to print the summary as JSON, and nothing else, to standard output."""
+    """``True`` to print only the summary to standard output, as JSON."""
 
 
 def check_settings(options: TrainOptions, settings: Config) -> None:
-    """Check the settings against each other and against the options. Raises `ConfigError`."""
+    """Check that the settings are consistent with each other and with the options. Raises `ConfigError`."""
     if "max_grad_norm" in options.given:
         check_clipping("--max-grad-norm", settings)
     if settings.storage.paths:
         check_config(settings)
     elif settings.run.resume and options.out is None:
-        raise ConfigError("--resume needs --nvme, or the --out of the run to resume")
+        raise ConfigError("--resume requires --nvme, or the --out folder of the run to resume")
 
 
 def check_options(options: TrainOptions) -> None:
-    """Check the options against each other, once the options stored in a checkpoint have been applied.
+    """Check that the options are consistent, after options stored in a checkpoint have been applied.
 
     Raises `ConfigError`, `MissingPackageError`.
     """
@@ -111,7 +111,7 @@ def check_options(options: TrainOptions) -> None:
             f"--epochs {options.epochs:g} and --steps {options.steps} both set the end of the run; pass one of them"
         )
     if options.eval_every and not (options.eval_data or options.eval_split):
-        raise ConfigError(f"--eval-every {options.eval_every} needs --eval-data or --eval-split")
+        raise ConfigError(f"--eval-every {options.eval_every} requires --eval-data or --eval-split")
     check_trackers(options.log)
 
 
@@ -172,7 +172,7 @@ def check_batch(options: Batch, source: ModelSource, world_size: int) -> None:
 
 
 def micro_batches(options: TrainOptions, ranks: Ranks) -> int:
-    """Return the number of micro-batches per rank and step."""
+    """Return the number of micro-batches per rank per step."""
     return options.batch_tokens // (options.micro_tokens * ranks.world_size) if options.micro_tokens else 1
 
 

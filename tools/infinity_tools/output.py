@@ -1,4 +1,4 @@
-"""Folder of `--out`, which is checked before work starts and written at the end."""
+"""The `--out` folder, which is checked before work starts and written to at the end."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def check_out(out: Path) -> None:
     while not os.path.lexists(place):
         place = place.parent
     if not place.is_dir():
-        raise ConfigError(f"--out {str(out)!r}: {str(place)!r} is not a folder; choose another one")
+        raise ConfigError(f"--out {str(out)!r}: {str(place)!r} is not a folder; choose a different one")
     if not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
-        raise ConfigError(f"--out {str(out)!r}: {str(place)!r} is not writable by this user; choose another one")
+        raise ConfigError(f"--out {str(out)!r}: {str(place)!r} is not writable by this user; choose a different one")
 
 
 def write_out(out: Path, texts: Mapping[str, str], pictures: Mapping[str, Figure]) -> None:

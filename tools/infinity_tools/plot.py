@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from infinity.untrusted_files import replacing
+from infinity_tools.progress import short
 
 _PARTS = (
     ("compute", "compute_seconds", "#4477aa"),
@@ -36,7 +37,7 @@ def write_picture(out: Path, summary: dict[str, Any]) -> None:
     first, records = summary["first_step"], summary["step_records"]
     _loss(left, list(range(first, first + summary["steps"])), summary["losses"], summary["eval_losses"])
     _time(right, [record["step"] for record in records], records)  # a long run only has records of its last steps
-    figure.suptitle(f"{summary['model']} · {summary['parameters'] / 1e6:.4g} M parameters · run {summary['run_id']}")
+    figure.suptitle(f"{summary['model']} · {short(summary['parameters'])} parameters · run {summary['run_id']}")
     with replacing(out / "summary.png", 0o666) as file:
         figure.savefig(file, format="png", dpi=120)
 

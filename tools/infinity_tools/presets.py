@@ -1,4 +1,4 @@
-"""Models that `--model` can name: a preset, a transformers config file, or a folder with pretrained weights."""
+"""Models that `--model` accepts: a preset, a transformers config file, or a folder with pretrained weights."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _CAUSAL = "AutoModelForCausalLM"
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A named model: its configuration class in transformers, and the values that differ from the class defaults."""
+    """A named model: its transformers configuration class, and the values that differ from the class defaults."""
 
     config: str
-    """Name of the configuration class in transformers."""
+    """Name of the transformers configuration class."""
     values: Mapping[str, Any]
     """Arguments of the configuration class."""
     doc: str
-    """Description for `--model list`, in one line."""
+    """One-line description for `--model list`."""
 
 
 def _llama(doc: str, hidden: int, inner: int, layers: int, heads: int, **values: Any) -> Preset:
@@ -75,7 +75,7 @@ PRESETS: Mapping[str, Preset] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Model that can be built: its configuration, and the folder of its weights if it is pretrained."""
+    """Model that can be built: its configuration, and the folder with its weights if it is pretrained."""
 
     name: str
     """Name of the model."""
@@ -139,8 +139,8 @@ def on_meta(source: ModelSource) -> nn.Module:
         raise ConfigError(f"--model {source.name}: {error}") from error
     if _sees_what_follows(model.config):
         raise ConfigError(
-            f"--model {source.name}: {source.config.model_type} is not causal, so it sees the tokens to predict; set "
-            "is_decoder to true in its config.json"
+            f"--model {source.name}: {source.config.model_type} is not causal, so it would see the tokens that it "
+            "predicts; set is_decoder to true in its config.json"
         )
     model.config.use_cache = False
     return model  # type: ignore[no-any-return]
@@ -154,7 +154,7 @@ def _sees_what_follows(config: Any) -> bool:
 
 
 def best_dtype() -> str:
-    """Return ``bf16`` if the device multiplies it natively, otherwise ``fp32``, because emulation is several times
+    """Return ``bf16`` if the device supports it natively, otherwise ``fp32``, because emulation is several times
     slower.
     """
     return "bf16" if torch.cuda.is_available() or multiplies_bf16() else "fp32"

@@ -20,6 +20,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from infinity.units import format_number
+
 _LINE_SECONDS = 10.0
 _RECENT_STEPS = 8
 _BAR, _LEAST_BAR = 30, 6  # columns
@@ -68,7 +70,7 @@ class StepView:
 
 
 class View(Protocol):
-    """Display of a run. A context manager that leaves the terminal in order on exit."""
+    """Display of a run. A context manager that restores the terminal on exit."""
 
     def __enter__(self) -> View: ...
 
@@ -173,8 +175,8 @@ class _Bar:
         )
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)  # seconds of the last steps, for the time left
         self._total = 0  # last step of the run
-        self._active: Progress | None = None  # the one on the screen
-        self._task = TaskID(0)  # of the one on the screen
+        self._active: Progress | None = None  # the progress display on the screen
+        self._task = TaskID(0)  # task of that display
 
     def __enter__(self) -> _Bar:
         return self
@@ -217,7 +219,7 @@ def short(number: float) -> str:
         if abs(number) < 999.5:
             return f"{number:.0f}{suffix}" if not suffix or number >= 100 else f"{number:.3g}{suffix}"
         number /= 1000
-    return f"{number:.3g}T"
+    return f"{format_number(number)}T"
 
 
 def rate(bytes_per_second: float) -> str:

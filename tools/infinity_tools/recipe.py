@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from infinity.units import format_number
+
 _FINAL_LR = 0.1
 
 
@@ -26,7 +28,7 @@ class Recipe:
     """Maximum gradient norm. None: no clipping."""
 
     def factor(self, step: int) -> float:
-        """Return the factor on the learning rate at a step: linear warmup, then cosine decay to a tenth."""
+        """Return the learning-rate factor of a step: linear warmup, then cosine decay to a tenth."""
         warmup = min(self.warmup_steps, self.lr_steps)
         if step < warmup:
             return (step + 1) / (warmup + 1)
@@ -35,7 +37,7 @@ class Recipe:
 
 
 def begun(given: Mapping[str, Any], steps: int) -> Recipe:
-    """Return the recipe of a new run: the `given` options, and defaults for the others."""
+    """Return the recipe of a new run: the `given` options, with defaults for the others."""
     recipe = replace(Recipe(), **given)
     return recipe if recipe.lr_steps else replace(recipe, lr_steps=steps)
 
@@ -70,13 +72,15 @@ def resumed(
         listed = ", ".join(
             f"{_option(name, getattr(own, name))} (not {_value(value)})" for name, value in other.items()
         )
-        says.append(f"values from the checkpoint are used: {listed}; pass --override to use the command line")
+        says.append(
+            f"values from the checkpoint are used: {listed}; pass --override to use the values from the command line"
+        )
     if override:
         own = replace(own, **other)
     if own.lr_steps < steps and "lr_steps" not in given:
         says.append(
-            f"the learning rate stays at {_FINAL_LR * own.lr:.3g} after step {own.lr_steps}, where cosine decay ends; "
-            f"--override --lr-steps {steps} extends the decay"
+            f"the learning rate stays at {format_number(_FINAL_LR * own.lr)} after step {own.lr_steps}, where cosine "
+            f"decay ends; pass --override --lr-steps {steps} to extend the decay"
         )
     return own, says
 

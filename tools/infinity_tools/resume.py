@@ -40,7 +40,7 @@ _KEPT = (
     "model", "data", "split", "text_column", "loss_on", "tokenizer", "epochs", "eval_data", "eval_split", "eval_every",
     "log", "lora", "batch_tokens", "micro_tokens", "loss_tokens", "seq", "dtype", "activation_checkpointing",
 )  # fmt: skip
-"""Options that checkpoints store, so that a resuming command need not repeat them."""
+"""Options that checkpoints store, so that they need not be repeated when the run is resumed."""
 
 _PATHS = {"data", "eval_data", "tokenizer"}
 
@@ -59,7 +59,7 @@ def recorded_options(options: TrainOptions) -> dict[str, Any]:
 
 
 def taken_up(options: TrainOptions, settings: Config, ranks: Ranks) -> TrainOptions:
-    """Return the options, with missing ones taken from the checkpoint to resume from."""
+    """Return the options. Options that were not passed are taken from the checkpoint to resume from."""
 
     def made(name: str, value: Any) -> Any:
         if isinstance(value, list):
@@ -83,8 +83,8 @@ def taken_up(options: TrainOptions, settings: Config, ranks: Ranks) -> TrainOpti
 def last_step(options: TrainOptions, settings: Config, data: TrainingData, ranks: Ranks) -> int:
     """Return the last step of the run: the end of `--epochs`, or `--steps`.
 
-    A resumed run has already drawn some of the sequences, possibly with another batch size, so its step does not tell
-    how many.
+    A resumed run has already drawn some of the sequences, possibly with a different batch size, so the number cannot be
+    derived from its step.
     """
     if options.epochs is None:
         return options.steps
@@ -98,14 +98,14 @@ def last_step(options: TrainOptions, settings: Config, data: TrainingData, ranks
 
 
 def drawn_before(step: int, extra: Mapping[str, Any], facts: Mapping[str, Any], batches: BatchSource) -> int:
-    """Return the number of sequences of these data that the steps before a checkpoint have drawn, or 0 if they used
-    other data.
+    """Return how many sequences the steps before a checkpoint have drawn from this data, or 0 if they used different
+    data.
 
     Args:
         step: Step of the checkpoint.
         extra: Extra entries of the checkpoint.
         facts: Description of the current data.
-        batches: Source of the batches, counted from the first step.
+        batches: Source of the batches.
     """
     if extra.get("data", {}).get("content") != facts.get("content"):
         return 0
@@ -132,8 +132,8 @@ def _extra_of(found: tuple[RunFolder, CheckpointName] | None) -> Mapping[str, An
 
 
 def checkpoint_of(settings: Config, ranks: Ranks) -> tuple[RunFolder, CheckpointName] | None:
-    """Return the run to resume and its checkpoint, or None if a new run begins. Does not open or change any file of the
-    run.
+    """Return the run to resume and its checkpoint, or None if a new run begins. No file of the run is opened or
+    changed.
 
     Raises:
         CheckpointError: If the checkpoint does not exist.
@@ -193,15 +193,14 @@ def agreed_recipe(
 
 
 def _other_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the error message for data that differ from the data of the checkpoint."""
     if "content" not in now:
-        what = "the run was trained on a data set, but --data names none"
+        what = "the run was trained on a dataset, but --data is not a dataset"
     elif "content" not in before:
-        what = "the run was trained on plain text, but --data names a data set"
+        what = "the run was trained on plain text, but --data is a dataset"
     elif before.get("seq") != now["seq"]:
-        what = f"its data set was packed for --seq {before.get('seq')}, but --seq is {now['seq']}"
+        what = f"its dataset was packed for --seq {before.get('seq')}, but --seq is {now['seq']}"
     else:
-        what = "the tokens of its data set have changed (files, tokenizer, columns or --loss-on)"
+        what = "the tokens of its dataset have changed (because of different files, tokenizer, columns or --loss-on)"
     return f"cannot resume at the next sample: {what}; pass --override to restart from the first sample"
 
 

@@ -23,7 +23,7 @@ def status(
     runtime: Annotated[
         str, typer.Option("--runtime-dir", help="Runtime folder of the daemon. [default: telemetry.runtime_dir]")
     ] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
     version: Version = False,
 ) -> None:
     """Show the ranks, drives, reserved space and stale runs of this node, as known to infinityd."""

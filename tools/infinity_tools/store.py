@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from infinity_tools.stored_runs import BadPage, Checkpoint, StoredRun, Waste
 
 app = typer.Typer(name="store", cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
-_JSON = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-_PATHS = Annotated[list[Path], typer.Argument(help="Folders of storage.paths, in the same order.")]
+_JSON = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
+_PATHS = Annotated[list[Path], typer.Argument(help="The folders in storage.paths, in the same order.")]
 _YES = Annotated[bool, typer.Option("--yes", "-y", help="Do not prompt for confirmation.")]
 _SHOWN = 20  # bad pages of a run that are printed
 
@@ -104,10 +104,10 @@ def scrub(
     json: _JSON = False,
     version: Version = False,
 ) -> None:
-    """Verify all checkpoints, also of live runs, at a limited rate, for example from cron.
+    """Verify all checkpoints, including those of live runs, at a limited rate, for example from cron.
 
-    Reports a remedy for every bad page. Pages that a live run replaces in the meantime are skipped. Exits with status 1
-    if a page is bad.
+    For every bad page, prints what to do. Pages that a live run replaces in the meantime are skipped. Exits with status
+    1 if a page is bad.
     """
     with failures():
         from infinity_tools.stored_runs import stored_runs
@@ -179,7 +179,7 @@ def _advice(run: StoredRun, bad: list[BadPage], good: int | None, paths: list[Pa
             f"{after}: infinity store rm {shlex.join(map(str, paths))} {run.run_id}"
         )
     if good > max((page.step for page in bad), default=good):
-        return f"the newest checkpoint, of step {good}, is intact: resume from it, or continue training"
+        return f"the newest checkpoint (step {good}) is intact: resume from it, or continue training"
     if run.owner:
         return f"the run is live: its next checkpoint replaces these pages; until then, step {good} is intact"
     return f"resume from the checkpoint of step {good}: --resume --resume-step {good} (run.resume_step = {good})"
@@ -257,7 +257,7 @@ def _waste(item: Waste) -> dict[str, Any]:
 def rm(
     arguments: Annotated[
         list[str],
-        typer.Argument(metavar="PATH... RUN...", help="Folders, and the ids of runs on them."),
+        typer.Argument(metavar="PATH... RUN...", help="Folders, and the ids of runs in them."),
     ],
     ended: Annotated[
         bool,
@@ -283,7 +283,7 @@ def rm(
         names = [text for text in arguments if is_run_id(text)]
         paths = [Path(text) for text in arguments if text not in names]
         if strange := [str(path) for path in paths if not os.path.isdir(path)]:
-            raise ConfigError(f"{strange[0]!r} is neither a folder nor the id of a run; `infinity store ls` lists runs")
+            raise ConfigError(f"{strange[0]!r} is neither a folder nor a run id; `infinity store ls` lists runs")
         if not paths:
             raise ConfigError("no folders given; pass the folders that contain the runs")
         if not (names or ended):
@@ -316,7 +316,7 @@ def rm(
 
 
 def _say_passed(passed: dict[Path, str]) -> None:
-    """Report on stderr the folders that are named like runs but are not runs."""
+    """Report folders that are named like runs but are not runs."""
     from infinity.store.marker import passed_over
 
     if passed:
@@ -336,7 +336,6 @@ def _done(what: str, live: list[str]) -> str:
 
 
 def _choose(runs: list[StoredRun], names: list[str], paths: list[Path]) -> list[StoredRun]:
-    """Return the runs with these ids, or all runs if `names` is empty."""
     by_id = {run.run_id: run for run in runs}
     for name in names:
         if name not in by_id:

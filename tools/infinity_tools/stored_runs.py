@@ -1,9 +1,9 @@
 """Runs stored on NVMe folders: their checkpoints and sizes, verification of their pages, and data that can be removed.
 
-[Note: reading a live run] The bytes that a manifest names are not overwritten while the manifest exists, because a live
-run removes a checkpoint before it reuses the slots of its pages. A page whose checksum does not match is therefore bad
-only if its manifest still names it after the page was read. Otherwise the run has replaced the page in the meantime,
-and the page is skipped.
+[Note: reading a live run] The bytes that a manifest refers to are not overwritten while the manifest exists, because a
+live run removes a checkpoint before it reuses the slots of its pages. A page whose checksum does not match is therefore
+bad only if its manifest still refers to it after the page was read. Otherwise the run has replaced the page in the
+meantime, and the page is skipped.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class BadPage:
     """A page, or a whole file if `page` is None, whose contents differ from the checkpointed contents."""
 
     step: int
-    """Step of the checkpoint that names the page."""
+    """Step of the checkpoint that contains the page."""
     rank: int
     """Rank that owns the page."""
     page: int | None
@@ -122,10 +122,10 @@ class BadPage:
 
 
 def _meant(paths: Sequence[Path]) -> Path | None:
-    """Return the folder that contains the runs' folder if the user named a run, or the subfolder that contains runs."""
+    """Return a folder that contains runs: the parent folder if the user passed a run, or else a subfolder."""
     for path in paths:
         for folder in (path.absolute().parent, *sorted(path.iterdir())):
-            with suppress(OSError):  # the user did not name this folder, so it may be unreadable
+            with suppress(OSError):  # the user did not pass this folder, so it may be unreadable
                 if folder.is_dir() and look_for_runs([folder])[0]:
                     return folder
     return None
@@ -180,9 +180,9 @@ def _stored_run(run: FoundRun) -> StoredRun:
 
 
 def other_holders(paths: Sequence[Path], runs: Sequence[StoredRun]) -> list[str]:
-    """Return messages about processes that hold a path without owning one of the listed runs.
+    """Return messages about processes that have locked a path but own none of the listed runs.
 
-    A lock file whose claim to a run cannot be trusted (see `holder_of`) is reported by the user who owns the file.
+    A lock file whose claim to a run cannot be trusted (see `holder_of`) is reported with the user who owns the file.
 
     Raises:
         ConfigError: If the state of a lock file cannot be determined.
@@ -262,7 +262,7 @@ def _checkpoints(folder: RunFolder, read: Mapping[CheckpointName, _Read]) -> Ite
 
 
 def _manifests(folder: RunFolder, names: Sequence[Published]) -> tuple[list[Manifest], str]:
-    """Return the readable manifests, and the reason why another one cannot be read."""
+    """Return the readable manifests, and the reason why a manifest cannot be read, or an empty string."""
     found, problem = [], ""
     for name in names:
         file = folder.checkpoints / name.file_name
@@ -284,7 +284,7 @@ class _Read(NamedTuple):
 
 
 class Check:
-    """Verify every page that the checkpoints of a run name, each page once.
+    """Verification of every page in the checkpoints of a run, each page once.
 
     Bad pages are collected in `bad`. `pages` is the number of pages to read, and `nbytes` is their size in bytes.
     """
@@ -297,7 +297,7 @@ class Check:
         """
         self.bad: list[BadPage] = []
         self._folder = run.folder
-        # Versions to read, by rank, page and version, with the manifests that name them.
+        # Versions to read, by rank, page and version, with the manifests that refer to them.
         self._work: dict[tuple[int, int, Version], list[Path]] = {}
         self._require(run, run.paths)
         for step, rank, file in ((c.step, rank, file) for c in run.checkpoints for rank, file in c.manifests.items()):
@@ -363,7 +363,7 @@ class Check:
         return self.bad
 
     def _confirm(self, rank: int, page: int, version: Version, reason: str) -> None:
-        """Record a bad page for every checkpoint that still names it. [Note: reading a live run]"""
+        """Record a bad page for every checkpoint that still contains it. [Note: reading a live run]"""
         path, offset, length = version.extent
         for file in self._work[rank, page, version]:
             try:
@@ -408,7 +408,7 @@ def incomplete(run: StoredRun) -> list[Checkpoint]:
 
 
 def without_manifest(run: StoredRun) -> list[Path]:
-    """Return the state files without a checkpoint of a run that has ended."""
+    """Return the state files that belong to no checkpoint, if the run has ended."""
     return [] if run.owner else left_over(run.folder.checkpoints, published_in(run.folder.checkpoints))
 
 
@@ -486,7 +486,7 @@ def _remove_empty(folder: Path) -> None:
 def waste(
     paths: Sequence[Path], passed: dict[Path, str] | None = None, live: list[StoredRun] | None = None
 ) -> list[Waste]:
-    """Return all data that can be removed without loss, judged by these folders.
+    """Return all data in these folders that can be removed without loss.
 
     Only runs that have ended are considered, and only if the first of their folders, which holds the checkpoints, is
     among `paths`. A checkpoint is judged incomplete only if the data files of all its ranks are here. On private drives
@@ -495,8 +495,8 @@ def waste(
 
     Args:
         paths: Folders of storage.paths.
-        passed: As for `stored_runs`.
-        live: List that receives the live runs, which are not considered.
+        passed: See `stored_runs`.
+        live: List to which the live runs are added. Their data is not returned.
 
     Raises:
         ConfigError: If a path is not a folder.
@@ -547,5 +547,4 @@ def _waste_of(run: StoredRun) -> Iterator[Waste]:
 
 
 def _all_local(run: StoredRun, world_size: int) -> bool:
-    """Return whether the data files of all ranks are on these folders."""
     return run.ranks >= world_size

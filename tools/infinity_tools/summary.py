@@ -20,7 +20,7 @@ from infinity.checkpoint.durable import write_durably
 from infinity.errors import ConfigError
 from infinity.telemetry.ledger import StepRecord
 from infinity.telemetry.metrics import PARTS
-from infinity.units import format_size
+from infinity.units import format_number, format_size
 from infinity.untrusted_files import open_regular
 from infinity_tools.measure import WARM_STEPS, RankReport, steady
 from infinity_tools.progress import rate, short
@@ -47,7 +47,7 @@ class RunFacts:
     tokens_per_step: int
     """Tokens per step, summed over all ranks."""
     micro_batches: int
-    """Forward passes per rank and step."""
+    """Micro-batches per rank per step."""
     sequence_length: int
     """Tokens per sequence."""
     losses: tuple[float, ...]
@@ -59,7 +59,7 @@ class RunFacts:
     update_device: str
     """Type of the device that runs the updates."""
     nvme_paths: tuple[str, ...]
-    """Folders on NVMe, as given."""
+    """Folders on NVMe."""
     interrupted: bool
     """``True`` if a signal ended the run early."""
     checkpointed_step: int | None
@@ -69,7 +69,7 @@ class RunFacts:
     eval_losses: tuple[tuple[int, float], ...]
     """Steps, and the evaluation loss after each."""
     not_packed: str
-    """Reason why samples of data sets are not packed. Empty if they are packed, or if the data are plain text."""
+    """Reason why dataset samples are not packed. Empty if they are packed, or if the data is plain text."""
 
 
 def summarize(facts: RunFacts, reports: Sequence[RankReport]) -> dict[str, Any]:
@@ -170,11 +170,9 @@ class StepLog:
             _log.warning("steps.jsonl is missing steps from %s on: %s", row.get("step"), error.strerror)
 
     def __enter__(self) -> StepLog:
-        """Return self."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the file."""
         os.close(self._descriptor)
 
 
@@ -201,11 +199,9 @@ class Claim:
             raise
 
     def __enter__(self) -> Claim:
-        """Return self."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Release the folder."""
         os.close(self._descriptor)
 
 
@@ -314,7 +310,7 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("loss", f"{losses[0]:.4f} at step {s['first_step']}, {losses[-1]:.4f} at step {last}"),
         *held_out,
         *batch,
-        ("step", f"{seconds:.3g} s, {short(s['tokens_per_second'])} tokens/s"),
+        ("step", f"{format_number(seconds)} s, {short(s['tokens_per_second'])} tokens/s"),
         (
             "time per step",
             ", ".join(f"{part} {share:.0%}" for part, share in shares.items() if share >= 0.005),
@@ -326,7 +322,7 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("read per step", _moved(s, "read", seconds)),
         ("written per step", _moved(s, "written", seconds)),
         *_plan(s),
-        ("bytes/parameter", f"{traffic / s['parameters']:.3g} per step"),
+        ("bytes/parameter", f"{format_number(traffic / s['parameters'])} per step"),
         *retried,
     ]  # fmt: skip
 
@@ -343,7 +339,8 @@ def _plan(s: dict[str, Any]) -> list[tuple[str, str]]:
     if not seconds or len(s["losses"]) <= WARM_STEPS:
         return []
     alone = s["predicted_transfer_seconds_per_step"]
-    return [("planned step", f"{seconds:.3g} s; transfers alone {alone:.3g} s at {rate(bandwidth)}")]
+    planned = f"{format_number(seconds)} s; transfers alone {format_number(alone)} s at {rate(bandwidth)}"
+    return [("planned step", planned)]
 
 
 def _moved(s: dict[str, Any], direction: str, seconds: float) -> str:

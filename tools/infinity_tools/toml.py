@@ -74,7 +74,7 @@ def _literal(name: str, value: Any) -> str:
 
 
 def _size(size: int) -> str:
-    """Return a size with the largest exact unit, or in bytes."""
+    """Return a size as TOML, in the largest unit that divides it, or in bytes."""
     for factor, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size and size % factor == 0:
             return f'"{size // factor}{unit}"'

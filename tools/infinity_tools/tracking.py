@@ -30,7 +30,7 @@ class Tracker(Protocol):
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Check that `--log` names known, installed trackers. Raises `ConfigError`, `MissingPackageError`."""
+    """Check that the trackers are known and installed. Raises `ConfigError`, `MissingPackageError`."""
     for name in names:
         if name not in TRACKERS:
             raise ConfigError(f"--log {name!r} is not one of {', '.join(TRACKERS)}")
@@ -69,7 +69,7 @@ class Trackers:
             self._open[name] = tracker
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Log all numbers of a line of steps.jsonl."""
+        """Log all numeric values in a line of steps.jsonl."""
         figures = {_name(key): float(value) for key, value in row.items() if key != "step"}
         for name, tracker in [*self._open.items()]:
             try:

@@ -19,8 +19,8 @@ def train(
     model: Annotated[
         str,
         typer.Option(
-            help="A preset (`--model list` lists them), a config.json of transformers, or a folder written by "
-            "save_pretrained, whose weights are loaded by streaming.",
+            help="A preset (`--model list` lists them), a transformers config.json (random weights), or a "
+            "folder written by save_pretrained, whose weights are streamed from disk.",
             rich_help_panel=_MODEL,
         ),
     ] = "llama-100m",
@@ -35,40 +35,39 @@ def train(
     dtype: Annotated[
         str,
         typer.Option(
-            help="bf16 (with reduction and updates in fp32), fp32, or auto (bf16 if the processor supports it).",
+            help="Compute dtype: bf16 (with gradient reduction and updates in fp32), fp32, or auto (bf16 if "
+            "the processor supports it).",
             rich_help_panel=_MODEL,
         ),
     ] = "auto",
     lora: Annotated[
         str | None,
         typer.Option(
-            metavar="r=16",
-            help="Freeze the model and train LoRA adapters of this rank on the matrices of its layers. r=16 may be "
-            "followed by ,alpha=32 and ,dropout=0.05 and ,targets=q_proj+v_proj. Defaults: alpha = 2 r, no dropout, "
-            "all linear layers except the head. `infinity export` writes a peft adapter.",
+            metavar="r=16[,alpha=32][,dropout=0.05][,targets=q_proj+v_proj]",
+            help="Freeze the model and train LoRA adapters of rank r on its linear layers except the head, or "
+            "on the layers in targets. Without alpha, alpha = 2 r. `infinity export` writes a peft "
+            "adapter.",
             rich_help_panel=_MODEL,
         ),
     ] = None,
     activation_checkpointing: Annotated[
         bool,
-        typer.Option(
-            help="Keep only the inputs of layers and recompute the layers in backward.", rich_help_panel=_MODEL
-        ),
+        typer.Option(help="Keep only the layer inputs and recompute the layers in backward.", rich_help_panel=_MODEL),
     ] = False,
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Training data; repeatable. A data set: a parquet, jsonl, json, csv or arrow file, a folder of such "
-            "files, or a folder written by save_to_disk of `datasets`. Or plain text: a file or a folder of files, "
-            "tokenized as bytes unless the model has a tokenizer.json. [default: the sources of Python's standard "
-            "library]",
+            help="Training data; can be repeated. Either a dataset (a parquet, jsonl, json, csv or arrow file,"
+            " a folder of such files, or a folder written by Dataset.save_to_disk) or plain text (a file "
+            "or a folder of files, tokenized as bytes unless the model has a tokenizer.json). [default: "
+            "the source code of Python's standard library]",
             rich_help_panel=_DATA,
         ),
     ] = None,
     split: Annotated[
         str,
         typer.Option(
-            help="Split of the data set. [default: train, or the only split]",
+            help="Dataset split to train on. [default: train, or the only split]",
             rich_help_panel=_DATA,
             show_default=False,
         ),
@@ -76,8 +75,8 @@ def train(
     text_column: Annotated[
         str,
         typer.Option(
-            help="Column with texts or chats. [default: messages; or prompt and completion; or text; or the only "
-            "text column]",
+            help="Dataset column with texts or chats. [default: the first of these that exist: messages; "
+            "prompt and completion; text; the only text column]",
             rich_help_panel=_DATA,
             show_default=False,
         ),
@@ -85,38 +84,44 @@ def train(
     loss_on: Annotated[
         str,
         typer.Option(
-            help="Tokens that contribute to the loss: completions (the completion after a prompt, and assistant "
-            "messages of a chat) or all.",
+            help="Tokens that contribute to the loss: completions (the completion after a prompt, or the "
+            "assistant messages of a chat) or all.",
             rich_help_panel=_DATA,
         ),
     ] = "completions",
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="Folder of the tokenizer and chat template. [default: --model]", rich_help_panel=_DATA),
+        typer.Option(
+            help="Folder with the tokenizer and chat template. [default: the --model folder]", rich_help_panel=_DATA
+        ),
     ] = None,
     epochs: Annotated[
         float | None,
         typer.Option(
-            help="Number of passes over the data set, each in a different order; replaces --steps.",
+            help="Number of passes over the dataset, each in a different order; replaces --steps.",
             rich_help_panel=_DATA,
         ),
     ] = None,
     eval_data: Annotated[
         list[Path] | None,
-        typer.Option(help="Evaluation data, in the same forms as --data.", rich_help_panel=_DATA),
+        typer.Option(help="Evaluation data, in the same formats as --data; can be repeated.", rich_help_panel=_DATA),
     ] = None,
     eval_split: Annotated[
         str,
         typer.Option(
-            help="Evaluation split, of --eval-data or else of --data. [default: for --eval-data: validation, test or "
-            "the only split]",
+            help="Dataset split to evaluate on, from --eval-data or else from --data. [default: validation, "
+            "test, eval or the only split of --eval-data]",
             rich_help_panel=_DATA,
             show_default=False,
         ),
     ] = "",
     eval_every: Annotated[
         int,
-        typer.Option(min=0, help="Steps between evaluations. 0: only after the last step.", rich_help_panel=_DATA),
+        typer.Option(
+            min=0,
+            help="Number of steps between evaluations. 0: evaluate only after the last step.",
+            rich_help_panel=_DATA,
+        ),
     ] = 0,
     batch_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens per step, summed over all ranks.", rich_help_panel=_DATA)
@@ -125,9 +130,10 @@ def train(
         int | None,
         typer.Option(
             min=1,
-            help="Tokens per micro-batch of a rank. Each layer processes all micro-batches of a step before the next "
-            "layer starts, and recomputes them in backward. Activation memory is then limited to one micro-batch and "
-            "the inputs of layers, and NVMe traffic does not depend on --batch-tokens. [default: no micro-batches]",
+            help="Tokens per micro-batch of a rank. Each layer processes all micro-batches of a step before "
+            "the next layer starts, and recomputes them in backward. Activation memory is then limited to"
+            " one micro-batch plus the layer inputs, and NVMe traffic does not depend on --batch-tokens. "
+            "[default: all tokens of a rank, not split]",
             rich_help_panel=_DATA,
         ),
     ] = None,
@@ -135,8 +141,9 @@ def train(
         int | None,
         typer.Option(
             min=1,
-            help="Tokens per slice of the logits and loss, which are computed twice. Limits the memory of large "
-            "vocabularies. [default: as for the layers]",
+            help="Compute the logits and loss in slices of this many tokens, and recompute them in backward, "
+            "so that a large vocabulary needs less memory. [default: --micro-tokens, if given; otherwise "
+            "not sliced]",
             rich_help_panel=_DATA,
         ),
     ] = None,
@@ -144,8 +151,8 @@ def train(
         int,
         typer.Option(
             min=2,
-            help="Tokens per sequence. Texts are concatenated and cut. Chats and completions are packed whole, as many "
-            "as fit; longer ones are truncated at the end.",
+            help="Tokens per sequence. Texts are concatenated and cut into sequences. Chats and completions "
+            "are packed whole, as many as fit; longer ones are truncated at the end.",
             rich_help_panel=_DATA,
         ),
     ] = 256,
@@ -153,7 +160,7 @@ def train(
         int | None,
         typer.Option(
             callback=setting("run.seed"),
-            help="Seed of the initialization and of the batches. [default: 0]",
+            help="Random seed of the initialization and the batches. [default: 0]",
             rich_help_panel=_DATA,
         ),
     ] = None,
@@ -168,7 +175,8 @@ def train(
         str | None,
         typer.Option(
             callback=setting("memory.host_bytes"),
-            help="Size of the host cache per rank, such as 512MiB. [default: a quarter of the available memory]",
+            help="Size of the host cache per rank, such as 512MiB. [default: a quarter of the available "
+            "memory, divided among the ranks of the node]",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -176,7 +184,7 @@ def train(
         str | None,
         typer.Option(
             callback=setting("memory.page_bytes"),
-            help="Maximum page size. [default: chosen automatically]",
+            help="Maximum page size, such as 8MiB. [default: chosen automatically]",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -184,8 +192,8 @@ def train(
         str | None,
         typer.Option(
             callback=setting("state.format"),
-            help="Bytes per bf16 parameter: fp32 14, split 12.125 (bitwise equal to fp32), bf16-moments 8.125, 8bit "
-            "6.1875. [default: fp32]",
+            help="State format: fp32 (14 bytes per bf16 parameter), split (12.125, bitwise equal to fp32), "
+            "bf16-moments (8.125) or 8bit (6.1875). [default: fp32]",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -209,8 +217,8 @@ def train(
         int,
         typer.Option(
             min=0,
-            help="Steps between checkpoints. 0: only one at the end of the run, which may be the last step or a "
-            "signal. With --keep never, no checkpoint is written at the end.",
+            help="Number of steps between checkpoints. 0: write only one, when the run ends (after the last "
+            "step or on a signal). With --keep never, no checkpoint is written at the end.",
             rich_help_panel=_STATE,
         ),
     ] = 0,
@@ -219,8 +227,8 @@ def train(
         typer.Option(
             "--resume",
             metavar="[auto|RUN]",
-            help="Resume from the newest checkpoint in the folders, or from the newest one of the run with this id. "
-            "--resume auto: start a new run if no checkpoint exists.",
+            help="Resume from the newest checkpoint in the --nvme folders, or from the newest checkpoint of "
+            "the run with id RUN. auto: resume if there is a checkpoint, and start a new run otherwise.",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -228,15 +236,16 @@ def train(
         bool,
         typer.Option(
             "--override",
-            help="With --resume: let --lr, --weight-decay, --warmup-steps, --lr-steps and --max-grad-norm override the "
-            "values stored in the checkpoint. By default the original values are reused.",
+            help="With --resume: let --lr, --weight-decay, --warmup-steps, --lr-steps and --max-grad-norm "
+            "override the values stored in the checkpoint. By default, the stored values are used.",
             rich_help_panel=_STATE,
         ),
     ] = False,
     resume_path: Annotated[
         list[Path] | None,
         typer.Option(
-            help="With --resume: folder of the run to resume, if it is not in --nvme; repeat it as for --nvme.",
+            help="With --resume: folder of the run to resume, if it is not in --nvme; repeat for each folder "
+            "of that run.",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -244,7 +253,8 @@ def train(
         int | None,
         typer.Option(
             min=0,
-            help="With --resume: resume from the checkpoint of this step. Later checkpoints are removed.",
+            help="With --resume: resume from the checkpoint of this step, and remove later checkpoints. "
+            "[default: the newest checkpoint]",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -252,7 +262,8 @@ def train(
         str | None,
         typer.Option(
             callback=setting("activations.tier"),
-            help="Storage of layer inputs until backward: device, host (requires a GPU) or nvme. [default: device]",
+            help="Where layer inputs are stored until backward: device, host (requires a GPU) or nvme. "
+            "[default: device]",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -260,8 +271,8 @@ def train(
         int | None,
         typer.Option(
             min=0,
-            help="Number of checkpoints to keep; each takes up the size of the state. 0, with --keep never: reserve no "
-            "space for checkpoints. [default: 1]",
+            help="Number of checkpoints to keep; each takes as much space as the state. 0, only with --keep "
+            "never: reserve no space for checkpoints. [default: 1]",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -269,13 +280,14 @@ def train(
         str | None,
         typer.Option(
             callback=setting("run.keep"),
-            help="State to keep on NVMe at the end: auto (runs with a checkpoint), always or never. [default: auto]",
+            help="Whether to keep the state on NVMe after the run: auto (only if it has a checkpoint), always "
+            "or never. [default: auto]",
             rich_help_panel=_STATE,
         ),
     ] = None,
     steps: Annotated[
         int,
-        typer.Option(min=1, help="Last step, counted from the first step of the run.", rich_help_panel=_OPTIMIZER),
+        typer.Option(min=1, help="Total number of steps, including those before a resume.", rich_help_panel=_OPTIMIZER),
     ] = 20,
     lr: Annotated[
         float | None,
@@ -285,13 +297,14 @@ def train(
     ] = None,
     warmup_steps: Annotated[
         int | None,
-        typer.Option(min=0, help="Steps of linear warmup. [default: 4]", rich_help_panel=_OPTIMIZER),
+        typer.Option(min=0, help="Number of linear warmup steps. [default: 4]", rich_help_panel=_OPTIMIZER),
     ] = None,
     lr_steps: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Step at which cosine decay reaches a tenth of --lr. [default: 0, the original --steps]",
+            help="Step at which cosine decay reaches a tenth of --lr. 0: the last step, as set when the run was "
+            "started. [default: 0]",
             rich_help_panel=_OPTIMIZER,
         ),
     ] = None,
@@ -302,35 +315,38 @@ def train(
     max_grad_norm: Annotated[
         float | None,
         typer.Option(
-            help="Clip the global norm of the gradients. Updates then wait until backward has finished. [default: off]",
+            help="Clip gradients to this global norm. Updates then wait until backward has finished. [default:"
+            " no clipping]",
             rich_help_panel=_OPTIMIZER,
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for summary.json, summary.png and steps.jsonl. A folder with the results of an earlier run "
-            "requires --resume. [default: runs/TIME]",
+            help="Folder for summary.json, summary.png and steps.jsonl. A folder with the results of an "
+            "earlier run requires --resume. [default: runs/YYYYMMDD-HHMMSS]",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
     log: Annotated[
         list[str] | None,
-        typer.Option(help="Also log to tensorboard or wandb; repeatable.", rich_help_panel=_OUTPUT),
+        typer.Option(help="Also log to tensorboard or wandb; can be repeated.", rich_help_panel=_OUTPUT),
     ] = None,
     metrics_port: Annotated[
         int | None,
         typer.Option(
             min=0,
             max=65535,
-            help="Serve Prometheus metrics of the ranks of this node on this port. 0: any free port.",
+            help="Serve Prometheus metrics of this node's ranks on this port. 0: any free port. [default: do "
+            "not serve metrics]",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
     metrics_host: Annotated[
         str,
         typer.Option(
-            help="Address for the metrics, without authentication. 0.0.0.0: all addresses.", rich_help_panel=_OUTPUT
+            help="Address on which metrics are served, without authentication. 0.0.0.0: all addresses.",
+            rich_help_panel=_OUTPUT,
         ),
     ] = "127.0.0.1",
     metrics_linger: Annotated[
@@ -345,27 +361,29 @@ def train(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Write a timeline as JSON for ui.perfetto.dev to this file; other ranks append their number.",
+            help="Write a timeline for ui.perfetto.dev to this JSON file; ranks other than 0 append their rank"
+            " to the file name.",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
     json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as JSON and nothing else.", rich_help_panel=_OUTPUT)
+        bool, typer.Option("--json", help="Print only the summary, as JSON.", rich_help_panel=_OUTPUT)
     ] = False,
     config: Annotated[
         Path | None,
-        typer.Option(help="Settings as TOML (docs/reference/settings.md); command-line options override it."),
+        typer.Option(help="TOML file with settings (docs/reference/settings.md); command-line options override it."),
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Number of ranks to start on this machine, like torchrun.")
+        int | None, typer.Option(min=1, help="Number of ranks to start on this machine, as with torchrun.")
     ] = None,
-    threads: Annotated[int, typer.Option(min=0, max=4096, help="CPU threads per rank. 0: torch's default.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, max=4096, help="CPU threads per rank. 0: PyTorch's default.")] = 0,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Version = False,
 ) -> None:
     """Train a causal language model with parameters and optimizer state on NVMe.
 
-    On several GPUs or nodes: `--nproc 8`, or `torchrun --nproc-per-node 8 -m infinity_tools train …`.
+    To train on 8 GPUs of this machine, pass `--nproc 8`. For several nodes, use `torchrun --nnodes 2 --nproc-per-node 8
+    … -m infinity_tools train …`.
     """
     with failures(debug=debug):
         if nproc is not None:
@@ -386,7 +404,7 @@ def train(
             raise ConfigError(f"--dtype {dtype!r} is not one of auto, bf16, fp32")
         if resume is not None and resume not in ("latest", "auto") and not is_run_id(resume):
             raise ConfigError(
-                f"--resume {resume!r} is not valid; pass no value, auto, or a run id (`infinity store ls` lists them)"
+                f"--resume {resume!r} is not valid; use no value, auto, or a run id (`infinity store ls` lists them)"
             )
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(
@@ -394,8 +412,8 @@ def train(
             )
         if retained_checkpoints == 0 and (keep != "never" or checkpoint_every):
             raise ConfigError(
-                "--retained-checkpoints 0 leaves no space for the final checkpoint or --checkpoint-every; add "
-                "--keep never and omit --checkpoint-every, or set it to 1"
+                "--retained-checkpoints 0 leaves no space for the final checkpoint or --checkpoint-every; add --keep "
+                "never and omit --checkpoint-every, or use --retained-checkpoints 1"
             )
         if retained_checkpoints and keep == "never" and not checkpoint_every:
             raise ConfigError(
@@ -431,9 +449,9 @@ def train(
         if not settings.run.resume:
             for option, value in (("--resume-step", resume_step), ("--resume-path", resume_path and resume_path[0])):
                 if value is not None:
-                    raise ConfigError(f"{option} {value} needs --resume")
+                    raise ConfigError(f"{option} {value} requires --resume")
             if override:
-                raise ConfigError("--override needs --resume")
+                raise ConfigError("--override requires --resume")
         options = TrainOptions(
             model=model,
             strict=strict,

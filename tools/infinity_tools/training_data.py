@@ -11,6 +11,7 @@ import torch
 
 from infinity.errors import ConfigError
 from infinity.ranks import Ranks
+from infinity.units import format_number
 from infinity_tools.data import Batches, Corpus, tokenizer_of
 from infinity_tools.presets import ModelSource
 from infinity_tools.progress import short
@@ -117,7 +118,7 @@ def open_data(
     kinds = {path: is_data_set(path) for path in (*options.data, *options.eval_data)}
     if len({kinds[path] for path in options.data}) > 1:
         text = next(path for path in options.data if not kinds[path])
-        raise ConfigError(f"--data {str(text)!r} is plain text, but other --data are data sets; use one kind")
+        raise ConfigError(f"--data {str(text)!r} is plain text, but other --data are datasets; use one kind")
     paths = options.eval_data or (options.data if options.eval_split else ())
     if paths and kinds[paths[0]]:
         Rows.of(paths, options.eval_split, "--eval-data", _HELD_OUT)  # said before hours are spent on the others
@@ -126,7 +127,7 @@ def open_data(
         found, facts, said = opening.data_set(options.data, options.split, "--data", ("train",))
         batches: BatchSource = Drawn(found, **share)
         epoch = len(found)
-        said += f"; an epoch is {len(found) / sequences:.3g} steps"
+        said += f"; an epoch is {format_number(len(found) / sequences)} steps"
     else:
         _refuse_for_text(options)
         corpus = Corpus.of(options.data) if options.data else Corpus.of_standard_library()
@@ -142,7 +143,7 @@ def open_data(
         lines.append(f"evaluation {said}")
     elif paths:
         if options.eval_split:
-            raise ConfigError(f"--eval-split {options.eval_split} requires a data set, but {paths[0]} is plain text")
+            raise ConfigError(f"--eval-split {options.eval_split} requires a dataset, but {paths[0]} is plain text")
         windows = Windows(Corpus.of(paths, "--eval-data"), options.seq, _encode(options, source))
         held_out = windows
         lines.append(f"evaluation data: plain text, {len(windows)} sequences")
@@ -215,7 +216,7 @@ class _Opening:
         """Return the sequences of a data set, what tells it from others, and a line about it."""
         options, named = self._options, f"{option} {paths[0]}"
         if any(not is_data_set(path) for path in paths):
-            raise ConfigError(f"{option}: plain text and data sets cannot be mixed; use one kind")
+            raise ConfigError(f"{option}: plain text and datasets cannot be mixed; use one kind")
         rows = Rows.of(paths, split, option, preferred)
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(options.tokenizer, self._source.weights, named)
@@ -261,7 +262,7 @@ def _refuse_for_text(options: DataOptions) -> None:
         if value:
             shown = f"{value:g}" if isinstance(value, float) else value
             raise ConfigError(
-                f"{name} {shown} requires a data set (parquet, jsonl, json, csv, arrow, or from save_to_disk), but "
+                f"{name} {shown} requires a dataset (parquet, jsonl, json, csv, arrow, or from save_to_disk), but "
                 f"{options.data[0] if options.data else 'the standard library'} is plain text"
             )
 

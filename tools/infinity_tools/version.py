@@ -15,7 +15,7 @@ from infinity_tools.doctor.software import installed
 
 
 def version(
-    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
     version: Version = False,
 ) -> None:
     """Print the versions of infinity, Python, PyTorch, transformers and the kernel."""

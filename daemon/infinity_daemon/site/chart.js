@@ -1,4 +1,4 @@
-// A curve over steps as SVG, in pixels of the page. It is redrawn when its points or its width change.
+// SVG line chart with the step on the x axis. It is redrawn when its points or its width change.
 
 const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 150;
@@ -11,7 +11,7 @@ function node(name, attributes, text) {
   return made;
 }
 
-/** Return three to five round numbers that span a range. */
+/** Return a few round numbers that cover a range. */
 export function ticks(least, most) {
   const span = most - least || Math.abs(most) || 1;
   const power = 10 ** Math.floor(Math.log10(span / 3));
@@ -24,8 +24,8 @@ export function ticks(least, most) {
 export class Chart {
   /**
    * @param {string} title
-   * @param {(value: number) => string} format formatter of values
-   * @param {{zero?: boolean}} options zero: the axis starts at 0
+   * @param {(value: number) => string} format formatter for values
+   * @param {{zero?: boolean}} options zero: whether the y axis starts at 0
    */
   constructor(title, format, { zero = false } = {}) {
     this.title = title;
@@ -50,7 +50,7 @@ export class Chart {
     }).observe(this.figure);
   }
 
-  /** Show points given as [step, value]. Points that are not finite become gaps. */
+  /** Show points, given as [step, value]. Points with values that are not finite become gaps. */
   show(points) {
     this.points = points;
     this.draw();

@@ -1,10 +1,10 @@
-// Renders the states that the daemon streams. Texts from a state are always set as text, never as markup.
+// Renders the states that the daemon streams. Text from a state is always inserted as text, never as HTML.
 
 import { Chart } from "./chart.js";
 import { bytes, count, duration, endurance, perSecond, plain, rate, share, whole } from "./units.js";
 
 const KEY = "infinity.token";
-const SILENT_MS = 15000; // the daemon sends a message every 5 s; after 15 s of silence, the connection is dead
+const SILENT_MS = 15000; // the daemon sends a message every 5 s; after 15 s without a message, the connection is considered dead
 const RETRY_MS = [1000, 2000, 4000, 8000];
 
 const PARTS = {
@@ -14,12 +14,12 @@ const PARTS = {
   collective: ["collectives", "c4"],
   read_stall: ["read stalls", "s1"],
   write_stall: ["write stalls", "s2"],
-  host_cache_stall: ["cache slot stalls", "s3"],
+  host_cache_stall: ["host cache stalls", "s3"],
   python: ["training loop", "c5"],
 };
 const ROLES = {
   param: ["weights", "c1"],
-  update: ["master and moments", "c4"],
+  update: ["master weights and moments", "c4"],
   grad: ["gradients", "s2-plain"],
   activation: ["activations", "c3"],
 };
@@ -29,7 +29,7 @@ const STATUSES = { live: ["running", "good"], ended: ["ended", ""], dead: ["died
 
 const byId = (id) => document.getElementById(id);
 
-/** Create an element. "dl.figures" is a dl element with a class. */
+/** Create an element. For example, the kind "dl.figures" is a dl element with the class "figures". */
 function make(kind, attributes = {}, ...children) {
   const [name, ...classes] = kind.split(".");
   const made = document.createElement(name);
@@ -39,7 +39,7 @@ function make(kind, attributes = {}, ...children) {
   return made;
 }
 
-/** Set the text of an element only if it differs, so that a selection is kept. */
+/** Set the text of an element only if it differs, so that selected text stays selected. */
 function put(element, text) {
   const shown = String(text);
   if (element.textContent !== shown) element.textContent = shown;
@@ -51,8 +51,8 @@ function badge(element, text, kind) {
 }
 
 /**
- * Keep one child of a parent for each item, in order, and update each child with its item. Children of remaining items are
- * reused, which preserves focus and scroll position.
+ * Give the parent one child per item, in order, and update each child with its item. Children are reused if their items
+ * remain, which preserves focus and scroll position.
  */
 function keep(parent, items, keyOf, build) {
   parent.views ??= new Map();
@@ -75,7 +75,7 @@ function keep(parent, items, keyOf, build) {
   }
 }
 
-/** A list of figures that are shown only if known. A field is [name, value formatter, detail formatter]. */
+/** List of figures; unknown ones are hidden. A field is [name, value formatter, detail formatter]. */
 class Figures {
   constructor(fields) {
     this.fields = fields.map(([name, show, beside]) => {
@@ -96,7 +96,7 @@ class Figures {
   }
 }
 
-/** A stacked bar with a legend that lists the same values. */
+/** Stacked bar with a legend that lists the values. */
 class Shares {
   constructor(title, names) {
     this.names = names;
@@ -115,7 +115,7 @@ class Shares {
     }
   }
 
-  /** Show values relative to `whole`, the full width of the bar, formatted with `format`. */
+  /** Show values, formatted with `format`. The full width of the bar corresponds to `whole`. */
   show(values, whole, format) {
     this.element.hidden = !values;
     if (!values) return;
@@ -131,7 +131,7 @@ function width(value, whole) {
   return `${Number.isFinite(percent) ? Math.min(100, Math.max(0, percent)).toFixed(2) : 0}%`;
 }
 
-/** A table with one row per item. A column is [name, formatter, class]; the first column names the row. */
+/** Table with one row per item. A column is [name, formatter, class]; the first column is the row header. */
 class Table {
   constructor(title, columns, keyOf) {
     this.columns = columns;
@@ -163,7 +163,7 @@ const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : 
 
 let named = 0; // number of assigned ids
 
-/** Assign an element an id that cannot collide with a name from a state. */
+/** Assign a unique id to an element. Ids never contain names from a state. */
 function identified(element) {
   named += 1;
   element.id = `title-${named}`;
@@ -182,10 +182,10 @@ class RunView {
     const since = (time) => ifKnown(time, (then) => `${whole(this.now - then)} ago`);
     this.figures = new Figures([
       ["Tokens per second", (r) => ifKnown(r.tokens_per_second, perSecond),
-        (r) => ifKnown(r.tokens, (tokens) => `${count(tokens)} so far`)],
+        (r) => ifKnown(r.tokens, (tokens) => `${count(tokens)} in total`)],
       ["Loss", (r) => ifKnown(r.loss, plain),
         (r) => ifKnown(r.gradient_norm, (norm) => `gradient norm ${plain(norm, 3)}`)],
-      ["Steps", (r) => count(r.steps), (r) => ifKnown(since(r.last_step), (ago) => `last one ${ago}`)],
+      ["Steps", (r) => count(r.steps), (r) => ifKnown(since(r.last_step), (ago) => `last ended ${ago}`)],
       ["Step time", (r) => ifKnown(r.step_seconds, duration),
         (r) => ifKnown(r.stalled, (stalled) => `${share(stalled)} stalled on storage`)],
       ["Read", (r) => ifKnown(r.io.read, rate),
@@ -193,7 +193,7 @@ class RunView {
       ["Written", (r) => ifKnown(r.io.write, rate),
         (r) => ifKnown(r.io.written_per_step, (size) => `${bytes(size)} per step`)],
       ["Last checkpoint", (r) => since(r.checkpoint.last) ?? "none yet",
-        (r) => (r.checkpoint.count ? `${count(r.checkpoint.count)} so far, ${duration(r.checkpoint.seconds)} each` : undefined)],
+        (r) => (r.checkpoint.count ? `${count(r.checkpoint.count)} in total, ${duration(r.checkpoint.seconds)} each` : undefined)],
       ["Learning rate", (r) => ifKnown(r.learning_rate, (value) => plain(value, 3)),
         (r) => (r.steps_skipped ? `${plural(r.steps_skipped, "step")} skipped` : undefined)],
     ]);
@@ -211,14 +211,14 @@ class RunView {
         ["Rank", (rank) => rank.rank, "words"],
         ["Status", (rank) => STATUSES[rank.status][0], "words"],
         ["Steps", (rank) => count(rank.steps)],
-        ["Step", (rank) => ifKnown(rank.step_seconds, duration)],
+        ["Step time", (rank) => ifKnown(rank.step_seconds, duration)],
         ["Tokens/s", (rank) => ifKnown(rank.tokens_per_second, perSecond)],
         ["Stalled", (rank) => ifKnown(rank.stalled, share)],
         ["Read", (rank) => ifKnown(rank.read, rate)],
         ["Written", (rank) => ifKnown(rank.write, rate)],
         ["Host cache", (rank) => ifKnown(rank.host_cache_used, (used) => `${bytes(used)} of ${bytes(rank.host_cache_capacity)}`)],
         ["Errors", (rank) => count(rank.errors)],
-        ["Process", (rank) => rank.pid],
+        ["PID", (rank) => rank.pid],
       ],
       (rank) => rank.rank,
     );
@@ -247,13 +247,13 @@ class RunView {
     this.notices.hidden = !this.notices.childElementCount;
     this.figures.show(run);
     this.parts.show(run.parts, 1, share);
-    put(this.ready, run.fetches ? `${share(run.fetches.hit)} of the requested pages were ready in time.` : "");
+    put(this.ready, run.fetches ? `${share(run.fetches.hit)} of page requests found the page ready.` : "");
     this.hostCache.show(run.host_cache?.roles, run.host_cache?.capacity, bytes);
     if (run.host_cache) {
       const used = Object.values(run.host_cache.roles).reduce((sum, size) => sum + size, 0);
       put(this.hostCache.title, `Host cache: ${bytes(used)} of ${bytes(run.host_cache.capacity)} in use`);
       const { param, update, grad } = run.nvme?.roles ?? {};
-      const stored = run.nvme && `${bytes(param + update + grad)} of state on NVMe (capacity ${bytes(run.nvme.capacity)}).`;
+      const stored = run.nvme && `${bytes(param + update + grad)} of state stored on NVMe (capacity: ${bytes(run.nvme.capacity)}).`;
       const cost = run.tokens && `${bytes(run.io.written_total / run.tokens)} written per token.`;
       put(this.stored, [stored, cost].filter(Boolean).join(" "));
     }
@@ -281,19 +281,19 @@ function ranksOf(run) {
   return here === run.world_size ? `${here} ${noun}` : `${here} of ${run.world_size} ${noun} on this node`;
 }
 
-/** Return notices that need the user's attention. */
+/** Return the notices to show for a run. */
 function noticesOf(run, now) {
   const dead = run.ranks.filter((rank) => rank.status === "dead").map((rank) => rank.rank);
-  const slowed = Object.entries(run.limits ?? {}).map(([drive, limit]) => `${drive} to ${rate(limit)} per rank`);
+  const slowed = Object.entries(run.limits ?? {}).map(([drive, limit]) => `${drive}: ${rate(limit)} per rank`);
   return [
-    dead.length && `${dead.length === 1 ? "Rank" : "Ranks"} ${dead.join(", ")} ended without closing the run. See the log of the run.`,
-    run.idle && "No step has completed for much longer than the usual step time.",
+    dead.length && `${dead.length === 1 ? "Rank" : "Ranks"} ${dead.join(", ")} exited unexpectedly. See the log of the run.`,
+    run.idle && "No step has been completed for much longer than the average step time.",
     typeof run.loss === "string" && "The loss is not finite.",
-    run.io.errors && `${plural(run.io.errors, "transfer")} failed after all retries.`,
-    run.io.retries && `${plural(run.io.retries, "request")} had to be retried.`,
-    run.steps_skipped && `${plural(run.steps_skipped, "step")} skipped because of gradients that were not finite.`,
+    run.io.errors && `${plural(run.io.errors, "page transfer")} failed after all retries.`,
+    run.io.retries && `${plural(run.io.retries, "I/O request")} retried.`,
+    run.steps_skipped && `${plural(run.steps_skipped, "step")} skipped because the gradient norm was not finite.`,
     run.plan.divergences && `${plural(run.plan.divergences, "page use")} differed from the plan.`,
-    slowed.length && `Limited in favor of other runs on ${slowed.join(", ")}.`,
+    slowed.length && `Bandwidth limited in favor of other runs: ${slowed.join(", ")}.`,
   ].filter(Boolean);
 }
 
@@ -307,8 +307,8 @@ class DriveView {
     this.facts = make("dl.facts");
     this.lines = {};
     for (const [key, name, color] of [
-      ["read", "Reads", "c1"], ["write", "Writes", "c4"], ["runs", "By runs"], ["busy", "Busy"], ["space", "Space", "c5"],
-      ["wear", "Wear"], ["pace", "Writes, last hour"],
+      ["read", "Reads", "c1"], ["write", "Writes", "c4"], ["runs", "Runs"], ["busy", "Busy"], ["space", "Space", "c5"],
+      ["wear", "Wear"], ["pace", "Writes in the last hour"],
     ]) {
       const value = make("dd");
       const line = make("div.line", {}, make("dt", {}, name), value);
@@ -354,8 +354,8 @@ class DriveView {
     this.line("runs", moved.length || undefined, () => `read ${rate(sum("read"))}, write ${rate(sum("write"))}`);
     const wear = drive.wear ?? {};
     const worn = [
-      ifKnown(wear.ratio, (ratio) => `${share(ratio)} of its life used`),
-      ifKnown(wear.days, (days) => `${days < 10 ? whole(86400 * days) : `${count(days)} days`} left at this rate`),
+      ifKnown(wear.ratio, (ratio) => `${share(ratio)} of rated life used`),
+      ifKnown(wear.days, (days) => `${days < 10 ? whole(86400 * days) : `${count(days)} days`} left at the current write rate`),
       ifKnown(wear.rated, (rated) => `rated for ${endurance(rated)}`),
     ].filter(Boolean);
     this.line("wear", worn.length ? worn : "unknown", (texts) => [texts].flat().join(", "));
@@ -371,13 +371,13 @@ class DriveView {
 // The node #
 
 const space = new Table(
-  "Space that runs have reserved and not yet allocated",
+  "Space reserved by runs and not yet allocated",
   [
     ["Run", (entry) => entry.run, "words"],
     ["Drive", (entry) => entry.drive, "words"],
     ["Path", (entry) => entry.path, "words"],
     ["Reserved", (entry) => bytes(entry.bytes)],
-    ["Process", (entry) => entry.pid || "in another container"],
+    ["PID", (entry) => entry.pid || "in another container"],
   ],
   (entry) => JSON.stringify([entry.run, entry.path, entry.pid]),
 );
@@ -395,7 +395,7 @@ function show(state) {
   byId("no-drives").hidden = state.drives.length > 0;
   const late = now - state.drives_time;
   byId("late-drives").hidden = !(state.drives_time && late > 5);
-  put(byId("late-drives"), "The drives have not responded recently. These are their last figures.");
+  put(byId("late-drives"), "The drives are not responding. Their last known figures are shown.");
   keep(
     byId("drives"),
     state.drives.map((drive) => ({ drive, now })),
@@ -426,11 +426,11 @@ function ask(wrong) {
   byId("ask").hidden = false;
   byId("ask-wrong").hidden = !wrong;
   byId("state").hidden = true;
-  badge(status, "token needed", "warning");
+  badge(status, "token required", "warning");
   byId("token").focus();
 }
 
-/** Read events until the stream ends or falls silent, and show each state. */
+/** Read events until the stream ends or no message arrives in time, and show each state. */
 async function read(body, abort) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -474,10 +474,10 @@ async function connect() {
     }
     byId("ask").hidden = true;
     if (answer.ok) await read(answer.body, abort);
-    else if (answer.status === 503) reason = "too many viewers";
+    else if (answer.status === 503) reason = "too many open dashboards";
   } catch (error) {
     if (error instanceof NotShown) {
-      badge(status, "display error; reload the page", "bad"); // a daemon of another version, or a bug on this page
+      badge(status, "display error; reload the page", "bad"); // the daemon has a different version, or this page has a bug
       throw error.cause;
     }
   }

@@ -1,8 +1,8 @@
-// Formatters of numbers. A value that is not a number (for example a loss of "nan") is shown unchanged.
+// Number formatters. A value that is not a number (for example the loss "nan") is returned as it is.
 
 const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
-/** Format with three significant digits, or with all digits before the decimal point. */
+/** Format a number with three significant digits, or with all digits of its integer part if there are more. */
 function digits(value) {
   return Math.abs(value) >= 100 ? grouped.format(value) : String(Number(value.toPrecision(3)).toPrecision(3));
 }
@@ -10,7 +10,7 @@ function digits(value) {
 function scaled(value, base, units) {
   if (typeof value !== "number") return String(value);
   let at = 0;
-  // From 999.5 on, three digits would round up to four.
+  // A value of 999.5 or more would be rounded to four digits.
   while (Math.abs(value) >= Math.min(base, 999.5) && at < units.length - 1) {
     value /= base;
     at += 1;
@@ -18,13 +18,13 @@ function scaled(value, base, units) {
   return `${at ? digits(value) : grouped.format(value)} ${units[at]}`;
 }
 
-/** Format a size in binary units, as used by the settings. */
+/** Format a size in binary units, as in the settings. */
 export const bytes = (value) => scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]);
 
-/** Format a rate in decimal units, as used for drives. */
+/** Format a data rate in decimal units, as is usual for drives. */
 export const rate = (value) => scaled(value, 1000, ["B/s", "kB/s", "MB/s", "GB/s", "TB/s"]);
 
-/** Format an endurance in decimal units, as used by data sheets. */
+/** Format an endurance in decimal units, as in data sheets. */
 export const endurance = (value) => scaled(value, 1000, ["B", "kB", "MB", "GB", "TB", "PB"]);
 
 export function count(value) {
@@ -32,7 +32,7 @@ export function count(value) {
   return Math.abs(value) < 1e12 ? grouped.format(value) : value.toExponential(3);
 }
 
-/** Format a rate of items, with a fraction for small values. */
+/** Format a number of items per second, with decimals for small values. */
 export function perSecond(value) {
   return typeof value === "number" && Math.abs(value) < 100 ? digits(value) : count(value);
 }
@@ -43,14 +43,14 @@ export function share(value) {
   return `${percent > 0 && percent < 0.1 ? "< 0.1" : percent.toFixed(Math.abs(percent) >= 99.95 ? 0 : 1)} %`;
 }
 
-/** Format any number of a training with 4 digits, and with an exponent if it is tiny or huge. */
+/** Format a number with `precision` digits, and with an exponent if it is tiny or huge. */
 export function plain(value, precision = 4) {
   if (typeof value !== "number") return String(value);
   if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6)) return value.toExponential(precision - 1);
   return value.toPrecision(precision);
 }
 
-/** Format a duration in its two largest units. */
+/** Format a duration, with milliseconds or decimals if it is short. */
 export function duration(seconds) {
   if (typeof seconds !== "number") return String(seconds);
   if (seconds < 0) seconds = 0;
@@ -59,7 +59,7 @@ export function duration(seconds) {
   return whole(seconds);
 }
 
-/** Format a duration in whole seconds, for times in the past. */
+/** Format a duration in its two largest units, rounded to seconds. */
 export function whole(seconds) {
   if (typeof seconds !== "number") return String(seconds);
   const all = Math.max(0, Math.round(seconds));

@@ -1,4 +1,4 @@
-"""Layer-major execution of the micro-batches of a Trainer step, if the loss equals that of the Trainer's loop."""
+"""Layer-major execution of the micro-batches of a Trainer step, if this does not change the definition of the loss."""
 
 from __future__ import annotations
 
@@ -20,25 +20,23 @@ _log = logging.getLogger("infinity")
 
 
 class Accumulation:
-    """Joins the micro-batches of a step: the first ones are held back, and the last one runs all of them as one
-    batch.
-    """
+    """Joins the micro-batches of a step. All but the last are held back, and the last runs all of them as one batch."""
 
     def __init__(self, layers: LayerMajor) -> None:
         self._layers = layers
-        self._joined = 0  # micro-batches of this step that run as one batch; 0 if each runs by itself
+        self._joined = 0  # number of micro-batches that run as one batch; 0 if each runs by itself
         self._held: list[Mapping[str, torch.Tensor]] = []
 
     def begin(self, batches: Sequence[Any], labels: Any) -> None:
-        """Start a step. All ranks call it together.
+        """Start a step. All ranks must call this method together.
 
-        Micro-batches of different lengths run one by one, because padding would change bits and add computation. If
-        that is the case on one rank, all ranks run theirs one by one, because every rank must gather weights equally
-        often.
+        Micro-batches of different lengths run one by one, because padding would change the numerical results and add
+        computation. If this applies to any rank, all ranks run their micro-batches one by one, because all ranks must
+        gather weights equally often.
 
         Args:
             batches: micro-batches of this rank.
-            labels: number that the loss of the step is divided by; None if each micro-batch has a mean of its own.
+            labels: number by which the loss of the step is divided, or None if each micro-batch computes its own mean.
 
         Raises:
             LostRankError: if another rank exited.
@@ -49,7 +47,7 @@ class Accumulation:
         self._joined = joined if len(found) == 1 else 0
 
     def run(self, inputs: Mapping[str, torch.Tensor], step: Callable[[Any], torch.Tensor]) -> torch.Tensor | None:
-        """Run the batch that is due with a micro-batch; return None if the micro-batch is held back."""
+        """Run a micro-batch, or the batch that it completes. Return None if the micro-batch is held back."""
         if not self._joined:
             return step(inputs)
         self._held.append(inputs)
@@ -62,7 +60,7 @@ class Accumulation:
 
 
 def _alike(batches: Sequence[Any]) -> bool:
-    """Return whether all batches have the same names, tensors of the same shapes, and one batch size."""
+    """Return whether all batches contain tensors of the same names, shapes and dtypes, and of one batch size."""
     shapes = []
     for batch in batches:
         if not isinstance(batch, Mapping) or not all(isinstance(value, torch.Tensor) for value in batch.values()):
@@ -75,14 +73,14 @@ def _alike(batches: Sequence[Any]) -> bool:
 
 
 def accumulation_of(trainer: Any, wanted: bool | None) -> Accumulation | None:
-    """Return an object that runs the micro-batches of a step as one batch; None if the Trainer's loop runs them.
+    """Return an object that runs the micro-batches of a step as one batch, or None to use the Trainer's loop.
 
     Args:
         trainer: trainer with a sharded model.
-        wanted: True to require it, False to disable it, None to use it if the loss allows it.
+        wanted: True to require layer-major execution, False to disable it, None to use it if the loss allows it.
 
     Raises:
-        UnsupportedError: if it is required and not possible.
+        UnsupportedError: if layer-major execution is required but not possible.
     """
     if wanted is False or (trainer.args.gradient_accumulation_steps < 2 and not wanted):
         return None
@@ -94,22 +92,20 @@ def accumulation_of(trainer: Any, wanted: bool | None) -> Accumulation | None:
             reason = str(error)
         else:
             if trainer.args.activation_checkpointing:
-                _log.info("activations are recomputed slice by slice; the Trainer's own checkpointing is left off")
+                _log.info("activations are recomputed slice by slice; the Trainer's own checkpointing is disabled")
                 trainer.args.activation_checkpointing = trainer.args.gradient_checkpointing = False
             return accumulation
     if wanted:
         raise UnsupportedError(f"layer_major=True is not supported: {reason}")
     _log.warning(
         "gradient_accumulation_steps = %d runs as a loop, which reads all weights twice per micro-batch and stores "
-        "gradients on NVMe in between: %s", trainer.args.gradient_accumulation_steps, reason,
+        "gradients on NVMe between them: %s", trainer.args.gradient_accumulation_steps, reason,
     )  # fmt: skip
     return None
 
 
 def _why_not(trainer: Any) -> str | None:
-    """Return the reason why the loss of a step is not the sum of its micro-batches' losses, or needs all logits; else
-    None.
-    """
+    """Return the reason why layer-major execution is not possible, or None if it is possible."""
     if trainer.args.torch_compile:
         return "torch_compile is set, which would compile each slice separately"
     if trainer.compute_loss_func is not None:
@@ -118,11 +114,11 @@ def _why_not(trainer: Any) -> str | None:
         return "label_smoothing_factor is set, which needs the logits of the whole batch"
     if _is_sft(trainer):
         if trainer.args.loss_type not in ("nll", "dft") or trainer.aux_loss_enabled:
-            return f"the loss of SFTTrainer ({trainer.args.loss_type}) is not a sum over labels"
+            return f"the SFTTrainer loss ({trainer.args.loss_type}) is not a sum over labels"
         return None
     own = type(trainer).compute_loss
     if own is not Trainer.compute_loss:
-        return f"{own.__qualname__} computes the loss"
+        return f"{own.__qualname__} overrides the computation of the loss"
     if not trainer.model_accepts_loss_kwargs or causal_lm_in(trainer.model) is None:
         return f"{type(trainer.model).__name__} is not a causal language model whose loss is a sum over labels"
     adapted = peft_model(trainer.model)
@@ -132,6 +128,6 @@ def _why_not(trainer: Any) -> str | None:
 
 
 def _is_sft(trainer: Any) -> bool:
-    """Return whether `trainer` is exactly TRL's SFTTrainer, which computes head and loss in chunks of tokens."""
+    """Return whether TRL's SFTTrainer computes the loss. It runs the head and the loss on chunks of tokens."""
     trl = sys.modules.get("trl.trainer.sft_trainer")
     return trl is not None and type(trainer).compute_loss is trl.SFTTrainer.compute_loss

@@ -1,4 +1,4 @@
-"""Export into a folder with existing files, so that the folder always contains one complete export or none."""
+"""Replace the weights in a folder with an export, so that an interruption never leaves a mixture of both."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _PART = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 
 
 def move_export(export: Path, folder: Path) -> None:
-    """Move the files of an export into a folder, replacing its weights; the export folder is removed.
+    """Move the files of an export to a folder, replace the weights there, and remove the export folder.
 
-    The index of the old weights is removed first, and the file that makes the new ones loadable is moved last. If the
-    move is interrupted, the folder contains complete weights, or cannot be loaded.
+    The index of the old weights is removed first, and the file that makes the new weights loadable is moved last. If
+    the move is interrupted, the folder therefore contains complete weights or cannot be loaded.
 
     Args:
-        export: folder on the same file system.
-        folder: target folder, whose other files stay.
+        export: folder of the export, on the same file system.
+        folder: target folder. Its other files are kept.
 
     Raises:
         OSError: if a file cannot be moved or removed.

@@ -1,4 +1,4 @@
-"""`attach`: keep parameters and optimizer state of a Trainer on NVMe."""
+"""Keep the parameters and optimizer state of a Trainer on NVMe. The entry point is `attach`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _log = logging.getLogger("infinity")
 _SCHEDULER = "scheduler.pt"  # names used by the Trainer
 _ARGUMENTS = "training_args.bin"
 _APART = "infinity-export"
-"""Subfolder of an export until the export is complete."""
+"""Subfolder that contains an export until the export is complete."""
 _HOOKS = (
     "create_optimizer", "evaluation_loop", "end", "get_batch_samples", "training_step",
     "_defer_fsdp_gradient_reduction", "_clip_grad_norm", "_get_grad_norm", "log", "_save_checkpoint", "_save",
@@ -55,7 +55,7 @@ _HOOKS = (
 )  # fmt: skip
 """Methods of the Trainer that `OffloadedTrainer` overrides."""
 _LOOKED_AT = ("in_forward", "after_backward")
-"""Update schedules that allow reading gradients, because updates wait until `step()`."""
+"""Update schedules that allow reading gradients, because updates do not start before `step()`."""
 
 
 def attach(
@@ -67,36 +67,36 @@ def attach(
     init: InitFunction | None = None,
     layer_major: bool | None = None,
 ) -> None:
-    """Let a Trainer train with parameters and optimizer state on NVMe. Call it before `trainer.train()`.
+    """Keep the parameters and optimizer state of a Trainer on NVMe. Call this function before `trainer.train()`.
 
-    The optimizer is the one that the Trainer would create (`optim=`) or was given (`optimizers=`). It is offloaded
-    when training or an evaluation starts, and is then available as `trainer.optimizer.optimizer`. A Trainer
-    checkpoint is a folder with the Trainer's own files, plus an infinity checkpoint on the NVMe paths, which copies
-    no data. `trainer.save_model()` exports weights as a stream.
+    The optimizer that the Trainer creates (`optim=`) or receives (`optimizers=`) is offloaded when training or an
+    evaluation starts. It is then available as `trainer.optimizer.optimizer`. A Trainer checkpoint consists of a folder
+    with the Trainer's own files and an infinity checkpoint on the NVMe paths, which is saved without copying data.
+    `trainer.save_model()` exports the weights in bounded memory.
 
     Args:
-        trainer: trainer of transformers, or of a subclass such as TRL's SFTTrainer. `fully_shard` must have been
-            called on its model. A model on the meta device needs an ``hf_device_map``, so that the Trainer does not
-            move it.
-        config, weights, strict, init: as for `infinity.offload`. The Trainer sets `run.resume`
+        trainer: transformers `Trainer`, or a subclass such as TRL's `SFTTrainer`. `fully_shard` must have been called
+            on its model. A model on the meta device must have an ``hf_device_map``, so that the Trainer does not move
+            it.
+        config, weights, strict, init: see `infinity.offload`. The Trainer sets `run.resume`
             (`train(resume_from_checkpoint=…)`) and derives `run.retained_checkpoints` from `save_total_limit`.
         layer_major: whether the micro-batches of `gradient_accumulation_steps` run layer by layer (`micro_batches`),
-            so that weights are read twice per step instead of twice per micro-batch. None: if the loss is a sum over
-            labels that the model computes itself.
+            so that weights are read twice per step instead of twice per micro-batch. Default: yes, if the model
+            computes the loss itself, as a sum over labels.
 
     Raises:
-        ConfigError: if a setting is invalid or reserved for the Trainer, or checkpoints are kept without a limit.
-        UnsupportedError: if the Trainer uses a feature that cannot work, or the model cannot be paged. The message
-            gives the reasons.
+        ConfigError: if a setting is invalid or reserved for the Trainer, or the number of checkpoints is not limited.
+        UnsupportedError: if the Trainer uses an unsupported feature, or the model cannot be paged. The message gives
+            the reasons.
     """
     if not isinstance(trainer, Trainer):
-        raise ConfigError(f"attach needs a Trainer of transformers, got {type(trainer).__name__}")
+        raise ConfigError(f"attach requires a transformers Trainer, got {type(trainer).__name__}")
     own: Any = trainer
     if isinstance(trainer, OffloadedTrainer):
         raise ConfigError("attach was already called on this Trainer")
     if missing := [name for name in _HOOKS if not hasattr(Trainer, name)]:
         raise UnsupportedError(
-            f"the Trainer of this transformers has no {', '.join(missing)}; install transformers 5.24"
+            f"the Trainer of the installed transformers has no {', '.join(missing)}; install transformers 5.24"
         )
     settings = load_config(config)
     check_config(settings)
@@ -110,7 +110,7 @@ def attach(
     own.is_distributed_loading_by_transformers = True  # prevents the Trainer from moving or wrapping the model
     name = torch_private.original_class(own.model).__name__
     if own.label_smoother is not None and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        # The Trainer reads the name of the class, which fully_shard has changed.
+        # The Trainer checks the class name, which fully_shard has changed.
         own.label_smoother = partial(own.label_smoother, shift_labels=True)
 
 
@@ -118,8 +118,8 @@ def _with_limit(settings: Config, args: Any) -> Config:
     """Return the settings with `retained_checkpoints` equal to the Trainer's limit. Raises `ConfigError`."""
     if settings.run.resume:
         raise ConfigError(
-            f"run.resume = {settings.run.resume!r}: the Trainer decides which checkpoint to resume; remove it, and "
-            "call train(resume_from_checkpoint=True)"
+            f"run.resume = {settings.run.resume!r} is not supported, because the Trainer decides which checkpoint to "
+            "resume from; remove it, and call train(resume_from_checkpoint=True)"
         )
     if not unsupported_arguments.checkpoints(args):
         return settings
@@ -138,20 +138,20 @@ class _Offload:
 
     settings: Config
     begin: Any
-    """`infinity.offload`, with the source of initial values."""
+    """`infinity.offload`, with the arguments for initial values bound."""
     accumulation: Accumulation | None
     paged: PagedOptimizer | None = None
-    """The optimizer, once the run has started."""
+    """Offloaded optimizer. None until the run has started."""
     resume: Checkpoint | None = None
-    """Checkpoint that the run starts from."""
+    """Checkpoint from which the run resumes, if any."""
     groups: list[dict[str, Any]] = field(default_factory=list)
     """Settings of the param groups at the start of the run."""
     saving: int | None = None
-    """Limit of checkpoints while one of them is written."""
+    """Value of `save_total_limit` while a checkpoint is being written, otherwise None."""
 
 
 class OffloadedTrainer(Trainer):  # type: ignore[misc]
-    """Mixin that `attach` inserts before the class of a Trainer."""
+    """Mixin that `attach` places in front of a Trainer's class."""
 
     _infinity: _Offload
     args: Any
@@ -163,7 +163,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
     # The run starts at the first computation #
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Offload the optimizer that the Trainer creates, unless that has been done."""
+        """Offload the optimizer that the Trainer creates, unless it is already offloaded."""
         self._begin()
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
@@ -181,11 +181,11 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         return state.paged
 
     def evaluation_loop(self, *args: Any, **named: Any) -> Any:
-        """Evaluate. Before training, the initial weights are evaluated."""
+        """Run an evaluation. Before training, this evaluates the initial weights."""
         self._begin()
         try:
             return super().evaluation_loop(*args, **named)
-        # FSDP2 keeps the root's weights after a forward, which would make the next step differ from the others
+        # FSDP2 keeps the root's weights gathered after a forward, so the next step would differ from the other steps.
         finally:
             for module in self.model.modules():
                 if torch_private.is_sharded_module(module):
@@ -200,14 +200,14 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
     # A step #
 
     def get_batch_samples(self, *args: Any, **named: Any) -> tuple[list[Any], Any]:
-        """Return the micro-batches of a step, and the number of their labels."""
+        """Return the micro-batches of a step, and the total number of their labels."""
         batches, labels = super().get_batch_samples(*args, **named)
         if self._infinity.accumulation is not None:
             self._infinity.accumulation.begin(batches, labels)
         return batches, labels
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run a micro-batch; return 0 if it runs together with the last one of its step."""
+        """Run a micro-batch. Return a loss of 0 if it is held back to run together with the last one of its step."""
         accumulation = self._infinity.accumulation
         step = super().training_step
         if accumulation is None:
@@ -217,23 +217,21 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
-        """Reduce the gradients of every micro-batch, because unreduced gradients of the whole model would stay in
-        memory.
-        """
+        """Do not defer the reduction, because unreduced gradients of the whole model would stay in memory."""
         yield
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
         return self._begin().clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Return the norm, or None if it is not known: reading it would rule out updates in backward."""
+        """Return the norm, or None if it is unknown and computing it would rule out updates in backward."""
         paged = self._begin()
         if grad_norm is None and {self._infinity.settings.update.schedule, paged.update_schedule} & {*_LOOKED_AT}:
             return paged.clip_grad_norm_(math.inf)
         return grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, and publish the loss as a metric of the run."""
+        """Log the given values, and report the loss as a metric of the run."""
         if "loss" in logs and self._infinity.paged is not None:
             self._infinity.paged.report(loss=logs["loss"])
         super().log(logs, start_time)
@@ -241,16 +239,14 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
     # Checkpoints #
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write a checkpoint folder, then the infinity checkpoint that it names, then remove checkpoints beyond the
-        limit.
-        """
+        """Write a checkpoint folder, save its infinity checkpoint, and then remove folders beyond the limit."""
         args, state, paged = self.args, self._infinity, self._begin()
         if not unsupported_arguments.checkpoints(args):
             super()._save_checkpoint(model, trial)
             return
         state.saving, args.save_total_limit = args.save_total_limit, None
         try:
-            super()._save_checkpoint(model, trial)  # it would remove folders before the new checkpoint exists
+            super()._save_checkpoint(model, trial)  # with a limit, it would remove folders before the checkpoint exists
         finally:
             state.saving, args.save_total_limit = None, state.saving
         ranks, run = Ranks.current(), paged.run
@@ -270,7 +266,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         ranks.together("removing checkpoints", remove)
 
     def _best_steps(self) -> list[int]:
-        """Return the step of the best checkpoint as a list, empty if there is none; as seen by rank 0."""
+        """Return a list with the step of the best checkpoint, or an empty list without one. Rank 0 decides."""
         ranks, best = Ranks.current(), self.state.best_model_checkpoint
 
         def steps() -> list[int]:
@@ -280,14 +276,14 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         return ranks.agree(ranks.together("looking for the best checkpoint", steps))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Export the weights; in a checkpoint folder, write only the reference to the infinity checkpoint."""
+        """Export the weights or, for a checkpoint folder, only write the reference to the infinity checkpoint."""
         folder = Path(output_dir or self.args.output_dir)
         if self._infinity.saving is None:
             self._export(folder)
         Ranks.current().together("saving the files next to the weights", partial(self._save_companions, folder))
 
     def _save_companions(self, folder: Path) -> None:
-        """Write the files that accompany weights; in a checkpoint folder, the reference to the infinity checkpoint."""
+        """Write the files that accompany weights and, for a checkpoint folder, the reference to its checkpoint."""
         args, state = copy.copy(self.args), self._infinity
         if not args.should_save:
             return
@@ -302,14 +298,12 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         torch.save(args, folder / _ARGUMENTS)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save the scheduler; the optimizer's state is in the infinity checkpoint."""
+        """Save only the scheduler, because the optimizer state is in the infinity checkpoint."""
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
     def _export(self, folder: Path) -> None:
-        """Export the weights into a folder that may have other files, such as checkpoints. All ranks call it
-        together.
-        """
+        """Export the weights to a folder that may contain other files, such as checkpoints. A collective call."""
         ranks, apart = Ranks.current(), folder / _APART
 
         def clear() -> None:
@@ -332,16 +326,18 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
     # Resuming #
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any) -> Any:
-        """Train; with `resume_from_checkpoint=True`, resume from the last checkpoint folder whose infinity checkpoint
-        exists.
+        """Train. ``resume_from_checkpoint=True`` selects the last checkpoint folder whose infinity checkpoint exists.
 
         Raises:
-            ConfigError, UnsupportedError: if the arguments were changed to a combination that cannot work.
-            CheckpointError: if the named folder has no infinity checkpoint.
+            ConfigError, UnsupportedError: if the arguments were changed to an unsupported combination after `attach`.
+            CheckpointError: if the folder to resume from has no infinity checkpoint.
         """
         unsupported_arguments.check(self)
         if _with_limit(self._infinity.settings, self.args) != self._infinity.settings:
-            raise ConfigError("save_strategy or save_total_limit was changed after attach(), which reserves the space")
+            raise ConfigError(
+                "save_strategy or save_total_limit was changed after attach(), which reserves the space for "
+                "checkpoints; set both before attach()"
+            )
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._last_checkpoint()
         return super().train(resume_from_checkpoint, *args, **named)
@@ -350,19 +346,20 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         folder, paths = self.args.output_dir, self._infinity.settings.storage.paths
         last, behind = trainer_checkpoints.newest(folder, paths, Ranks.current())
         for other in behind:
-            _log.warning("%s is ignored: the checkpoint that it names is not in %s", other, ", ".join(paths))
+            _log.warning("%s is ignored, because its infinity checkpoint is not in %s", other, ", ".join(paths))
         if last is None:
             raise CheckpointError(
-                f"no checkpoint folder in {folder!r} names a checkpoint in {', '.join(paths)}: nothing to resume from"
+                f"nothing to resume from: no checkpoint folder in {folder!r} refers to a checkpoint in "
+                f"{', '.join(paths)}"
             )
         return str(last.folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Record the checkpoint that the run starts from.
+        """Record the checkpoint from which the run resumes.
 
         Raises:
-            CheckpointError: if the folder names no infinity checkpoint.
-            InfinityError: if the run has already started from another state.
+            CheckpointError: if the folder does not refer to an infinity checkpoint.
+            InfinityError: if the run has already started from a different state.
         """
         ranks = Ranks.current()
         read = partial(Checkpoint.read, resume_from_checkpoint)
@@ -370,27 +367,28 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         paged = self._infinity.paged
         if paged is not None and (paged.run.folder.run_id, paged.steps) != (wanted.run_id, wanted.step):
             raise InfinityError(
-                f"{resume_from_checkpoint!r} cannot be resumed: this Trainer has already trained or evaluated, "
-                "and its run is active; call train(resume_from_checkpoint=…) first, or in a new process"
+                f"cannot resume from {resume_from_checkpoint!r}: this Trainer has already trained or evaluated, and "
+                "its run is active; call train(resume_from_checkpoint=…) before anything else, or in a new process"
             )
         self._infinity.resume = wanted
         if paged is not None:
             self._infinity.groups = _settings_of(paged)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the scheduler, and undo the changes that its creation made to the param groups of the optimizer."""
+        """Load the scheduler, and undo the changes that creating it has made to the optimizer's param groups."""
         if checkpoint is not None:
             self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
             for group, settings in zip(self.optimizer.param_groups, self._infinity.groups, strict=True):
                 group.update(settings)
 
     def _load_best_model(self) -> None:
-        """Read the weights of the best checkpoint, one parameter at a time; the optimizer's state stays."""
+        """Load the weights of the best checkpoint, one parameter at a time. The optimizer state is unchanged."""
         folder, best = self._begin().run.folder, Checkpoint.read(self.state.best_model_checkpoint)
         if best.run_id != folder.run_id:
             _log.warning(
-                "%s is of run %s, before the number of ranks or the pages changed: the last weights stay; "
-                "`infinity export --run %s --step %d` has the best", best.folder, best.run_id, best.run_id, best.step,
+                "keeping the last weights: %s belongs to run %s, before the number of ranks or the pages changed; "
+                "to export the best weights, run `infinity export --run %s --step %d`",
+                best.folder, best.run_id, best.run_id, best.step,
             )  # fmt: skip
             return
         _log.info("loaded the best weights, from %s (%s)", best.folder, self.state.best_metric)
@@ -398,7 +396,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
 
     @torch.no_grad()
     def _take_over(self, step: int) -> None:
-        """Copy trained parameters and buffers from a checkpoint; frozen parameters are identical and not written."""
+        """Copy the trained parameters and the buffers of a checkpoint. Frozen parameters are already identical."""
         run = self._begin().run
         reader, layout = CheckpointReader(run.folder, step), run.layout
         for index, spec in enumerate(reader.manifest(Ranks.current().rank).description.tensors):
@@ -410,5 +408,4 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
 
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of the param groups, such as the learning rate."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

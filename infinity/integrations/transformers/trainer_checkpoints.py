@@ -1,9 +1,9 @@
-"""Checkpoint folders of a Trainer, each of which names the infinity checkpoint with its state.
+"""Checkpoint folders of a Trainer. Each refers to the infinity checkpoint with its weights and optimizer state.
 
-[Note: order of writing] A folder is complete before its checkpoint is published, and a folder is removed after its
-checkpoint is removed. A process that is killed, or a host that loses power, therefore always leaves a folder whose
-checkpoint exists: the previous one or the new one. Folders without a checkpoint are ignored, and removed at the next
-checkpoint.
+[Note: order of writing] A folder is complete before its infinity checkpoint is published, and is removed after that
+checkpoint. If the process is killed or the host loses power, there is therefore always a folder whose checkpoint
+exists: the previous one or the new one. Folders without a checkpoint are ignored, and are removed when the next
+checkpoint is written.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from infinity.untrusted_files import read_regular
 
 _log = logging.getLogger("infinity")
 NAME = "infinity.json"
-"""File in a checkpoint folder that names its infinity checkpoint."""
+"""File in a checkpoint folder that refers to its infinity checkpoint."""
 _LIMIT = 1 << 16
 _FOLDER = re.compile(r"checkpoint-(\d+)")  # naming used by the Trainer
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder and the infinity checkpoint that it names."""
+    """Checkpoint folder and the infinity checkpoint to which it refers."""
 
     folder: Path
     run_id: str
     step: int
-    """Step of the optimizer at the checkpoint; the Trainer's own count may start at another train() call."""
+    """Number of optimizer steps at the checkpoint. The Trainer counts separately, starting at a `train()` call."""
 
     def write(self) -> None:
         """Create the folder and atomically write the reference to the checkpoint. Raises `OSError`."""
@@ -49,10 +49,10 @@ class Checkpoint:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> Checkpoint:
-        """Return the reference in a folder.
+        """Read the reference in a folder.
 
         Raises:
-            CheckpointError: if the folder names no infinity checkpoint.
+            CheckpointError: if the folder does not refer to an infinity checkpoint.
         """
         file = Path(folder) / NAME
         try:
@@ -60,20 +60,22 @@ class Checkpoint:
             run_id, step = tree["run_id"], tree["step"]
         except FileNotFoundError:
             raise CheckpointError(
-                f"{os.fspath(folder)!r} has no {NAME}, because it was not written by a Trainer with infinity attached; "
-                "to start from its weights, call attach(…, weights=folder)"
+                f"{os.fspath(folder)!r} does not contain {NAME}, so it was not written by a Trainer with infinity "
+                "attached; to start from its weights, call attach(…, weights=folder)"
             ) from None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{str(file)!r} cannot be read: {error}") from error
         if not isinstance(run_id, str) or type(step) is not int or step < 0:
-            raise CheckpointError(f"{str(file)!r} names no checkpoint: run_id = {run_id!r:.80}, step = {step!r:.80}")
+            raise CheckpointError(
+                f"{str(file)!r} does not refer to a checkpoint: run_id = {run_id!r:.80}, step = {step!r:.80}"
+            )
         return cls(Path(folder), run_id, step)
 
 
 def checkpoints_in(folder: str | os.PathLike[str]) -> list[Checkpoint]:
-    """Return the checkpoint folders in a Trainer's output folder that name a checkpoint, ordered by number.
+    """Return the checkpoint folders in a Trainer's output folder that refer to a checkpoint, ordered by number.
 
-    Unreadable references are skipped with a warning, because others may be usable. Raises `OSError`.
+    Folders whose reference is unreadable are skipped with a warning, because others may be usable. Raises `OSError`.
     """
     found = []
     for child in Path(folder).iterdir() if Path(folder).is_dir() else ():
@@ -82,14 +84,14 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> list[Checkpoint]:
             try:
                 found.append((int(number[1]), Checkpoint.read(child)))
             except CheckpointError as error:
-                _log.warning("%s is ignored and not removed: %s", child, error)
+                _log.warning("%s is ignored, and will not be removed: %s", child, error)
     return [checkpoint for _, checkpoint in sorted(found, key=lambda pair: pair[0])]
 
 
 def newest(folder: str | os.PathLike[str], paths: Sequence[str], ranks: Ranks) -> tuple[Checkpoint | None, list[Path]]:
-    """Return the last checkpoint folder whose checkpoint is on the NVMe paths of all ranks, and the later folders.
+    """Return the last checkpoint folder whose checkpoint is on the NVMe paths of all ranks, and all later folders.
 
-    All ranks call it together and get the same result; the folders are those that rank 0 sees.
+    All ranks must call this function together. They get the same result, which is based on the folders on rank 0.
 
     Raises:
         OSError: if a path cannot be read.
@@ -102,7 +104,7 @@ def newest(folder: str | os.PathLike[str], paths: Sequence[str], ranks: Ranks) -
 
 
 def _checkpointed(paths: Sequence[str], ranks: Ranks) -> set[tuple[str, int]]:
-    """Return run and step of all checkpoints on the paths for which all ranks have their part."""
+    """Return the run and step of each checkpoint that is complete on the paths of all ranks together."""
 
     def seen() -> list[tuple[str, Published]]:
         return [

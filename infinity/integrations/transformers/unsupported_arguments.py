@@ -1,6 +1,4 @@
-"""Features of a Trainer that do not work with its state on NVMe, each with the reason; checked before training
-starts.
-"""
+"""Trainer features that are not supported with the training state on NVMe, checked before training starts."""
 
 from __future__ import annotations
 
@@ -10,13 +8,13 @@ from typing import Any
 from infinity.errors import ConfigError, UnsupportedError
 
 _WHOLE = ("lomo", "adalomo", "galore", "apollo", "adamw_torch_4bit", "adamw_torch_8bit")
-"""Prefixes of optimizer names that are not supported; others are probed when they are offloaded."""
+"""Prefixes of unsupported optimizer names. Other optimizers are tested when they are offloaded."""
 UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "deepspeed",
         lambda trainer: trainer.is_deepspeed_enabled,
-        "DeepSpeed would shard the model and store its state itself; remove it (infinity migrate converts its "
-        "configuration into settings)",
+        "DeepSpeed would shard the model and store the state itself; remove it (infinity migrate converts its "
+        "configuration to infinity settings)",
     ),
     (
         "fsdp",
@@ -36,8 +34,8 @@ UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "model_init",
         lambda trainer: trainer.model_init is not None,
-        "train() would build another model in memory and not use the sharded one; pass model= "
-        "(hyperparameter_search needs model_init: start one process per trial)",
+        "train() would build a new model in memory instead of using the sharded one; pass model= "
+        "(instead of hyperparameter_search, which requires model_init, start one process per trial)",
     ),
     (
         "fp16",
@@ -52,14 +50,14 @@ UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "auto_find_batch_size",
         lambda trainer: trainer.args.auto_find_batch_size,
-        "it restarts in the middle of a step that ran out of memory; set per_device_train_batch_size "
-        "(infinity plan estimates the size that fits)",
+        "it restarts training in the middle of a step that ran out of memory; set per_device_train_batch_size "
+        "(infinity plan estimates whether a size fits)",
     ),
     (
         "optim",
         lambda trainer: trainer.optimizer is None and str(trainer.args.optim.value).startswith(_WHOLE),
-        "it updates in backward itself, needs full matrices, or stores its state in its own tensor type, but pages are "
-        'updated one by one; use adamw_torch_fused, with state.format = "8bit" for less state',
+        "it runs updates in backward itself, needs full matrices, or stores its state in its own tensor type, so it "
+        'cannot update page by page; use adamw_torch_fused, and set state.format = "8bit" to reduce the state',
     ),
     (
         "enable_jit_checkpoint",
@@ -75,18 +73,18 @@ UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "save_only_model with load_best_model_at_end",
         lambda trainer: trainer.args.save_only_model and trainer.args.load_best_model_at_end,
-        "the best weights are restored from a checkpoint, and save_only_model saves none; remove it",
+        "the best weights are restored from a checkpoint, but save_only_model does not save one; remove it",
     ),
 )
-"""Unsupported features: name, test on a trainer, reason and alternative."""
+"""Unsupported features, each with its name, a function that detects it in a trainer, and the reason and alternative."""
 
 
 def check(trainer: Any) -> None:
-    """Check that a trainer uses no unsupported feature.
+    """Check that a trainer does not use unsupported features.
 
     Raises:
         UnsupportedError: if it does. The message lists all of them.
-        ConfigError: if it would keep checkpoints without a limit.
+        ConfigError: if it would keep an unlimited number of checkpoints.
     """
     found = [f"{name}: {reason}" for name, asked, reason in UNSUPPORTED if asked(trainer)]
     if found:
@@ -96,8 +94,8 @@ def check(trainer: Any) -> None:
     args = trainer.args
     if checkpoints(args) and (args.save_total_limit or 0) < 1:
         raise ConfigError(
-            f"save_total_limit = {args.save_total_limit} keeps every checkpoint, and each needs space for the whole "
-            'state, which is reserved on NVMe at the start; set save_total_limit, or save_strategy="no"'
+            f"save_total_limit = {args.save_total_limit} keeps every checkpoint, and space for each must be reserved "
+            'on NVMe when the run starts; set save_total_limit to 1 or more, or set save_strategy="no"'
         )
 
 
@@ -107,5 +105,5 @@ def checkpoints(args: Any) -> bool:
 
 
 def retained(args: Any) -> int:
-    """Return how many checkpoints a Trainer with these arguments keeps; the last and the best one are always kept."""
+    """Return how many checkpoints a Trainer with these arguments keeps. It always keeps the last and the best."""
     return max(int(args.save_total_limit), 2 if args.metric_for_best_model is not None else 1)

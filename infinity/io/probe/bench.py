@@ -1,4 +1,4 @@
-"""Measurements of folders, all at once or some of them, on files that are created once."""
+"""Measurements of folders, together or individually, on files that are created once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Bench:
         self.targets = {target.path: target for target in targets}
         """Targets by path."""
         self.written = written
-        """Bytes written to each path, including the initial contents of its file."""
+        """Number of bytes written to each path, including the initial contents of its file."""
         self._stop = stop
 
     def measure(
@@ -30,11 +30,11 @@ class Bench:
         """Measure `paths` (by default all) at one point, while all of them are busy, and return the results by path.
 
         Args:
-            point: Point to measure, within the limits of the points that the bench was opened for.
-            seconds: Duration of the measurement.
-            most_written: Maximum number of bytes to write to each path, at least the bytes in flight. The measurement
-                ends when it is reached.
-            paths: Paths of this bench.
+            point: point to measure. It must be within the limits of the points for which the bench was opened.
+            seconds: duration of the measurement.
+            most_written: maximum number of bytes to write to each path, at least the number of bytes in flight. The
+                measurement ends when this number is reached.
+            paths: paths of this bench.
 
         Raises:
             ProbeStoppedError: if the measurement was stopped.
@@ -54,7 +54,7 @@ class Bench:
 
     @contextmanager
     def through(self, engine: str, point: Point) -> Iterator[Bench]:
-        """Open the same files with another engine, one for all files as in a run.
+        """Open the same files with a different engine, one engine for all files as in a run.
 
         Raises:
             ConfigError: if the engine is not available.
@@ -74,15 +74,15 @@ def open_bench(
     stop: threading.Event | None = None,
     on_filled: Callable[[Target], None] = lambda target: None,
 ) -> Iterator[Bench]:
-    """Create a file of `file_bytes` in each folder, reserved and filled. The files are removed in all cases.
+    """Create a file of `file_bytes` in each folder and write all of it. The files are removed in all cases.
 
     Args:
-        paths: Folders to measure.
-        points: Return value of `points_of`: all points that will be measured.
-        file_bytes: Size of each file in bytes, at least twice the bytes in flight.
+        paths: folders to measure.
+        points: result of `points_of`: all points that will be measured.
+        file_bytes: size of each file in bytes, at least twice the number of bytes in flight.
         engine: ``auto``, ``io_uring`` or ``threads``.
-        stop: Event that stops the measurement as soon as requests in flight have ended.
-        on_filled: Called after the file of each folder is written.
+        stop: event that stops the measurement as soon as requests in flight have ended.
+        on_filled: called after the file in each folder is written.
 
     Raises:
         ProbeStoppedError: if `stop` was set.
@@ -112,18 +112,19 @@ def measure_paths(
     stop: threading.Event | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> dict[str, tuple[Measurement, ...]]:
-    """Measure all `paths` at once, so that shared limits become visible. Return one `Measurement` per path and point.
+    """Measure all `paths` at once, so that shared limits become visible. Return one `Measurement` per path per point.
 
     Args:
-        paths: Folders to measure.
-        points: Return value of `points_of`.
-        file_bytes: Size of each file in bytes, at least twice the bytes in flight.
-        seconds: Duration of one measurement.
+        paths: folders to measure.
+        points: result of `points_of`.
+        file_bytes: size of each file in bytes, at least twice the number of bytes in flight.
+        seconds: duration of one measurement.
         engine: ``auto``, ``io_uring`` or ``threads``.
-        most_written: Maximum number of bytes that one measurement writes to each path, at least the bytes in flight.
-            The measurement ends when it is reached. ``None`` means no limit. Filling the file does not count.
-        stop: Event that stops the measurement as soon as requests in flight have ended.
-        on_progress: Called after each path is filled and after each point.
+        most_written: maximum number of bytes that one measurement writes to each path, at least the number of bytes
+            in flight. The measurement ends when this number is reached. ``None`` means no limit. Filling the file
+            does not count.
+        stop: event that stops the measurement as soon as requests in flight have ended.
+        on_progress: called after each path is filled and after each point.
 
     Raises:
         ProbeStoppedError: if `stop` was set.
@@ -134,7 +135,7 @@ def measure_paths(
     """
     least = max(point.flight for point in points)
     if most_written is not None and most_written < least:
-        raise ConfigError(f"most_written = {most_written} bytes must be at least the bytes in flight, {least}")
+        raise ConfigError(f"most_written = {most_written} bytes is less than the {least} bytes in flight")
     if seconds <= 0:
         raise ConfigError(f"seconds = {seconds} must be positive")
     total, done = len(paths) + len(points), 0

@@ -1,7 +1,7 @@
 """Request latency: percentiles from a histogram whose size does not depend on the number of requests.
 
-[Note: resolution] A bucket covers 1/32 of an octave (2.2 %) and is represented by its upper end. Therefore a percentile
-is never too low, and at most 2.2 % too high. The maximum is exact.
+[Note: resolution] A bucket covers 1/32 of an octave (2.2%) and is represented by its upper end. Therefore a
+percentile is never too low, and at most 2.2% too high. The maximum is exact.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Final
 RESOLUTION: Final = 2 ** (1 / 32)
 """Upper end of a bucket relative to its lower end."""
 _PER_OCTAVE: Final = 32
-_LEAST: Final = 1e-6  # seconds; shorter times are counted as this
+_LEAST: Final = 1e-6  # seconds; shorter latencies count as this value
 _BUCKETS: Final = 32 * _PER_OCTAVE  # covers more than an hour
 
 
 @dataclass(frozen=True, kw_only=True)
 class Latency:
-    """Latency of requests from submission to completion, in seconds."""
+    """Latency of requests, from submission to completion, in seconds."""
 
     p50: float
     p95: float
@@ -38,19 +38,19 @@ class Latencies:
             self.add(one)
 
     def add(self, seconds: float) -> None:
-        """Count one request."""
+        """Add one request to the histogram."""
         bucket = math.ceil(_PER_OCTAVE * math.log2(max(seconds, _LEAST) / _LEAST))
         self._counts[min(bucket, _BUCKETS - 1)] += 1
         self._longest = max(self._longest, seconds)
 
     def summary(self) -> Latency:
-        """Return the percentiles of all requests, or zeros if there were no requests."""
+        """Return the percentiles over all requests, or zeros if there are none."""
         return Latency(
             p50=self._percentile(0.50), p95=self._percentile(0.95), p99=self._percentile(0.99), longest=self._longest
         )
 
     def _percentile(self, share: float) -> float:
-        """Return the time that `share` of the requests did not exceed. [Note: resolution]"""
+        """Return the latency that a fraction `share` of the requests did not exceed. [Note: resolution]"""
         left = math.ceil(share * sum(self._counts))
         for bucket, count in enumerate(self._counts):
             left -= count

@@ -1,4 +1,4 @@
-"""Definitions of measurements and of their results."""
+"""Definitions of measurements and their results."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from infinity.io.probe.latency import Latency
 from infinity.units import KIB
 
 BLOCK_MULTIPLE = 4 * KIB
-"""Request sizes are multiples of this many bytes."""
+"""Request sizes must be multiples of this number of bytes."""
 MARGIN: Final = 0.03
-"""Relative difference below which two results count as equal. Repeated measurements differ by as much."""
+"""Relative difference up to which two results count as equal. Repeated measurements differ by this much."""
 
 
 class ProbeStoppedError(InfinityError):
-    """Raised when a measurement was stopped."""
+    """The measurement was stopped."""
 
 
 class Load(Enum):
-    """Direction of the requests of a measurement."""
+    """Direction of the requests in a measurement."""
 
     READ = "read"
     WRITE = "write"
     BOTH = "mixed"
-    """Every second request is a write."""
+    """Reads and writes in alternation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Combination to measure: direction, bytes per request, and requests in flight."""
+    """Combination to measure: direction, bytes per request, and number of requests in flight."""
 
     load: Load
     block_bytes: int
@@ -47,7 +47,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Result of one path at one point while the other paths of the measurement were busy as well."""
+    """Result for one path at one point while the other paths of the measurement were busy as well."""
 
     point: Point
     read_bytes_per_second: float
@@ -55,11 +55,11 @@ class Measurement:
     seconds: float
     """Duration of the measurement."""
     latency: Latency
-    """Latency of all requests, reads and writes together."""
+    """Latency over all requests, both reads and writes."""
 
     @property
     def bytes_per_second(self) -> float:
-        """Throughput of both directions together."""
+        """Throughput of reads and writes together."""
         return self.read_bytes_per_second + self.write_bytes_per_second
 
 
@@ -74,22 +74,22 @@ class Progress:
 
 
 def points_of(loads: Iterable[Load], blocks: Collection[int], depths: Collection[int]) -> tuple[Point, ...]:
-    """Return all combinations, with loads as the outermost loop.
+    """Return all combinations of load, block size and depth, with the load varying slowest.
 
     Raises:
         ConfigError: if there is no combination, or if a size or depth is invalid.
     """
     for block in blocks:
         if block < BLOCK_MULTIPLE or block % BLOCK_MULTIPLE:
-            raise ConfigError(f"block = {block} bytes must be a multiple of {BLOCK_MULTIPLE}")
+            raise ConfigError(f"block = {block} bytes is not a positive multiple of {BLOCK_MULTIPLE}")
     for depth in depths:
         if not 1 <= depth <= 4096:
-            raise ConfigError(f"depth = {depth} must be from 1 to 4096 requests in flight")
+            raise ConfigError(f"depth = {depth} is out of range; use 1 to 4096 requests in flight")
     points = tuple(
         Point(load=load, block_bytes=block, depth=depth) for load in loads for block in blocks for depth in depths
     )
     if not points:
-        raise ConfigError("no points to measure: give at least one load, one block and one depth")
+        raise ConfigError("nothing to measure: specify at least one load, one block size and one depth")
     return points
 
 

@@ -1,4 +1,4 @@
-"""Quick measurement of folders in about two seconds, for callers that need a number and not a table."""
+"""Quick measurement of folders, in about two seconds, for callers that need a single number instead of a table."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from infinity.io.probe.points import Load, Measurement, default_points
 from infinity.units import MIB
 
 QUICK_BYTES: Final = 256 * MIB
-"""Size of the file in each folder. Filling it writes this many bytes, and each load with writes at most as many."""
+"""File size in each folder, in bytes. Filling the file writes this number of bytes, and each load with writes writes
+at most the same number again.
+"""
 QUICK_SECONDS: Final = 0.5
-"""Duration of each load in seconds."""
+"""Duration of each load, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuickRates:
-    """Throughput of one folder in bytes per second while all are busy. `mixed` is the sum of both directions."""
+    """Throughput of one folder in bytes per second, while all are busy. `mixed` is the sum of reads and writes."""
 
     read: float
     write: float
@@ -30,10 +32,10 @@ class QuickRates:
 def quick_rates(
     paths: Sequence[str | os.PathLike[str]], engine: str = "auto", *, stop: threading.Event | None = None
 ) -> dict[str, QuickRates]:
-    """Measure folders at once, with the default request size and queue depth, and return the results by path.
+    """Measure all folders at once, with the default request size and queue depth, and return the results by path.
 
-    This takes three times `QUICK_SECONDS` plus the time to write `QUICK_BYTES`. It writes at most three times
-    `QUICK_BYTES` to each folder, and leaves no files.
+    The measurement takes three times `QUICK_SECONDS` plus the time to write `QUICK_BYTES`. It writes at most three
+    times `QUICK_BYTES` to each folder, and leaves no files.
 
     Raises:
         ProbeStoppedError: if `stop` was set.
@@ -47,7 +49,10 @@ def quick_rates(
 
 
 def quick_mixed(paths: Sequence[str | os.PathLike[str]], engine: str = "auto") -> dict[str, float]:
-    """Return only the throughput of half reads and half writes, in a third of the time. Raises like `quick_rates`."""
+    """Return only the throughput of half reads and half writes, in a third of the time.
+
+    Raises the same exceptions as `quick_rates`.
+    """
     return {name: one[Load.BOTH] for name, one in _measured(paths, (Load.BOTH,), engine, None).items()}
 
 

@@ -1,4 +1,4 @@
-"""Measurement of one folder: a fixed number of requests in flight until its time is over."""
+"""Measurement of one folder, with a constant number of requests in flight until its time is over."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from infinity.units import align_down
 
 
 class Stream:
-    """Keeps `depth` requests in flight on one target until the time is over.
+    """Keeps `depth` requests in flight on one target until its time is over.
 
-    Life cycle: `start` submits the first requests. Each completion submits the next one, in the engine's own thread,
-    until `seconds` have passed, `most_written` is reached, `stop` is set, or a request has failed. `finish` waits for
-    the last request. Reads and writes proceed through the file in order. If both are measured, each uses one half of
-    the file.
+    Life cycle: `start` submits the first requests. Each completion submits the next request, on the engine's own
+    thread, until `seconds` have passed, `most_written` is reached, `stop` is set, or a request has failed. `finish`
+    waits for the last request. Reads and writes proceed through the file in order. If both are measured, each uses
+    one half of the file.
     """
 
     def __init__(
@@ -34,28 +34,30 @@ class Stream:
         self.target = target
         self._slice_seconds = slice_seconds
         self._point, self._seconds = point, seconds
-        self._most_written, self._stop = most_written, stop  # bytes (None: no limit); ends the measurement early
+        # maximum number of bytes written (None: no limit); event that ends the measurement early
+        self._most_written, self._stop = most_written, stop
         self._lock = threading.Lock()
-        """Guards the following attributes, which the engine's threads change."""
+        """Guards the attributes below, which the engine's threads change."""
         self._moved = {Op.READ: 0, Op.WRITE: 0}
-        """Bytes transferred."""
+        """Number of bytes transferred."""
         self._next = {Op.READ: 0, Op.WRITE: 0}
-        """Number of the next request, which determines its place in the file."""
+        """Number of the next request, which determines its offset in the file."""
         self._slices: list[int] = []
-        """Bytes transferred in each interval of `slice_seconds`."""
+        """Number of bytes transferred in each interval of `slice_seconds`."""
         self._latencies = Latencies()
         """Latencies of all requests."""
         self._inflight = 0
         """Number of slots whose last request has not ended."""
         self._error: InfinityError | None = None
-        """The first error. `_on_done` reads it without the lock, and may therefore submit one request too many."""
+        """First error. `_on_done` reads it without the lock, and may therefore submit one request too many."""
         self._last = 0.0
-        """Completion time of the last request, in seconds of `time.perf_counter`."""
+        """Completion time of the last request, from `time.perf_counter`."""
         self._idle = threading.Event()
         """Set when no request is in flight. Nothing changes afterwards, so `finish` needs no lock."""
         self._began = self._deadline = 0.0
-        """Start time, and the time after which no request is submitted, in seconds of `time.perf_counter`. Set by
-        `start` before the first request, whose completion reads them."""
+        """Start time, and the time after which no request is submitted, from `time.perf_counter`. `start` sets both
+        before it submits the first request, because completions read them.
+        """
 
     def start(self) -> None:
         """Submit the first requests and return."""
@@ -67,9 +69,9 @@ class Stream:
             self._submit(slot, Op.WRITE if self._writes(slot) else Op.READ)
 
     def finish(self) -> Measurement:
-        """Wait for the end and return the result. Raises `StorageError` or `StallError`."""
+        """Wait for the end of the measurement and return the result. Raises `StorageError` or `StallError`."""
         if not self._idle.wait(self._seconds + PATIENCE_SECONDS):
-            raise StallError(f"{self.target.path}: requests of a probe have not completed")
+            raise StallError(f"{self.target.path}: the requests of the probe did not complete in time")
         if self._error is not None:
             raise self._error
         seconds = self._last - self._began
@@ -83,25 +85,25 @@ class Stream:
 
     @property
     def written(self) -> int:
-        """Bytes written so far."""
+        """Number of bytes written so far."""
         return self._moved[Op.WRITE]
 
     def slices(self) -> tuple[int, ...]:
-        """Return the bytes of each complete interval of `slice_seconds` so far. Empty before `start`."""
+        """Return the number of bytes in each complete interval of `slice_seconds` so far. Empty before `start`."""
         with self._lock:
             end = self._last if self._idle.is_set() else time.perf_counter()
             whole = int((end - self._began) / self._slice_seconds) if self._began else 0
             return tuple(self._slices[:whole]) + (0,) * max(0, whole - len(self._slices))
 
     def ended(self, timeout: float) -> bool:
-        """Wait for the end for at most `timeout` seconds. Return whether the measurement has ended."""
+        """Wait at most `timeout` seconds for the end of the measurement. Return whether it has ended."""
         return self._idle.wait(timeout)
 
     def _writes(self, slot: int) -> bool:
         return self._point.load is Load.WRITE or (self._point.load is Load.BOTH and slot % 2 == 1)
 
     def _submit(self, slot: int, op: Op) -> None:
-        """Submit the next request of a slot. A write that would exceed `most_written` ends the slot instead."""
+        """Submit the next request of a slot. The slot ends if a write would exceed `most_written`."""
         block = self._point.block_bytes
         with self._lock:
             most = self._most_written if op is Op.WRITE else None
@@ -135,7 +137,7 @@ class Stream:
         if ticket.error is not None or ticket.completed >= self._deadline or self._error is not None:
             self._end(ticket.error)
             return
-        # With one request in flight, reads and writes alternate.
+        # Reads and writes alternate even if only one request is in flight.
         turn = self._point.load is Load.BOTH
         other = Op.READ if ticket.op is Op.WRITE else Op.WRITE
         following = other if turn else ticket.op
@@ -145,7 +147,6 @@ class Stream:
             self._submit(slot, following)
 
     def _count(self, ticket: Ticket) -> None:
-        """Add the bytes of a request to the interval in which it ended."""
         number = int((ticket.completed - self._began) / self._slice_seconds)
         self._slices.extend([0] * (number + 1 - len(self._slices)))
         self._slices[number] += ticket.length

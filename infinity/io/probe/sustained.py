@@ -1,11 +1,11 @@
-"""Sustained writes until the write cache of a drive is full, and detection of that point.
+"""Sustained writes until the write cache of a drive is full, and detection of this point.
 
-[Note: cliff] Many drives first write to a fast area (SLC) and become slower when it is full. To detect the cliff, the
-median bandwidth of the last `WINDOW` seconds is compared with the median of the first `WINDOW` seconds. If it is below
-`FALLEN` times that value, there is a cliff. Its position is the first second that is below this limit and starts a
-window whose median is below it, too. For measurements shorter than four times `WINDOW` seconds, the windows are a
-quarter of the measurement. Less than four seconds are not sufficient. Writing ends `FLUSHED` seconds after the cliff,
-because the remaining bandwidth is known by then.
+[Note: cliff] Many drives first write to a fast area (SLC) and become slower when it is full. To detect this cliff,
+the median bandwidth of the last `WINDOW` seconds is compared with the median of the first `WINDOW` seconds. There is
+a cliff if it is below `FALLEN` times that median. The cliff is located at the first second whose bandwidth is below
+this limit and that starts a window whose median is also below it. For measurements shorter than four times `WINDOW`
+seconds, a window is a quarter of the measurement. Measurements shorter than four seconds are not sufficient. Writing
+ends `FLUSHED` seconds after the cliff, because the remaining bandwidth is then known.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ FALLEN: Final = 0.7
 FLUSHED: Final = 10
 _QUARTERS: Final = 4
 MOST_BYTES: Final = 64 * GIB
-"""Default for the maximum number of bytes written to each folder, unless it exceeds half of the free space."""
+"""Default maximum number of bytes written to each folder, unless it exceeds half of the free space."""
 _LOOK_SECONDS: Final = 0.2  # interval of checks and progress reports
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fall:
-    """Drop of the bandwidth. [Note: cliff]"""
+    """Drop in bandwidth. [Note: cliff]"""
 
     before: float
-    """Bytes per second at the beginning."""
+    """Bytes per second at the beginning of the measurement."""
     after: float
-    """Bytes per second at the end."""
+    """Bytes per second at the end of the measurement."""
     written: int
-    """Bytes written before the drop."""
+    """Number of bytes written before the drop."""
     second: int
-    """Second of the drop, counted from 0."""
+    """Second in which the drop occurred, counted from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sustained:
-    """Result of one folder."""
+    """Result for one folder."""
 
     written: int
     """Total number of bytes written."""
     measurement: Measurement
-    """Result over the whole time."""
+    """Result for the entire duration."""
     slice_seconds: float
     slices: tuple[int, ...]
-    """Bytes of each complete interval of `slice_seconds`, in order."""
+    """Number of bytes in each complete interval of `slice_seconds`, in order."""
 
     @property
     def long_enough(self) -> bool:
@@ -72,7 +72,7 @@ class Sustained:
 
 
 def fall_of(slices: Sequence[int], slice_seconds: float = 1.0) -> Fall | None:
-    """Return the cliff in the bytes of each second, or ``None`` if there is no cliff. [Note: cliff]"""
+    """Return the cliff in a series of bytes per interval, or ``None`` if there is no cliff. [Note: cliff]"""
     window = min(WINDOW, len(slices) // _QUARTERS)
     if window == 0:
         return None
@@ -90,9 +90,9 @@ def fall_of(slices: Sequence[int], slice_seconds: float = 1.0) -> Fall | None:
 
 
 def bytes_to_sustain(paths: Sequence[str | os.PathLike[str]], asked: int | None) -> int:
-    """Return the maximum number of bytes to write to each folder: the requested number, or a default.
+    """Return the maximum number of bytes to write to each folder: `asked`, or a default if it is ``None``.
 
-    The default depends on half of the free space.
+    The default is limited to half of the free space.
 
     Raises:
         ConfigError: if a folder does not exist.
@@ -102,7 +102,7 @@ def bytes_to_sustain(paths: Sequence[str | os.PathLike[str]], asked: int | None)
     beside: dict[int, list[int]] = {}
     for path in paths:
         if not os.path.isdir(path):
-            raise ConfigError(f"{os.fspath(path)!r} is not a folder. Create it or use another one.")
+            raise ConfigError(f"{os.fspath(path)!r} is not a folder. Create it or use a different one.")
         beside.setdefault(os.stat(path).st_dev, []).append(free_space(os.fspath(path)))
     return min(MOST_BYTES, *(min(free) // 2 // len(free) for free in beside.values()))  # paths may share a file system
 
@@ -121,20 +121,21 @@ def sustain(
 ) -> dict[str, Sustained]:
     """Write to all `paths` at once until each has passed its cliff, `most_bytes` are written, or the time is over.
 
-    Each folder gets one unlinked file of `most_bytes` that is written once in order, so no files are left.
+    Each folder gets one unlinked file of `most_bytes` that is written once in order, so no files are left behind.
 
     Args:
-        paths: Folders to measure.
-        block_bytes: Bytes per request.
-        depth: Number of requests in flight.
-        most_bytes: Maximum number of bytes to write to each folder, at least twice the bytes in flight.
-        most_seconds: Maximum duration.
+        paths: folders to measure.
+        block_bytes: number of bytes per request.
+        depth: number of requests in flight.
+        most_bytes: maximum number of bytes to write to each folder, at least twice the number of bytes in flight.
+        most_seconds: maximum duration.
         engine: ``auto``, ``io_uring`` or ``threads``.
-        stop: Event that stops the measurement.
-        slice_seconds: Length of the intervals in which the bandwidth is recorded.
-        on_progress: Called several times per second with the bytes written to each path and the elapsed seconds.
+        stop: event that stops the measurement.
+        slice_seconds: length of the intervals in which the bandwidth is recorded.
+        on_progress: called several times per second with the number of bytes written to each path and the elapsed
+            seconds.
 
-    Raises like `measure_paths`.
+    Raises the same exceptions as `measure_paths`.
     """
     names, stop = [os.fspath(path) for path in paths], stop or threading.Event()
     point = Point(load=Load.WRITE, block_bytes=block_bytes, depth=depth)
@@ -142,7 +143,7 @@ def sustain(
     size = align_down(most_bytes, block_bytes)
     with ExitStack() as stack:
         targets = [stack.enter_context(open_target(name, [point], size, engine, stop, fill=False)) for name in names]
-        enough = threading.Event()  # shared, because all paths must be busy until the last one has finished
+        enough = threading.Event()  # shared, because all paths must stay busy until the last one has finished
         streams = [Stream(target, point, most_seconds, size, enough, slice_seconds) for target in targets]
         began = time.perf_counter()
         for stream in streams:

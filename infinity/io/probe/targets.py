@@ -1,6 +1,6 @@
-"""Targets of measurements: validation of folders, and the file, memory and engine of each.
+"""Targets of measurements: validation of folders, and the file, memory and engine for each of them.
 
-A file is unlinked as soon as it is open, so no file is left even after a crash.
+A file is unlinked as soon as it is open, so no file is left behind even after a crash.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from infinity.io.select import open_engine
 from infinity.units import MIB, align_down, format_size
 
 PATIENCE_SECONDS = 120.0
-"""Maximum time in seconds that a drive may take for one request."""
+"""Maximum time, in seconds, that a drive may take for one request."""
 _NOISE_BYTES = 8 * MIB
 _FILL_BYTES = MIB
 _SPARE_BYTES = 16 * MIB  # left free for file system metadata
-_FILL_AHEAD = 8  # writes in flight while a file is filled
+_FILL_AHEAD = 8  # number of writes in flight while a file is filled
 _PREFIX = ".infinity-probe-"
 _OLD_SECONDS = 60.0
-"""Age in seconds from which a file with a name counts as abandoned. A live measurement unlinks its file at once."""
+"""Age, in seconds, from which a file that still has a name counts as abandoned. A live measurement unlinks its file
+at once.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,7 @@ def check_targets(names: Sequence[str], points: Sequence[Point], file_bytes: int
         BudgetError: if there is too little free space.
     """
     if not names:
-        raise ConfigError("no folder to probe: name at least one")
+        raise ConfigError("no folder to probe; specify at least one")
     if len({os.path.realpath(name) for name in names}) != len(names):
         raise ConfigError(f"the same folder is listed twice: {', '.join(names)}")
     if engine not in ("auto", "io_uring", "threads"):
@@ -61,15 +63,15 @@ def check_targets(names: Sequence[str], points: Sequence[Point], file_bytes: int
     least = 2 * max(point.flight for point in points)
     if file_bytes < least:
         raise ConfigError(
-            f"size = {format_size(file_bytes)} is too small: twice the bytes in flight are "
-            f"{format_size(least)}. Use a larger size, or smaller blocks or depths."
+            f"size = {format_size(file_bytes)} is too small: it must be at least twice the bytes in flight, which is "
+            f"{format_size(least)}. Use a larger size, smaller blocks or a smaller depth."
         )
     needed: dict[int, int] = {}
     for name in names:
         if not os.path.isdir(name):
-            raise ConfigError(f"{name!r} is not a folder. Create it or use another one.")
+            raise ConfigError(f"{name!r} is not a folder. Create it or use a different one.")
         if not os.access(name, os.W_OK | os.X_OK, effective_ids=True):
-            raise ConfigError(f"folder {name!r} is not writable for this user")
+            raise ConfigError(f"folder {name!r} is not writable by this user")
         # Several folders may share a file system.
         device = os.stat(name).st_dev
         needed[device] = needed.get(device, _SPARE_BYTES) + file_bytes
@@ -82,7 +84,7 @@ def check_targets(names: Sequence[str], points: Sequence[Point], file_bytes: int
 
 
 def free_space(folder: str) -> int:
-    """Return the space of a folder's file system that is available to its user, in bytes."""
+    """Return the number of bytes on a folder's file system that are available to this user."""
     space = os.statvfs(folder)
     return space.f_bavail * space.f_frsize
 
@@ -91,7 +93,7 @@ def free_space(folder: str) -> int:
 def open_target(
     path: str, points: Sequence[Point], file_bytes: int, engine: str, stop: threading.Event, *, fill: bool = True
 ) -> Iterator[Target]:
-    """Create a reserved file in a folder. With `fill`, write all of it, so that reads reach the drive.
+    """Create a file with reserved space in a folder. With `fill`, write all of it, so that reads reach the drive.
 
     Raises:
         ProbeStoppedError: if `stop` was set.
@@ -108,7 +110,7 @@ def open_target(
         queue_depth=max(point.depth for point in points),
     )
     memory = transfer_memory(max(flight, _NOISE_BYTES))
-    noise = os.urandom(_NOISE_BYTES)  # because drives may compress regular data
+    noise = os.urandom(_NOISE_BYTES)  # random, because drives may compress regular data
     for start in range(0, len(memory), _NOISE_BYTES):
         end = min(start + _NOISE_BYTES, len(memory))
         memory[start:end] = noise[: end - start]
@@ -126,7 +128,10 @@ def open_target(
 
 @contextmanager
 def through(targets: Sequence[Target], engine: str, point: Point) -> Iterator[list[Target]]:
-    """Open the same files with another engine, which is shared by all targets. Raises like `open_target`."""
+    """Open the same files with a different engine, which is shared by all targets.
+
+    Raises the same exceptions as `open_target`.
+    """
     settings = StorageConfig(
         paths=tuple(target.path for target in targets),
         engine=engine,  # type: ignore[arg-type]
@@ -167,7 +172,7 @@ def _probe_file(engine: Engine, folder: str, size: int) -> DataFile:
     try:
         handle, name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
     except OSError as error:
-        raise ConfigError(f"cannot create a file in {folder!r}: {error.strerror}. Use another folder.") from error
+        raise ConfigError(f"cannot create a file in {folder!r}: {error.strerror}. Use a different folder.") from error
     os.close(handle)
     try:
         file = engine.open(name)

@@ -1,1 +1,1 @@
-"""`infinity doctor`: check whether a machine is ready for infinity, and suggest fixes."""
+"""`infinity doctor`: checks that a machine is ready for infinity, with suggested fixes."""

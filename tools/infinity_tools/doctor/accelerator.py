@@ -1,4 +1,4 @@
-"""Checks of the compute device. They import torch, which takes a second or two."""
+"""Checks of the accelerator. They import torch, which takes one or two seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from infinity_tools.doctor.software import installed
 from infinity_tools.doctor.world import World
 
 _SECONDS: Final = 120.0
-"""Time limit that allows for importing torch from a cold drive and creating a CUDA context."""
+"""Time limit; importing torch from a slow drive and creating a CUDA context can take long."""
 _AGAIN: Final = "reinstall it: pip install --force-reinstall torch"
 _NONE: Final = "skipped: torch is not installed"
 _INSTALL: Final = "see the check `torch`"
@@ -20,15 +20,15 @@ _INSTALL: Final = "see the check `torch`"
 
 @check("fsdp2", _SECONDS)
 def fsdp2(world: World) -> Verdict:
-    """Import of torch, and presence of the FSDP2 internals that infinity uses."""
+    """Imports torch, and checks that the FSDP2 internals used by infinity exist."""
     if installed("torch") is None:
         return note(_NONE, _INSTALL)
     try:
         import torch.distributed
-    except (ImportError, OSError) as error:  # a shared library is missing or has another version
+    except (ImportError, OSError) as error:  # a shared library is missing or has a different version
         return problem(f"torch cannot be imported: {' '.join(str(error).split())}", _AGAIN)
     if not torch.distributed.is_available():
-        return problem("this build of torch has no distributed package", _AGAIN)
+        return problem("this build of torch does not include torch.distributed", _AGAIN)
     from infinity.errors import UnsupportedError
 
     try:
@@ -40,8 +40,8 @@ def fsdp2(world: World) -> Verdict:
 
 @check("accelerator", _SECONDS)
 def accelerator(world: World) -> Verdict:
-    """GPUs visible to torch. Without a GPU, the model runs on the CPU, which suits small models. An existing GPU that
-    torch does not see needs another build of torch or access from the container."""
+    """GPUs that torch can use. Without a GPU, the model runs on the CPU, which is fast enough only for small models. If
+    torch does not detect an existing GPU, install a matching build of torch or give the container access to the GPU."""
     torch = _torch()
     if torch is None:
         return note(_NONE, _INSTALL)
@@ -53,24 +53,24 @@ def accelerator(world: World) -> Verdict:
     if (nvidia and torch.version.cuda is None) or (amd and torch.version.hip is None and not nvidia):
         kind = "CUDA" if nvidia else "ROCm"
         return warning(
-            f"a GPU is present, but torch {torch.__version__} is built without {kind}; the model runs on the CPU",
-            f"install a build of torch for {kind}: https://pytorch.org/get-started/locally",
+            f"a GPU is present, but torch {torch.__version__} was built without {kind}; the model runs on the CPU",
+            f"install a build of torch with {kind} support: https://pytorch.org/get-started/locally",
         )
     if nvidia or amd:
         return warning(
-            "a GPU is present, but torch does not see it; the model runs on the CPU",
-            "check nvidia-smi and CUDA_VISIBLE_DEVICES (must not be empty), or use docker run --gpus all",
+            "a GPU is present, but torch does not detect it; the model runs on the CPU",
+            "check that nvidia-smi lists it and CUDA_VISIBLE_DEVICES is not empty; docker run --gpus all",
         )
     other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if other is not None:
-        return note(f"{other.type} is not supported; the model runs on the CPU", "use a CUDA GPU for speed")
-    return ok("none; the model runs on the CPU")
+        return note(f"{other.type} is not supported; the model runs on the CPU", "use a CUDA GPU for higher speed")
+    return ok("no GPU; the model runs on the CPU")
 
 
 @check("host registration", _SECONDS)
 def host_registration(world: World) -> Verdict:
-    """Registration of host memory with CUDA, tested with a host cache of 2 MiB on the first GPU. Without it, copies to
-    the GPU are slower and not asynchronous."""
+    """Registers a 2 MiB host cache with CUDA on the first GPU. Copies between unregistered memory and the GPU are
+    slower and not asynchronous."""
     torch = _torch()
     if torch is None or not torch.cuda.is_available():
         return ok("not needed: no GPU")
@@ -88,19 +88,19 @@ def host_registration(world: World) -> Verdict:
 
 @check("collectives", _SECONDS)
 def collectives(world: World) -> Verdict:
-    """Communication backends of torch: gloo on the CPU, and also NCCL if there are GPUs."""
+    """Communication backends of torch: gloo and, if there are GPUs, NCCL."""
     torch = _torch()
     if torch is None or not torch.distributed.is_available():
-        return note("skipped: no torch.distributed", _INSTALL)
+        return note("skipped: torch.distributed is not available", _INSTALL)
     has = {"gloo": torch.distributed.is_gloo_available(), "NCCL": torch.distributed.is_nccl_available()}
     wanted = ["gloo", "NCCL"] if torch.cuda.is_available() else ["gloo"]
     if missing := [name for name in wanted if not has[name]]:
-        return problem(f"this build of torch has no {' and no '.join(missing)}", _AGAIN)
+        return problem(f"this build of torch does not include {' and '.join(missing)}", _AGAIN)
     return ok(" and ".join(wanted))
 
 
 def _torch() -> Any:
-    """Return torch, or None if it is not installed or cannot be imported, which another check reports."""
+    """Return torch, or None if it cannot be imported, which the check `fsdp2` reports."""
     try:
         import torch
         import torch.distributed

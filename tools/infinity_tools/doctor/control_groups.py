@@ -1,4 +1,4 @@
-"""All checks in display order, with the slow ones last."""
+"""All checks in display order. Slow checks come last."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from infinity_tools.doctor.world import World
 GROUPS: Final[tuple[Group, ...]] = (SOFTWARE, PROCESSOR, MEMORY, ENGINE, STORAGE, NODE, ACCELERATOR)
 
 Part = tuple[str, list[Finding]]
-"""Title and findings of a part."""
+"""Title of a part of the output, and its findings."""
 
 
 def look(world: World) -> Iterator[Part]:
-    """Yield the findings as soon as they are available."""
+    """Run all checks, and yield each part as soon as its checks have finished."""
     for group in GROUPS:
         yield from group.look(world)

@@ -1,4 +1,4 @@
-"""Checks of the node: its daemon, and the connections between ranks."""
+"""Checks of the node: the daemon, and connections between ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from infinity_tools.doctor.world import World
 
 @check("daemon")
 def daemon(world: World) -> Verdict:
-    """State and version of infinityd. Training works without it, but space is not reserved, drives are not shared
-    fairly between runs, and drive bandwidth is not recorded."""
+    """Status and version of infinityd. Training works without it, but then runs cannot reserve space, share drives
+    fairly or use recorded drive bandwidth."""
     runtime, found = world.daemon.runtime, world.daemon.status
     if found is not None:
         if found.get("version") != infinity.__version__:
             return warning(
-                f"infinityd has version {found.get('version')}, infinity {infinity.__version__}",
-                f"restart it: systemctl restart infinityd; or kill {found.get('pid')}, and infinityd &",
+                f"infinityd has version {found.get('version')}, but infinity has version {infinity.__version__}",
+                f"restart it: `systemctl restart infinityd`, or `kill {found.get('pid')}` and then `infinityd &`",
             )
         return ok(f"infinityd {found['version']} is running")
     try:
@@ -35,10 +35,10 @@ def daemon(world: World) -> Verdict:
     except OSError as error:
         reason = error.strerror or str(error)
     if reason:
-        return warning(f"{runtime} is not usable: {reason}", "set another telemetry.runtime_dir")
+        return warning(f"runtime folder {runtime} cannot be used: {reason}", "set a different telemetry.runtime_dir")
     start = "infinityd &" if runtime == _default() else f"infinityd --runtime-dir {shlex.quote(str(runtime))} &"
     if (runtime / SOCKET_NAME).exists():
-        return note(f"no infinityd of this user or of root answers in {runtime}", start)
+        return note(f"no infinityd of this user or root answers in {runtime}", start)
     return note("infinityd is not running (optional)", start)
 
 
@@ -50,37 +50,37 @@ def _default() -> object:
 
 @check("host name")
 def host_name(world: World) -> Verdict:
-    """Resolution of the host name to an address of this host. Otherwise, gloo uses the loopback device, so ranks on
-    other nodes cannot connect, and torchrun may hang even on a single node."""
-    fix = 'as root: echo "127.0.0.1 $(hostname)" >> /etc/hosts; for several nodes, use the address in their network'
+    """Resolution of the host name. If it does not resolve to an address of this host, gloo uses the loopback interface,
+    so that ranks on other nodes cannot connect, and torchrun may hang even on a single node."""
+    fix = 'as root: echo "127.0.0.1 $(hostname)" >> /etc/hosts; for several nodes, use a network address of this node'
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        return warning("does not resolve to an address", fix)
+        return warning("the host name does not resolve to an address", fix)
     for family, kind, protocol, _, address in found:
         try:
             with socket.socket(family, kind, protocol) as one:
                 one.bind(address)
-                return ok("resolves to an address of this host")
+                return ok("the host name resolves to an address of this host")
         except OSError:
             continue
-    return warning("resolves to addresses of other hosts only", fix)
+    return warning("the host name only resolves to addresses of other hosts", fix)
 
 
 @check("loopback")
 def loopback(world: World) -> Verdict:
-    """Connections between processes of this node via 127.0.0.1, which ranks use when they start."""
+    """Connections between processes on this node through 127.0.0.1, which ranks use at startup."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 3):
-            return ok("ports can be opened and reached")
+            return ok("processes can connect to each other")
     except OSError as error:
-        return problem(f"127.0.0.1 is not usable: {error.strerror or error}", "as root: ip link set lo up")
+        return problem(f"127.0.0.1 cannot be used: {error.strerror or error}", "as root: ip link set lo up")
 
 
 @check("ranks")
 def ranks(world: World) -> Verdict:
-    """Environment variables of torchrun. If an earlier program has left them in the environment, a single process waits
-    for other ranks or is rejected."""
+    """Environment variables that torchrun sets. If they are left over from an earlier launch, a single process waits
+    for ranks that do not exist, or fails at startup."""
     try:
         launched = torchrun.launched()
     except ConfigError as error:
@@ -88,9 +88,9 @@ def ranks(world: World) -> Verdict:
     if launched:
         return note(
             f"this process is rank {os.environ['RANK']} of {torchrun.number('WORLD_SIZE', 1)}",
-            "if it is not meant to be: unset RANK WORLD_SIZE",
+            "if this is not intended: unset RANK WORLD_SIZE",
         )
-    return ok("no variables of torchrun are set")
+    return ok("no torchrun variables are set")
 
 
 NODE: Final = Group("Node", (daemon, host_name, loopback, ranks))

@@ -1,4 +1,4 @@
-"""Command `infinity doctor`."""
+"""The command `infinity doctor`."""
 
 from __future__ import annotations
 
@@ -26,30 +26,31 @@ _EXIT = {Status.OK: 0, Status.NOTE: 0, Status.WARNING: 1, Status.PROBLEM: 2}
 def doctor(
     folders: Annotated[
         list[str] | None,
-        typer.Argument(help="Folders for the state, as in storage.paths. [default: the current folder]"),
+        typer.Argument(help="Folders in which runs store their state (storage.paths). [default: current folder]"),
     ] = None,
     runtime: Annotated[
         str,
-        typer.Option("--runtime-dir", help="Runtime folder of the daemon. [default: as telemetry.runtime_dir]"),
+        typer.Option("--runtime-dir", help="Runtime folder of the daemon. [default: same as telemetry.runtime_dir]"),
     ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
     report: Annotated[
-        bool, typer.Option("--report", help="Print Markdown for a bug report, without host and user names.")
+        bool, typer.Option("--report", help="Print a Markdown report for a bug report, without host and user names.")
     ] = False,
     version: Version = False,
 ) -> None:
     """Check whether this machine is ready for infinity, and suggest fixes.
 
-    Checks software, processor, memory, limits, folders, node and accelerator. Each check reports *ok*, *note* (worth
-    knowing), *warning* (training works, but more slowly or not in every case) or *problem* (training does not work),
-    with a suggested fix. The checks write small temporary files to the folders and change nothing else.
+    Checks software, processor, memory, limits, folders, node and accelerator. The status of a check is *ok*, *note*
+    (worth knowing), *warning* (training works, but more slowly or not in every case) or *problem* (training does not
+    work). If it is not *ok*, a fix is suggested. The checks write small temporary files to the folders and change
+    nothing else.
 
     `infinity doctor /nvme0/run /nvme1/run`
 
-    Exit status: 0 without warnings, 1 with a warning, 2 with a problem or an invalid command line.
+    Exit status: 0 if there are no warnings or problems, 1 for warnings, 2 for problems or an invalid command line.
     """
     if json and report:
-        raise ConfigError("--json and --report are mutually exclusive; pass one of them")
+        raise ConfigError("--json and --report cannot be combined; pass only one of them")
     paths = folders or ["."]
     _check_paths(paths)
     world = World.of(paths, runtime_dir(replace(TelemetryConfig(), runtime_dir=runtime)))
@@ -57,7 +58,7 @@ def doctor(
     console = Console(highlight=False)
     talk = not (json or report)
     if talk and not folders:
-        console.print("Checking the current folder, because no folder was given.")
+        console.print("No folder was given; checking the current folder.")
     parts = look(world)
     while part := _next(parts, talk):
         found += part[1]
@@ -75,25 +76,25 @@ def doctor(
 
 
 def _check_paths(paths: Sequence[str]) -> None:
-    """Reject paths that no run accepts and no check can be about."""
+    """Reject invalid and duplicate paths."""
     for path in paths:
         if "\0" in path:
-            raise ConfigError(f"{path!r} contains a zero byte, which is not allowed in a path")
+            raise ConfigError(f"{path!r} contains a null byte, which is not allowed in a path")
     seen: dict[Path, str] = {}
     for path in paths:
         try:
             where = Path(path).resolve()
-        except (OSError, RuntimeError):  # a link to itself, which the folder check reports
+        except (OSError, RuntimeError):  # for example, a circular link, which the check `folder` reports
             continue
         if where in seen:
-            raise ConfigError(f"{seen[where]!r} and {path!r} are the same folder; name it once")
+            raise ConfigError(f"{seen[where]!r} and {path!r} are the same folder; pass it only once")
         seen[where] = path
 
 
 def _next(parts: Iterator[Part], talk: bool) -> Part | None:
-    """Return the next part, or None. A terminal shows a status line in the meantime."""
+    """Return the next part, or None. Show a status line on a terminal until it is available."""
     console = Console(stderr=True)
     if not (talk and console.is_terminal):
         return next(parts, None)
-    with console.status("checking"):  # ends before the part is printed, which goes to the other stream
+    with console.status("checking"):  # the status line ends before the part is printed to stdout
         return next(parts, None)

@@ -1,4 +1,4 @@
-"""Findings as Markdown for a bug report, with supporting details and without the names of host and user."""
+"""Markdown report of findings and system details for bug reports, without host and user names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from infinity_tools.doctor.world import World
 PACKAGES: Final = (
     "torch", "transformers", "numpy", "safetensors", "xxhash", "psutil", "typer", "rich", "prometheus-client",
 )  # fmt: skip
-"""Packages whose versions are reported."""
+"""Packages whose versions are included in the report."""
 
 VARIABLES: Final = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "THP_MEM_ALLOC_ENABLE", "RANK",
@@ -28,16 +28,15 @@ VARIABLES: Final = (
     "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME",
     "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "MALLOC_ARENA_MAX", "LD_PRELOAD", "TMPDIR", "XDG_RUNTIME_DIR",
 )  # fmt: skip
-"""Environment variables that are reported if set. Others are left out because they may hold secrets."""
+"""Environment variables that are included in the report if set. Others are omitted because they may contain secrets."""
 
 PRESENCE: Final = ("MASTER_ADDR",)
-"""Environment variables that are reported only as set, because they name a host."""
+"""Environment variables whose values are omitted because they contain host names."""
 
 _LIMITS: Final = ("MEMLOCK", "NOFILE", "AS", "FSIZE", "DATA", "STACK", "NPROC")
 
 
 def report_of(findings: Sequence[Finding], world: World) -> str:
-    """Return the text of the report."""
     parts = [
         "### infinity doctor",
         _table(("component", "version"), _versions(world)),
@@ -50,9 +49,9 @@ def report_of(findings: Sequence[Finding], world: World) -> str:
 
 
 def without_names(text: str) -> str:
-    """Return a text with `~` for the home folder, and without the names of host and user."""
+    """Replace the home folder by `~`, and the host and user names by placeholders."""
     host, home = socket.gethostname(), os.path.expanduser("~").rstrip("/")
-    if home not in ("", "~"):  # root in a container; a user without a home folder
+    if home not in ("", "~"):  # for example, root in a container, or a user without a home folder
         text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
     for name, instead in ((host, "<host>"), (host.partition(".")[0], "<host>"), (_user(), "<user>")):
         if name and name not in ("root", "localhost"):
@@ -63,7 +62,7 @@ def without_names(text: str) -> str:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (OSError, KeyError):  # a user without a name
+    except (OSError, KeyError):  # the user has no name
         return ""
 
 

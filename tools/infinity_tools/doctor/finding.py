@@ -12,7 +12,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 from infinity_tools.doctor.world import Folder, World
 
 SECONDS: Final = 10.0
-"""Default time limit of a check. A check may hang on a drive or a name server that does not answer."""
+"""Default time limit of a check, because a drive or a name server may not respond."""
 
 
 class Status(StrEnum):
@@ -29,29 +29,29 @@ class Status(StrEnum):
 
 
 class Verdict(NamedTuple):
-    """Result of a check."""
+    """Result of a check function."""
 
     status: Status
     value: str
-    """Observed state, in words."""
+    """Description of the observed state."""
     fix: str = ""
-    """Suggested fix if the status is not ok."""
+    """Suggested fix; empty if the status is ok."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Result of a named check."""
+    """Result of a check, with the name of the check."""
 
     check: str
     """Name of the check."""
     status: Status
     """Severity."""
     value: str
-    """Observed state, in words."""
+    """Description of the observed state."""
     fix: str = ""
     """Suggested fix; empty if the status is ok."""
     folder: str = ""
-    """Checked folder; empty for a check of the machine."""
+    """Checked folder; empty if the check is not about a folder."""
 
 
 Of = TypeVar("Of", World, Folder)
@@ -59,25 +59,25 @@ Of = TypeVar("Of", World, Folder)
 
 @dataclass(frozen=True, kw_only=True)
 class Check(Generic[Of]):
-    """A check of a machine or of a folder."""
+    """Check of the machine or of a folder."""
 
     name: str
-    """Name of one to three words; stable across releases."""
+    """Name, one to three words long; stable across releases."""
     meaning: str
-    """Description for docs/reference/doctor.md, in one paragraph."""
+    """One-paragraph description for docs/reference/doctor.md."""
     ask: Callable[[Of], Verdict] = field(repr=False)
-    """Function that runs the check; may raise any exception."""
+    """Function that runs the check. It may raise any exception."""
     seconds: float = SECONDS
     """Time limit in seconds."""
 
     def look(self, at: Of) -> Finding:
-        """Run the check and return its finding. A failure or a timeout is reported as the finding."""
+        """Run the check and return its finding. A failure or timeout of the check is reported as a warning."""
         answers: list[Verdict] = []
 
         def body() -> None:
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # the findings report the same facts
+                    warnings.simplefilter("ignore")  # the findings contain the same information
                     answers.append(self.ask(at))
             except Exception as error:
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -93,15 +93,16 @@ class Check(Generic[Of]):
     def _late(self) -> Verdict:
         return warning(
             f"the check timed out after {self.seconds:.0f} s",
-            "a file system, name server or driver may hang; see `dmesg`",
+            "a file system, a name server or a driver may not be responding; see `dmesg`",
         )
 
 
-_REPORT = "report this with the output of `infinity doctor --report`"
+_REPORT = "report this as a bug, with the output of `infinity doctor --report`"
 
 
 def check(name: str, seconds: float = SECONDS) -> Callable[[Callable[[Of], Verdict]], Check[Of]]:
-    """Turn a function into a check that is described by the function's docstring."""
+    """Return a decorator that turns a function into a check. The function's docstring is the description of the
+    check."""
 
     def make(ask: Callable[[Of], Verdict]) -> Check[Of]:
         return Check(name=name, meaning=" ".join((ask.__doc__ or "").split()), ask=ask, seconds=seconds)
@@ -110,35 +111,36 @@ def check(name: str, seconds: float = SECONDS) -> Callable[[Callable[[Of], Verdi
 
 
 def ok(value: str) -> Verdict:
-    """Return a verdict that needs no action."""
+    """Return a verdict with the status *ok*."""
     return Verdict(Status.OK, value)
 
 
 def note(value: str, fix: str) -> Verdict:
-    """Return a verdict that is worth knowing."""
+    """Return a verdict with the status *note*."""
     return Verdict(Status.NOTE, value, fix)
 
 
 def warning(value: str, fix: str) -> Verdict:
-    """Return a verdict for a state in which training works, but more slowly or not in every case."""
+    """Return a verdict with the status *warning*."""
     return Verdict(Status.WARNING, value, fix)
 
 
 def problem(value: str, fix: str) -> Verdict:
-    """Return a verdict for a state in which training does not work."""
+    """Return a verdict with the status *problem*."""
     return Verdict(Status.PROBLEM, value, fix)
 
 
 class Group(NamedTuple):
-    """Checks that are shown together."""
+    """Checks that are displayed together."""
 
     title: str
     checks: Sequence[Check[World]]
     of_folders: Sequence[Check[Folder]] = ()
-    """Checks of every folder, run before the others. If the first is not ok, the rest is skipped."""
+    """Checks of each folder, which run first. If the first of them is not ok, the others are skipped for this
+    folder."""
 
     def look(self, world: World) -> Iterator[tuple[str, list[Finding]]]:
-        """Yield the findings in titled parts."""
+        """Run the checks, and yield titles and findings: a part for each folder, then a part for the other checks."""
         for folder in world.folders if self.of_folders else ():
             first, *others = self.of_folders
             found = [first.look(folder)]
@@ -149,6 +151,6 @@ class Group(NamedTuple):
 
 
 def worst(findings: Sequence[Finding]) -> Status:
-    """Return the highest severity."""
+    """Return the most severe status."""
     order = list(Status)
     return max((found.status for found in findings), key=order.index, default=Status.OK)

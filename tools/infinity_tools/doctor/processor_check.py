@@ -1,4 +1,4 @@
-"""Checks of the CPU cores."""
+"""Checks of the processor."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from infinity_tools.doctor.world import World
 
 
 def _threads() -> int:
-    """Return the number of threads that OMP_NUM_THREADS gives torch; 0 means one per core."""
+    """Return the number of threads set by OMP_NUM_THREADS, or 0 if it is not set."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() else 0
 
 
 @check("cores")
 def cores(world: World) -> Verdict:
-    """CPU cores available to this process: its affinity, and the CPU time that control groups allow. More threads than
-    CPU time wait for each other. torchrun sets OMP_NUM_THREADS to 1 for several ranks."""
+    """CPU cores that this process may use, given its affinity and the CPU time limit of control groups. Threads in
+    excess of this number slow each other down. torchrun sets OMP_NUM_THREADS to 1 if it starts several ranks."""
     mine, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     time = min(cores_of_groups(world.root), mine)
     value = f"{mine}" + (f" of {there}" if mine < there else "")
@@ -34,24 +34,24 @@ def cores(world: World) -> Verdict:
             f"export OMP_NUM_THREADS={max(1, math.floor(time))}, or raise the limit",
         )
     if mine == 1:
-        return note(f"{value}: computation, updates and transfers share one core", "give the process more cores")
+        return note(f"{value}: computation, updates and transfers compete for one core", "give the process more cores")
     if threads < mine:
         return note(
             f"{value}; OMP_NUM_THREADS={threads} limits torch to {threads} threads",
-            "if this is the only rank here and there is no GPU: unset OMP_NUM_THREADS",
+            "if this is the only rank on the node and there is no GPU: unset OMP_NUM_THREADS",
         )
     return ok(value)
 
 
 @check("bf16")
 def bf16(world: World) -> Verdict:
-    """Native bf16 multiplication of the CPU. Without it and without a GPU, `infinity train --dtype auto` uses fp32,
-    because emulated bf16 is several times slower, and a hundred times without AVX-512."""
+    """Native bf16 multiplication on the CPU. If there is neither this nor a GPU, `infinity train --dtype auto` uses
+    fp32, because emulated bf16 is several times slower, or about a hundred times slower without AVX-512."""
     if multiplies_bf16(world.root):
         return ok("native bf16 multiplication")
-    fix = "without a GPU, train in fp32, as `--dtype auto` does"
+    fix = "without a GPU, train in fp32 (`--dtype auto` selects it)"
     if world.read("proc/cpuinfo") is None:
-        return note("not reported by the kernel", fix)
+        return note("not reported by Linux", fix)
     if crawls_in_bf16(world.root):
         return warning("emulated with plain loops, about a hundred times slower than fp32", fix)
     return note("emulated", fix)
@@ -59,15 +59,15 @@ def bf16(world: World) -> Verdict:
 
 @check("numa")
 def numa(world: World) -> Verdict:
-    """NUMA nodes, which are parts of the machine with their own memory. Transfers are fastest if memory, cores, GPU and
-    drives of a rank belong to the same node."""
+    """NUMA nodes, which are parts of the machine with their own memory. Transfers are fastest if the memory, cores, GPU
+    and drives of a rank belong to the same node."""
     nodes = [path.name for path in (world.root / "sys/devices/system/node").glob("node[0-9]*")]
     if len(nodes) > 1:
         return note(
-            f"{len(nodes)} nodes; access to the memory of another node is slower",
-            "with GPUs: torchrun --numa-binding=node; otherwise numactl",
+            f"{len(nodes)} nodes; accessing the memory of a different node is slower",
+            "use torchrun --numa-binding=node with GPUs, or numactl without",
         )
-    return ok("one node" if nodes else "not reported by the kernel")
+    return ok("one node" if nodes else "not reported by Linux")
 
 
 PROCESSOR: Final = Group("Processor", (cores, bf16, numa))

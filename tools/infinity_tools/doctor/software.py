@@ -1,4 +1,4 @@
-"""Checks of the installed software against the tested versions."""
+"""Checks of the versions of installed software."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def installed(package: str) -> str | None:
 
 
 def release(version: str) -> tuple[int, int]:
-    """Return major and minor number of a version. Raises ValueError."""
+    """Return the major and minor number of a version. Raises `ValueError` if it has none."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None:
         raise ValueError(f"{version!r} is not a version")
@@ -34,8 +34,7 @@ def release(version: str) -> tuple[int, int]:
 
 @check("python")
 def python(world: World) -> Verdict:
-    """Version of Python that runs this command and the training. Versions below the oldest supported one do not work;
-    create an environment with a newer one."""
+    """Version of Python in this environment. If it is not supported, create an environment with a newer version."""
     version = platform.python_version()
     if release(version) < release(OLDEST["python"]):
         return problem(f"{version}, older than {OLDEST['python']}", f"install Python {OLDEST['python']} or newer")
@@ -44,8 +43,8 @@ def python(world: World) -> Verdict:
 
 @check("torch")
 def torch(world: World) -> Verdict:
-    """Version of torch, compared with the tested versions. infinity uses private names of FSDP2. If a newer torch has
-    changed them, infinity fails at import with a clear error."""
+    """Version of torch, compared with the tested versions. infinity uses private FSDP2 APIs. If they have changed in a
+    newer version of torch, importing infinity fails with an error."""
     version = installed("torch")
     if version is None:
         return problem("not installed", _TORCH)
@@ -54,17 +53,18 @@ def torch(world: World) -> Verdict:
     if release(version) > release(NEWEST_TORCH):
         newest, (major, minor) = NEWEST_TORCH, release(NEWEST_TORCH)
         return warning(
-            f"{version}, newer than {newest}, the last one tested", f"pip install 'torch<{major}.{minor + 1}'"
+            f"{version}, newer than {newest}, the newest tested version", f"pip install 'torch<{major}.{minor + 1}'"
         )
     return ok(version)
 
 
 @check("transformers")
 def transformers(world: World) -> Verdict:
-    """Version of transformers, required by `infinity train`, `weights=` and exports, but not by custom models."""
+    """Version of transformers, which is required for `infinity train`, `weights=` and exports, but not for custom
+    models."""
     version = installed("transformers")
     if version is None:
-        return note("not installed; custom models do not need it", _TRANSFORMERS)
+        return note("not installed; not required for custom models", _TRANSFORMERS)
     if release(version) < release(OLDEST["transformers"]):
         return warning(f"{version}, older than {OLDEST['transformers']}", _TRANSFORMERS)
     return ok(version)
@@ -72,11 +72,11 @@ def transformers(world: World) -> Verdict:
 
 @check("numba")
 def numba(world: World) -> Verdict:
-    """Version of numba, which compiles the CPU code of every `state.format` except `fp32`. Without it, torch does the
-    same work in several times the time; a run reports this at start."""
+    """Version of numba, which compiles the CPU code for every `state.format` except `fp32`. Without numba, torch
+    executes this code, which is several times slower; a run reports this at startup."""
     version = installed("numba")
     if version is None:
-        return note("not installed; every state.format except fp32 is slower without it", _NUMBA)
+        return note("not installed; every state.format except fp32 is slower on the CPU without it", _NUMBA)
     return ok(version)
 
 

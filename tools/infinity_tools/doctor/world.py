@@ -1,4 +1,4 @@
-"""Inputs of the checks: a machine, and folders on it."""
+"""Inputs to the checks: the machine, its daemon, and folders."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from infinity.io.alignment import AlignedFile, open_aligned
 
 @dataclass(frozen=True, kw_only=True)
 class Folder:
-    """A folder for `storage.paths`."""
+    """Folder to be used in `storage.paths`."""
 
     path: str
-    """Path as given by the user."""
+    """Path as passed by the user."""
     root: Path = Path("/")
     """Folder that contains `proc` and `sys`."""
     daemon: Daemon
@@ -30,17 +30,17 @@ class Folder:
 
     @property
     def exists(self) -> bool:
-        """Whether the folder exists."""
         return os.path.isdir(self.path)
 
     @property
     def place(self) -> str:
-        """The folder itself, or its parent if the folder does not exist yet."""
+        """The folder or, if it does not exist yet, its parent."""
         return self.path if self.exists else os.path.dirname(os.path.abspath(self.path))
 
     @contextmanager
     def trial(self) -> Iterator[AlignedFile]:
-        """Yield a new unlinked file in the folder, opened as the I/O engines do. Raises OSError."""
+        """Yield a new file without a name in the folder, opened as in the I/O engines. Raises `OSError` if that
+        fails."""
         descriptor, name = tempfile.mkstemp(prefix=".infinity-doctor-", dir=self.place)
         os.close(descriptor)
         try:
@@ -54,7 +54,7 @@ class Folder:
 
 
 class Daemon:
-    """Answers of the node's daemon. The status is requested only once."""
+    """Client of the node's daemon. It requests the status only once."""
 
     def __init__(self, runtime: Path) -> None:
         self.runtime = runtime
@@ -63,8 +63,8 @@ class Daemon:
 
     @cached_property
     def status(self) -> dict[str, Any] | None:
-        """Status of the node, or None if no daemon of this user or of root answers."""
-        with _unheard("infinity"):  # a daemon of another user is reported as a finding, not logged
+        """Response to a ``status`` request, or None if no daemon of this user or root answers."""
+        with _unheard("infinity"):  # a different user's daemon is reported as a finding
             return self._node.ask("status")
 
     def bandwidth(self, path: str) -> dict[str, Any] | None:
@@ -79,10 +79,10 @@ class Daemon:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """A machine, as seen by this process."""
+    """Machine to check, as seen by this process."""
 
     folders: tuple[Folder, ...]
-    """Folders for the state."""
+    """Folders to check."""
     daemon: Daemon
     """Daemon of the node."""
     root: Path = Path("/")
@@ -90,21 +90,21 @@ class World:
 
     @classmethod
     def of(cls, paths: list[str], runtime: Path, root: Path = Path("/")) -> World:
-        """Return the machine with these folders and the daemon of a runtime folder."""
+        """Return a machine with the given folders and runtime folder."""
         daemon = Daemon(runtime)
         return cls(
             folders=tuple(Folder(path=path, root=root, daemon=daemon) for path in paths), daemon=daemon, root=root
         )
 
     def read(self, name: str) -> str | None:
-        """Return the stripped text of a kernel file, or None if it cannot be read."""
+        """Return the stripped text of a file below `root`, or None if it cannot be read."""
         try:
             return (self.root / name).read_text().strip()
         except (OSError, UnicodeDecodeError):
             return None
 
     def own(self, name: str) -> str:
-        """Return a value from /proc/self/status, or an empty string."""
+        """Return the value of a field in /proc/self/status, or an empty string."""
         found = re.search(rf"^{name}:\s*(.*)$", self.read("proc/self/status") or "", re.MULTILINE)
         return found[1] if found else ""
 

@@ -37,12 +37,12 @@ def _stage(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
 def _device(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     other = found.device("optimizer" if "offload_param" in name else "param")
     if value == "nvme":
-        return Status.TRANSLATED, "storage.paths", "pages of parameters and of optimizer state are stored there"
+        return Status.TRANSLATED, "storage.paths", "parameters and optimizer state are stored there, in pages"
     if other == "nvme":
-        why = "parameters and optimizer state share the NVMe paths; the most used pages stay in the host cache"
+        why = "parameters and optimizer state share the NVMe paths; part of the pages stay in the host cache"
         return Status.TRANSLATED, "storage.paths, memory.host_bytes", why
     if value == "cpu":
-        why = "a host cache as large as the state keeps it all in memory; checkpoints need a path"
+        why = "a host cache as large as the state keeps all of it in memory; checkpoints still require a path"
         return Status.TRANSLATED, "memory.host_bytes", why
     return Status.NOT_NEEDED, "", "without offloading, FSDP2 alone is simpler; with infinity, pages are stored on NVMe"
 
@@ -67,7 +67,7 @@ def _memory(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     why = (
         "device is not nvme, so DeepSpeed does not use it"
         if device != "nvme"
-        else "it does not determine a memory size"
+        else "its value does not determine a memory size"
     )
     return Status.NOT_NEEDED, "memory.host_bytes", why
 
@@ -82,20 +82,20 @@ def _block(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
 def _depth(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     if (depth := toml_output.queue_depth(found)) is not None:
         return _same(name, f"storage.queue_depth = {depth}")
-    return Status.NOT_NEEDED, "storage.queue_depth", "it must be from 1 to 4096 here; the default of 32 applies"
+    return Status.NOT_NEEDED, "storage.queue_depth", "infinity accepts 1 to 4096; the default of 32 applies"
 
 
 def _clipping(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     if value <= 0:
-        return Status.NOT_NEEDED, "", "0: also off in DeepSpeed"
+        return Status.NOT_NEEDED, "", "0 means no clipping in DeepSpeed, too"
     if name != "gradient_clipping" and found["gradient_clipping"]:
-        return Status.NOT_NEEDED, "", "gradient_clipping is set, too"
+        return Status.NOT_NEEDED, "", "gradient_clipping is also set and takes precedence"
     return _same(name, f"optimizer.clip_grad_norm_({value})")
 
 
 def _accumulation(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     if value <= 1:
-        return Status.NOT_NEEDED, "", "a batch is a single micro-batch"
+        return Status.NOT_NEEDED, "", "there is only one micro-batch per batch"
     return _same(name, f"infinity.micro_batches(model, {value})")
 
 
@@ -107,7 +107,7 @@ def _optimizer(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answ
     if lower in UNSUPPORTED:
         return Status.NO_COUNTERPART, "torch.optim.AdamW", f"{value} is not supported: {UNSUPPORTED[lower]}", True
     if lower not in TAKEN:
-        why = f"{brief(value)} is not a known optimizer of DeepSpeed or torch ({', '.join(TAKEN)})"
+        why = f"{brief(value)} is not a known DeepSpeed or PyTorch optimizer ({', '.join(TAKEN)})"
         return Status.NO_COUNTERPART, "create your own; infinity.offload reports whether it is supported", why, True
     taken = taken_of(found) or TAKEN[lower]
     return Status.TRANSLATED, f"{taken.call}(model.parameters(), ...)", _key(name).why
@@ -133,9 +133,9 @@ def _scheduler(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answ
         return _same(name, "LambdaLR(optimizer, rate_at)")
     if value in OF_TORCH:
         return _same(name, f"torch.optim.lr_scheduler.{value}(optimizer, ...)")
-    why = f"{brief(value)} is not a known scheduler of DeepSpeed or torch"
+    why = f"{brief(value)} is not a known DeepSpeed or PyTorch scheduler"
     known = ", ".join((*SCHEDULERS, *OF_TORCH))
-    return Status.NO_COUNTERPART, "create your own; infinity supports all torch schedulers", f"{why} ({known})", True
+    return Status.NO_COUNTERPART, "create your own; infinity supports all PyTorch schedulers", f"{why} ({known})", True
 
 
 def _rate(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
@@ -144,7 +144,7 @@ def _rate(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     if key.status is not Status.TRANSLATED:
         return key.status, key.becomes, key.why
     if kind not in SCHEDULERS or word not in SCHEDULERS[kind].defaults:
-        return Status.NOT_NEEDED, "", f"{kind or 'no scheduler'} has no such parameter"
+        return Status.NOT_NEEDED, "", f"{kind} has no such parameter" if kind else "no scheduler is configured"
     if shown := SCHEDULERS[kind].names.get(word):
         return _same(name, f"{shown} = {value!r} in rate_at")
     return _same(name, key.becomes)
@@ -153,7 +153,7 @@ def _rate(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
 def _tensor_parallel(found: Found, name: str, value: Any, nvme: Sequence[str]) -> Answer:
     key = _key(name)
     if isinstance(value, dict) and value.get("autotp_size") in (0, 1):
-        return Status.NOT_NEEDED, "", "also off in DeepSpeed"
+        return Status.NOT_NEEDED, "", "switched off in DeepSpeed, too"
     return key.status, key.becomes, key.why, key.changes
 
 

@@ -85,7 +85,6 @@ def micro_batches(found: Found) -> str | None:
 
 
 def _batch(found: Found) -> str:
-    """Return a description of a rank's batch."""
     micro, count = found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"]
     if isinstance(micro, int) and isinstance(count, int | None):
         if count is None and micro_batches(found) is not None:

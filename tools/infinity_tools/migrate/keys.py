@@ -25,22 +25,23 @@ class Key:
     name: str
     """Name with its sections, joined by dots."""
     status: Status
-    """Kind of translation if the key is in use."""
+    """Kind of translation if the feature is switched on."""
     becomes: str = ""
-    """Setting or line of code; for a key without a counterpart, a replacement."""
+    """Setting or line of code. For a key without a counterpart, a replacement."""
     why: str
     """Reason, as a sentence without a final period."""
     takes: str = "any"
-    """Required kind of value, a key of `read.CHECKS`."""
+    """Required kind of value; a key in `read.CHECKS`."""
     off: tuple[Any, ...] = ()
     """Values that switch the feature off in DeepSpeed."""
     switch: str = ""
-    """For a section that is examined as a whole, the condition under which it is in use: ``enabled`` is true, it has
-    ``any`` key, or a ``nested`` ``enabled`` is true."""
+    """For a section that is translated as a whole, the condition under which it is switched on. ``enabled``: that key
+    is true; ``any``: it contains any key; ``nested``: a subsection has ``enabled`` set to true.
+    """
     changes: bool = False
     """Whether training differs without the key, so that the migration is incomplete."""
     auto: str = ""
-    """Expression of transformers' TrainingArguments that replaces ``"auto"``."""
+    """Expression in terms of transformers' TrainingArguments that replaces ``"auto"``."""
 
 
 def translated(name: str, becomes: str, why: str, takes: str = "any", *, auto: str = "") -> Key:
@@ -94,7 +95,9 @@ class Table:
         self.sections |= {section.rpartition(".")[0] for section in self.sections} - {""}
 
     def nearest(self, name: str) -> str:
-        """Return the nearest known key or section, if any: the same word in another section, or a similar word."""
+        """Return the most similar known key or section, if any: the same word in a different section, or a similar
+        word.
+        """
         section, _, leaf = name[:200].rpartition(".")
         names = [*self.keys, *sorted(self.sections)]
         for known in names:

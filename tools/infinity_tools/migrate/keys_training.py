@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from infinity_tools.migrate.keys import Key, lacking, translated, unneeded
 
-_BATCH = "a batch of a rank contains the sequences of all its micro-batches and is sliced in the model"
-_FP16 = "float16 needs loss scaling, which DeepSpeed does automatically; infinity does not, and is not tested with it"
+_BATCH = "each rank's batch contains the sequences of all its micro-batches and is split inside the model"
+_FP16 = (
+    "float16 requires loss scaling, which DeepSpeed does automatically; infinity does not, and float16 is not tested"
+)
 _BF16_ONLY = "train in bf16, which has the range of fp32 (bf16.enabled), or scale the loss with torch.amp.GradScaler"
 _RATE = "the learning rate equals DeepSpeed's at every step"
 _CALL = "passed to the optimizer"
@@ -18,11 +20,13 @@ BATCHES: list[Key] = [
     translated("train_micro_batch_size_per_gpu", "your DataLoader's batch_size", _BATCH, "count",
                auto="args.per_device_train_batch_size"),
     translated("gradient_accumulation_steps", "infinity.micro_batches(model, n)",
-               "a layer runs all micro-batches before the next one, so weight traffic does not grow with their number",
+               "each layer processes all micro-batches before the next layer starts, so weight traffic does not grow "
+               "with their number",
                "count", auto="args.gradient_accumulation_steps"),
-    *unneeded("", "managed_gradient_accumulation", "your loop determines the end of a step"),
+    *unneeded("", "managed_gradient_accumulation", "your loop determines when a step ends"),
     translated("gradient_clipping", "optimizer.clip_grad_norm_(x)",
-               "the same norm, exact over all ranks; updates then run in the next forward (update.schedule)",
+               "clips by the same norm, computed across all ranks; updates then run in the next forward "
+               "(update.schedule)",
                "number", auto="args.max_grad_norm"),
     *lacking("", "dataloader_drop_last", "your code creates the DataLoader", "DataLoader(drop_last=True)"),
 ]  # fmt: skip
@@ -36,7 +40,8 @@ OPTIMIZER: list[Key] = [
     translated("optimizer.params.betas", "betas=", _CALL, "pair", auto="(args.adam_beta1, args.adam_beta2)"),
     translated("optimizer.params.eps", "eps=", _CALL, "number", auto="args.adam_epsilon"),
     translated("optimizer.params.weight_decay", "weight_decay=",
-               "passed to the optimizer; if missing, DeepSpeed's default of 0, which differs from torch's AdamW",
+               "passed to the optimizer; without it, DeepSpeed's default of 0 is passed, which differs from torch's "
+               "AdamW",
                "number", auto="args.weight_decay"),
     translated("optimizer.params.momentum", "momentum=", _CLASS, "number"),
     translated("optimizer.params.dampening", "dampening=", _CLASS, "number"),
@@ -50,13 +55,13 @@ OPTIMIZER: list[Key] = [
     *unneeded("optimizer.params", "torch_adam", "the optimizer is always torch's"),
     *unneeded("optimizer.params", "set_grad_none", "optimizer.zero_grad() drops gradients"),
     translated("optimizer.params.max_grad_norm", "optimizer.clip_grad_norm_(x)", "same as gradient_clipping", "number"),
-    *lacking("optimizer.params", "bias_correction", "torch's optimizers always correct the bias of moments",
+    *lacking("optimizer.params", "bias_correction", "torch's optimizers always apply bias correction",
              "remove it", off=(True,), takes="flag", changes=True),
     *lacking("optimizer.params", "fp32_optimizer_states", "states are fp32",
              'state.format = "bf16-moments" stores them in 16 bits with stochastic rounding', off=(True,)),
     *lacking("optimizer.params", "muon_lr adam_lr", "specific to Muon, whose two optimizers your code creates",
-             "lr= of torch.optim.Muon and of torch.optim.AdamW", off=(), changes=True),
-    *lacking("optimizer.params", "ns_method", "specific to Muon; torch has one method to orthogonalize a matrix",
+             "the lr= arguments of torch.optim.Muon and torch.optim.AdamW", off=(), changes=True),
+    *lacking("optimizer.params", "ns_method", "specific to Muon; torch has only one method to orthogonalize a matrix",
              "remove it", off=("standard",), changes=True),
     *lacking("optimizer.params", "max_coeff min_coeff", "specific to LAMB, which comes from another package",
              "remove them", off=(), changes=True),
@@ -65,14 +70,14 @@ OPTIMIZER: list[Key] = [
              "specific to optimizers with compressed communication, which are not supported", "AdamW", off=(),
              changes=True),
     *unneeded("", "zero_allow_untested_optimizer",
-              "infinity.offload tests each optimizer and rejects one that is not element-wise"),
+              "infinity.offload checks every optimizer and raises UnsupportedError for unsupported ones"),
     *unneeded("", "zero_force_ds_cpu_optimizer",
               "fused=True in the code selects torch's fused kernels, on the CPU or on a GPU (update.device)"),
 ]  # fmt: skip
 
 SCHEDULER: list[Key] = [
     translated("scheduler.type", "LambdaLR with DeepSpeed's formula, or torch.optim.lr_scheduler.X",
-               f"{_RATE}; infinity supports all torch schedulers", "text"),
+               f"{_RATE}; infinity supports all PyTorch schedulers", "text"),
     translated("scheduler.params.warmup_min_lr", "LOW", _RATE, "number", auto="0.0"),
     translated("scheduler.params.warmup_max_lr", "HIGH", _RATE, "number", auto="args.learning_rate"),
     translated("scheduler.params.warmup_num_steps", "WARMUP", _RATE, "count",
@@ -110,20 +115,21 @@ PRECISION: list[Key] = [
     *lacking("fp16", "enabled", _FP16, _BF16_ONLY, takes="flag", changes=True),
     *lacking("fp16", "loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
              "min_loss_scale auto_cast fp16_master_weights_and_grads", "depends on fp16.enabled", _BF16_ONLY, off=()),
-    *lacking("", "amp", "NVIDIA Apex, which modifies model and optimizer", "bf16.enabled", switch="enabled",
-             changes=True),
-    translated("torch_autocast.enabled", "with torch.autocast(...)", "around your forward, as in memory", "flag"),
+    *lacking("", "amp", "uses NVIDIA Apex, which modifies the model and the optimizer", "bf16.enabled",
+             switch="enabled", changes=True),
+    translated("torch_autocast.enabled", "with torch.autocast(...)", "around your forward pass, as without infinity",
+               "flag"),
     translated("torch_autocast.dtype", "with torch.autocast(...)", "its dtype", "text"),
-    *unneeded("torch_autocast", "lower_precision_safe_modules", "torch's autocast selects by operation"),
+    *unneeded("torch_autocast", "lower_precision_safe_modules", "torch.autocast chooses the dtype for each operation"),
     translated("communication_data_type", "MixedPrecisionPolicy(reduce_dtype=...)",
                "dtype of the gradient reduction; the default is fp32", "text"),
     *unneeded("", "allreduce_always_fp32 fp32_allreduce", "gradients are reduced in fp32"),
     *unneeded("", "prescale_gradients gradient_predivide_factor",
               "it keeps fp16 sums in range; here gradients are reduced in fp32"),
-    *lacking("", "gradient_allreduce_op", "FSDP2 averages over ranks",
+    *lacking("", "gradient_allreduce_op", "FSDP2 averages gradients across ranks",
              "multiply the loss by the number of ranks", off=("mean",), takes="text", changes=True),
     *lacking("data_types", "grad_accum_dtype", "gradients are kept in fp32",
-             "remove it; fp32 is more exact", off=("fp32",)),
+             "remove it; fp32 is more precise", off=("fp32",)),
     *lacking("data_types", "param_dtype buffer_dtype", "the model's own dtypes apply",
              "model.to(dtype) before fully_shard; MixedPrecisionPolicy", off=("fp32",)),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Command `infinity migrate`, which turns a DeepSpeed configuration into settings, code, and a table of keys."""
+"""The `infinity migrate` command, which converts a DeepSpeed configuration into settings, code, and a table of keys."""
 
 from __future__ import annotations
 
@@ -30,21 +30,23 @@ _CHECKPOINTS = """\
 
 
 def migrate(
-    config: Annotated[Path, typer.Argument(help="DeepSpeed's JSON, such as ds_config.json.", metavar="DS_CONFIG")],
+    config: Annotated[
+        Path, typer.Argument(help="DeepSpeed configuration in JSON, such as ds_config.json.", metavar="DS_CONFIG")
+    ],
     out: Annotated[Path | None, typer.Option(help="Output file for the settings. [default: print them]")] = None,
     nvme: Annotated[
         list[Path] | None,
-        typer.Option(help="Folder for the state, in place of nvme_path; repeat it for several drives."),
+        typer.Option(help="Folder for the state, instead of nvme_path; repeat for several drives."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file of --out.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the --out file.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
     version: Version = False,
 ) -> None:
     """Translate a DeepSpeed configuration into settings and code, with an explanation of every key.
 
-    `infinity migrate ds_config.json --out infinity.toml`. The settings are accepted by `infinity train --config` and
-    `infinity.offload`. The exit status is 0 if training stays the same; 1 if a key that changes training has no
-    counterpart; and 2 if the file is not a DeepSpeed configuration.
+    For example: `infinity migrate ds_config.json --out infinity.toml`. The settings are accepted by `infinity train
+    --config` and `infinity.offload`. The exit status is 0 if training stays the same; 1 if a key that changes training
+    has no counterpart; and 2 if the file is not a DeepSpeed configuration.
     """
     with failures():
         if force and out is None:
@@ -92,7 +94,10 @@ def _show(done: Migration, out: Path | None) -> None:
     lines(f"wrote {out}\n" if out is not None else f"\n{done.toml}")
     say("Training code", "bold")
     lines(f"\n{done.code}")
-    say("A DeepSpeed checkpoint provides weights, but no moments and step counts. Convert it with its own script:")
+    say(
+        "The weights of a DeepSpeed checkpoint can be migrated, but not its moments and step counts. Convert it with "
+        "its own script:"
+    )
     lines(_CHECKPOINTS.format(settings=str(out or _SETTINGS)) + "\n")
     for status in Status:
         if rows := [row for row in done.rows if row.status is status]:
@@ -107,11 +112,11 @@ def _show(done: Migration, out: Path | None) -> None:
         but = " (the effect of unknown keys is not known)" if unknown else ""
         say(f"Training stays the same{but}.", "yellow" if unknown else "green")
     if not done.settings.get("storage", {}).get("paths"):
-        say("storage.paths is not set. Name a folder on each NVMe drive, or pass --nvme.", "yellow")
+        say("storage.paths is not set. Set it to one folder per NVMe drive, or pass --nvme.", "yellow")
 
 
 def _cells(rows: list[Row]) -> Iterator[tuple[str, str]]:
-    """Yield groups of keys with the same translation, with that translation."""
+    """Yield a table row for each group of keys with the same translation."""
     answers: dict[tuple[str, str, bool], list[Row]] = {}
     for row in rows:
         answers.setdefault((row.becomes, row.why, row.changes), []).append(row)

@@ -1,4 +1,4 @@
-"""Optimizers of DeepSpeed configurations: the class to use, its arguments, or the reason why it is not supported."""
+"""Optimizers in DeepSpeed configurations: the class to use and its arguments, or the reason why it is not supported."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ class Optimizer:
     call: str
     """Name of the class in code."""
     takes: tuple[str, ...]
-    """Entries of `optimizer.params` that are arguments of the class."""
+    """Entries of `optimizer.params` that are passed to the class."""
     fills: Mapping[str, str] = field(default_factory=dict)
-    """Arguments that are added if they are missing in the configuration, because DeepSpeed's default differs from
-    torch's."""
+    """Arguments that are added if the configuration does not set them, because DeepSpeed's default differs from
+    torch's.
+    """
     always: Mapping[str, str] = field(default_factory=dict)
     """Arguments that are always added."""
     rate: str = "0.001"
@@ -53,19 +54,20 @@ TAKEN = {
 """Supported optimizers by DeepSpeed's name in lower case."""
 
 _COMPRESSED = "it compresses communication between ranks, which FSDP2 does not support, nor does DeepSpeed with ZeRO"
-_MUP = "its rates depend on attributes that the package mup sets on parameters; this is untested"
+_MUP = "its learning rates depend on attributes that the mup package sets on parameters; this is untested"
 BY_HAND = {
     "lamb": (
-        "one from another package, such as Lamb of pytorch_optimizer",
-        "torch has none, and its options differ; infinity passes full parameters to an optimizer that needs them",
+        "an implementation from another package, such as pytorch_optimizer's Lamb",
+        "PyTorch has none, and the options differ by package; infinity passes full parameters to optimizers that need "
+        "them",
     ),
     "muon": (
         "infinity.offload(model, [torch.optim.Muon(matrices, ...), torch.optim.AdamW(rest, ...)], ...)",
-        "DeepSpeed uses it for matrices without embed or lm_head in their names; select them in your code "
-        '(examples/muon.py). adjust_lr_fn="original" is its scale; torch implements ns_method "standard"',
+        "DeepSpeed uses Muon for matrices whose names contain neither embed nor lm_head; select them in your code "
+        '(examples/muon.py). adjust_lr_fn="original" gives the same scale; torch implements ns_method "standard"',
     ),
 }
-"""Supported optimizers that need code which the configuration does not determine: the code and the reason."""
+"""Supported optimizers that require code that cannot be derived from the configuration: the code and the reason."""
 UNSUPPORTED = {
     "onebitadam": _COMPRESSED,
     "zerooneadam": _COMPRESSED,
@@ -73,7 +75,7 @@ UNSUPPORTED = {
     "muadam": _MUP,
     "muadamw": _MUP,
     "musgd": _MUP,
-    "adafactor": "it keeps sums over rows and columns, which do not have the shape of the parameter",
+    "adafactor": "it keeps sums over rows and columns, whose shapes differ from the parameter's",
     "lbfgs": "it evaluates the loss repeatedly within one step",
     "sparseadam": "gradients are dense",
 }

@@ -20,12 +20,12 @@ from infinity_tools.migrate.keys_around import TABLE
 _LIMIT = 1 << 20
 _DEPTH = 32
 AUTO = "auto"
-"""Value that the Trainer of transformers replaces by one of its TrainingArguments."""
+"""Value that transformers' Trainer replaces with one of its TrainingArguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A value of a configuration: of a known key, or of the topmost unknown one."""
+    """An entry of a configuration: a known key or an outermost unknown key, with its value."""
 
     name: str
     key: Key | None
@@ -33,7 +33,7 @@ class Entry:
 
 
 class Found:
-    """Values of a configuration, by the names of known keys. null counts as not set."""
+    """Values in a configuration, by the names of known keys. null counts as not set."""
 
     def __init__(self, entries: list[Entry]) -> None:
         self.entries = entries
@@ -43,7 +43,7 @@ class Found:
         return self._values.get(name)
 
     def first(self, *names: str) -> Any:
-        """Return the value of the first of several names that is set."""
+        """Return the value of the first of these names that is set."""
         return next((self[name] for name in names if self[name] is not None), None)
 
     def below(self, section: str) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def read_config(file: Path) -> Found:
     """Return the configuration in a file.
 
     Raises:
-        ConfigError: if the file cannot be read, is not JSON or not a DeepSpeed configuration, or a value has the wrong
+        ConfigError: if the file cannot be read or is not a DeepSpeed configuration in JSON, or a value has the wrong
             type.
     """
     name = repr(str(file))
@@ -92,23 +92,23 @@ def read_config(file: Path) -> Found:
     except json.JSONDecodeError as error:
         raise ConfigError(f"{name} is not JSON: line {error.lineno}: {_problem(text, error)}") from error
     except RecursionError as error:
-        raise ConfigError(f"{name} is not JSON of DeepSpeed: it is nested too deeply") from error
+        raise ConfigError(f"{name} is not a DeepSpeed configuration: it is nested too deeply") from error
     except ValueError as error:
-        raise ConfigError(f"{name} is not JSON of DeepSpeed: {error!s:.200}") from error
+        raise ConfigError(f"{name} is not a DeepSpeed configuration: {error!s:.200}") from error
     if not isinstance(data, dict):
-        raise ConfigError(
-            f"{name} is not a configuration of DeepSpeed: it must be an object with keys, got {brief(data)}"
-        )
+        raise ConfigError(f"{name} is not a DeepSpeed configuration: it must be a JSON object, got {brief(data)}")
     if _depth(data) > _DEPTH:
-        raise ConfigError(f"{name} is not a configuration of DeepSpeed: it is nested more than {_DEPTH} levels deep")
+        raise ConfigError(f"{name} is not a DeepSpeed configuration: it is nested more than {_DEPTH} levels deep")
     try:
         json.dumps(data, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{name} contains an incomplete surrogate pair such as \\ud800; write the character"
+            f"{name} contains an incomplete surrogate pair such as \\ud800; write the character itself"
         ) from error
     if not set(data) & ({key.partition(".")[0] for key in TABLE.keys}):
-        raise ConfigError(f"{name} is not a configuration of DeepSpeed: it has no known key; pass ds_config.json")
+        raise ConfigError(
+            f"{name} is not a DeepSpeed configuration: it contains none of the known keys; pass your ds_config.json"
+        )
     try:
         return Found(list(_entries(data, "")))
     except Mismatch as error:

@@ -19,8 +19,8 @@ This command reads a DeepSpeed configuration and prints three things: settings f
 every key in the file with a reason. The exit status is 0 if training stays the same, 1 if a key that changes training
 has no counterpart, and 2 if the file is not a DeepSpeed configuration. `--json` prints the same as JSON.
 
-The Trainer of transformers replaces `"auto"` by one of its `TrainingArguments`. In the generated code, which is a
-custom training loop, the name of that argument is used. `attach` keeps the Trainer ([Trainer](trainer.md)).
+Transformers' Trainer replaces `"auto"` with one of its `TrainingArguments`. The generated code, which is a custom
+training loop, uses the name of that argument. `attach` keeps the Trainer ([Trainer](trainer.md)).
 
 ## Checkpoints
 
@@ -48,7 +48,6 @@ def _cell(text: str) -> str:
 
 
 def _line(same: list[Key]) -> str:
-    """Return the table row of keys with the same counterpart and reason."""
     key, names = same[0], ", ".join(f"`{key.name}`" for key in same)
     status = f"{key.status}{', **not supported**' if key.changes else ''}"
     becomes = f"`{key.becomes}`" if key.status is Status.TRANSLATED else _cell(key.becomes)
@@ -57,7 +56,7 @@ def _line(same: list[Key]) -> str:
 
 
 def _alike(keys: list[Key]) -> list[list[Key]]:
-    """Return keys with the same counterpart and reason together, as many as fit into one table cell."""
+    """Group keys with the same counterpart and reason, as many as fit into one table cell."""
     groups: dict[tuple[object, ...], list[list[Key]]] = {}
     for key in keys:
         rows = groups.setdefault((key.status, key.becomes, key.why, key.changes, key.auto), [[]])

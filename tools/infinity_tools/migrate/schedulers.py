@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduler:
-    """A scheduler of DeepSpeed."""
+    """A DeepSpeed scheduler."""
 
     defaults: Mapping[str, str]
     """Parameters and their defaults in DeepSpeed, as code. ``""`` marks a required parameter."""
     names: Mapping[str, str]
-    """Names in the code of numeric parameters."""
+    """Names of numeric parameters in the code."""
     body: str
     """Definition of `rate_at`. Lines that begin with ``?name`` are used if the parameter is on, ``?!name`` if off."""
 

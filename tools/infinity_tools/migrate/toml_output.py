@@ -47,7 +47,7 @@ def _paths(found: Found, nvme: Sequence[str]) -> list[Line]:
         return [Line(name="storage.paths", value=list(nvme), remark="--nvme")]
     if paths := nvme_paths(found):
         return [Line(name="storage.paths", value=paths, remark="nvme_path of offload_param and offload_optimizer")]
-    why = "required: one folder per NVMe drive; the configuration names none"
+    why = "required: one folder per NVMe drive; the configuration contains none"
     return [Line(name="storage.paths", value=None, remark=f'paths = ["/nvme0/run"]  # {why}')]
 
 
@@ -73,7 +73,8 @@ def _requests(found: Found) -> list[Line]:
 
 
 def host_bytes(found: Found) -> int | None:
-    """Return an estimate of the memory for DeepSpeed's parameters in bytes, or None if the configuration has no sizes.
+    """Return an estimate, in bytes, of the memory that DeepSpeed uses for parameters, or None if no sizes are
+    configured.
 
     max_in_cpu is the number of elements kept in memory; each buffer has buffer_size elements.
     """
@@ -93,7 +94,9 @@ def _memory(found: Found) -> list[Line]:
         return [Line(name="memory.host_bytes", value=format_setting(estimate), remark=remark)]
     if "cpu" in (found.device("param"), found.device("optimizer")) and not nvme_paths(found):
         each = 14 if found.precision() else 16
-        remark = f'host_bytes = "64GiB"  # device = cpu: at least {each} bytes per parameter of a rank hold all state'
+        remark = (
+            f'host_bytes = "64GiB"  # device = cpu: use at least {each} bytes per parameter of a rank to hold all state'
+        )
         return [Line(name="memory.host_bytes", value=None, remark=remark)]
     return []
 

@@ -32,7 +32,7 @@ class Row:
     why: str
     """Reason."""
     changes: bool = False
-    """Whether training differs because the key has no counterpart."""
+    """Whether training changes because the key has no counterpart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ def migrate(found: Found, source: str, settings_file: str, nvme: Sequence[str] =
     """Return the translation of a configuration.
 
     Args:
-        found: Configuration of DeepSpeed.
+        found: DeepSpeed configuration.
         source: Name of its file, for the settings file.
         settings_file: Path of the settings file, for the code.
         nvme: Paths that replace the ones in the configuration.
@@ -73,7 +73,7 @@ def migrate(found: Found, source: str, settings_file: str, nvme: Sequence[str] =
 
 
 def _check_scheduler(found: Found) -> None:
-    """Raise `ConfigError` if DeepSpeed could not create the scheduler either."""
+    """Check that required scheduler parameters are set. Raises `ConfigError`; DeepSpeed would fail, too."""
     kind = found["scheduler.type"]
     for name, default in SCHEDULERS[kind].defaults.items() if kind in SCHEDULERS else ():
         if not default and name != "total_num_steps" and found[f"scheduler.params.{name}"] in (None, AUTO):
@@ -88,7 +88,7 @@ def _row(entry: Entry, found: Found, nvme: Sequence[str]) -> Row:
 
     if key is None:
         near = TABLE.nearest(entry.name)
-        why = "unknown in DeepSpeed's documentation" + (f"; did you mean {near}?" if near else "")
+        why = "not in DeepSpeed's documentation" + (f"; did you mean {near}?" if near else "")
         return row(Status.UNKNOWN, "", why)
     if value is None:
         return row(Status.NOT_NEEDED, "", "null: not set")
@@ -96,7 +96,7 @@ def _row(entry: Entry, found: Found, nvme: Sequence[str]) -> Row:
         switch = f"{entry.name.partition('.')[0]}.enabled"
         return row(Status.NOT_NEEDED, "", f"depends on {switch}, which is {_shown(found[switch])}")
     if _unused(key, value):
-        return row(Status.NOT_NEEDED, "", "also off in DeepSpeed")
+        return row(Status.NOT_NEEDED, "", "switched off in DeepSpeed, too")
     below = ANSWERS.get(entry.name.rpartition(".")[0] + ".*")
     if value == AUTO:
         unused = below(found, entry.name, value, nvme) if below is not None else None
@@ -107,7 +107,6 @@ def _row(entry: Entry, found: Found, nvme: Sequence[str]) -> Row:
 
 
 def _unused(key: Key, value: Any) -> bool:
-    """Return whether the value switches the feature off in DeepSpeed."""
     if any(type(value) is type(off) and value == off for off in key.off):
         return True
     if not key.switch or not isinstance(value, dict):
@@ -122,7 +121,7 @@ def _shown(value: Any) -> str:
 
 
 def _enabled_below(value: Any) -> bool:
-    """Return whether a section or one of its subsections is enabled. Without any `enabled` key, it is."""
+    """Return whether a section or a subsection is enabled. A section without any `enabled` key counts as enabled."""
     switches, level = [], [value]
     while level:
         one = level.pop()
@@ -133,8 +132,7 @@ def _enabled_below(value: Any) -> bool:
 
 
 def _from_trainer(key: Key, row: Callable[..., Row]) -> Row:
-    """Return the row of a value that the Trainer of transformers fills in."""
-    where = "filled in by the Trainer of transformers"
+    where = "filled in by transformers' Trainer"
     if key.auto:
         return row(Status.TRANSLATED, key.auto, f"{where}: use the value of your TrainingArguments")
     if key.name == "fp16.enabled":

@@ -2,7 +2,7 @@
 
 The excerpt is the same model with one layer, then with three. The difference in time is the cost of two layers, and the
 remaining time of the first excerpt is spent on the embedding, the head and the loss. The state of the excerpt is paged
-as in a real run, so the measured time includes the slowdown of computation by transfers.
+as in a real run, so the measured time includes the slowdown that transfers cause.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _LAYERS = (1, 3)
 _WARM, _STEPS = 2, 4
 _LEAST_HOST_CACHE = 64 * MIB
 _BYTES_EACH = 24
-"""Memory per parameter of an excerpt, in bytes, for training in a host cache of any size and one gathered copy."""
+"""Upper bound on the memory for training an excerpt, in bytes per parameter, including one gathered copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Seconds per step of the whole model on this machine, for the measured number of tokens."""
+    """Estimated seconds per step of the whole model on this machine, at the measured number of tokens."""
 
     computation: float
-    """Time of forward and backward."""
+    """Time for forward and backward."""
     fixed: float
-    """Time of copies into FSDP2's buffers, hooks and Python overhead."""
+    """Time for copies into FSDP2's buffers, for hooks, and for Python overhead."""
     update: float
     """Time to update one parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """Seconds of one step of an excerpt."""
+    """Seconds per step of an excerpt, by part."""
 
     computation: float
     fixed: float
@@ -69,7 +69,7 @@ def measure(
         source: Model to measure.
         work: Tokens, sequence length, micro-batches and dtype. A single rank is measured.
         share: Fraction of the state that fits in the host cache.
-        state_format: Setting `state.format`.
+        state_format: Value of `state.format`.
         ranks: Number of ranks that share the cores of this machine.
         folder: Folder for the pages during the measurement. None: the system's temporary folder.
         on_progress: Callback that receives a description of the next activity.
@@ -85,7 +85,7 @@ def measure(
     if need > available_memory():
         raise ConfigError(
             f"measuring three layers of {source.name} takes about {format_size(need)} of memory, but only "
-            f"{format_size(available_memory())} are available; pass --gpu, or --tflops of the processor"
+            f"{format_size(available_memory())} are available; pass --gpu, or --tflops for this processor"
         )
     found, threads = [], torch.get_num_threads()
     torch.set_num_threads(max(1, threads // ranks))
@@ -111,7 +111,6 @@ def measure(
 
 
 def _with_layers(source: ModelSource, number: int) -> ModelSource:
-    """Return the model reduced to this number of layers."""
     config = copy.deepcopy(source.config)
     text = config.get_text_config()
     text.num_hidden_layers = number
@@ -121,7 +120,6 @@ def _with_layers(source: ModelSource, number: int) -> ModelSource:
 
 
 def _train(source: ModelSource, work: Workload, share: float, state_format: str, folder: str) -> tuple[_Step, int]:
-    """Return the median step after the warmup steps, and the number of parameters."""
     model = on_meta(source)
     shape = shape_of(source)
     mesh = infinity.mesh("cpu")
@@ -155,7 +153,7 @@ def _train(source: ModelSource, work: Workload, share: float, state_format: str,
 
 
 def _offload(model: torch.nn.Module, settings: dict[str, Any]) -> infinity.PagedOptimizer:
-    """Offload the model, doubling the host cache until it is large enough."""
+    """Offload the model. The host cache is doubled until it is large enough."""
     while True:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         try:

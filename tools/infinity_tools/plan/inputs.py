@@ -1,4 +1,4 @@
-"""Conversion of the options of `infinity plan` to the model, workload, machine and settings of an estimate."""
+"""Conversion of `infinity plan` options to the inputs of an estimate: model, workload, machine and settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from infinity.memory.cgroups import cores_of_groups
 from infinity.memory.limits import default_host_cache
 from infinity.processor import share_of_cores
 from infinity.store.page_store import hash_threads
-from infinity.units import MIB, align_down, format_size, parse_size
+from infinity.units import MIB, align_down, format_number, format_size, parse_size
 from infinity_tools.plan.plan_drives import drives_at, typed_drives
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """Options of `infinity plan`. Options that were not given are None."""
+    """`infinity plan` options. An option that was not passed is None."""
 
     model: str | None
     parameters: float | None
@@ -79,19 +79,19 @@ class Asked:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks on all nodes."""
+        """Number of ranks across all nodes."""
         return self.ranks * self.nodes
 
     @property
     def paths(self) -> list[str]:
-        """Folders to write to the settings."""
+        """Value of ``storage.paths`` in the printed settings."""
         if self.nvme_bandwidth is not None:
             return [f"/nvme{number}/infinity" for number in range(self.nvme_count or 1)]
         return [os.path.abspath(path) for path in self.nvme or (Path(),)]
 
 
 def plan_of(asked: Asked, report: Report = lambda what: None) -> tuple[Estimate, dict[str, str]]:
-    """Return the estimate of a run, and the source of the measured figures by subject.
+    """Return the estimate of a run, and a description of how each measured quantity was obtained.
 
     Args:
         asked: Options of the command.
@@ -148,13 +148,16 @@ def _check(asked: Asked) -> None:
         raise ConfigError("--nvme and --nvme-bandwidth both define the drives; omit one of them")
     for name, value in (("--nvme-count", asked.nvme_count), ("--nvme-size", asked.nvme_size)):
         if value is not None and asked.nvme_bandwidth is None:
-            raise ConfigError(f"{name} {value} requires --nvme-bandwidth; folders of --nvme are inspected instead")
+            raise ConfigError(
+                f"{name} {value} requires --nvme-bandwidth; the drives of --nvme folders are inspected instead"
+            )
     for name, text in (("--gpu-memory", asked.gpu_memory), ("--link", asked.link)):
         if text is not None and asked.gpu is None and asked.tflops is None:
             raise ConfigError(f"{name} {text} requires an accelerator; pass --gpu or --tflops")
     if asked.world_size > 1 and asked.batch_tokens < 2 * asked.world_size:
         raise ConfigError(
-            f"--batch-tokens {asked.batch_tokens} is too small for {asked.world_size} ranks; each needs at least 2"
+            f"--batch-tokens {asked.batch_tokens} is too small for {asked.world_size} ranks; each rank needs at least "
+            "2 tokens"
         )
 
 
@@ -170,11 +173,11 @@ def _workload(asked: Asked) -> Workload:
     sequence = asked.sequence or min(_SEQUENCE, tokens)
     if sequence > tokens:
         each = f"of {tokens} tokens per rank" if asked.world_size > 1 else f"of {tokens} tokens"
-        raise ConfigError(f"--seq {sequence} exceeds a batch {each}; reduce --seq or increase --batch-tokens")
+        raise ConfigError(f"--seq {sequence} exceeds the batch {each}; reduce --seq or increase --batch-tokens")
     parts = asked.micro_batches or 1
     if parts > tokens // sequence:
         raise ConfigError(
-            f"--micro-batches {parts} exceeds the {tokens // sequence} sequences per rank and step; reduce it"
+            f"--micro-batches {parts} exceeds the {tokens // sequence} sequences per rank per step; reduce it"
         )
     return Workload(
         batch_tokens=asked.batch_tokens,
@@ -195,7 +198,7 @@ def _size(text: str | None, name: str) -> int:
 
 
 def _rate(text: str, name: str) -> float:
-    """Return bytes per second from text such as ``55e9`` or ``55GB``."""
+    """Parse a bandwidth such as ``55e9`` or ``55GB``, in bytes per second."""
     try:
         rate = float(text)
     except ValueError:
@@ -206,7 +209,7 @@ def _rate(text: str, name: str) -> float:
 
 
 def _typed_drives(asked: Asked) -> Drives | None:
-    """Return the drives described by options, or None if folders must be inspected."""
+    """Return the drives given by options, or None if the drives of folders must be inspected."""
     endurance = _size(asked.nvme_endurance, "--nvme-endurance")
     if asked.nvme_bandwidth is None:
         return None
@@ -214,7 +217,7 @@ def _typed_drives(asked: Asked) -> Drives | None:
 
 
 def _device(asked: Asked) -> Accelerator | None:
-    """Return the accelerator, or None if the CPU of this machine must be measured."""
+    """Return the accelerator, or None if this machine's CPU must be measured."""
     if asked.gpu is None and asked.tflops is None:
         return None
     if asked.gpu is None:
@@ -222,7 +225,9 @@ def _device(asked: Asked) -> Accelerator | None:
     elif asked.gpu.lower() in ACCELERATORS:
         device = ACCELERATORS[asked.gpu.lower()]
         if asked.dtype == "fp32" and asked.tflops is None:
-            raise ConfigError(f"the speed of --gpu {asked.gpu} is only known in bf16; with --dtype fp32, pass --tflops")
+            raise ConfigError(
+                f"the speed of --gpu {asked.gpu} is known only for bf16; with --dtype fp32, pass --tflops"
+            )
     else:
         near = difflib.get_close_matches(asked.gpu.lower(), ACCELERATORS, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -291,7 +296,7 @@ def _config_of(model: ModelShape) -> ModelSource:
 
 def _machine(asked: Asked, device: Accelerator, drives: Drives, settings: Config) -> Machine:
     kind = "cuda" if device.memory_bytes or device.link else "cpu"
-    mine = os.sched_getaffinity(0)  # cores of this machine, even if another one is planned
+    mine = os.sched_getaffinity(0)  # cores of this machine, even if the plan is for a different one
     cores = max(1, share_of_cores(mine, [mine] * asked.ranks, cores_of_groups()))
     beside = settings.update.thread_cores(kind, cores=cores, computing=cores)
     return Machine(
@@ -315,7 +320,6 @@ def _measured(
     settings: Config,
     report: Report,
 ) -> Machine:
-    """Return this machine, with the speed of an excerpt of the model measured on it."""
     from infinity_tools.plan.excerpt import measure
 
     name = settings.state.format
@@ -340,7 +344,7 @@ def _measured(
 
 
 def _fitted(asked: Asked, model: ModelShape, work: Workload, device: Accelerator, settings: Config) -> Workload:
-    """Return the workload with the fewest micro-batches that fit the device memory, unless their number was given."""
+    """Return the workload, with the fewest micro-batches that fit the device memory unless their number was given."""
     if asked.micro_batches is not None or not device.memory_bytes:
         return work
     most = int(work.tokens) // work.sequence
@@ -355,32 +359,41 @@ def assumptions_of(found: Estimate, asked: Asked, sources: Mapping[str, str]) ->
     """Return the assumptions of an estimate, one line each."""
     machine, work = found.machine, found.workload
     drives, device, cores = machine.drives, machine.device, machine.update_cores
-    speeds = f"{drives.read / 1e9:.3g} GB/s read, {drives.write / 1e9:.3g} GB/s written"
-    mixed = f", {drives.mixed / 1e9:.3g} GB/s mixed" if drives.mixed else ", reads and writes alternate"
+    mixed = f"{_giga(drives.mixed)}B/s mixed" if drives.mixed else "reads and writes alternating"
+    update = f"{format_number(1e9 * machine.update(found.settings.state.format))} ns per parameter"
+    update += f" on {cores} reserved core{'s' * (cores > 1)}" if cores else ""
+    if not found.updates_on_device:
+        updates = f"updates take {update}"
+    elif found.settings.update.device == "auto":
+        updates = f"updates run on the GPU, because copying state there is faster than updating on the CPU ({update})"
+    else:
+        updates = "updates run on the GPU (update.device)"
     lines = [
-        f"drives of a node: {speeds}{mixed} ({sources.get('drives', 'as given')})",
-        f"computation: {device.flops / 1e12:.3g} TFLOP/s achieved per rank on {device.name} "
+        f"drives per node: {_giga(drives.read)}B/s read, {_giga(drives.write)}B/s write, {mixed} "
+        f"({sources.get('drives', 'from --nvme-bandwidth')})",
+        f"computation: {format_number(device.flops / 1e12)} TFLOP/s achieved per rank on {device.name} "
         f"({sources.get('computation') or _how_fast(asked)})",
-        f"updates: {1e9 * machine.update(found.settings.state.format):.2g} ns per parameter"
-        + (f", on {cores} reserved core{'s' * (cores > 1)}" if cores else "")
-        + "; on the device, because its link is faster"
-        * (found.updates_on_device and found.settings.update.device == "auto"),
+        updates,
     ]
     if device.link:
         lines.append(
-            f"{device.link / 1e9:.3g} GB/s to and from the device; "
-            f"{machine.hash_rate / 1e9:.3g} GB/s of checksums; {1e6 * machine.access_seconds:.0f} µs of Python per "
-            "page access"
+            f"transfers between host and GPU: {_giga(device.link)}B/s each way; checksums: "
+            f"{_giga(machine.hash_rate)}B/s; Python: {1e6 * machine.access_seconds:.0f} µs per page access"
         )
-    if work.micro_batches > 1:
-        how = "a loop over" if not work.layer_major else "each layer processes all"
-        lines.append(f"{how} {work.micro_batches} micro-batches")
+    if work.micro_batches > 1 and work.layer_major:
+        lines.append(f"each layer processes all {work.micro_batches} micro-batches before the next layer starts")
+    elif work.micro_batches > 1:
+        lines.append(f"a loop runs the whole model on each of the {work.micro_batches} micro-batches")
     if work.world_size > 1 and not machine.interconnect:
         lines.append("communication between ranks takes no time (set --interconnect)")
     if "memory.host_bytes" not in asked.settings and asked.config is None:
-        lines.append(f"host memory: {format_size(found.settings.memory.host_bytes)}, a quarter of the available memory")
+        lines.append(f"host cache: {format_size(found.settings.memory.host_bytes)}, a quarter of the available memory")
     return lines
 
 
+def _giga(value: float) -> str:
+    return f"{format_number(value / 1e9)} G"
+
+
 def _how_fast(asked: Asked) -> str:
-    return "as given" if asked.tflops is not None else f"{REACHED:.0%} of its peak"
+    return "from --tflops" if asked.tflops is not None else f"{REACHED:.0%} of its peak"

@@ -20,8 +20,8 @@ def plan(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A preset (`--model list` lists them), a config.json or folder of transformers, or the id of a "
-            "model in the Hub cache.",
+            help="A preset (`--model list` lists them), a transformers config.json or model folder, or the id of a "
+            "model in the local Hub cache.",
             rich_help_panel=_MODEL,
         ),
     ] = None,
@@ -50,9 +50,8 @@ def plan(
     lora: Annotated[
         str | None,
         typer.Option(
-            metavar="r=16",
-            help="Freeze the model and train LoRA adapters, as for `infinity train`: a rank, or "
-            "r=16,targets=q_proj+v_proj.",
+            metavar="r=16[,alpha=32][,dropout=0.05][,targets=q_proj+v_proj]",
+            help="Freeze the model and train LoRA adapters, as with `infinity train --lora`.",
             rich_help_panel=_MODEL,
         ),
     ] = None,
@@ -87,13 +86,18 @@ def plan(
         typer.Option(
             min=1,
             callback=at_most(10**6),
-            help="Micro-batches per rank and step. [default: the fewest that fit the accelerator's memory]",
+            help="Micro-batches per rank per step. [default: the fewest that fit the accelerator's memory]",
             rich_help_panel=_RUN,
         ),
     ] = None,
     loss_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens per slice of the logits, as for `train`.", rich_help_panel=_RUN),
+        typer.Option(
+            min=1,
+            help="Compute the logits and loss in slices of this many tokens, as with `infinity train`. [default: a "
+            "whole micro-batch]",
+            rich_help_panel=_RUN,
+        ),
     ] = None,
     loop: Annotated[
         bool,
@@ -105,14 +109,16 @@ def plan(
     ] = False,
     activation_checkpointing: Annotated[
         bool,
-        typer.Option(help="Keep only the inputs of layers and recompute the layers in backward.", rich_help_panel=_RUN),
+        typer.Option(help="Keep only the layer inputs and recompute the layers in backward.", rich_help_panel=_RUN),
     ] = True,
     clip: Annotated[
         bool, typer.Option("--clip", help="Clip gradients by their global norm.", rich_help_panel=_RUN)
     ] = False,
     optimizer: Annotated[
         str,
-        typer.Option(help="adamw, adam, amsgrad, adagrad, rmsprop, lion, momentum or sgd.", rich_help_panel=_RUN),
+        typer.Option(
+            help="Optimizer: adamw, adam, amsgrad, adagrad, rmsprop, lion, momentum or sgd.", rich_help_panel=_RUN
+        ),
     ] = "adamw",
     ranks: Annotated[
         int, typer.Option(min=1, callback=at_most(100_000), help="Ranks per node.", rich_help_panel=_MACHINE)
@@ -123,8 +129,8 @@ def plan(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="Accelerator of each rank, by name (`--gpu list`). [default: the CPU of this machine, on which a "
-            "layer is timed]",
+            help="Name of each rank's accelerator (`--gpu list` lists them). [default: the CPU of this machine, on "
+            "which layers are timed]",
             rich_help_panel=_MACHINE,
         ),
     ] = None,
@@ -138,12 +144,14 @@ def plan(
         ),
     ] = None,
     gpu_memory: Annotated[
-        str | None, typer.Option(help="Memory of the accelerator. [default: from --gpu]", rich_help_panel=_MACHINE)
+        str | None,
+        typer.Option(help="Memory of the accelerator, such as 80GiB. [default: from --gpu]", rich_help_panel=_MACHINE),
     ] = None,
     link: Annotated[
         str | None,
         typer.Option(
-            help="Host-to-device bandwidth, in bytes per second each way, such as 55e9.", rich_help_panel=_MACHINE
+            help="Host-to-device bandwidth, in bytes per second each way, such as 55e9. [default: from --gpu]",
+            rich_help_panel=_MACHINE,
         ),
     ] = None,
     update_cores: Annotated[
@@ -151,14 +159,14 @@ def plan(
         typer.Option(
             callback=setting("update.cores"),
             help="CPU cores per rank reserved for updates. 0: none. [default: with an accelerator, as many as a run "
-            "on this machine uses; otherwise 0]",
+            "on this machine would use; otherwise 0]",
             rich_help_panel=_RUN,
         ),
     ] = None,
     interconnect: Annotated[
         str | None,
         typer.Option(
-            help="Bandwidth between ranks, in bytes per second. [default: communication takes no time]",
+            help="Bandwidth between ranks in bytes per second, such as 25e9. [default: communication takes no time]",
             rich_help_panel=_MACHINE,
         ),
     ] = None,
@@ -166,14 +174,15 @@ def plan(
         str | None,
         typer.Option(
             callback=setting("memory.host_bytes"),
-            help="Size of the host cache per rank. [default: a quarter of this machine's available memory]",
+            help="Size of the host cache per rank, such as 64GiB. [default: a quarter of this machine's available "
+            "memory, divided among the ranks of a node]",
             rich_help_panel=_MACHINE,
         ),
     ] = None,
     nvme: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Folder on a drive of this machine; repeatable. The bandwidth comes from infinityd, or is "
+            help="Folder on a drive of this machine; can be repeated. The bandwidth comes from infinityd, or is "
             "measured now. [default: the folders of --config if they exist, otherwise the current folder]",
             rich_help_panel=_MACHINE,
         ),
@@ -188,9 +197,20 @@ def plan(
     ] = None,
     nvme_count: Annotated[
         int | None,
-        typer.Option(min=1, max=1024, help="Number of such drives per node. [default: 1]", rich_help_panel=_MACHINE),
+        typer.Option(
+            min=1,
+            max=1024,
+            help="With --nvme-bandwidth: number of drives per node. [default: 1]",
+            rich_help_panel=_MACHINE,
+        ),
     ] = None,
-    nvme_size: Annotated[str | None, typer.Option(help="Free space per drive.", rich_help_panel=_MACHINE)] = None,
+    nvme_size: Annotated[
+        str | None,
+        typer.Option(
+            help="With --nvme-bandwidth: free space per drive, such as 2TB. [default: not checked]",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None,
     nvme_endurance: Annotated[
         str | None,
         typer.Option(help="Rated write endurance per drive, such as 1200TB.", rich_help_panel=_MACHINE),
@@ -199,7 +219,7 @@ def plan(
         str | None,
         typer.Option(
             "--runtime-dir",
-            help="Runtime folder of the daemon, which may have measured the drives. [default: telemetry.runtime_dir]",
+            help="Runtime folder of infinityd, which may have measured the drives. [default: telemetry.runtime_dir]",
             rich_help_panel=_MACHINE,
         ),
     ] = None,
@@ -211,7 +231,7 @@ def plan(
         str | None,
         typer.Option(
             callback=setting("state.format"),
-            help="State format: fp32, split, bf16-moments or 8bit.",
+            help="State format: fp32, split, bf16-moments or 8bit. [default: fp32]",
             rich_help_panel=_RUN,
         ),
     ] = None,
@@ -219,7 +239,7 @@ def plan(
         str | None,
         typer.Option(
             callback=setting("update.schedule"),
-            help="Update schedule: auto, in_backward, in_forward or after_backward.",
+            help="Update schedule: auto, in_backward, in_forward or after_backward. [default: auto]",
             rich_help_panel=_RUN,
         ),
     ] = None,
@@ -227,25 +247,29 @@ def plan(
         str | None,
         typer.Option(
             callback=setting("activations.tier"),
-            help="Storage of layer inputs until backward: device, host (requires a GPU) or nvme. [default: device]",
+            help="Where layer inputs are stored until backward: device, host (requires a GPU) or nvme. [default: "
+            "device]",
             rich_help_panel=_RUN,
         ),
     ] = None,
     retained_checkpoints: Annotated[
-        int | None, typer.Option(min=0, help="Number of checkpoints to keep.", rich_help_panel=_RUN)
+        int | None, typer.Option(min=0, help="Number of checkpoints to keep. [default: 1]", rich_help_panel=_RUN)
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="Settings as TOML; command-line options override it.", rich_help_panel=_RUN),
+        typer.Option(help="TOML file with settings; command-line options override it.", rich_help_panel=_RUN),
     ] = None,
     changes: Annotated[
         bool, typer.Option(help="Also list the changes that would help most.", rich_help_panel=_OUTPUT)
     ] = True,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for plan.json, plan.png and infinity.toml.", rich_help_panel=_OUTPUT),
+        typer.Option(
+            help="Folder for plan.json, plan.png and infinity.toml. [default: no files are written]",
+            rich_help_panel=_OUTPUT,
+        ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.", rich_help_panel=_OUTPUT)] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only JSON.", rich_help_panel=_OUTPUT)] = False,
     version: Version = False,
 ) -> None:
     """Estimate memory, NVMe traffic, step time and SSD wear before a run.
@@ -369,7 +393,7 @@ def _list_accelerators(*, json: bool) -> None:
 
 
 def _paths_of(config: Path | None) -> tuple[Path, ...]:
-    """Return the folders named in a settings file, or none if one of them does not exist. Raises `ConfigError`."""
+    """Return `storage.paths` of a settings file, or an empty tuple if a folder does not exist. Raises `ConfigError`."""
     from infinity.config import load_config
 
     named = tuple(map(Path, load_config(config).storage.paths)) if config is not None else ()

@@ -1,4 +1,4 @@
-"""Drives of an estimate, from typed numbers, the daemon's profile, or a short measurement."""
+"""Drives for an estimate, from command-line options, the daemon's profile, or a short measurement."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _UNUSABLE = (KeyError, TypeError, ValueError, ArithmeticError)
 
 
 def typed_drives(bandwidth: str, count: int, size: int, endurance: int) -> Drives:
-    """Return drives with the given bandwidth each, ``READ/WRITE`` or ``READ/WRITE/MIXED``, in bytes per second.
+    """Return drives that each have the given bandwidth, ``READ/WRITE`` or ``READ/WRITE/MIXED``, in bytes per second.
 
     Args:
         bandwidth: Bandwidth such as ``7e9/5e9`` or ``7GB/5GB``.
         count: Number of drives.
         size: Free bytes per drive. 0: unknown.
-        endurance: Rated writes per drive, in bytes. 0: unknown.
+        endurance: Rated write endurance per drive, in bytes. 0: unknown.
 
     Raises:
         ConfigError: If the bandwidth is malformed.
@@ -62,11 +62,11 @@ def _speed(text: str, whole: str) -> float:
 
 
 def drives_at(paths: Sequence[Path], endurance: int, runtime: Path) -> tuple[Drives, str]:
-    """Return the drives that hold the folders, and the source of their bandwidth in words.
+    """Return the drives that contain the folders, and a description of where their bandwidth comes from.
 
     Args:
         paths: Folders on the drives.
-        endurance: Rated writes per drive, in bytes. 0: unknown.
+        endurance: Rated write endurance per drive, in bytes. 0: unknown.
         runtime: Runtime folder of the node's daemon.
 
     Raises:
@@ -86,7 +86,7 @@ def drives_at(paths: Sequence[Path], endurance: int, runtime: Path) -> tuple[Dri
     try:
         known = answer["together"] or answer["bandwidth"]
         loads = [_profile(known[name], beside[place.drive.identity]) for name, place in zip(names, places, strict=True)]
-        source = "profile of infinityd"
+        source = "from infinityd's profile"
     except _UNUSABLE:
         try:
             rates = quick_rates(names)
@@ -106,7 +106,9 @@ def drives_at(paths: Sequence[Path], endurance: int, runtime: Path) -> tuple[Dri
 
 
 def _profile(found: Any, sharing: int) -> tuple[float, float, float]:
-    """Return a folder's part of the read, write and mixed bandwidth of its drive. Raises one of `_UNUSABLE`."""
+    """Return a drive's read, write and mixed bandwidth, divided by the number of folders on it. Raises one of
+    `_UNUSABLE`.
+    """
     read, write, mixed = float(found["read"]), float(found["write"]), float(found["mixed"] or 0.0)
     if not (1e3 <= read <= 1e15 and 1e3 <= write <= 1e15 and 0 <= mixed <= 1e15):
         raise ValueError("no bandwidth")
@@ -114,7 +116,7 @@ def _profile(found: Any, sharing: int) -> tuple[float, float, float]:
 
 
 def _left(answer: Any, names: Sequence[str], folders: int) -> float:
-    """Return the remaining rated writes of the drives in bytes, as reported by the daemon, or 0 if unknown."""
+    """Return the remaining rated endurance of the drives in bytes, as reported by the daemon, or 0 if unknown."""
     try:
         left = {answer["wear"][name]["device"]: float(answer["wear"][name]["left_bytes"]) for name in names}
     except _UNUSABLE:

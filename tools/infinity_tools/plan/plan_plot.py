@@ -1,4 +1,4 @@
-"""`plan.png`: time per step by resource, throughput against batch size, and placement of the state."""
+"""`plan.png`: time per step by resource, throughput by batch size, and where the state is stored."""
 
 from __future__ import annotations
 

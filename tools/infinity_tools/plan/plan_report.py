@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from infinity.content.format import Role
 from infinity.estimate.advice import Change
 from infinity.estimate.estimate import DAY, HIDDEN, Estimate
-from infinity.units import format_size
+from infinity.units import format_number, format_size
 from infinity_tools.tables import table
 
 ROLES = {
@@ -50,24 +50,19 @@ def headline(found: Estimate) -> str:
 
 
 def count(number: float) -> str:
-    """Return a large number with three digits and a suffix, such as ``70.6 B``."""
+    """Return a large number with three significant digits and a suffix, such as ``70.6B``."""
     for factor, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= factor:
-            return f"{number / factor:.3g} {letter}"
+            return f"{format_number(number / factor)}{letter}"
     return f"{number:.0f}"
 
 
 def duration(seconds: float) -> str:
-    """Return a duration with about three digits, in years, days, hours, seconds or microseconds."""
+    """Return a duration with three significant digits, in years, days, hours, seconds or microseconds."""
     for unit, length in _TIME_UNITS:
         if seconds >= 2 * length:
-            return f"{plain(seconds / length)} {unit}"
-    return f"{plain(1e6 * seconds)} µs" if 0 < seconds < 1e-3 else f"{plain(seconds)} s"
-
-
-def plain(value: float) -> str:
-    """Return a number with three digits, or all integer digits of a larger one, and never with an exponent of 10."""
-    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+            return f"{format_number(seconds / length)} {unit}"
+    return f"{format_number(1e6 * seconds)} µs" if 0 < seconds < 1e-3 else f"{format_number(seconds)} s"
 
 
 def show(found: Estimate, changes: Sequence[Change], assumptions: Sequence[str], console: Console) -> None:
@@ -93,7 +88,7 @@ def _parts(found: Estimate, changes: Sequence[Change]) -> Iterator[RenderableTyp
 
 
 def sizes_of(found: Estimate) -> dict[Role, tuple[int, int, int]]:
-    """Return by role the size of the pages, and the parts that stay in host memory and on the device.
+    """Return, for each role, the size of its pages and the bytes kept in host memory and on the device.
 
     Activations are included if they are paged.
     """
@@ -105,18 +100,24 @@ def sizes_of(found: Estimate) -> dict[Role, tuple[int, int, int]]:
     return {role: size for role, size in sizes.items() if role is not Role.ACTIVATION or kept}
 
 
-def _places(found: Estimate) -> Table:
+def _places(found: Estimate) -> RenderableType:
     traffic, gpu_resident = found.traffic, any(found.gpu_resident_bytes.values())
-    sizes = {
+    rows = {
         ROLES[role]: (size, stays, *([lives] if gpu_resident else []), traffic.read[role], traffic.written[role])
         for role, (size, stays, lives) in sizes_of(found).items()
     }
-    sizes["all"] = tuple(map(sum, zip(*sizes.values(), strict=True)))
-    return table(
+    gradients, *stored = rows[ROLES[Role.GRAD]]
+    consumed = gradients > 0 and not any(stored)
+    if consumed:
+        del rows[ROLES[Role.GRAD]]
+    rows["total"] = tuple(map(sum, zip(*rows.values(), strict=True)))
+    shown = table(
         "state per rank, and NVMe traffic per step",
         ("", ">size", ">in host memory", *([">on device"] if gpu_resident else []), ">read", ">written"),
-        [(name, *map(format_size, row)) for name, row in sizes.items()],
+        [(name, *map(format_size, row)) for name, row in rows.items()],
     )
+    note = f"gradients: {format_size(gradients)}, consumed in backward, not stored"
+    return Group(shown, Text(note)) if consumed else shown
 
 
 def _host_cache(found: Estimate) -> Table:
@@ -125,7 +126,7 @@ def _host_cache(found: Estimate) -> Table:
         "resident": "resident pages",
         "streaming": "pages being read",
         "kept": "pages kept between uses",
-        "writing": "pages being written",
+        "writing": "pages being written" if found.traffic.written_bytes else "free",
         "activations": "activations",
     }
     rows = [(names[use], str(number), format_size(number * size)) for use, number in found.cache_slots_by_use.items()]
@@ -179,36 +180,37 @@ def _facts(found: Estimate) -> Table:
         life = ""
     where = f"on {machine.device.name}" if machine.device.memory_bytes else "in addition to the host cache"
     if found.moves_nothing:
-        storage = "any batch size", "no state is moved"
+        storage = "at any batch size", "no state is moved"
+    elif hidden is None:
+        storage = "at no batch size", f"storage always adds more than {HIDDEN - 1:.0%} to a step"
     else:
-        storage = (
-            "no batch size" if hidden is None else f"{hidden:,} tokens per step",
-            f"storage then adds at most {HIDDEN - 1:.0%} to a step",
-        )
+        storage = f"from {hidden:,} tokens/step", f"storage then adds at most {HIDDEN - 1:.0%} to a step"
     rows = [
-        ("tokens per second", plain(work.batch_tokens / found.seconds.step), ""),
-        ("I/O fully overlapped from", *storage),
-        ("drive space per node", format_size(space) + free, _checkpoints(found)),
-        *([("until the end of step 2", format_size(first), "step 1 may store gradients")] * (first > space)),
-        ("writes per node", f"{plain(daily / 1e12)} TB per day", life),
+        ("tokens per second", format_number(work.batch_tokens / found.seconds.step), ""),
+        ("I/O fully overlapped", *storage),
+        ("NVMe space per node", format_size(space) + free, _checkpoints(found)),
+        *([("NVMe space in steps 1-2", format_size(first), "step 1 may store gradients")] * (first > space)),
+        ("NVMe writes per node", f"{format_number(daily / 1e12)} TB per day", life),
         ("memory for computation", f"about {format_size(found.working_bytes)}", where),
     ]
     if found.device_bytes:
-        rows.append(("additional device memory", format_size(found.device_bytes), _stays_there(found)))
+        rows.append(("GPU memory for infinity", f"{format_size(found.device_bytes)} available", _stays_there(found)))
     return table("summary", ("", "", ""), rows)
 
 
 def _stays_there(found: Estimate) -> str:
-    """Return the use of the device memory that computation does not take."""
     schedule, fsdp_modules = found.resolved_schedule, len(found.model.fsdp_modules)
     parts = []
     if schedule.prefetched:
-        parts.append("prefetched weights of the next FSDP module")
+        parts.append("the prefetched weights of the next FSDP module")
     if schedule.kept:
-        parts.append(f"weights of {len(schedule.kept)} of {fsdp_modules} FSDP modules kept from forward to backward")
+        parts.append(f"the weights of {len(schedule.kept)} of {fsdp_modules} FSDP modules from forward to backward")
     if schedule.gpu_resident:
-        parts.append(f"{len(schedule.gpu_resident)} of {fsdp_modules} FSDP modules GPU-resident, with their state")
-    return ", ".join(parts) or "too small for the weights of two FSDP modules, so weights are copied on demand"
+        some = "all" if len(schedule.gpu_resident) == fsdp_modules else f"{len(schedule.gpu_resident)} of"
+        parts.append(f"{some} {fsdp_modules} FSDP modules and their state")
+    if not parts:
+        return "too small for the weights of two FSDP modules, so weights are copied on demand"
+    return f"holds {'; '.join(parts)}"
 
 
 def _checkpoints(found: Estimate) -> str:
@@ -218,7 +220,7 @@ def _checkpoints(found: Estimate) -> str:
 
 
 def document(found: Estimate, changes: Sequence[Change], assumptions: Sequence[str]) -> dict[str, Any]:
-    """Return the estimate as a JSON document."""
+    """Return the estimate as a document that can be encoded as JSON."""
     model, work, machine = found.model, found.workload, found.machine
 
     linked = machine.device.link > 0

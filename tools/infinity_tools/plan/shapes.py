@@ -13,7 +13,7 @@ from infinity_tools.presets import ModelSource, on_meta
 
 
 def shape_of(source: ModelSource) -> ModelShape:
-    """Return the shape of a model, divided into FSDP modules as by `infinity train`.
+    """Return the shape of a model, divided into FSDP modules as in `infinity train`.
 
     Raises:
         ConfigError: If transformers cannot build the model.

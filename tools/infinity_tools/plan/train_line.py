@@ -22,13 +22,13 @@ _SETTINGS: Final = {
     "activations.tier": "--activations",
     "run.retained_checkpoints": "--retained-checkpoints",
 }
-"""Settings for which both commands have an option, except the host cache, which is always passed."""
+"""Settings that both commands have an option for, except the host cache, which is always passed."""
 _HOST_CACHE: Final = "memory.host_bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """Tokens of a step, named as in the options of `infinity train`."""
+    """Tokens of a step, named as in the `infinity train` options."""
 
     batch_tokens: int
     micro_tokens: int | None
@@ -45,7 +45,7 @@ def train_line(asked: Asked, found: Estimate, settings: Config, written: Path | 
         written: File that contains the settings, if any.
 
     Returns:
-        The command or the reason. None if the plan is not meant for `infinity train`.
+        The command or the reason. None without --model, with several nodes, and if the plan does not fit.
     """
     if asked.model is None or found.problems or asked.nodes > 1:
         return None
@@ -91,7 +91,6 @@ def _batch(found: Estimate) -> _Batch:
 
 
 def _why_not(asked: Asked, found: Estimate, written: Path | None) -> str:
-    """Return the reason why `infinity train` cannot run the plan, or an empty string."""
     from infinity_tools.options import check_batch, check_sequences
     from infinity_tools.presets import find_model
 

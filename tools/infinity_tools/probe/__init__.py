@@ -1,1 +1,1 @@
-"""`infinity probe`: measurement of drives, and settings recommended for them."""
+"""`infinity probe`: bandwidth measurement of drives, with recommended settings."""

@@ -1,7 +1,7 @@
-"""The same measurement by fio, on the same file, as an independent check.
+"""Measurement with fio, on the same file and with the same requests, as an independent check.
 
-fio opens the file through a file descriptor of this process. The file no longer has a name, so fio leaves no
-file on the drive. If this process is killed, fio exits as soon as its time is over.
+The test file has no name, so fio opens it through a file descriptor of this process and leaves no file on the drive. If
+this process is killed, fio exits at the end of its time limit.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from infinity.units import align_down
 
 _PATIENCE_SECONDS: Final = 60.0
 _RAMP_MILLISECONDS: Final = 300
-"""Time during which fio reads without counting, because the memory of its buffers is allocated page by page on the
-first read.
+"""Initial time that fio excludes from the result, because the first read into a buffer is slow: its memory is allocated
+page by page.
 """
 _LONGEST: Final = 200
 """Maximum length of quoted fio output, in characters."""
@@ -31,7 +31,7 @@ _FLAGS: Final = ("--thread", "--group_reporting", "--exitall")
 
 
 class FioError(InfinityError):
-    """A measurement by fio failed."""
+    """Raised if a measurement with fio fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +39,23 @@ class FioRun:
     """Result of one fio run."""
 
     bytes_per_second: float
-    """Combined throughput of reads and writes."""
+    """Total throughput of reads and writes, in bytes per second."""
     written: int
-    """Bytes written."""
+    """Number of bytes written."""
 
 
 def run_fio(program: str, target: Target, point: Point, seconds: float, most_written: int) -> FioRun:
-    """Run fio on the file of a target and return its result.
+    """Run fio on the test file of a target.
+
+    Args:
+        program: Path of fio.
+        target: Target whose test file is used.
+        point: Load, request size and number of requests in flight.
+        seconds: Duration of the measurement.
+        most_written: Maximum number of bytes to write.
 
     Raises:
-        FioError: If fio cannot be started, fails, or prints an unexpected result.
+        FioError: if fio cannot be started, fails, or prints an unexpected result.
     """
     words = [program, *_words(target, point, seconds, most_written)]
     try:
@@ -64,7 +71,7 @@ def run_fio(program: str, target: Target, point: Point, seconds: float, most_wri
 
 
 def found_in(output: str) -> FioRun:
-    """Return the result in fio's JSON, which warnings may precede. Raises `FioError`."""
+    """Return the result from fio's JSON output, which may begin with warnings. Raises `FioError` if there is none."""
     try:
         (job,) = json.loads(output[output.index("{") :])["jobs"]
         if job["error"]:
@@ -72,14 +79,14 @@ def found_in(output: str) -> FioRun:
         speed = float(job["read"]["bw_bytes"]) + float(job["write"]["bw_bytes"])
         written = int(job["write"]["io_bytes"])
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-        raise FioError(f"fio printed no usable result: {type(error).__name__} {error}"[:_LONGEST]) from error
+        raise FioError(f"fio did not print a valid result: {type(error).__name__} {error}"[:_LONGEST]) from error
     if not 0 < speed < float("inf"):
         raise FioError("fio transferred no data")
     return FioRun(bytes_per_second=speed, written=written)
 
 
 def _words(target: Target, point: Point, seconds: float, most: int) -> Sequence[str]:
-    """Return fio's command line. All jobs share the first options, as our requests share the file."""
+    """Return the command-line options for fio."""
     common = {
         "output-format": "json",
         "filename": f"/proc/{os.getpid()}/fd/{target.file.fd}",
@@ -97,11 +104,13 @@ def _words(target: Target, point: Point, seconds: float, most: int) -> Sequence[
     if point.load is Load.BOTH and point.depth == 1:  # reads and writes alternate
         both = {"name": "both", "rw": "rw", "size": whole, "iodepth": 1, "io_size": most}
         return [*_FLAGS, *_options(common, both)]
-    ramp = {"ramp_time": f"{_RAMP_MILLISECONDS}ms"}  # only for reads, because writes during the ramp are unbounded
+    ramp = {
+        "ramp_time": f"{_RAMP_MILLISECONDS}ms"
+    }  # only for reads, because fio does not limit the bytes written during the ramp
     jobs: list[dict[str, Any]] = {
         Load.READ: [{"name": "read", "rw": "read", "size": whole, "iodepth": point.depth, "time_based": 1, **ramp}],
         Load.WRITE: [{"name": "write", "rw": "write", "size": whole, "iodepth": point.depth}],
-        Load.BOTH: [  # half of the requests read the first half of the file, the others write the second half
+        Load.BOTH: [  # half of the requests read the first half of the file; the others write the second half
             {"name": "read", "rw": "read", "size": half, "iodepth": half_depth, "time_based": 1},
             {"name": "write", "rw": "write", "size": half, "iodepth": half_depth, "offset": half, "io_size": most},
         ],

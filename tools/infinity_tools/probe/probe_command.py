@@ -1,4 +1,4 @@
-"""`infinity probe`: measure the drives of folders, and recommend settings."""
+"""The command `infinity probe`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from infinity_tools.probe.recommendation import usual_size
 from infinity_tools.probe.shown import announce, open_view, show
 from infinity_tools.probe.work import check, probe_all
 
-_PAGE_BYTES = 8 * MIB  # usual page size, moved in one request
+_PAGE_BYTES = 8 * MIB  # usual page size, transferred in one request
 _BLOCKS = sorted({256 * KIB, MIB, usual_size()[0], _PAGE_BYTES})
 _DEPTHS = sorted({1, 8, usual_size()[1]})
 _BLOCK_NAMES = ", ".join(format_size(block).replace(" ", "") for block in _BLOCKS)
@@ -32,18 +32,18 @@ _ALONE = ("point", "all", "no")
 
 
 def probe(
-    paths: Annotated[list[Path], typer.Argument(help="Folders to measure, one per drive.")],
+    paths: Annotated[list[Path], typer.Argument(help="Folders whose drives are measured, one folder per drive.")],
     size: Annotated[
         str,
         typer.Option(help="Size of the test file in each folder."),
     ] = "2GiB",
     block: Annotated[
         list[str] | None,
-        typer.Option(help=f"Bytes per request; repeat or separate with commas. [default: {_BLOCK_NAMES}]"),
+        typer.Option(help=f"Request sizes, separated by commas. [default: {_BLOCK_NAMES}]"),
     ] = None,
     depth: Annotated[
         list[str] | None,
-        typer.Option(help=f"Requests in flight; repeat or separate with commas. [default: {_DEPTH_NAMES}]"),
+        typer.Option(help=f"Numbers of requests in flight, separated by commas. [default: {_DEPTH_NAMES}]"),
     ] = None,
     seconds: Annotated[
         float,
@@ -51,7 +51,7 @@ def probe(
             min=0.001,
             max=3600,
             callback=finite,
-            help="Duration of each measurement. Writes also stop when --size has been written.",
+            help="Duration of each measurement. Writes stop earlier if --size bytes have been written.",
         ),
     ] = 1.0,
     engine: Annotated[
@@ -60,18 +60,22 @@ def probe(
     alone: Annotated[
         str,
         typer.Option(
-            help="With several folders, also measure each one alone: at the recommended `point`, `all` points, or `no`."
+            help="With several folders, also measure each folder alone: with the recommended settings (`point`), `all` "
+            "combinations of --block and --depth, or not at all (`no`)."
         ),
     ] = "point",
     sustained: Annotated[
         bool,
-        typer.Option("--sustained", help="Also write until the throughput drops because the write cache is full."),
+        typer.Option(
+            "--sustained",
+            help="Also write continuously until the throughput drops because the drive's write cache is full.",
+        ),
     ] = False,
     sustained_bytes: Annotated[
         str | None,
         typer.Option(
-            help="Maximum bytes of sustained writes per folder. "
-            f"[default: {format_size(MOST_BYTES)}, or half of the free space if that is less]"
+            help="Maximum size of sustained writes per folder. "
+            f"[default: {format_size(MOST_BYTES)}, or half of the free space if less]"
         ),
     ] = None,
     sustained_seconds: Annotated[
@@ -79,20 +83,24 @@ def probe(
     ] = 600.0,
     fio: Annotated[
         bool | None,
-        typer.Option("--fio/--no-fio", help="Compare with fio on the same file. [default: if fio is installed]"),
+        typer.Option(
+            "--fio/--no-fio", help="Compare the results with fio on the same file. [default: --fio if fio is installed]"
+        ),
     ] = None,
     runtime: Annotated[
-        str, typer.Option("--runtime-dir", help="Runtime folder of the daemon. [default: telemetry.runtime_dir]")
+        str,
+        typer.Option("--runtime-dir", help="Runtime folder of the daemon. [default: same as telemetry.runtime_dir]"),
     ] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for probe.json, probe.toml and probe.png.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write probe.json, probe.toml and probe.png to this folder.")] = None,
     version: Version = False,
 ) -> None:
-    """Measure drives through infinity's own I/O engine, and recommend settings.
+    """Measure the bandwidth of drives with infinity's I/O engine, and recommend settings.
 
-    Measures direct reads, writes and a mix of both, with all folders busy at once and with each one alone. Prints
-    bandwidth, latency and settings in TOML; infinityd stores the result. Test files have no names, so they disappear
-    even if the process is killed. Writes to the drives; the amount is printed before the start.
+    Measures direct reads, direct writes and a mix of both, first on all folders at the same time and then on each
+    folder alone. Prints bandwidth, latency and recommended settings in TOML. If infinityd is running, it stores the
+    result. Test files have no names, so they disappear even if the process is killed. The amount of data to be written
+    is printed before the measurements start.
 
     Exit status: 0 on success, 1 if a drive fails, 2 if an option is invalid, 130 if interrupted.
 
@@ -144,7 +152,7 @@ def probe(
 def _items(values: list[str], name: str) -> list[str]:
     items = [item.strip() for value in values for item in value.split(",")]
     if not all(items):
-        raise ConfigError(f"{name} {','.join(values)!r} has an empty item; write a number between commas")
+        raise ConfigError(f"{name} {','.join(values)!r} contains an empty item; write a value between commas")
     return items
 
 
@@ -155,7 +163,7 @@ def _whole(text: str, name: str) -> int:
 
 
 def _program(wanted: bool | None) -> str | None:
-    """Return the path of fio if it is used."""
+    """Return the path of fio, or None if fio is not used."""
     found = shutil.which("fio")
     if wanted and found is None:
         raise ConfigError("--fio: fio is not installed; install it (`apt-get install fio`) or omit --fio")

@@ -1,4 +1,4 @@
-"""`probe.png`: bandwidth and latency per folder, and sustained writes if measured."""
+"""Figure `probe.png`: bandwidth and latency per folder, and sustained writes if measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infinity_tools.probe.probe_report import Report
 
 
 def figure(report: Report) -> Figure:
-    """Draw a row for each folder, with a column for each load, for latency, and for sustained writes if measured."""
+    """Draw one row per folder, with a column for each load, for latency and, if measured, for sustained writes."""
     columns = len(Load) + 1 + bool(report.sustained)
     drawn = Figure(figsize=(4 * columns, 3.6 * len(report.together)), layout="constrained")
     FigureCanvasAgg(drawn)
@@ -34,7 +34,7 @@ def figure(report: Report) -> Figure:
 
 
 def _plain(text: str) -> str:
-    return text.replace("$", r"\$")  # "$" would start a formula
+    return text.replace("$", r"\$")  # an unescaped "$" starts a formula
 
 
 def _bandwidth(axes: Axes, found: list[Measurement]) -> None:
@@ -45,7 +45,7 @@ def _bandwidth(axes: Axes, found: list[Measurement]) -> None:
 
 
 def _latency(axes: Axes, found: list[Measurement]) -> None:
-    """Draw the median as a solid line and p99 as a dotted line."""
+    """Draw the median as solid lines and the 99th percentile as dotted lines."""
     for block in dict.fromkeys(one.point.block_bytes for one in found):
         of = sorted((one for one in found if one.point.block_bytes == block), key=lambda one: one.point.depth)
         depths = [one.point.depth for one in of]
@@ -74,6 +74,6 @@ def _sustained(axes: Axes, one: Sustained) -> None:
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("GB written")
-    axes.set_ylabel("GB/s in each second")
+    axes.set_ylabel("GB/s")
     axes.set_title("sustained writes", fontsize="medium")
     axes.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""Options, planned cost and results of a probe, including their JSON form."""
+"""Options, planned cost and results of `infinity probe`, and their JSON representation."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from infinity_tools.probe.rounds import ROUNDS, AlternatingRounds
 Found = Mapping[str, tuple[Measurement, ...]]
 """Measurements by folder."""
 FIO_START_SECONDS: Final = 0.8
-"""Approximate time for fio to start and exit."""
+"""Approximate time that fio needs to start and exit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """Options of a probe."""
+    """Options of `infinity probe`."""
 
     paths: tuple[str, ...]
     file_bytes: int
-    """Size of the file in each folder, which is also the maximum that each measurement writes to it."""
+    """Size of the test file in each folder, and maximum number of bytes that a measurement writes to it."""
     points: tuple[Point, ...]
     seconds: float
-    """Duration of each measurement."""
+    """Duration of each measurement, in seconds."""
     engine: str
     alone: Literal["point", "all", "no"]
-    """Points at which each of several folders is also measured alone: the recommended point, all points, or none."""
+    """Points at which each of several folders is measured alone: the recommended point, all points, or none."""
     sustained_bytes: int | None
-    """Maximum bytes per folder. None: no sustained writes."""
+    """Maximum bytes of sustained writes per folder, or None for no sustained writes."""
     sustained_seconds: float
     fio: str | None
-    """Path of fio. None: fio is not used."""
+    """Path of fio, or None if fio is not used."""
     runtime: Path
     """Runtime folder of the node's daemon."""
 
@@ -47,10 +47,10 @@ class Ask:
 
     @property
     def plan(self) -> Plan:
-        """Upper bounds of the duration and the bytes written."""
+        """Upper bounds for the duration and the bytes written."""
         writes = sum(point.load is not Load.READ for point in self.points)
         alone_writes = writes if self.alone == "all" else 2
-        compared = ROUNDS * 2 * (1 + (self.engine == "auto"))  # recommended and default sizes, and both engines
+        compared = ROUNDS * 2 * (1 + (self.engine == "auto"))  # recommended and default settings, and both engines
         fio = ROUNDS * 2 * len(Load) if self.fio else 0
         count = len(self.points) + compared + fio + self.alone_points * len(self.paths)
         files = 1 + writes + compared + (alone_writes if self.alone_points else 0)
@@ -68,19 +68,19 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Upper bounds of the work of a probe."""
+    """Upper bounds for the duration and the bytes written of a probe."""
 
     measurements: int
     seconds: float
-    """Duration without writing the test files and without sustained writes."""
+    """Total duration in seconds, without creating the test files and without sustained writes."""
     written: dict[str, int]
-    """Bytes written to each folder."""
+    """Bytes written, by folder."""
     sustained_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class DaemonRecord:
-    """Result of reporting to the node's daemon, with a sentence for the user."""
+    """Outcome of reporting the results to the node's daemon, with a message for the user."""
 
     done: bool
     says: str
@@ -88,34 +88,37 @@ class DaemonRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Results of a probe."""
+    """Results of `infinity probe`."""
 
     ask: Ask
     engine: str
-    """Engine that was measured: ``io_uring`` or ``threads``."""
+    """I/O engine used for the measurements: ``io_uring`` or ``threads``."""
     together: Found
-    """Measurements with all folders busy at once."""
+    """Measurements of all folders at the same time."""
     alone: Found
-    """Measurements of each folder alone. Empty for a single folder."""
+    """Measurements of each folder alone. Empty if there is only one folder."""
     choice: Choice
     fio: Mapping[Load, AlternatingRounds]
-    """Throughput of infinity and fio in alternating rounds, on the first folder. Empty without fio."""
+    """Throughput of infinity and fio in alternating rounds on the first folder, by load. Empty if fio was not used."""
     fio_error: str
-    """Reason why a requested comparison with fio is missing, or an empty string."""
+    """Reason why the comparison with fio failed, or an empty string."""
     sustained: Mapping[str, Sustained]
-    """Sustained writes by folder. Empty if not requested."""
+    """Results of sustained writes, by folder. Empty if not requested."""
     written: Mapping[str, int]
-    """Bytes written to each folder."""
+    """Bytes written, by folder."""
     kept: DaemonRecord
-    """Result of reporting to the node's daemon."""
+    """Outcome of reporting the results to the node's daemon."""
 
     def at_choice(self, found: Found, path: str, load: Load) -> Measurement | None:
-        """Return the measurement of a folder at the recommended point, or None if it was not measured."""
+        """Return the measurement of a folder with the recommended settings, or None if there is none."""
         wanted = Point(load=load, block_bytes=self.choice.block_bytes, depth=self.choice.depth)
         return next((one for one in found.get(path, ()) if one.point == wanted), None)
 
     def share(self, load: Load) -> float | None:
-        """Return the throughput of all folders together relative to the sum of each alone, or None if not measured."""
+        """Return the throughput of all folders together, divided by the sum of their throughput when measured alone.
+
+        None if a measurement is missing.
+        """
         both = [
             (self.at_choice(self.together, path, load), self.at_choice(self.alone, path, load))
             for path in self.ask.paths
@@ -126,7 +129,7 @@ class Report:
         return sum(one.bytes_per_second for one, _ in pairs) / sum(one.bytes_per_second for _, one in pairs)
 
     def document(self) -> dict[str, Any]:
-        """Return the results as a JSON document."""
+        """Return the results as an object that can be serialized as JSON."""
         return {
             "engine": self.engine,
             "file_bytes": self.ask.file_bytes,
@@ -136,7 +139,7 @@ class Report:
             "alone": _measurements(self.alone),
             "together_of_alone": {load.value: self.share(load) for load in Load} if self.alone else {},
             "recommended": self.choice.document(),
-            "fio": {load.value: turns.document("infinity", "fio") for load, turns in self.fio.items()},
+            "fio": {load.value: rounds.document("infinity", "fio") for load, rounds in self.fio.items()},
             "fio_error": self.fio_error,
             "sustained": {path: _sustained(one) for path, one in self.sustained.items()},
             "written_bytes": dict(self.written),
@@ -178,10 +181,10 @@ def _sustained(one: Sustained) -> dict[str, Any]:
 
 
 def sustained_words(one: Sustained) -> str:
-    """Return a sentence that tells whether sustained throughput drops."""
+    """Return a description of whether and when sustained throughput drops."""
     size, fall = format_size(one.written), one.fall
     if not one.long_enough:
-        return f"too short to detect a drop: {size} in {one.measurement.seconds:.1f} s; increase --sustained-bytes"
+        return f"too short to detect a drop: only {size} in {one.measurement.seconds:.1f} s; increase --sustained-bytes"
     if fall is None:
         return f"no drop within {size}: {one.measurement.write_bytes_per_second / 1e9:.2f} GB/s"
     after = format_size(fall.written)

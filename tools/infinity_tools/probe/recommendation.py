@@ -1,9 +1,11 @@
-"""Selection of the recommended settings, and their TOML.
+"""Selection of the recommended settings, and their TOML representation.
 
-[Note: choice] The criterion is the mixed bandwidth of all folders together, because a run reads and writes at the same
-time. The default size and depth are recommended if they are within `MARGIN` of the best. Otherwise the candidate is the
-size within `MARGIN` of the best that has the fewest bytes in flight. It is measured in alternation with the defaults,
-and recommended only if it is faster by more than `MARGIN` there too, because the best of many points is partly luck.
+[Note: choice] In this package, a *size* is a request size together with a depth, the number of requests in flight.
+Sizes are compared by the total throughput of all folders with half reads and half writes, because a run reads and
+writes at the same time. The default size is recommended if it is within `MARGIN` of the best. Otherwise, the candidate
+is the size within `MARGIN` of the best with the fewest bytes in flight. Because the best of many measurements is partly
+luck, the candidate is measured again in alternation with the default, and recommended only if it is still faster by
+more than `MARGIN`.
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ from infinity_tools.probe.rounds import AlternatingRounds
 from infinity_tools.toml import tree_toml
 
 Size = tuple[int, int]
-"""Bytes per request, and requests in flight."""
+"""Bytes per request, and number of requests in flight."""
 
 
 def usual_size() -> Size:
-    """Return the default size and depth."""
+    """Return the default request size and depth."""
     usual = StorageConfig()
     return usual.request_bytes, usual.queue_depth
 
 
 def mixed_speeds(found: Iterable[Iterable[Measurement]]) -> dict[Size, float]:
-    """Return the mixed bandwidth of all folders together at each size."""
+    """Return the total throughput of all folders for each size, with half reads and half writes."""
     speeds: dict[Size, float] = {}
     for one in (one for measurements in found for one in measurements if one.point.load is Load.BOTH):
         size = one.point.block_bytes, one.point.depth
@@ -39,7 +41,7 @@ def mixed_speeds(found: Iterable[Iterable[Measurement]]) -> dict[Size, float]:
 
 
 def best_size(speeds: Mapping[Size, float]) -> Size:
-    """Return the best size by the criterion in [Note: choice]."""
+    """Return the default size or else the candidate, as defined in [Note: choice]."""
     enough = [size for size, speed in speeds.items() if speed * (1 + MARGIN) >= max(speeds.values())]
     if usual_size() in enough:
         return usual_size()
@@ -48,21 +50,21 @@ def best_size(speeds: Mapping[Size, float]) -> Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Recommended settings, with the measurements that support them."""
+    """Recommended settings, and the measurements on which the recommendation is based."""
 
     paths: tuple[str, ...]
     block_bytes: int
     depth: int
     engine: str
-    """Value of storage.engine."""
+    """Value for `storage.engine`."""
     bytes_per_second: float
-    """Mixed throughput of all folders together, as in the table."""
+    """Total throughput of all folders with half reads and half writes, in bytes per second."""
     usual_measured: bool
-    """``True`` if the default size and depth were measured."""
+    """``True`` if the default size was measured."""
     sizes: AlternatingRounds | None
-    """The recommended size in alternation with the default. None if they are equal or were not compared."""
+    """Comparison of the recommended size with the default. None if they are the same or were not compared."""
     engines: AlternatingRounds | None
-    """The threads engine in alternation with io_uring. None if the engine was fixed."""
+    """Comparison of the threads engine with io_uring. None if they were not compared."""
 
     @property
     def is_usual(self) -> bool:
@@ -70,12 +72,12 @@ class Choice:
         return (self.block_bytes, self.depth, self.engine) == (*usual_size(), StorageConfig().engine)
 
     def reasons(self) -> list[str]:
-        """Return the reasons as sentences."""
+        """Return the reasons for the recommendation, one per line of output."""
         size = f"requests of {format_size(self.block_bytes)}, {self.depth} in flight"
         if (self.block_bytes, self.depth) == usual_size():
-            said = [f"{size}, the defaults: no other size is faster by more than {MARGIN:.0%}"]
+            said = [f"{size}, the defaults: no other combination is faster by more than {MARGIN:.0%}"]
         elif self.sizes is not None:
-            said = [f"{size}: {self.sizes.ratio:.2f} times as fast as the defaults (medians of alternating rounds)"]
+            said = [f"{size}: {self.sizes.ratio:.2f} times as fast as the defaults (median of alternating rounds)"]
         elif not self.usual_measured:
             usual = usual_size()
             said = [
@@ -93,11 +95,11 @@ class Choice:
         return said
 
     def toml(self) -> str:
-        """Return the TOML of the settings. Raises `ConfigError` as `settings_block`."""
+        """Return the settings as TOML. Raises `ConfigError` if infinity rejects them."""
         return settings_block(self.paths, self.block_bytes, self.depth, self.engine)
 
     def document(self) -> dict[str, Any]:
-        """Return the recommendation as a JSON document."""
+        """Return the recommendation as an object that can be serialized as JSON."""
         return {
             "request_bytes": self.block_bytes,
             "queue_depth": self.depth,
@@ -112,15 +114,21 @@ class Choice:
 
 
 def absolute(paths: Sequence[str]) -> tuple[str, ...]:
-    """Return absolute paths, which hold in any working directory."""
+    """Return absolute paths, which do not depend on the working directory."""
     return tuple(os.path.abspath(path) for path in paths)
 
 
 def settings_block(paths: Sequence[str], block_bytes: int, depth: int, engine: str) -> str:
-    """Return settings as TOML, after checking that infinity accepts them.
+    """Return storage settings as TOML, after checking that infinity accepts them.
+
+    Args:
+        paths: Values of `storage.paths`.
+        block_bytes: Bytes per request.
+        depth: Number of requests in flight.
+        engine: Value of `storage.engine`.
 
     Raises:
-        ConfigError: If infinity rejects them, for example because the name of a folder is not valid text.
+        ConfigError: if infinity rejects the settings, for example because a folder name is not valid text.
     """
     storage = {"paths": list(paths), "request_bytes": block_bytes, "queue_depth": depth, "engine": engine}
     check_config(load_config({"storage": storage}))

@@ -1,4 +1,4 @@
-"""Terminal output of a probe: announcement, progress and results."""
+"""Terminal output of `infinity probe`: announcement, progress and results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from infinity_tools.tables import table
 
 
 def announce(console: Console, ask: Ask) -> None:
-    """Print the expected duration and the bytes to write, before the measurements start."""
+    """Print the maximum duration and the maximum number of bytes written."""
     plan = ask.plan
     console.print(
         f"up to {plan.measurements} measurements of {ask.seconds:g} s: {duration(plan.seconds)}, plus the time to "
@@ -36,13 +36,11 @@ def announce(console: Console, ask: Ask) -> None:
             markup=False,
         )
     for path, size in plan.written.items():
-        console.print(
-            f"writes up to {format_size(size)} to {path}, which counts towards the wear of the drive", markup=False
-        )
+        console.print(f"writes up to {format_size(size)} to {path}, which adds to the wear of the drive", markup=False)
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in one or two units."""
+    """Return a duration in its one or two largest units."""
     if seconds < 60:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -51,7 +49,7 @@ def duration(seconds: float) -> str:
 
 
 class Bar:
-    """Progress bar over the planned seconds, with the remaining time."""
+    """Progress bar that shows the elapsed fraction of the planned duration, and the remaining time."""
 
     def __init__(self, bar: ProgressBar, ask: Ask) -> None:
         self._bar, self._ask = bar, ask
@@ -59,13 +57,13 @@ class Bar:
         self._task = bar.add_task("writing files", total=self._total, left=duration(self._total))
 
     def step(self, what: str, seconds: float) -> None:
-        """Show the activity that has finished, and advance by its planned seconds."""
+        """Display an activity that has finished, and advance by its planned duration."""
         self._done = min(self._total, self._done + seconds)
         left = f"{duration(self._total - self._done)} left"
         self._bar.update(self._task, completed=self._done, description=escape(what), left=left)
 
     def writes_on(self, written: int, seconds: float) -> None:
-        """Show the progress of sustained writes."""
+        """Display the progress of sustained writes."""
         most = (self._ask.sustained_bytes or 0) * len(self._ask.paths)
         share = max(written / most, seconds / self._ask.sustained_seconds) if most else 1.0
         left = f"{duration(seconds * (1 - share) / share)} left or less" if share > 0 else ""
@@ -75,7 +73,7 @@ class Bar:
 
 @contextmanager
 def open_view(ask: Ask, *, silent: bool) -> Iterator[Bar]:
-    """Show a progress bar on stderr while the context is active."""
+    """Display a progress bar on stderr while the context is active."""
     with ProgressBar(
         SpinnerColumn(),
         TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")),
@@ -92,7 +90,9 @@ def show(console: Console, report: Report, out: Path | None) -> None:
     """Print the results."""
     for path, measurements in report.together.items():
         busy = ", all folders busy at once" if len(report.together) > 1 else ""
-        _print_table(console, f"{path}{busy}: GB/s, and latency of a mixed request in ms", _points(measurements))
+        _print_table(
+            console, f"{path}{busy}: throughput in GB/s, and latency of mixed requests in ms", _points(measurements)
+        )
     if report.alone:
         _print_table(
             console, "GB/s with the recommended settings: each folder alone, and all folders together", _alone(report)
@@ -119,7 +119,9 @@ def show(console: Console, report: Report, out: Path | None) -> None:
 
 
 def _print_table(console: Console, title: str, rows: Table) -> None:
-    console.print(Text(title, style="bold"))  # printed separately so that it is not wrapped to the table width
+    console.print(
+        Text(title, style="bold")
+    )  # printed separately, because a table title is wrapped to the width of the table
     console.print(rows)
     console.print()
 
@@ -148,7 +150,7 @@ def _speed(speed: float, best: float) -> Text:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a duration in milliseconds with about three digits."""
+    """Return a duration in milliseconds, with about three digits."""
     value = seconds * 1e3
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
@@ -165,12 +167,12 @@ def _alone(report: Report) -> Table:
 def _share_words(report: Report) -> str:
     shares = ((load.value, report.share(load)) for load in Load)
     said = ", ".join(f"{name} {share:.0%}" for name, share in shares if share is not None)
-    return f"all folders together, relative to the sum of each alone: {said or 'not measured'}"
+    return f"all folders together, relative to the sum of the folders alone: {said or 'not measured'}"
 
 
 def _fio(report: Report) -> Table:
     rows = (
-        (load.value, f"{median(turns.first) / 1e9:.2f}", f"{median(turns.second) / 1e9:.2f}", f"{turns.ratio:.2f}")
-        for load, turns in report.fio.items()
+        (load.value, f"{median(rounds.first) / 1e9:.2f}", f"{median(rounds.second) / 1e9:.2f}", f"{rounds.ratio:.2f}")
+        for load, rounds in report.fio.items()
     )
     return table("", ("", ">infinity", ">fio", ">ratio"), rows)

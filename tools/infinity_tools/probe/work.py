@@ -1,4 +1,4 @@
-"""Measurements of a probe: all folders together, each alone, and the recommended settings against alternatives."""
+"""Measurements of `infinity probe`: all folders together, each folder alone, and comparisons of settings."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from infinity_tools.probe.stored_results import end_measuring, tell_daemon
 
 
 class View(Protocol):
-    """Display of the progress."""
+    """Display of the progress of measurements."""
 
     def step(self, what: str, seconds: float) -> None:
-        """Show the activity that has finished, and advance by its planned seconds."""
+        """Display an activity that has finished, and advance by its planned duration."""
 
     def writes_on(self, written: int, seconds: float) -> None:
-        """Show the progress of sustained writes: bytes written to all folders, and seconds since the start."""
+        """Display the bytes written to all folders by sustained writes, and the seconds since they started."""
 
 
 def check(ask: Ask) -> None:
-    """Check before any file is created that the options can be measured and recommended.
+    """Check that all requested points can be measured and recommended, without creating a file.
 
     Raises:
-        ConfigError: If a folder, size or duration is invalid.
-        BudgetError: If a drive has too little free space.
+        ConfigError: if a folder, size or duration is invalid.
+        BudgetError: if there is not enough free space on a drive.
     """
     check_targets(ask.paths, ask.points, ask.file_bytes, ask.engine)
     for point in ask.points:
@@ -51,14 +51,17 @@ def check(ask: Ask) -> None:
         largest = max(ask.points, key=lambda point: point.flight)
         try:
             check_targets(ask.paths, [largest], ask.sustained_bytes, ask.engine)
-            # The first file is deleted by then, but file systems may release its space only some time later.
+            # The first file has been deleted by then, but file systems may release its space with a delay.
             check_targets(ask.paths, [largest], ask.sustained_bytes + ask.file_bytes, ask.engine)
         except (ConfigError, BudgetError) as error:
             raise type(error)(f"--sustained-bytes: {error}") from error
 
 
 def probe_all(ask: Ask, view: View) -> Report:
-    """Run all measurements and report the result to the node's daemon. Raises as `measure_paths`."""
+    """Run all measurements, report the results to the node's daemon, and return them.
+
+    Raises the same exceptions as `infinity.io.probe.bench.measure_paths`.
+    """
 
     def filled(target: Target) -> None:
         view.step(f"{target.path}: wrote {format_size(target.file_bytes)}", 0.0)
@@ -93,13 +96,13 @@ def _at(choice: Choice) -> tuple[Point, ...]:
 
 
 class _Work:
-    """Measurements on one bench, each followed by an update of the view."""
+    """Measurements with the same test files. Each measurement updates the view."""
 
     def __init__(self, ask: Ask, view: View, bench: Bench) -> None:
         self._ask, self._view, self._bench = ask, view, bench
 
     def measured(self, points: tuple[Point, ...], *paths: str) -> dict[str, tuple[Measurement, ...]]:
-        """Measure the given folders together at the given points. Without `paths`, measure all folders."""
+        """Measure the given folders (by default all folders) together at the given points."""
         found: dict[str, list[Measurement]] = {path: [] for path in paths or self._ask.paths}
         for point in points:
             for path, one in self._once(self._bench, point, *paths).items():
@@ -107,7 +110,7 @@ class _Work:
         return {path: tuple(measurements) for path, measurements in found.items()}
 
     def choice(self, together: dict[str, tuple[Measurement, ...]]) -> Choice:
-        """Return the settings to recommend. A candidate must beat the defaults in alternating rounds."""
+        """Return the settings to recommend, after comparing the candidate with the defaults in alternating rounds."""
         speeds, usual = mixed_speeds(together.values()), usual_size()
         size, sizes = best_size(speeds), None
         if size != usual and usual in speeds:
@@ -127,7 +130,8 @@ class _Work:
         )
 
     def _engines(self, size: Size) -> AlternatingRounds | None:
-        """Measure the threads engine in alternation with io_uring, if both may be chosen."""
+        """Compare the threads engine with io_uring in alternating rounds. Return None if the engine is not to be
+        chosen."""
         used = {target.engine.name for target in self._bench.targets.values()}
         if self._ask.engine != StorageConfig().engine or used != {"io_uring"}:
             return None
@@ -135,7 +139,8 @@ class _Work:
             return alternate(lambda: self._mixed(threads, size), lambda: self._mixed(self._bench, size))
 
     def against_fio(self, choice: Choice) -> tuple[dict[Load, AlternatingRounds], str]:
-        """Measure the first folder alone in alternation with fio, or return the reason why that failed."""
+        """Compare infinity with fio in alternating rounds on the first folder. Return the results, or a reason if that
+        failed."""
         found: dict[Load, AlternatingRounds] = {}
         if (program := self._ask.fio) is None:
             return found, ""
@@ -163,7 +168,7 @@ class _Work:
         return sum(one.bytes_per_second for one in self._once(bench, _mixed_point(size)).values())
 
     def _once(self, bench: Bench, point: Point, *paths: str) -> dict[str, Measurement]:
-        """Measure once. Writes are limited to the size of the file, as announced before the start."""
+        """Measure once. Writes are limited to the size of the test file, as announced to the user."""
         found = bench.measure(
             point, seconds=self._ask.seconds, most_written=max(point.flight, self._ask.file_bytes), paths=paths
         )
@@ -177,7 +182,7 @@ def _mixed_point(size: Size) -> Point:
 
 
 def _sustained(ask: Ask, view: View, choice: Choice) -> dict[str, Sustained]:
-    """Run sustained writes at the recommended settings, on new files because the earlier ones have been deleted."""
+    """Run sustained writes with the recommended settings, on new test files."""
     if ask.sustained_bytes is None:
         return {}
     return sustain(

@@ -33,7 +33,11 @@ def why_apart(config: Any) -> str:
         return f"cannot check whether packed samples see each other: {one_line(error)}"
     if kept is None:
         return "cannot check whether packed samples see each other: a small copy predicts the same for any tokens"
-    return "" if kept else f"{config.model_type} does not separate packed samples: a prediction depends on the neighbor"
+    return (
+        ""
+        if kept
+        else f"{config.model_type} does not separate packed samples: predictions depend on the neighboring sample"
+    )
 
 
 def _tokens(config: Any) -> torch.Tensor:

@@ -121,7 +121,7 @@ class Preparation:
         rows, option = iter(self._rows), self.what
         first = next(rows, None)
         if first is None:
-            raise ConfigError(f"{option} has no rows; choose another data set")
+            raise ConfigError(f"{option} has no rows; choose a different dataset")
         columns = Columns.of(first, self._recipe.text_column, option)
         encoder = Encoder(self._tokenizer, columns, self._recipe.loss_on, option)
         packer = Packer(self._recipe.length, self._recipe.padding, one_row=encoder.one_row, packs=self._recipe.packs)

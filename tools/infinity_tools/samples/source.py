@@ -89,7 +89,7 @@ class Rows:
                 yield from _read(path, splits.get(self.split) or next(iter(splits.values())))
             except Exception as error:  # whatever a file of any content makes of datasets
                 raise ConfigError(
-                    f"{self.option} {str(path)!r} cannot be read as a data set: {_reason(error)}"
+                    f"{self.option} {str(path)!r} cannot be read as a dataset: {_reason(error)}"
                 ) from error
 
     @property

@@ -22,7 +22,7 @@ def load_tokenizer(named: Path | None, weights: Path | None, option: str) -> Any
     folder = named or weights
     if folder is None:
         raise ConfigError(
-            f"{option} is a data set, which requires a tokenizer, but the model has none; pass a folder with a "
+            f"{option} is a dataset, which requires a tokenizer, but the model has none; pass a folder with a "
             "tokenizer with --tokenizer"
         )
     import transformers

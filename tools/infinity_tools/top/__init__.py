@@ -1,1 +1,1 @@
-"""`infinity top`: live view of the runs of this node in a terminal."""
+"""`infinity top`: live view of the runs on this node in a terminal."""

@@ -1,4 +1,4 @@
-"""Tables that drop their less important columns on narrow screens."""
+"""Tables that omit less important columns on narrow screens."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, kw_only=True)
 class Column(Generic[Row]):
-    """A column of a table."""
+    """Column of a table."""
 
     heading: str
     width: int
     cell: Callable[[Row], str]
     rank: int
-    """Priority of the column. Columns with larger ranks are dropped first."""
+    """Priority of the column. On narrow screens, columns with larger ranks are omitted first."""
     left: bool = False
     """``True`` if cells are left-aligned."""
 
 
 def fitting(columns: Sequence[Column[Row]], width: int) -> tuple[Column[Row], ...]:
-    """Return the most important columns that fit, at least one, in their original order."""
+    """Return the most important columns that fit into `width`, but at least one, in their original order."""
     kept: set[int] = set()
     room = width + 1
     for column in sorted(columns, key=lambda column: column.rank):
@@ -38,7 +38,7 @@ def fitting(columns: Sequence[Column[Row]], width: int) -> tuple[Column[Row], ..
 
 
 def line(cells: Sequence[str], columns: Sequence[Column[Row]], style: str = "") -> Text:
-    """Return cells aligned with their columns. Text that is longer than its column is truncated."""
+    """Return a line of cells, each padded or truncated to the width of its column."""
     texts = []
     for cell, column in zip(cells, columns, strict=True):
         text = Text(cell)
@@ -54,5 +54,5 @@ def headings(columns: Sequence[Column[Row]]) -> Text:
 
 
 def row(entry: Row, columns: Sequence[Column[Row]], style: str = "") -> Text:
-    """Return the line of an entry."""
+    """Return the table row of an entry."""
     return line([column.cell(entry) for column in columns], columns, style)

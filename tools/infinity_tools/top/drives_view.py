@@ -1,4 +1,4 @@
-"""Drive table: current throughput compared with the measured profile, free space and wear."""
+"""Table of drives: current throughput, measured profile, free space and wear."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CURVE: Final = 20  # columns
 
 
 def drive_lines(state: State, width: int) -> list[Text]:
-    """Return the table of drives, headings first, or an empty list if no drives are known."""
+    """Return the lines of the table of drives, or an empty list if no drives are known."""
     drives = state.snapshot.drives
     if not drives:
         return []

@@ -1,4 +1,4 @@
-"""Single key presses from a terminal, and terminal events: resizing, Ctrl-Z and hangup."""
+"""Reading of single key presses and terminal events: resizing, Ctrl-Z and hangup."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _NAMES: Final = {
 }  # fmt: skip
 _KEY = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO.|\x1b|[^\x1b]", re.DOTALL)
 _BEGUN = re.compile(rb"\x1b(?:O|\[[0-?]*[ -/]*)?\Z")
-"""Possible beginning of a longer key sequence at the end of the input."""
+"""Matches an incomplete key sequence at the end of the input."""
 _REST_SECONDS: Final = 0.05
-"""Time limit for the rest of a key sequence, because its bytes may arrive one by one over a network."""
+"""Time limit for the rest of a key sequence, whose bytes may arrive one by one over a network."""
 _EVENTS: Final = {signal.SIGTSTP: "suspend", signal.SIGCONT: "continue", signal.SIGWINCH: "resize"}
 _ENDS: Final = (signal.SIGTERM, signal.SIGHUP)
 _USUAL: Final = os.terminal_size((80, 24))
@@ -30,8 +30,8 @@ _USUAL: Final = os.terminal_size((80, 24))
 class Terminal:
     """Context manager that reads single key presses without echo, and restores the terminal on exit.
 
-    Within the context SIGTERM and SIGHUP raise `SystemExit`, so that the screen is restored too. Ctrl-C still raises
-    `KeyboardInterrupt`.
+    Inside the context, SIGTERM and SIGHUP raise `SystemExit`, so that the terminal is restored in these cases as well.
+    Ctrl-C raises `KeyboardInterrupt` as usual.
     """
 
     def __init__(self, file: int) -> None:
@@ -40,7 +40,7 @@ class Terminal:
         self._handlers: dict[signal.Signals, Any] = {}  # original signal handlers; set by `__enter__`
         self._wakeup = -1  # original wakeup descriptor; set by `__enter__`
         self._signals, self._told = socket.socketpair()  # the interpreter writes signal numbers to `_told`
-        self._left = b""  # bytes that were read but not yet returned as keys
+        self._left = b""  # bytes that have been read but not yet returned as keys
 
     def __enter__(self) -> Terminal:
         self._before = termios.tcgetattr(self._file)
@@ -65,7 +65,7 @@ class Terminal:
 
     @property
     def size(self) -> os.terminal_size:
-        """Columns and lines of the terminal. 80 x 24 if they cannot be determined."""
+        """Columns and lines of the terminal; 80 x 24 if unknown."""
         try:
             found = os.get_terminal_size(self._file)
         except OSError:
@@ -73,10 +73,10 @@ class Terminal:
         return found if found.columns and found.lines else _USUAL
 
     def key(self, seconds: float) -> str | None:
-        """Wait for a key and return it, or None on timeout.
+        """Wait up to `seconds` for a key or a terminal event, and return its name, or None on timeout.
 
-        A key is ``up``, ``down``, ``enter``, ``escape`` or a character. ``resize``, ``suspend`` and ``continue`` are
-        terminal events. ``q`` is also returned when the terminal has been closed.
+        A key is ``up``, ``down``, ``enter``, ``escape`` or a character. A terminal event is ``resize``, ``suspend`` or
+        ``continue``. If the terminal has been closed, the result is ``q``.
         """
         end = time.monotonic() + max(0.0, seconds)
         while True:
@@ -95,7 +95,7 @@ class Terminal:
                 return self._next() if self._left else None
 
     def suspend(self) -> None:
-        """Restore the terminal and stop this process, as Ctrl-Z does. Returns when the process is continued."""
+        """Restore the terminal and suspend this process, as Ctrl-Z does. Returns when the process is resumed."""
         self._put_back()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
@@ -105,7 +105,7 @@ class Terminal:
             pass
 
     def resume(self) -> None:
-        """Set the terminal to single-key mode again, because a shell may have changed it."""
+        """Switch the terminal back to single-key mode, because a shell may have changed the mode."""
         tty.setcbreak(self._file, termios.TCSANOW)
 
     def _put_back(self) -> None:
@@ -125,7 +125,7 @@ class Terminal:
         return _NAMES.get(key) or ("escape" if key.startswith(b"\x1b") else key.decode("latin-1"))
 
     def _event(self) -> str:
-        """Return the event of a received signal, or an empty string."""
+        """Return the event for the next signal received, or an empty string."""
         with contextlib.suppress(BlockingIOError):
             while byte := self._signals.recv(1):
                 for number, event in _EVENTS.items():
@@ -135,7 +135,7 @@ class Terminal:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    """Do nothing. The interpreter has already written the signal number to the socket that `Terminal.key` reads."""
+    """Do nothing: the interpreter has already written the signal number to the socket that `Terminal.key` reads."""
 
 
 def _end(number: int, frame: FrameType | None) -> None:

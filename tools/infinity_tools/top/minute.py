@@ -11,15 +11,15 @@ from infinity_tools.top.reading import Snapshot
 SECONDS: Final = 60.0
 
 Curve = tuple[tuple[float, float], ...]
-"""Pairs of an age in seconds and the throughput in bytes per second at that time, oldest first."""
+"""Samples, oldest first: age in seconds, and throughput in bytes per second."""
 
 
 class Minute:
-    """Combined read and write throughput of each drive, accumulated from successive snapshots."""
+    """Read plus write throughput of each drive during the last minute, collected from successive snapshots."""
 
     def __init__(self) -> None:
         self._seen: dict[str, deque[tuple[float, float]]] = {}
-        """Unix times and bytes per second, by drive."""
+        """Samples by drive name: Unix time, and throughput in bytes per second."""
 
     def add(self, snapshot: Snapshot) -> Mapping[str, Curve]:
         """Add a snapshot and return the curve of each of its drives."""
@@ -36,7 +36,7 @@ class Minute:
 
 
 def buckets(curve: Curve, number: int) -> list[float | None]:
-    """Return the mean of each of `number` equal parts of the minute, or None for parts without samples."""
+    """Divide the minute into `number` equal parts, and return the mean throughput of each, or None without samples."""
     found: list[list[float]] = [[] for _ in range(number)]
     for ago, rate in curve:
         found[max(0, number - 1 - int(ago / SECONDS * number))].append(rate)

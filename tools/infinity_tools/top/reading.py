@@ -1,7 +1,7 @@
-"""Snapshots of the node, from its daemon or from the stats files of its ranks.
+"""Snapshots of the node's state, from its daemon or from the stats files of its ranks.
 
-Both sources produce the same tree, because `infinityd` also uses `infinity.telemetry.run_views` to convert stats files
-into figures. Figures that only the daemon knows (profiles of drives and their wear) are None without it.
+Both sources have the same structure, because `infinityd` also computes its figures with `infinity.telemetry.run_views`.
+Figures that only the daemon knows (drive profiles and wear) are None without it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from infinity.daemon_client import NodeDaemon
-from infinity.telemetry import Snapshot as Page
+from infinity.telemetry import Snapshot as StatsSnapshot
 from infinity.telemetry import StatsFileError, find_stats_files, read_stats_file
 from infinity.telemetry.drive_views import DriveLooks
 from infinity.telemetry.metrics import PARTS
@@ -23,13 +23,13 @@ from infinity.telemetry.stats import KEEP_CLOSED_SECONDS
 from infinity.telemetry.stats_cells import CLOSED_CELL
 from infinity.telemetry.trees import Tree, plain
 
-_MOST_PAGES: Final = 1024
-_NO_DAEMON: Final = "infinityd is not running: profile, worn and days left are unknown (-)"
+_MOST_FILES: Final = 1024
+_NO_DAEMON: Final = "infinityd is not running: drive profiles and wear are unknown (-)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """A rank on this node. Unknown figures are None."""
+    """Figures for a rank on this node. Unknown figures are None."""
 
     rank: int
     pid: int
@@ -39,24 +39,24 @@ class Rank:
     step_seconds: float | None
     tokens_per_second: float | None
     parts: Mapping[str, float]
-    """Fractions of the step time by part, which add up to 1. Empty before the first step."""
+    """Fraction of the step time spent in each part (sum: 1). Empty before the first step."""
     stalled: float | None
-    """Fraction of the step time spent waiting for pages."""
+    """Fraction of the step time during which the training thread was stalled on storage."""
     read_bytes_per_second: float | None
     written_bytes_per_second: float | None
     host_cache_used: float | None
     host_cache_bytes: float | None
     errors: float | None
-    """Number of transfers that failed permanently."""
+    """Number of stats transfers that failed after all retries."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run, as reported by its ranks on this node. Unknown figures are None."""
+    """Figures for a run, from its ranks on this node. Unknown figures are None."""
 
     id: str
     status: str
-    """``dead`` if a rank is dead, ``idle`` if the run is live without a recent step, otherwise ``live`` or ``ended``.
+    """``dead`` if a rank is dead, ``idle`` if the run is live but has no recent step, otherwise ``live`` or ``ended``.
     """
     world_size: int
     step: float | None
@@ -75,9 +75,9 @@ class Run:
     """Mean duration of a checkpoint."""
     checkpoints: float | None
     prefetch_hit: float | None
-    """Fraction of requested pages that were ready."""
+    """Fraction of stats requests for which the stats was ready."""
     prefetch_late: float | None
-    """Fraction of requested pages that were still being read, or not yet requested from the drive."""
+    """Fraction of stats requests for which the stats was still being read or not yet being read."""
     errors: float | None
     retries: float | None
     ranks: tuple[Rank, ...]
@@ -85,57 +85,57 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Drive:
-    """A drive that runs use. Unknown figures are None."""
+    """Figures for a drive that runs use. Unknown figures are None."""
 
     name: str
     read_bytes_per_second: float | None
-    """Throughput by all processes, as for the next two."""
+    """Like `written_bytes_per_second` and `busy`, this includes the requests of all processes."""
     written_bytes_per_second: float | None
     busy: float | None
-    """Fraction of the time during which the drive is busy."""
+    """Fraction of the time during which the drive is processing requests."""
     free_bytes: float | None
     capacity_bytes: float | None
     profile_bytes_per_second: float | None
-    """Measured throughput with half reads and half writes, or with reads only if no mixed result exists."""
+    """Measured bandwidth with half reads and half writes, or with only reads if there is no mixed measurement."""
     worn: float | None
-    """Fraction of the rated endurance that has been used."""
+    """Used fraction of the rated life."""
     endurance_days: float | None
     error: str
-    """Reason why the drive cannot be inspected. Empty if it can."""
+    """Reason why the drive cannot be inspected, or an empty string."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """State of the node at one moment."""
+    """State of the node at one point in time."""
 
     time: float
-    """Unix time."""
+    """Unix time of the snapshot."""
     infinityd: str | None
-    """Version of the daemon that reported the state. None if it was read from the stats files."""
+    """Version of the daemon that reported the state, or None if the state comes from stats files."""
     runtime_dir: str
     runs: tuple[Run, ...]
     drives: tuple[Drive, ...]
     notes: tuple[str, ...]
-    """Remarks to show with the figures."""
+    """Remarks to display with the figures."""
 
 
 class Reader:
-    """Reader of node snapshots, which asks the daemon of a runtime folder or else reads the stats files in it."""
+    """Reads snapshots of the node's state from the daemon or, if it is not running, from the stats files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._node = NodeDaemon(folder)
-        self._runs = Runs(lambda path: None)  # history of the time without a daemon
-        self._drives = DriveLooks()  # likewise
+        self._runs = Runs(lambda path: None)  # used without a daemon
+        self._drives = DriveLooks()  # used without a daemon
 
     def read(self) -> Snapshot:
         """Return the current state of the node."""
         tree = self._node.ask("state")
         if tree is not None and isinstance(tree.get("runs"), list):
             return self._snapshot(tree, _text(_at(tree, "node", "version")), self._daemon_notes(tree))
-        found, notes = self._pages()
+        found, notes = self._stats_files()
         now, unix = time.monotonic(), time.time()
-        looked = self._drives.look((path for page in found if page.alive for path in page.header.paths), now)
+        looked = self._drives.look((path for stats in found if stats.alive for path in stats.header.paths), now)
         tree = {
             "time": unix,
             "runs": self._runs.look(found, {}, now, unix),
@@ -143,18 +143,19 @@ class Reader:
         }
         return self._snapshot(plain(tree), None, [_NO_DAEMON, *notes])
 
-    def _pages(self) -> tuple[list[Page], list[str]]:
-        """Return the stats files of the folder, except long-ended ones, and remarks about unreadable files."""
-        found: list[Page] = []
+    def _stats_files(self) -> tuple[list[StatsSnapshot], list[str]]:
+        """Return the stats files of live ranks and of ranks that exited recently, and remarks about unreadable
+        files."""
+        found: list[StatsSnapshot] = []
         wrong: list[str] = []
-        for path in find_stats_files(self._folder)[:_MOST_PAGES]:
+        for path in find_stats_files(self._folder)[:_MOST_FILES]:
             try:
-                page = read_stats_file(path)
+                stats = read_stats_file(path)
             except StatsFileError as error:
                 wrong.append(_text(str(error).removeprefix(f"{self._folder}/")))
                 continue
-            if page.status != "ended" or time.time() - page.values[CLOSED_CELL] < KEEP_CLOSED_SECONDS:
-                found.append(page)
+            if stats.status != "ended" or time.time() - stats.values[CLOSED_CELL] < KEEP_CLOSED_SECONDS:
+                found.append(stats)
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         return found, [f"ignored {wrong[0]}{more}"] if wrong else []
 
@@ -162,8 +163,12 @@ class Reader:
         broken = _number(tree, "node", "broken_stats_files")
         if not broken:
             return []
-        files = "a file that is not a stats file" if broken == 1 else f"{broken:.0f} files that are not stats files"
-        return [f"ignored {files} of this version; the log of infinityd names them"]
+        files = (
+            "a stats file that is unreadable or from a different version"
+            if broken == 1
+            else f"{broken:.0f} stats files that are unreadable or from a different version"
+        )
+        return [f"ignored {files}; see the log of infinityd"]
 
     def _snapshot(self, tree: Tree, version: str | None, notes: list[str]) -> Snapshot:
         return Snapshot(
@@ -176,7 +181,7 @@ class Reader:
         )
 
 
-# Readers of trees: an entry that is missing or malformed is unknown (None).
+# Conversion of the state. An entry that is missing or malformed becomes None (unknown).
 
 
 def _run(tree: Tree) -> Run:
@@ -256,7 +261,7 @@ def _at(tree: Any, *names: str) -> Any:
 
 
 def _number(tree: Any, *names: str) -> float | None:
-    """Return a number, or None. Non-finite numbers are stored as text because JSON does not support them (`plain`)."""
+    """Return the number at a location, or None. JSON represents non-finite numbers as text (see `trees.plain`)."""
     value = _at(tree, *names)
     if value in ("nan", "inf", "-inf"):
         return float(value)
@@ -269,6 +274,6 @@ def _list(tree: Tree, name: str) -> list[Tree]:
 
 
 def _text(value: object) -> str:
-    """Return printable text, so that it cannot contain control sequences for the terminal."""
+    """Return `value` as text without control characters, so that it cannot affect the terminal."""
     text = value if isinstance(value, str) else "?"
     return text if text.isprintable() else ascii(text)[1:-1]

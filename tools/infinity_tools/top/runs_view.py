@@ -1,4 +1,4 @@
-"""Run table, with a bar below each run that breaks down the time per step."""
+"""Table of runs, with a bar below each run that breaks down the step time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity_tools.top.table_cells import ago, bar, decimal, filled, legend, nu
 from infinity_tools.top.view_state import State
 
 Bars = Literal["all", "runs", "chosen", "none"]
-"""Lines that have a bar below them: runs and ranks, runs, or the chosen run."""
+"""Rows with a bar below: all runs and ranks, all runs, only the chosen run, or none."""
 BARS: Final[tuple[Bars, ...]] = ("all", "runs", "chosen", "none")
 
 _MOST_ID: Final = 22
@@ -24,7 +24,7 @@ _LEAST_BAR: Final = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Lines of all runs, headings first."""
+    """Lines of the table of runs, starting with the headings."""
 
     lines: tuple[Text, ...]
     chosen: range
@@ -55,11 +55,11 @@ def run_table(state: State, width: int, bars: Bars) -> Table:
 
 
 def window(table: Table, room: int) -> list[Text]:
-    """Return the lines that fit in `room` lines, including the headings and the first line of the chosen run."""
+    """Return at most `room` lines of the table, including the headings and the first line of the chosen run."""
     lines = table.lines
     if len(lines) <= room or room < 3:
         return list(lines[: max(0, room)])
-    fit = room - 2  # excludes the headings and the line "lines 1-4 of 6"
+    fit = room - 2  # without the headings and the line "lines 1-4 of 6"
     last = min(max(fit, table.chosen.stop - 1), table.chosen.start + fit - 1)
     first = last - fit + 1
     end = Text(f"  lines {first}-{last} of {len(lines) - 1}", style="dim")
@@ -120,7 +120,7 @@ def _of_ranks(run: Run) -> str:
 
 
 def _bar_line(begin: str, parts: Mapping[str, float], indent: int, width: int, plain: bool) -> Text:
-    """Return a bar that starts at the second column, followed by its legend, largest part first."""
+    """Return a bar that starts at the second column, followed by its legend with the largest part first."""
     text = Text(begin)
     text.truncate(indent, overflow="ellipsis", pad=True)
     room = width - indent - 1
@@ -132,7 +132,7 @@ def _bar_line(begin: str, parts: Mapping[str, float], indent: int, width: int, p
 
 
 def _more(run: Run, dropped: Sequence[Column[Run]], width: int) -> list[Text]:
-    """Return the columns that did not fit in the table, wrapped into lines."""
+    """Return the cells of the columns that do not fit into the table, wrapped into lines."""
     lines: list[str] = []
     for column in dropped:
         said = f"{column.heading} {column.cell(run)}"

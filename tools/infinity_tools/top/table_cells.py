@@ -1,4 +1,4 @@
-"""Figures formatted as short text, bars and curves."""
+"""Formatting of figures as short text, bars and curves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LOOKS: Final[Mapping[str, Look]] = {
     "host_cache_stall": Look(name="host cache stall", mark="h", plain="h", style="bold bright_red"),
     "python": Look(name="python", mark="·", plain=".", style="dim"),
 }
-"""Appearance by part, in the order of the bar. Marks differ without colors too, and stalls are letters."""
+"""Appearance of each part, in the order of the bar. Marks are distinguishable without colors; stalls are letters."""
 _CURVE: Final = "▁▂▃▄▅▆▇█"
 _PLAIN_CURVE: Final = "_.:-=+*#"
 
@@ -48,12 +48,12 @@ def number(value: float | None) -> str:
 
 
 def whole(value: float | None) -> str:
-    """Return a count with all of its digits."""
+    """Return a count rounded to an integer, with all digits."""
     return UNKNOWN if value is None else f"{value:.0f}"
 
 
 def decimal(value: float | None) -> str:
-    """Return a number with about four digits, such as seconds or a loss."""
+    """Return a number, such as seconds or a loss, with about four digits."""
     if value is None:
         return UNKNOWN
     if not math.isfinite(value) or abs(value) >= 99_999.5:
@@ -62,12 +62,12 @@ def decimal(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return a fraction in percent."""
+    """Return a fraction as a percentage."""
     return UNKNOWN if share is None else f"{share:.0%}"
 
 
 def rates(read: float | None, written: float | None) -> str:
-    """Return two data rates in the unit of the larger one."""
+    """Return two data rates, both in the unit that suits the larger one."""
     if read is None and written is None:
         return UNKNOWN
     large = max(read or 0.0, written or 0.0) >= 1e9
@@ -78,7 +78,7 @@ def rates(read: float | None, written: float | None) -> str:
 
 
 def filled(used: float | None, size: float | None) -> str:
-    """Return the used fraction of `size`, and `size` itself."""
+    """Return the used fraction of a size, and the size."""
     if not size:
         return UNKNOWN
     return f"{percent(None if used is None else used / size)} of {format_size(size)}"
@@ -90,7 +90,7 @@ def ago(seconds: float | None) -> str:
 
 
 def bar(parts: Mapping[str, float], width: int, *, plain: bool) -> Text:
-    """Return a bar of fractions that add up to 1. Each boundary is rounded to a whole column."""
+    """Return a stacked bar. The fractions add up to 1, and boundaries are rounded to whole columns."""
     text, at, begun = Text(), 0.0, 0
     for part, look in LOOKS.items():
         at += parts.get(part, 0.0)
@@ -101,7 +101,7 @@ def bar(parts: Mapping[str, float], width: int, *, plain: bool) -> Text:
 
 
 def legend(parts: Mapping[str, float], width: int, *, plain: bool) -> Text:
-    """Return the largest parts with their fractions, as many as fit. Parts that round to 0% are omitted."""
+    """Return as many of the largest parts as fit, with their fractions. Parts that round to 0% are omitted."""
     text = Text()
     for part, share in sorted(parts.items(), key=lambda item: -item[1]):
         look, gap = LOOKS[part], "  " if text else ""
@@ -114,7 +114,7 @@ def legend(parts: Mapping[str, float], width: int, *, plain: bool) -> Text:
 
 
 def curve(points: Sequence[float | None], top: float, *, plain: bool) -> str:
-    """Return a curve of one column per point, with `top` as full height. Missing points are blank."""
+    """Return a curve with one column per point, where `top` is the full height. Missing points are blank."""
     marks = _PLAIN_CURVE if plain else _CURVE
     return "".join(
         " " if point is None else marks[min(len(marks) - 1, int(point / top * len(marks)) if top > 0 else 0)]

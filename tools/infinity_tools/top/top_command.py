@@ -1,4 +1,4 @@
-"""`infinity top`: live view of the runs of this node."""
+"""The command `infinity top`."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from infinity_tools.top.view import view
 from infinity_tools.top.view_state import State
 
 _LOOKS: Final = 4
-"""Snapshots within the interval of a single answer. Step figures are known from the second observed step on."""
+"""Number of snapshots taken during the interval with ``--once``, because step figures require two observed steps."""
 _ANY_HEIGHT: Final = 100_000
 
 
 def top(
     interval: Annotated[float, typer.Option(min=0.1, max=3600, callback=finite, help="Seconds between updates.")] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Observe one interval, print the result as text, and exit.")
+        bool, typer.Option("--once", help="Observe the node for one interval, print the result as text, and exit.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Like --once, but print JSON and nothing else.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Like --once, but print only JSON.")] = False,
     run: Annotated[str, typer.Option(help="Show only runs whose id starts with this text.")] = "",
     runtime: Annotated[
-        str, typer.Option("--runtime-dir", help="Runtime folder of the runs. [default: telemetry.runtime_dir]")
+        str, typer.Option("--runtime-dir", help="Runtime folder of the runs. [default: same as telemetry.runtime_dir]")
     ] = "",
     version: Version = False,
 ) -> None:
-    """Monitor the runs of this node: steps, tokens, loss, time per step and drives.
+    """Monitor the runs on this node: steps, tokens, loss, step time and drives.
 
-    Run it in a second terminal on the training node. Press **q** to quit and **?** for help. It does not disturb
-    training. With infinityd, the view includes the measured bandwidth and the wear of drives; without it, figures come
-    from the stats files of the ranks.
+    Run it in a second terminal on the training node. Press **q** to quit and **?** for help. It does not affect
+    training. If infinityd is running, the view includes the measured bandwidth and the wear of drives. Otherwise, all
+    figures come from the stats files of the ranks.
 
-    If standard output is not a terminal, prints one update and exits, as with `--once`.
+    If standard output is not a terminal, the command prints one update and exits, as with `--once`.
 
     Exit status: 0 on success, 2 if an option is invalid.
     """
@@ -67,12 +67,12 @@ def top(
 
 
 def _can_draw(console: Console) -> bool:
-    """Return ``True`` if stdin and stdout are a terminal that supports full-screen output."""
+    """Return whether stdin and stdout are terminals that support full-screen output."""
     return sys.stdin.isatty() and console.is_terminal and sys.stdout.isatty() and not console.is_dumb_terminal
 
 
 def _look_once(reader: Reader, run: str, interval: float) -> State:
-    """Return the state after one interval. Raises `ConfigError` if no run matches `run`."""
+    """Observe the node for one interval and return its state. Raises `ConfigError` if no run id starts with `run`."""
     snapshot, minute = reader.read(), Minute()
     for _ in range(_LOOKS):
         time.sleep(interval / _LOOKS)
@@ -81,7 +81,7 @@ def _look_once(reader: Reader, run: str, interval: float) -> State:
     state = State(snapshot=snapshot, curves=curves, only=run, interval=interval, interactive=False)
     if run and not state.runs:
         known = ", ".join(one.id for one in snapshot.runs) or "none"
-        raise ConfigError(f"--run {run!r} matches no run on this node; runs: {known}")
+        raise ConfigError(f"--run {run!r} does not match any run on this node; available runs: {known}")
     return state
 
 
@@ -90,7 +90,7 @@ def _document(state: State) -> object:
 
 
 class _Watch:
-    """Reader and the state that is shown."""
+    """Displayed state, updated from a reader."""
 
     def __init__(self, reader: Reader, state: State) -> None:
         self._reader = reader
@@ -99,7 +99,6 @@ class _Watch:
         self.due = time.monotonic()  # time of the next update
 
     def look(self) -> None:
-        """Take a snapshot if the interval has passed."""
         now = time.monotonic()
         if now < self.due or self.state.paused:
             return
@@ -109,7 +108,6 @@ class _Watch:
 
 
 def _watch(reader: Reader, console: Console, run: str, interval: float, *, ascii: bool) -> None:
-    """Draw until the user quits."""
     watch = _Watch(reader, State(snapshot=reader.read(), only=run, interval=interval, ascii=ascii))
     with Terminal(sys.stdin.fileno()) as terminal:
         try:
@@ -123,7 +121,7 @@ def _watch(reader: Reader, console: Console, run: str, interval: float, *, ascii
 
 
 def _drawn(watch: _Watch, console: Console, terminal: Terminal) -> Iterator[str]:
-    """Draw, and yield an event whenever the full screen was left because another program needs the terminal."""
+    """Draw in full-screen mode. Yield an event each time full-screen mode has been left because of it."""
     while True:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             event = _draw(watch, console, terminal, live)
@@ -133,7 +131,7 @@ def _drawn(watch: _Watch, console: Console, terminal: Terminal) -> Iterator[str]
 
 
 def _draw(watch: _Watch, console: Console, terminal: Terminal, live: Live) -> str:
-    """Draw until a key or an event ends this screen, and return it."""
+    """Draw until a key or an event ends full-screen mode, and return it."""
     while True:
         watch.look()
         console.size = terminal.size

@@ -1,4 +1,4 @@
-"""Rendering of the screen, as a pure function of a state and a size."""
+"""Rendering of the screen as a pure function of the state and the screen size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEYS: Final = ("q quit", "? help", "j/k select", "Enter ranks", "s sort", "r re
 _PARTS: Final = {
     "compute": "forward and backward",
     "collective": "all-gather, reduce-scatter",
-    "copy": "weights copied from pages, gradients copied into pages",
+    "copy": "copying weights from pages and gradients into pages",
     "update": "gradient clipping, optimizer",
     "read_stall": "waiting for a page to be read",
     "write_stall": "waiting for a page to be written",
@@ -32,19 +32,19 @@ _PARTS: Final = {
 _HELP: Final = (
     ("q", "quit"),
     ("j k, arrows", "select a run"),
-    ("Enter", "show or hide its ranks and the columns that do not fit"),
-    ("s", f"next sort order: {', '.join(SORTS)}"),
+    ("Enter", "show or hide the ranks and remaining columns of the selected run"),
+    ("s", f"change the sort order: {', '.join(SORTS)}"),
     ("r", "reverse the sort order"),
-    ("p", "pause or resume"),
+    ("p", "pause or resume updates"),
     ("", ""),
-    ("bar", "time per step by part, over the last ten seconds:"),
+    ("bar", "step time by activity, over the last ten seconds:"),
     *((part, text) for part, text in _PARTS.items()),
-    ("stall", "sum of the three stalls"),
-    ("hit/late", "pages that were ready when requested, and pages that were not"),
-    ("last checkpoint", "time since the last checkpoint, and mean duration"),
-    ("idle, dead", "live without a recent step; exited unexpectedly"),
-    ("profile", "bandwidth of a drive, measured by infinityd or infinity probe"),
-    ("-", "not known (yet)"),
+    ("stall", "sum of the three kinds of stalls"),
+    ("hit/late", "percentage of page requests for which the page was ready, and was not"),
+    ("last checkpoint", "time since the last checkpoint, and mean duration of a checkpoint"),
+    ("idle, dead", "running without a recent step; exited unexpectedly"),
+    ("profile", "measured bandwidth of a drive, half reads and half writes"),
+    ("-", "unknown, or not known yet"),
 )
 _TERM: Final = 20  # columns
 
@@ -69,7 +69,7 @@ def _screen(state: State, width: int, height: int) -> list[Text]:
     if not state.runs:
         body = _nothing(state, width)
     else:
-        tables = [run_table(state, width, bars) for bars in BARS]  # in order of decreasing detail
+        tables = [run_table(state, width, bars) for bars in BARS]  # from most to least detail
         if len(tables[-1].lines) + len(drives) > room:
             drives = drives[: max(room // 3, room - len(tables[-1].lines))]
         if len(drives) == 1:
@@ -103,7 +103,7 @@ def _title(state: State, width: int) -> Text:
 
 
 def _beside(texts: Sequence[str], width: int) -> str:
-    """Return the texts that fit on one line, at least the first."""
+    """Return the first text and as many others as fit on one line."""
     line = texts[0]
     for text in texts[1:]:
         if len(line) + 2 + len(text) > width:
@@ -113,7 +113,7 @@ def _beside(texts: Sequence[str], width: int) -> str:
 
 
 def _notes(state: State, width: int) -> list[Text]:
-    """Return remarks as lines, urgent ones first."""
+    """Return the remarks as lines, starting with urgent ones."""
     urgent = [text for run in state.runs for text in _troubles(run)]
     return [
         Text(line, style=style)
@@ -136,7 +136,7 @@ def _nothing(state: State, width: int) -> list[Text]:
     folder = state.snapshot.runtime_dir
     others = ", ".join(run.id for run in state.snapshot.runs)
     if state.only and others:
-        said = [f"no run id starts with {state.only}; runs: {others}"]
+        said = [f"no run id starts with {state.only}; available runs: {others}"]
     else:
         said = [
             f"no run on this node uses the runtime folder {folder}",

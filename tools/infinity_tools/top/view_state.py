@@ -1,4 +1,4 @@
-"""State of the screen, and its transitions on key presses."""
+"""State of the screen, and its changes on key presses."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _BY: Final[Mapping[str, Callable[[Run], float | str]]] = {
     "bytes": lambda run: -((run.read_bytes_per_second or 0.0) + (run.written_bytes_per_second or 0.0)),
     "id": lambda run: run.id,
 }
-"""Sort keys: largest figure first, ids in alphabetical order."""
+"""Sort keys by name. Figures are sorted from largest to smallest, ids alphabetically."""
 SORTS: Final = tuple(_BY)
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """State from which the view is rendered."""
+    """State from which the screen is rendered."""
 
     snapshot: Snapshot
     curves: Mapping[str, Curve] = field(default_factory=dict)
-    """Throughput curve of each drive."""
+    """Throughput during the last minute, by drive name."""
     only: str = ""
     """Prefix of the ids of the runs to show."""
     sort: str = SORTS[0]
@@ -40,24 +40,24 @@ class State:
     interval: float = 1.0
     """Seconds between updates."""
     interactive: bool = True
-    """``True`` if keys can be pressed."""
+    """``True`` if the view responds to keys."""
     ascii: bool = False
-    """``True`` if the terminal is limited to ASCII."""
+    """``True`` if to use only ASCII characters."""
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """Shown runs in sort order, with live runs before ended ones."""
+        """Displayed runs in sort order. Live runs precede runs that have exited."""
         found = [run for run in self.snapshot.runs if run.id.startswith(self.only)]
         found.sort(key=lambda run: (_BY[self.sort](run), run.id), reverse=self.reverse)
         return tuple(sorted(found, key=lambda run: run.status not in ("live", "idle")))
 
     @property
     def chosen_run(self) -> Run | None:
-        """Run that keys act on, or None."""
+        """Selected run, or None if there are no runs."""
         return next((run for run in self.runs if run.id == self.chosen), next(iter(self.runs), None))
 
     def pressed(self, key: str) -> State:
-        """Return the state after a key press. Unknown keys change nothing."""
+        """Return the state after a key press. Unknown keys are ignored."""
         if self.help:
             return replace(self, help=False)
         match key:

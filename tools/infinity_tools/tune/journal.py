@@ -42,7 +42,7 @@ def check_file(file: Path, *, resume: bool) -> None:
         raise ConfigError(f"--resume: {file} does not exist; remove --resume to start a new search")
     if not resume and os.path.lexists(file):
         raise ConfigError(
-            f"--out {file.parent} contains the trials of another search; pass --resume to continue it, or choose "
+            f"--out {file.parent} contains the trials of an earlier search; pass --resume to continue it, or choose "
             "another folder"
         )
 
@@ -55,13 +55,13 @@ class Journal:
 
         Args:
             file: Path of the journal.
-            about: Description of workload and machine. A journal with another description cannot be resumed.
+            about: Description of workload and machine. A journal with a different description cannot be resumed.
             began: Start of the search on the `time.monotonic` clock. A resumed search continues from its last trial.
             resume: Whether to resume the journal in `file`.
 
         Raises:
             ConfigError: if a journal exists and `resume` is not set; or if `resume` is set and the journal is missing,
-                unreadable or of another search.
+                unreadable or belongs to a different search.
         """
         self._file, self._about = file, dict(about)
         check_file(file, resume=resume)
@@ -78,7 +78,7 @@ class Journal:
         return self._offset if self._ahead else self._offset + time.monotonic() - self._began
 
     def answer(self, role: Role, candidate: Candidate) -> Outcome | None:
-        """Return the recorded outcome of this trial, or None if the trial has to be made."""
+        """Return the recorded outcome of this trial, or None if the trial must be run."""
         if not self._ahead:
             return None
         entry = self._ahead.popleft()
@@ -123,7 +123,7 @@ def _unwritable(file: Path, error: OSError) -> ConfigError:
 
 
 def _read(file: Path, about: Mapping[str, Any]) -> list[Entry]:
-    """Return the trials of a journal with the same description. A truncated last line is ignored."""
+    """Return the trials in a journal. Raises `ConfigError` if its description differs from `about`."""
     try:
         lines = read_regular(file, _LIMIT).decode().splitlines()
     except OSError as error:
@@ -139,14 +139,14 @@ def _read(file: Path, about: Mapping[str, Any]) -> list[Entry]:
     here = json.loads(json.dumps(about))
     if other := [f"{name} {here.get(name)} (was {head[name]})" for name in head if head[name] != here.get(name)]:
         raise ConfigError(
-            f"--resume: {file} belongs to another search: {', '.join(other)}; use the same options, or remove --resume "
-            "and choose another --out"
+            f"--resume: {file} belongs to a different search: {', '.join(other)}; use the same options, or remove "
+            "--resume and choose another --out"
         )
     return _entries(lines[1:])
 
 
 def _entries(lines: Sequence[str]) -> list[Entry]:
-    """Return the trials up to the first invalid line."""
+    """Return the trials up to the first invalid or truncated line."""
     found = []
     for line in lines:
         try:

@@ -41,8 +41,9 @@ class Outcome:
     written_bytes: int = 0
     """Bytes written per step."""
     predicted: float = 0.0
-    """Step time in seconds predicted by the planner from the bandwidth and computation time of this trial, or from the
-    given ones if the trial was skipped; 0 if no data is transferred."""
+    """Step time in seconds predicted by the planner from the bandwidth and computation time of this trial, or from
+    `Bounds` if the trial was skipped; 0 if no data is transferred.
+    """
     bandwidth: float = 0.0
     """Bytes per second while pages were in transfer."""
     computation: float = 0.0
@@ -54,9 +55,9 @@ class Outcome:
     effective: dict[str, Any] = field(default_factory=dict)
     """Values that infinity chose for automatic settings."""
     reason: str = ""
-    """Reason of a failure."""
+    """Reason for a failure."""
     usage: bool = False
-    """Whether the failure is caused by the requested settings and not by a defect."""
+    """Whether the failure is caused by the requested settings rather than by a bug."""
 
     @property
     def counts(self) -> bool:
@@ -81,7 +82,7 @@ class Trial:
     """Settings that differ from the best candidate at that time; empty for that candidate itself."""
     outcome: Outcome
     ratio: float | None
-    """Step time relative to the adjacent measurement of the best candidate; None without a measurement."""
+    """Step time relative to the most recent measurement of the best candidate; None if the trial was not measured."""
     relative: float | None
     """Step time relative to the start, as the product of all ratios up to this trial."""
     best_relative: float
@@ -100,7 +101,7 @@ class Result:
     gains: tuple[float, ...]
     """Step time of the start divided by the winner's, for every final comparison."""
     noise: float
-    """Noise of a ratio of two trials."""
+    """Noise in the step-time ratio of two trials of the same candidate."""
     step_seconds: float
     """Last measured step time of the winner, in seconds."""
     start_seconds: float
@@ -110,11 +111,11 @@ class Result:
     worst_ratio: float
     """Step time of the slowest candidate relative to the winner."""
     complete: bool
-    """Whether all candidates were tried before the time was over."""
+    """Whether all candidates were tried before time ran out."""
     tried: int
     """Number of different candidates that were measured."""
     put_back: dict[str, float] = field(default_factory=dict)
-    """Settings that were reverted at the end, with the ratio of step times that the revert cost."""
+    """Settings that were reverted at the end, each with the step time after the revert relative to before."""
 
     @property
     def gain(self) -> float:

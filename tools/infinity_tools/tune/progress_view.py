@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from infinity.units import format_number
 from infinity_tools.tune.outcome import Role, Trial
 from infinity_tools.tune.search_space import Candidate, describe
 
@@ -71,7 +72,7 @@ class View:
         self._trials = trial.number
         if trial.number == 1 and trial.outcome.counts:
             self._first = trial.outcome.seconds
-            self.say(f"start: {self._first:.3g} s per step")
+            self.say(f"start: {format_number(self._first)} s per step")
 
     def improved(self, relative: float, best: Candidate) -> None:
         """Show a new best candidate."""

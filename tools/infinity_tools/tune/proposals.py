@@ -16,7 +16,7 @@ trial of the value, for a worse value in between, and for the direction that has
 
 
 class Proposals:
-    """Choose untried candidates in an order that depends on the outcomes so far."""
+    """Proposes untried candidates, in an order that depends on the outcomes so far."""
 
     def __init__(self, space: Space, seed: int) -> None:
         self.space = space
@@ -28,7 +28,7 @@ class Proposals:
         self._heading: tuple[str, int] | None = None  # setting and direction that have just helped
 
     def note(self, changes: Mapping[str, Any], ratio: float) -> None:
-        """Record the ratio of changes to the best candidate. Infinity means that they are not possible."""
+        """Record the step time with these changes, relative to the best candidate. Infinity: they are not possible."""
         if len(changes) == 1:
             self._history.setdefault(next(iter(changes.items())), []).append(ratio)
 
@@ -42,7 +42,7 @@ class Proposals:
                 self._heading = name, _direction(setting, before[name], value)
 
     def following(self, best: Candidate) -> dict[str, Any] | None:
-        """Return the next candidate to try, or None if all are tried."""
+        """Return the next candidate to try, or None if all have been tried."""
         seen = {self.space.key(candidate) for candidate in self.tried}
         scored = [
             (self._score(setting, best[setting.name], value), order, {**best, setting.name: value})
@@ -76,7 +76,7 @@ class Proposals:
         return score + _HEADING if self._heading == (setting.name, up) and away == 1 else score
 
     def _pair(self, best: Candidate) -> dict[str, Any]:
-        """Return a candidate with two changes, drawn with a preference for small losses."""
+        """Return the best candidate with two random changes. Changes that cost little are more likely."""
         changed = dict(best)
         for setting in self._random.sample(self.space.settings, 2):
             values = [value for value in setting.values if value != best[setting.name]]

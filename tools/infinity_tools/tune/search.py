@@ -1,4 +1,4 @@
-"""Search for the fastest settings. The search is pure, given a clock and a function that measures a candidate.
+"""Search for the fastest settings. The clock and the function that measures a candidate are passed in.
 
 [Note: the search] A trial takes seconds and is noisy, and the speed of a machine drifts during the search. The search
 therefore makes a few dozen trials and compares each with a measurement made next to it.
@@ -14,16 +14,16 @@ therefore makes a few dozen trials and compares each with a measurement made nex
    factor of `_SKIP` is not measured. A candidate whose first counted step takes `_SLOW` times as long as the best is
    stopped.
 4. Many candidates get few trials, and promising ones get more. A candidate that is not faster is dropped. If it is
-   faster by less than the noise may explain, it is measured again after the best candidate, and the median of the
+   faster, but by less than noise could explain, it is measured again after the best candidate, and the median of the
    ratios decides. It has to gain more than `GAIN` and more than the noise.
 5. The best candidate is measured again every few trials. Ratios refer to its last measurement, so drift of the machine
    cancels out.
-6. At the end, each changed setting is reverted once and stays reverted unless that costs `GAIN`. Then start and winner
-   are measured alternately (`repeats`). The median of these ratios is the gain, and half their range is its spread. If
-   the gain is below `GAIN` or below the spread, the start is kept.
+6. At the end, each changed setting is reverted once and stays reverted unless that costs more than `GAIN`. Then start
+   and winner are measured alternately (`repeats`). The median of these ratios is the gain, and half their range is its
+   spread. If the gain is below `GAIN` or below the spread, the start is kept.
 
-Only pairs are drawn at random, from a seed. The same outcomes lead to the same trials, so a journal can resume a
-search.
+Only pairs are drawn at random, from a seed. The same outcomes lead to the same trials, so a search can be resumed from
+its journal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from infinity_tools.tune.proposals import Proposals
 from infinity_tools.tune.search_space import AUTOMATIC, Candidate, Space
 
 GAIN = 0.01
-"""Minimum gain: a change that saves a smaller fraction of a step is not worth a line in a file."""
+"""Minimum gain, as a fraction of the step time. A smaller gain does not justify changing a setting."""
 _SLOW, _SKIP = 1.5, 1.2
 _AGAIN = 4
 """Number of trials after which the best candidate is measured again."""
@@ -61,10 +61,10 @@ class SearchFailed(Exception):
 
 
 class Measure(Protocol):
-    """Callable that trains with a candidate for some steps."""
+    """Callable that trains with a candidate for a few steps."""
 
     def __call__(self, candidate: Candidate, role: Role, bounds: Bounds, /) -> Outcome:
-        """Return the outcome. If training with the candidate is not possible, the outcome reports that."""
+        """Return the outcome, which is ``failed`` if training with the candidate is not possible."""
 
 
 class Search:
@@ -113,11 +113,11 @@ class Search:
 
     @property
     def noise(self) -> float:
-        """Deviation from 1 of a ratio of two trials of the same candidate; about one standard deviation."""
+        """Approximate standard deviation of the step-time ratio of two trials of the same candidate."""
         return min(_MOST_NOISE, 1.48 * statistics.median(self._spread))
 
     def run(self) -> Result:
-        """Search until the time is over or all candidates are tried.
+        """Search until time runs out or all candidates have been tried.
 
         Raises:
             SearchFailed: if the start cannot be measured.
@@ -154,7 +154,6 @@ class Search:
         self._space = self._proposals.space = self._make_space(self._effective)
 
     def _challenge(self, candidate: dict[str, Any], role: Role) -> None:
-        """Measure a candidate against the best one, repeatedly if needed, and adopt it if it is faster."""
         changes = self._space.changes(candidate, self.best)
         outcome = self._try(candidate, role, self._bounds())
         ratio = self._ratio(outcome)
@@ -199,7 +198,9 @@ class Search:
         return self._space.changes(self.best, self._baseline)
 
     def _compare(self) -> tuple[float, ...]:
-        """Measure start and best candidate alternately. Without a gain, the start becomes the best candidate again."""
+        """Measure the start and the best candidate alternately. Without a gain, the start becomes the best candidate
+        again.
+        """
         gains: list[float] = []
         start = dict(self._space.start)
         if self.best == start:
@@ -250,7 +251,7 @@ class Search:
         return outcome
 
     def _ratio(self, outcome: Outcome) -> float | None:
-        """Return the step time relative to the best candidate: measured, or predicted for a skipped trial."""
+        """Return the step time relative to the best candidate's: measured, or predicted if the trial was skipped."""
         shown = self._shown
         if outcome.counts and shown.counts:
             return outcome.seconds / shown.seconds
@@ -276,7 +277,9 @@ class Search:
     # Time #
 
     def _has_time(self, trials: int, kept: float | None = None) -> bool:
-        """Return whether so many trials fit before the reserved time, by default the time of all final measurements."""
+        """Return whether this many trials fit before the last `kept` seconds, by default the time of all final
+        measurements.
+        """
         if kept is None:
             kept = self._comparing_seconds() + len(self._changes_to_put_back()) * self._trial_seconds()
         return self._clock() + trials * self._trial_seconds() + kept <= self._seconds
@@ -286,7 +289,7 @@ class Search:
         return statistics.median(walls) if walls else 0.0
 
     def _comparing_seconds(self) -> float:
-        """Return the time of the final comparison, limited to a fraction of the total."""
+        """Return the time reserved for the final comparison, at most a fraction of the total."""
         if self.best == self._space.start:
             return 0.0
         walls = {self._space.key(trial.candidate): trial.outcome.wall for trial in self.trials if trial.outcome.counts}

@@ -67,12 +67,12 @@ class Setting:
     """Whether neighboring values have similar effects."""
 
     def distance(self, before: Any, after: Any) -> int:
-        """Return the number of steps between two values. It is always 1 for a setting without an order."""
+        """Return how many positions apart two values are, or 1 for a setting without an order."""
         return abs(self.values.index(after) - self.values.index(before)) if self.ordered else 1
 
 
 class Space:
-    """The settings with more than one value, the start of the search, and the equivalence of candidates."""
+    """Settings with more than one value, the start of the search, and which candidates are equivalent."""
 
     def __init__(self, settings: Sequence[Setting], start: Candidate, defaults: Candidate, page_bytes: int = 0) -> None:
         """Create the space.
@@ -96,7 +96,7 @@ class Space:
         return count
 
     def key(self, candidate: Candidate) -> tuple[Any, ...]:
-        """Return a key that is equal for equivalent candidates. A request is never larger than a page."""
+        """Return a key that is equal for equivalent candidates: a request size is limited by the page size."""
         found = dict(candidate)
         page = found.get("memory.page_bytes") or self._page_bytes
         if page and "storage.request_bytes" in found:
@@ -121,7 +121,7 @@ def value_of(settings: Config, name: str) -> Any:
 
 
 def candidate_of(settings: Config, host_bytes: int) -> dict[str, Any]:
-    """Return the tuned settings with their current values, except for a host cache of `host_bytes`."""
+    """Return the current values of the tuned settings, with `host_bytes` as the size of the host cache."""
     return {name: value_of(settings, name) for name in TUNED} | {"memory.host_bytes": host_bytes}
 
 
@@ -136,7 +136,7 @@ def make_space(start: Candidate, limits: Limits, effective: Mapping[str, Any]) -
     """
     defaults = candidate_of(Config(), limits.host_bytes)
     if start["state.format"] not in ("fp32", *ALLOWED[limits.formats]):
-        defaults["state.format"] = start["state.format"]  # another format changes bits, which was not allowed
+        defaults["state.format"] = start["state.format"]  # a different format changes results, which was not allowed
     settings = [_setting(name, (start[name], defaults[name]), limits, effective) for name in TUNED]
     return Space(settings, start, defaults, int(effective.get("memory.page_bytes", 0)))
 

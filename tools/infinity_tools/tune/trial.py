@@ -1,4 +1,4 @@
-"""Trials in the worker process: a model is offloaded with the settings of a candidate and trained for some steps."""
+"""Trials in the worker process: a model is offloaded with the settings of a candidate and trained for a few steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LEAST_STEPS, _LEAST_SECONDS, _MOST_STEPS = 3, 1.0, 20
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Model and batch of a training, by the names of the options of `infinity train`."""
+    """Model and batch of a training run, named as in the `infinity train` options."""
 
     model: str
     dtype: str
@@ -47,7 +47,7 @@ class Trials:
         """Check the workload. `stopped` is called before every step.
 
         Raises:
-            ConfigError: if the model is invalid, or the batch does not fit it.
+            ConfigError: if the model is invalid, or the batch does not suit it.
         """
         import torch
 
@@ -81,11 +81,11 @@ class Trials:
         }
 
     def run(self, settings: Config, candidate: Mapping[str, Any], folders: Sequence[str], bounds: Bounds) -> Outcome:
-        """Train with a candidate in folders that are emptied afterwards. A failure is an outcome, too."""
+        """Train with a candidate in folders that are emptied afterwards. A failure is returned as an outcome."""
         began = time.perf_counter()
         try:
             outcome = self._run(settings, candidate, folders, bounds)
-        except Exception as error:  # settings that do not fit together or too little memory may raise anything
+        except Exception as error:  # conflicting settings or too little memory may raise any exception
             outcome = Outcome(kind="failed", reason=_reason(error), usage=is_usage(error))
         finally:
             gc.collect()
@@ -173,7 +173,7 @@ def _are_enough(records: Sequence[Any]) -> bool:
 
 
 def _trial(settings: Config, candidate: Mapping[str, Any], folders: Sequence[str], seed: int) -> Config:
-    """Return the settings of a trial, without resuming, checkpoints, kept data or a timeline."""
+    """Return the settings of a trial, which never resumes, keeps no data and writes no checkpoints or timeline."""
     changed = settings.with_values(**candidate, **{"storage.paths": list(folders), "telemetry.timeline": ""})
     return replace(changed, run=RunConfig(keep="never", seed=seed))
 
@@ -188,7 +188,7 @@ def _reason(error: Exception) -> str:
 
 
 def is_usage(error: Exception) -> bool:
-    """Return whether the error is caused by options or settings and not by a defect."""
+    """Return whether the error is caused by options or settings rather than by a bug."""
     from infinity.errors import BudgetError, FolderBusyError, UnsupportedError
 
     return isinstance(error, ConfigError | BudgetError | FolderBusyError | UnsupportedError)

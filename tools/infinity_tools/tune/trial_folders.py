@@ -27,7 +27,7 @@ _OLD_SECONDS = 60.0
 
 @contextmanager
 def trial_folders(paths: Sequence[str], telemetry: TelemetryConfig) -> Iterator[list[str]]:
-    """Create a folder for trials below each path. Folders left by killed processes are removed first.
+    """Create a folder for trials under each path. Folders left by killed processes are removed first.
 
     Raises:
         ConfigError: if a folder cannot be created.
@@ -56,7 +56,7 @@ def trial_folders(paths: Sequence[str], telemetry: TelemetryConfig) -> Iterator[
 
 
 def remove_left_over(path: Path, telemetry: TelemetryConfig) -> None:
-    """Remove the folders below `path` that no process holds. Raises `OSError` if `path` cannot be read."""
+    """Remove trial folders under `path` that no process has locked. Raises `OSError` if `path` cannot be read."""
     for folder in path.iterdir():
         if folder.name.startswith(PREFIX) and not folder.is_symlink() and _is_left(folder):
             remove(folder, telemetry)
@@ -92,8 +92,8 @@ def empty(folder: Path, telemetry: TelemetryConfig, runs: Iterable[str] = ()) ->
 
     Args:
         folder: Folder of the trials.
-        telemetry: Telemetry settings, which name the runtime folder.
-        runs: Ids of runs that ended in order and therefore left no folder.
+        telemetry: Telemetry settings, which contain the runtime folder.
+        runs: Ids of runs that ended cleanly and therefore left no folder.
     """
     with suppress(OSError):
         left = list(folder.iterdir())

@@ -1,8 +1,8 @@
 """Worker process for trials, so that a crash or an out-of-memory kill ends one trial and not the search.
 
-The worker ends in order on SIGTERM, and when its parent process is gone: it closes an open run, which removes the run's
-data from the drives, and removes the folders of the trials. Ctrl-C in a terminal reaches both processes; the worker
-ignores it and leaves it to the parent.
+The worker exits cleanly on SIGTERM, and when its parent process has exited: it closes an open run, which removes the
+run's data from the drives, and removes the folders of the trials. Ctrl-C in a terminal reaches both processes; the
+worker ignores it and leaves it to the parent.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from infinity_tools.tune.trial_folders import empty, remove
 _NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGHUP)
 _LOOK_SECONDS = 0.2
 _PATIENCE = 30.0
-"""Maximum seconds for an orderly end of a worker before it is killed."""
+"""Seconds that a worker has to exit cleanly before it is killed."""
 
 
 class Worker:
-    """A process with a model, as a context manager. It starts at first use, and again if it has died."""
+    """Process that runs trials, as a context manager. It is started on first use, and restarted if it has died."""
 
     def __init__(
         self, workload: Workload, settings: Config, folders: Sequence[str], stopped: Callable[[], int] = lambda: 0
@@ -82,7 +82,7 @@ class Worker:
         self.facts = answer
 
     def measure(self, candidate: Candidate, bounds: Bounds) -> Outcome:
-        """Run a trial. If the worker dies, the trial has failed."""
+        """Run a trial. If the worker dies, the outcome is a failure."""
         if self._process is None:
             self.start()
         assert self._pipe is not None
@@ -107,7 +107,7 @@ class Worker:
         return self._pipe.recv()
 
     def _ending(self) -> str:
-        """Return a description of the end of the process, and release it."""
+        """Return a description of how the process ended, and release it."""
         assert self._process is not None
         self._process.join(_PATIENCE)
         status = self._process.exitcode
@@ -117,7 +117,7 @@ class Worker:
         return f"ended with status {status}"
 
     def close(self) -> None:
-        """Stop the process, in order if possible."""
+        """Stop the process, cleanly if possible."""
         process, self._process = self._process, None
         if process is not None and process.pid is not None:  # started
             process.terminate()
@@ -132,7 +132,7 @@ class Worker:
 
 
 def serve(pipe: Connection, workload: Workload, settings: Config, folders: Sequence[str]) -> None:
-    """Run the requested trials until the pipe is closed or this process has to end. Runs in the worker."""
+    """Run the requested trials until the pipe is closed or this process must exit. Runs in the worker."""
     ending, orphaned = threading.Event(), threading.Event()
     threading.Thread(target=_end_with_parent, args=(ending, orphaned, settings, folders), daemon=True).start()
     warnings.simplefilter("ignore")
@@ -140,7 +140,7 @@ def serve(pipe: Connection, workload: Workload, settings: Config, folders: Seque
     try:
         trials = Trials(workload, ending.is_set)
         pipe.send(("ready", trials.facts()))
-    except Exception as error:  # transformers may raise anything for the contents of a model folder
+    except Exception as error:  # transformers may raise any exception for an invalid model folder
         pipe.send(("usage" if is_usage(error) else "failed", str(error) or type(error).__name__))
         return
     # The handler sets a flag and does not raise: an exception in a callback of the interpreter would get lost.
@@ -159,7 +159,7 @@ def serve(pipe: Connection, workload: Workload, settings: Config, folders: Seque
 def _end_with_parent(
     ending: threading.Event, orphaned: threading.Event, settings: Config, folders: Sequence[str]
 ) -> None:
-    """Wait for the end of the parent process, then end this one and remove all data."""
+    """Wait until the parent process exits, then end this process and remove all data."""
     parent = mp.parent_process()
     assert parent is not None
     wait([parent.sentinel])

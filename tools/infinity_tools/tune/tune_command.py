@@ -27,13 +27,19 @@ def tune(
     model: Annotated[
         str,
         typer.Option(
-            help="Preset (`--model list` lists them), config.json, or folder of weights, as for `infinity train`.",
+            help="A preset (`--model list` lists them), a transformers config.json, or a folder of weights, as in "
+            "`infinity train`.",
             rich_help_panel=_MODEL,
         ),
     ] = "llama-100m",
-    dtype: Annotated[str, typer.Option(help="Data type: bf16, fp32 or auto.", rich_help_panel=_MODEL)] = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(help="Compute dtype: bf16, fp32 or auto (bf16 if the processor supports it).",
+                     rich_help_panel=_MODEL),
+    ] = "auto",
     activation_checkpointing: Annotated[
-        bool, typer.Option(help="Recompute the activations of each layer in backward.", rich_help_panel=_MODEL)
+        bool,
+        typer.Option(help="Keep only the layer inputs and recompute the layers in backward.", rich_help_panel=_MODEL),
     ] = False,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step.", rich_help_panel=_MODEL)] = 512,
     micro_tokens: Annotated[
@@ -44,7 +50,8 @@ def tune(
         int | None,
         typer.Option(
             min=1,
-            help="Tokens per slice of the logits, as for `infinity train`. [default: the micro-batch]",
+            help="Compute the logits and loss in slices of this many tokens, as with `infinity train`. [default: a "
+            "whole micro-batch]",
             rich_help_panel=_MODEL,
         ),
     ] = None,
@@ -52,18 +59,19 @@ def tune(
     max_grad_norm: Annotated[
         float | None,
         typer.Option(
-            help="Clip the gradient norm as in the training run. Updates then wait for the end of backward. "
-            "[default: off]",
+            help="Clip gradients to this global norm, as in the training run. Updates then wait until backward has "
+            "finished. [default: no clipping]",
             rich_help_panel=_MODEL,
         ),
     ] = None,
     threads: Annotated[
-        int, typer.Option(min=0, max=4096, help="Compute threads. 0: chosen by torch.", rich_help_panel=_MODEL)
+        int, typer.Option(min=0, max=4096, help="CPU threads. 0: PyTorch's default.", rich_help_panel=_MODEL)
     ] = 0,
     nvme: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Folder for the state on the drive of the training run; repeatable. [default: from --config]",
+            help="Folder for the state, on the drive that the training run will use; can be repeated. [default: from "
+            "--config]",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -71,8 +79,8 @@ def tune(
         str | None,
         typer.Option(
             callback=setting("memory.host_bytes"),
-            help="Maximum size of the host cache, such as 2GiB. [default: from --config, else a quarter of the free "
-            "memory]",
+            help="Maximum size of the host cache, such as 2GiB. [default: from --config, or else a quarter of the "
+            "available memory]",
             rich_help_panel=_STATE,
         ),
     ] = None,
@@ -80,49 +88,53 @@ def tune(
         str | None,
         typer.Option(
             callback=setting("activations.tier"),
-            help="Storage of layer inputs until backward: device, host (with a GPU) or nvme. [default: from --config, "
-            "else device]",
+            help="Where layer inputs are stored until backward: device, host (requires a GPU) or nvme. [default: from "
+            "--config, or else device]",
             rich_help_panel=_STATE,
         ),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="Initial settings as TOML. [default: the defaults of infinity]", rich_help_panel=_STATE),
+        typer.Option(help="TOML file with the initial settings. [default: infinity's defaults]",
+                     rich_help_panel=_STATE),
     ] = None,
     allow_format: Annotated[
         str,
         typer.Option(
-            help="Values of state.format to try. same: no change; split: also split, which is bitwise equal; any: also "
-            "formats that round optimizer states.",
+            help="Values of state.format to try: same (no change), split (also split, which is bitwise equal) or any "
+            "(also formats that round optimizer state).",
             rich_help_panel=_STATE,
         ),
     ] = "same",
     minutes: Annotated[
-        float, typer.Option(min=0.05, max=1440, callback=finite, help="Total time limit.", rich_help_panel=_SEARCH)
+        float,
+        typer.Option(min=0.05, max=1440, callback=finite, help="Total time limit in minutes.",
+                     rich_help_panel=_SEARCH),
     ] = 5.0,
     repeats: Annotated[
         int,
-        typer.Option(min=1, max=100, help="Final comparisons of start and winner.", rich_help_panel=_SEARCH),
+        typer.Option(min=1, max=100, help="Number of final comparisons between the initial settings and the winner.",
+                     rich_help_panel=_SEARCH),
     ] = 3,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Resume from OUT/trials.jsonl; --minutes includes the earlier time.",
+        typer.Option("--resume", help="Continue the search in OUT/trials.jsonl; --minutes includes the earlier time.",
                      rich_help_panel=_SEARCH),
     ] = False,
     seed: Annotated[
         int,
-        typer.Option(callback=setting("run.seed"), help="Seed of initial values and of the search.",
+        typer.Option(callback=setting("run.seed"), help="Random seed of the initialization and of the search.",
                      rich_help_panel=_SEARCH),
     ] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
     version: Version = False,
 ) -> None:  # fmt: skip
-    """Find the fastest settings for a model on this machine by short training trials.
+    """Find the fastest settings for a model on this machine with short training trials.
 
-    `infinity tune --model llama-100m --nvme /nvme0/run --host-memory 2GiB --minutes 5 --out tuned`, then
-    `infinity train --config tuned/infinity.toml …`. Trials train on random tokens in temporary folders below --nvme,
-    which are removed at the end. The exit status is 0 if the search completes, even without a gain; 2 if an option or
-    a setting has to be changed; and 1 for other errors.
+    For example: `infinity tune --model llama-100m --nvme /nvme0/run --host-memory 2GiB --minutes 5 --out tuned`, then
+    `infinity train --config tuned/infinity.toml …`. Trials train on random tokens in temporary folders under --nvme,
+    which are removed at the end. The exit status is 0 if the search completes, even without a gain; 2 if an option or a
+    setting must be changed; and 1 for other errors.
     """
     if model == "list":
         list_presets(json=json)
@@ -161,7 +173,6 @@ def tune(
 
 
 def _next_lines(out: Path, workload: Workload) -> list[str]:
-    """Return the lines that show how to train with the settings found."""
     from infinity_tools.options import batch_words
     from infinity_tools.tune.tuning import FILES, SETTINGS
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from infinity.config import Config
 from infinity.errors import ConfigError
-from infinity.units import format_size
+from infinity.units import format_number, format_size
 from infinity.untrusted_files import replacing
+from infinity_tools.progress import short
 from infinity_tools.toml import settings_toml
 from infinity_tools.tune.outcome import Result, Trial
 from infinity_tools.tune.search_space import describe
@@ -90,19 +91,21 @@ def result_lines(summary: Mapping[str, Any], out: Path) -> list[str]:
         rounds = f"{gain['rounds']} round{'s' if gain['rounds'] > 1 else ''}"
         lines = [
             f"{gain['over_start']:.2f} times as fast as {start} ({gain['min']:.2f} to {gain['max']:.2f} in {rounds}): "
-            f"{before:.3g} → {after:.3g} s per step",
+            f"{format_number(before)} → {format_number(after)} s per step",
             f"with {describe(summary['changes'])}",
         ]
     else:
         noise = f"± {summary['noise']:.1%}"
-        lines = [f"no gain: {start} {verb} as fast as any other candidate ({noise}), {before:.3g} s per step"]
+        now = format_number(before)
+        lines = [f"no gain: {start} {verb} as fast as any other candidate ({noise}), {now} s per step"]
     lines += [
         f"the slowest of {summary['candidates']} combinations takes {gain['over_worst']:.2f} times as long",
         f"{sum(trials.values())} trials in {summary['seconds']:.0f} s wrote "
         f"{format_size(summary['written_bytes'])} to the drives",
     ]
     if trials["failed"]:
-        lines.append(f"{trials['failed']} trials failed; see {out / 'tune.json'} for the reasons")
+        failed = f"{trials['failed']} trial{'s' * (trials['failed'] > 1)}"
+        lines.append(f"{failed} failed; see {out / 'tune.json'} for the reasons")
     return lines
 
 
@@ -135,7 +138,7 @@ def draw(file: Path, summary: Mapping[str, Any], trials: Sequence[Trial]) -> Non
     left, right = figure.subplots(1, 2)
     _draw_time(left, trials)
     _draw_effects(right, rows, summary["noise"])
-    figure.suptitle(f"{summary['model']} · {summary['parameters'] / 1e6:.4g} M parameters · {summary['device']}")
+    figure.suptitle(f"{summary['model']} · {short(summary['parameters'])} parameters · {summary['device']}")
     with replacing(file, 0o666) as out:
         figure.savefig(out, format="png", dpi=120)
 

@@ -1,4 +1,4 @@
-"""Run of `infinity tune`, from the checks of its options to its output files."""
+"""A run of `infinity tune`, from option checks to output files."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.memory.limits import default_host_cache
 from infinity.units import MIB, align_down, format_size
 from infinity.untrusted_files import why_not_written
+from infinity_tools.progress import short
 from infinity_tools.signals import StopRequest
 from infinity_tools.tune.journal import Journal, check_file
 from infinity_tools.tune.outcome import Bounds, Outcome, Result, Role, Trial
@@ -65,14 +66,14 @@ def make_plan(workload: Workload, settings: Config, allow_format: str, *, minute
         raise ConfigError(f"--allow-format {allow_format!r} is not one of {', '.join(ALLOWED)}")
     norm = workload.max_grad_norm
     if norm is not None and not norm > 0:
-        raise ConfigError(f"--max-grad-norm {norm:g} must be above 0; omit it to train without clipping")
+        raise ConfigError(f"--max-grad-norm {norm:g} must be greater than 0; omit it to train without clipping")
     if norm is not None and settings.update.schedule == "in_backward":
         raise ConfigError(
             'update.schedule = "in_backward" updates before the global norm is known, which --max-grad-norm requires; '
             "remove one of them"
         )
     if not settings.storage.paths:
-        raise ConfigError("--nvme is missing; name a folder on the drive of the training run")
+        raise ConfigError("--nvme is missing; pass a folder on the drive that the training run will use")
     if workload.batch_tokens % workload.seq:
         near = max(1, round(workload.batch_tokens / workload.seq)) * workload.seq
         raise ConfigError(
@@ -108,7 +109,9 @@ class Tuning:
             stack.enter_context(_without_leftovers(self._out))
             _make(self._out)
             check_file(self._out / JOURNAL, resume=resume)
-            stop = stack.enter_context(StopRequest("" if self._json else "stopping; press again to stop at once"))
+            stop = stack.enter_context(
+                StopRequest("" if self._json else "stopping; press Ctrl-C again to stop immediately")
+            )
             stop.patient = True  # polled while a trial runs, because an exception raised anywhere might get lost
             stack.enter_context(self._explaining_resume())
             view = stack.enter_context(View(self._console, plan.start, minutes=plan.minutes, silent=self._json))
@@ -138,7 +141,6 @@ class Tuning:
         return summary
 
     def _search(self, view: View, worker: Worker, journal: Journal) -> tuple[Result, float]:
-        """Search, and return the result and the total time in seconds."""
         plan = self._plan
 
         def measure(candidate: Candidate, role: Role, bounds: Bounds) -> Outcome:
@@ -174,13 +176,12 @@ class Tuning:
     def _say_workload(self, view: View, worker: Worker) -> None:
         plan, facts = self._plan, worker.facts
         view.say(
-            f"{facts['model']}, {facts['dtype']}, {facts['parameters'] / 1e6:.4g} M parameters, "
+            f"{facts['model']}, {facts['dtype']}, {short(facts['parameters'])} parameters, "
             f"{plan.workload.batch_tokens} tokens per step, on {facts['device']}\n"
             f"host cache up to {format_size(plan.limits.host_bytes)}, folders {', '.join(plan.settings.storage.paths)}"
         )
 
     def _about(self, worker: Worker) -> dict[str, Any]:
-        """Return the description stored in the journal, by option name where an option exists."""
         plan = self._plan
         workload = {key: value for key, value in asdict(plan.workload).items() if key not in ("model", "dtype")}
         return {
@@ -204,13 +205,15 @@ class Tuning:
 
     @contextmanager
     def _explaining_resume(self) -> Iterator[None]:
-        """Print the state of a search that is stopped early."""
+        """Report how many trials are saved if the search is stopped early."""
         try:
             yield
         except (SystemExit, KeyboardInterrupt):
             if not self._json:
                 there = (self._out / JOURNAL).exists() and self._trials
-                left = f"{len(self._trials)} trials are saved; continue with --resume" if there else "no trial is saved"
+                number = len(self._trials)
+                saved = f"{number} trial{'s are' if number > 1 else ' is'} saved; continue with --resume"
+                left = saved if there else "no trial is saved"
                 with suppress(OSError):
                     sys.stderr.write(f"stopped: {left}\n")
             raise
@@ -224,9 +227,7 @@ def _make(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"cannot create --out {str(out)!r}: {error.strerror}; choose a folder that you own"
-        ) from error
+        raise ConfigError(f"cannot create --out {str(out)!r}: {error.strerror}; choose a writable folder") from error
     for name in FILES:
         if why := why_not_written(out / name):
             raise ConfigError(f"cannot write {out / name}: {why}; choose another folder with --out")
