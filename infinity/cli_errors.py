@@ -32,6 +32,7 @@ from infinity.errors import (
     is_lost_connection,
 )
 from infinity.optional_dependencies import needs
+from infinity.units import format_number
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -191,7 +192,7 @@ def at_most(limit: float) -> Callable[[Any], Any]:
 
     def check(value: Any) -> Any:
         if value is not None and value > limit:
-            raise typer.BadParameter(f"{value} is above the maximum of {limit:g}")
+            raise typer.BadParameter(f"{value} is above the maximum of {format_number(limit)}")
         return finite(value)
 
     return check

@@ -192,7 +192,9 @@ def _rule_of(kind: Any, metadata: Mapping[str, Any]) -> Rule:
 
 
 def _range(metadata: Mapping[str, Any]) -> str:
-    shown = format_setting if metadata["size"] else str
+    def shown(value: int) -> str:
+        return format_setting(value) if metadata["size"] and value else str(value)
+
     if metadata["maximum"] == LARGEST:
         return f"{shown(metadata['minimum'])} or more"
     return f"from {shown(metadata['minimum'])} to {shown(metadata['maximum'])}"

@@ -13,7 +13,7 @@ from infinity.telemetry.exporter import new_family
 
 
 class BuildCollector:
-    """Collects ``daemon_build_info`` and ``daemon_start_time_seconds``. `started` is a Unix time."""
+    """Collector of ``daemon_build_info`` and ``daemon_start_time_seconds``. `started` is a Unix time."""
 
     name = "build"
 

@@ -31,7 +31,7 @@ Samples = Iterable[tuple[dict[str, str], float]]
 
 
 class DevicesCollector:
-    """Collects the ``device_*`` metrics, once per drive even if several paths are on the same drive.
+    """Collector of the ``device_*`` metrics, once per drive even if several paths are on the same drive.
 
     `reserved` returns the reserved bytes by drive name, and `bandwidth` returns the profile of a drive, or None. Each
     collection also takes a sample of `wear`.

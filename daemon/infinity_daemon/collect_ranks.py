@@ -14,7 +14,7 @@ from infinity_daemon.stats_files import StatsFiles
 
 
 class RanksCollector:
-    """Collects the metrics of the ranks and ``daemon_ranks``."""
+    """Collector of the metrics of the ranks and ``daemon_ranks``."""
 
     name = "ranks"
 

@@ -12,7 +12,7 @@ from infinity_daemon.stale import StaleRuns, by_drive
 
 
 class StaleCollector:
-    """Collects ``device_stale_runs`` and ``device_stale_bytes``, as found by the last search for stale runs."""
+    """Collector of ``device_stale_runs`` and ``device_stale_bytes``, as found by the last search for stale runs."""
 
     name = "stale"
 

@@ -143,7 +143,6 @@ class Profiles:
 
 
 def _newest(measurements: Iterable[Measured]) -> tuple[Measured, ...]:
-    """Return the measurements to keep in the history, newest first."""
     kept, counts = [], dict[tuple[frozenset[str], str], int]()
     for one in sorted(measurements, key=lambda one: -one.measured):
         key = one.drives, one.source

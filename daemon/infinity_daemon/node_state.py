@@ -122,6 +122,5 @@ class NodeState:
 
 
 def _with_runs(drive: Tree, runs: list[Tree], reserved: Mapping[str, int]) -> Tree:
-    """Return the figures for a drive with its reserved bytes and its traffic by run added."""
     moved = {run["id"]: run["drives"][drive["name"]] for run in runs if drive["name"] in run.get("drives", {})}
     return {**drive, "reserved": reserved.get(drive["name"], 0), "runs": moved}

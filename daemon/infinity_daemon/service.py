@@ -186,7 +186,6 @@ class Daemon:
         event(logging.INFO, "stopped")
 
     async def _work_until(self, stop: asyncio.Event) -> None:
-        """Run the background threads and the main loop until `stop` is set."""
         threads = [
             Background("measure", self._measuring.look, drive_measurement.LOOK_SECONDS),
             Background("stale", self._stale.look, stale.LOOK_SECONDS),
@@ -221,7 +220,6 @@ class Daemon:
                 await asyncio.wait_for(stop.wait(), _SWEEP_SECONDS)
 
     def _reserved(self) -> set[str]:
-        """Return the names of drives on which runs have reserved space."""
         own = self._measuring.owner
         return {entry.place.drive.name for entry in self._reservations.entries() if entry.owner != own}
 

@@ -60,8 +60,6 @@ def _after(before: Estimate, one: _Inputs) -> Estimate:
 
 
 class _Inputs(NamedTuple):
-    """Inputs of an estimate, except for the model."""
-
     workload: Workload
     machine: Machine
     settings: Config
@@ -71,7 +69,6 @@ class _Inputs(NamedTuple):
 
 
 def _changes(of: Estimate) -> Iterator[tuple[str, str, _Inputs]]:
-    """Yield (description, cost, changed inputs) for each candidate."""
     before = _Inputs(of.workload, of.machine, of.settings)
     work, drives, settings = before.workload, before.machine.drives, before.settings
     if len(of.plan.resident) < len(of.layout.pages):

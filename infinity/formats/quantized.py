@@ -176,12 +176,10 @@ class _Quantizing:
 
     @property
     def likes(self) -> dict[str, torch.Tensor]:
-        """Targets on the meta device, by name in the model."""
         prefix = self.name.removesuffix("weight")
         return {prefix + key: torch.empty_like(part, device="meta") for key, part in self.layer.stored.items()}
 
     def run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the targets by name, given the sources."""
         prefix = self.name.removesuffix("weight")
         return {prefix + key: part for key, part in self.layer.parts(self.whole.run(values)[self.name]).items()}
 

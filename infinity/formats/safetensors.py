@@ -256,7 +256,6 @@ class _Outgoing:
         return name, self._last[1].pop(name).contiguous()
 
     def value(self, name: str) -> torch.Tensor:
-        """Return a parameter or a buffer by one of its names in the model."""
         if name in self._buffers:
             return self._buffers[name]
         index = self._index[name]

@@ -137,7 +137,6 @@ def _malformed(file: Path, error: Exception) -> ConfigError:
 
 
 def _choose(path: Path) -> Path:
-    """Return the weight file of a folder, or the index of its weight files."""
     if path.is_file():
         if path.name.endswith((".safetensors", ".safetensors.index.json")):
             return path
@@ -160,7 +159,6 @@ _RESAVE = "load them with transformers' from_pretrained, and save them with save
 
 
 def _instead(folder: Path) -> str:
-    """Return advice for a folder that does not contain weights under the usual names."""
     if any(folder.glob("adapter_model.*")):
         return (
             "it contains an adapter: merge it into its base model with peft, and save the result with save_pretrained"
@@ -175,7 +173,7 @@ def _instead(folder: Path) -> str:
     below = sorted(file.parent for name in (SINGLE, INDEX) for file in folder.glob(f"*/{name}"))
     if below:
         return f"pass {below[0]}, which contains weights"
-        return "pass a folder that save_pretrained wrote"
+    return "pass a folder that save_pretrained wrote"
 
 
 def check_not_quantized(config: Mapping[str, Any], where: object) -> None:

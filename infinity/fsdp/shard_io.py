@@ -44,8 +44,6 @@ class GatherListener(Protocol):
 
 
 class _OpenRun(NamedTuple):
-    """Objects of the run, which are available until it is closed."""
-
     pager: Pager
     listener: GatherListener
     ledger: Ledger

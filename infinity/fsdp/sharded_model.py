@@ -206,7 +206,6 @@ _UNQUANTISED = (
 
 
 def _outside(model: nn.Module, names: list[str]) -> UnsupportedError:
-    """Return the error for parameters outside of all FSDP modules. The fix depends on how they were added."""
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
     def of_adapter(name: str) -> bool:

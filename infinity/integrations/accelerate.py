@@ -224,7 +224,7 @@ class _Served:
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Reduce gradients nevertheless, because each rank would otherwise keep all unreduced gradients in memory."""
+        """Do not defer the reduction, because unreduced gradients of the whole model would stay in memory."""
         yield
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **named: Any) -> Any:

@@ -205,11 +205,11 @@ class PagedStrategy(ModelParallelStrategy):  # type: ignore[misc]
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return Lightning's data. `fit` then resumes from the checkpoint; other calls require that the run is there.
+        """Return Lightning's data. `fit` then resumes from the checkpoint.
 
         Raises:
             ConfigError: if `save_checkpoint` did not write the folder.
-            CheckpointError: if the run is not at that checkpoint. The message states the fix.
+            CheckpointError: outside of `fit`, if the run is not at that checkpoint. The message states the fix.
         """
         folder, ranks = Path(self.broadcast(checkpoint_path)), Ranks.current()
         assert self.lightning_module is not None

@@ -115,7 +115,6 @@ class PagedTrainer(Trainer):  # type: ignore[misc]
 
 
 def _fields_of_base(config: BaseCheckpointManager.Config) -> dict[str, Any]:
-    """Return the fields that all torchtitan checkpoint managers have in common."""
     return {item.name: getattr(config, item.name) for item in fields(BaseCheckpointManager.Config)}
 
 
@@ -241,7 +240,7 @@ def _resumed(folder: Path, step: int, settings: Config) -> tuple[Path, Record] |
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Return the checkpoint folders in a folder, ordered by step."""
+    """Return checkpoint folders, ordered by step."""
     found = [child for child in folder.iterdir() if _FOLDER.fullmatch(child.name)] if folder.is_dir() else []
     return sorted(found, key=lambda child: int(child.name.removeprefix("step-")))
 

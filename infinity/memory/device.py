@@ -188,10 +188,7 @@ class AcceleratorDevice:
         index = name.index if name.index is not None else self._module.current_device()
         self.name = name if name.type == "cpu" else torch.device(name.type, index)
         self._streams: dict[str, Stream] = {}  # by purpose, created on first use; guarded by `_lock`
-        self._copied = {
-            True: 0,
-            False: 0,
-        }  # bytes copied to the host (True) and to the device (False); guarded by `_lock`
+        self._copied = {True: 0, False: 0}  # bytes to the host (True) and from it (False); guarded by `_lock`
         self._lock = threading.Lock()
 
     def enter_thread(self) -> None:

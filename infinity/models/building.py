@@ -65,7 +65,7 @@ def build(
 
 
 def is_auto(cls: Any) -> bool:
-    """Return whether a transformers class is an auto class, which selects the model class based on the configuration."""
+    """Return whether a transformers class is an auto class, which selects a model class based on a configuration."""
     return hasattr(cls, "_model_mapping")
 
 

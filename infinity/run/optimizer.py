@@ -304,7 +304,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._runner.check_open()
         if not self._run.settings.run.retained_checkpoints:
             raise ConfigError("run.retained_checkpoints = 0 reserves no space for checkpoints. Set it to 1 or more.")
-        self.check_between("checkpoint")
+        self.check_between("save_checkpoint")
         started = time.perf_counter()
         self._checkpointer.save_checkpoint({} if extra is None else extra, prefer)
         self._checkpointed = self.steps

@@ -127,5 +127,5 @@ class WearWarning:
             f"{format_number(100 * shares[worst])} % of its rated endurance, above the limit of "
             f"{format_number(100 * drive.daily_share)} % (drives.daily_share in the infinityd settings). "
             f"At this rate, the drive lasts {format_number(drive.left_bytes / nbytes)} more days. To write less, use "
-            "more tokens per step, a larger memory.host_bytes or a smaller state.format, or add drives to storage.paths."
+            "more tokens per step, a larger memory.host_bytes, a smaller state.format, or more drives in storage.paths."
         )

@@ -436,10 +436,12 @@ def _slowness(draft: _Draft, timing: Timing, least: float) -> float:
         timing: simulation of the candidate's trace.
         least: traffic per step of a plan with few streaming cache slots, in bytes. It serves as the unit of time.
     """
-    least = max(1, least) # avoid a division by zero if no page is transferred each = 2 * sum(draft.cycle.nbytes[page]
-    for page in draft.cycle.used) # bytes to read and write every page once works = (least, 2 * least, 2 * each) found =
-    timing.lengths(draft.reach, draft.moves, _moving(draft), works) ratios = [length / work for length, work in
-    zip(found, works, strict=True)] return mean([draft.moves.total_bytes / least, *ratios])
+    least = max(1, least)  # avoid a division by zero if no page is transferred
+    each = 2 * sum(draft.cycle.nbytes[page] for page in draft.cycle.used)  # bytes to read and write every page once
+    works = (least, 2 * least, 2 * each)
+    found = timing.lengths(draft.reach, draft.moves, _moving(draft), works)
+    ratios = [length / work for length, work in zip(found, works, strict=True)]
+    return mean([draft.moves.total_bytes / least, *ratios])
 
 
 def _moving(draft: _Draft) -> int:

@@ -45,7 +45,6 @@ class _Holder:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Tensor currently in the slot."""
         found: torch.Tensor = self.tensors[self.key]
         return found
 
@@ -75,7 +74,7 @@ class InitPlan:
         self._record()
 
     def _find_holders(self) -> None:
-        """Find the current slots of every tensor, except slots whose own value is discarded by a tie."""
+        """Find the current slots of every tensor, except slots whose own value is discarded by tying."""
         self._holders = {}
         for module in self._model.modules():
             for tensors in (module._parameters, module._buffers):
@@ -272,7 +271,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         arguments = list(_tensor_arguments(func, args, kwargs))
         written_real = any(alias is not None and alias.is_write and not _is_meta(t) for t, alias in arguments)
         if written_real and any(_is_meta(t) for t, _ in arguments):
-            raise UnsupportedError(f"{func} needs the value of another tensor, which is on the meta device")
+            raise UnsupportedError(f"{func} needs the value of a tensor on the meta device")
         result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and any(
             isinstance(t, torch.Tensor) and _is_meta(t) for t in tree_leaves(result)
@@ -292,7 +291,6 @@ def _real(value: Any) -> Any:
 
 
 def _tensor_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, Any]]:
-    """Yield the tensor arguments of an operation, with the alias information from its schema."""
     for position, argument in enumerate(func._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         for leaf in value if isinstance(value, list | tuple) else (value,):

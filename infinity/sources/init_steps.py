@@ -145,7 +145,7 @@ def _sets_tensors(function: Any, cls: type, seen: set[Any]) -> bool:
 
 
 def _by_transformers_model(model: nn.Module, twins: Twins) -> dict[nn.Module, list[nn.Module]]:
-    """Return the modules of each transformers model, without those of nested transformers models."""
+    """Return the modules of each transformers model, except modules of nested transformers models."""
     found: dict[nn.Module, list[nn.Module]] = {}
 
     def visit(module: nn.Module, around: nn.Module | None) -> None:
@@ -326,7 +326,6 @@ def _is_transformers(module: nn.Module) -> bool:
 
 
 def _transformers_models(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost transformers models."""
     covered: set[int] = set()
     for module in model.modules():
         if id(module) not in covered and _is_transformers(module):
@@ -380,7 +379,6 @@ def _transformers_root(root: nn.Module, twins: Twins) -> _Root:
 
 
 def _is_of_package(module: nn.Module, root: nn.Module) -> bool:
-    """Return whether the class of a module is defined in torch, transformers, or the root's package."""
     packages = {torch_private.original_class(m).__module__.partition(".")[0] for m in (module, root)}
     return packages <= {"torch", "transformers", torch_private.original_class(root).__module__.partition(".")[0]}
 
@@ -392,7 +390,6 @@ def _is_unknown(module: nn.Module, child: str) -> bool:
 
 
 def _reset_lora(model: nn.Module, layer: Any) -> None:
-    """Initialize the adapters of one layer as PEFT does when it adds them."""
     configs: Any = next((vars(m)["peft_config"] for m in model.modules() if "peft_config" in vars(m)), {})
     for adapter in layer.r:
         how = getattr(configs.get(adapter), "init_lora_weights", True)

@@ -129,7 +129,7 @@ class ModuleInitializer(FirstValues):
         before = {id(buffer): (m, key) for m in self._model.modules() for key, buffer in m._buffers.items()}
         self._set_buffers(device, known)
         for module, key, path, tensor in attributes:
-            if path == key and id(tensor) in before:  # another name of a buffer
+            if path == key and id(tensor) in before:  # a second name of a buffer
                 owner, name = before[id(tensor)]
                 setattr(module, key, owner._buffers[name])
         if attributes and self._function is not None:

@@ -118,7 +118,6 @@ class PretrainedFolder(FirstValues):
             check_not_quantized(read_json(config), self._files.path)
 
     def _compare_tied(self, entries: Mapping[tuple[str, ...], torch.Tensor]) -> None:
-        """Check that tensors that are tied in the model are equal in the folder."""
         for of_one in entries:
             there = [name for name in of_one if name in self._made_by]
             for other in there[1:]:
@@ -172,7 +171,6 @@ class PretrainedFolder(FirstValues):
         return not any(name in self._made_by for name in self._names(member))
 
     def _is_of_adapter(self, member: Member) -> bool:
-        """Return whether a parameter belongs to an adapter, as opposed to the base model."""
         return all(self._base_name(name) is None for name in member.names)
 
     def _names(self, member: Member) -> tuple[str, ...]:

@@ -276,7 +276,6 @@ def _stalled(ranks: Sequence[_Rank]) -> float | None:
 
 
 def _fetches(ranks: Sequence[_Rank]) -> dict[str, float] | None:
-    """Return the fraction of page requests with each result, or None if there are no requests."""
     counts = {
         name: sum(rank.in_steps("prefetch_fetches_total", result=name) for rank in ranks) for name in FETCH_RESULTS
     }
@@ -316,7 +315,6 @@ def _io_rate(ranks: Sequence[_Rank], op: str) -> float | None:
 
 
 def _by_drive(ranks: Sequence[_Rank], drive_of: DriveOf) -> dict[str, dict[str, float]]:
-    """Return the current throughput in bytes per second, by drive and operation."""
     found: dict[str, dict[str, float]] = {}
     for rank in ranks:
         header = rank.last.snapshot.header
@@ -346,7 +344,6 @@ def _plan(ranks: Sequence[_Rank]) -> Tree:
 
 
 def _checkpoint(ranks: Sequence[_Rank]) -> Tree:
-    """Return the time of the last checkpoint that all ranks completed, and the count and mean duration."""
     found = [rank.last.snapshot.histogram_at(BY_NAME["checkpoint_duration_seconds"], ()) for rank in ranks]
     times = [rank.total("checkpoint_last_success_timestamp_seconds") for rank in ranks]
     count = min(sum(checkpoints.counts) for checkpoints in found)

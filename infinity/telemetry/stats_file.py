@@ -10,10 +10,10 @@ Cell 0 is the Unix time at which the rank closed its file, or 0 while the file i
 
 [Note: torn reads] Readers and the writer do not share a lock. A cell is a double at an address that is a multiple of 8,
 so it never straddles a cache line, and the writer stores it with a single instruction. Readers use ``pread`` instead of
-a mapping, because a process that reads from a mapping receives SIGBUS if another process has truncated the file. Linux
-in practice copies aligned words atomically but does not guarantee it. Therefore the reader reads all cells twice, and
-reads cells that differ a third time; if a cell changes even faster, the third value is used. Each cell is consistent on
-its own but not with other cells: the sum of a histogram may be one observation ahead of its buckets.
+a mapping, because a process that reads from a mapping receives SIGBUS if another process has truncated the file. In
+practice, Linux copies aligned words atomically, but it does not guarantee this. Therefore, the reader reads all cells
+twice, and reads cells that differ a third time; if a cell changes even faster, the third value is used. Each cell is
+consistent on its own but not with other cells: the sum of a histogram may be one observation ahead of its buckets.
 """
 
 from __future__ import annotations

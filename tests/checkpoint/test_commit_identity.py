@@ -99,9 +99,7 @@ def test_branches_of_a_run_do_not_mix(pair: RankPool, tmp_path: Path) -> None:
     for file in (tmp_path / "before").glob("step*06.rank00001*"):
         shutil.copy2(file, folder.checkpoints)
     assert CheckpointReader(folder).step == 3
-    with pytest.raises(
-        CheckpointError, match=r"checkpoint of step 6 .*: 3\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 6 .*: 3\)"):
         CheckpointReader(folder, 6)
     assert pair.run(resumed, str(tmp_path)) == [(3, "before")] * 2
 

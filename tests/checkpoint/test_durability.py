@@ -161,9 +161,7 @@ def test_the_newest_checkpoints_are_kept(undisturbed: list[float], tmp_path: Pat
             if step == 4:
                 assert session.run(every=1) == undisturbed[4:]
     assert steps_kept(tmp_path) == [STEPS - 2, STEPS - 1, STEPS]
-    with pytest.raises(
-        CheckpointError, match=r"checkpoint of step 5 .*: 7, 8, 9\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 5 .*: 7, 8, 9\)"):
         Session(tmp_path, run={**LATEST, "resume_step": 5})
 
 

@@ -153,7 +153,7 @@ def test_a_reservation_dies_with_the_process_that_made_it(shared):
         ({"op": "record_bandwidth", "rates": {"/": {"raed": 1}}, "source": "run"}, "did you mean read?"),
         ({"op": "record_bandwidth", "rates": {"/": {}}, "source": "run"}, "read, write, mixed"),
         ({"op": "record_bandwidth", "rates": {"a": {"read": 1}}, "source": "run"}, "absolute"),
-        ({"op": "record_bandwidth", "rates": {}, "source": "run"}, "rates of 0 paths"),
+        ({"op": "record_bandwidth", "rates": {}, "source": "run"}, "0 paths; send 1 to 64"),
         ({"op": "record_bandwidth", "rates": {"/": {"read": 1}}, "source": "daemon"}, "'probe', 'run'"),
         ({"op": "reserve", "path": "/", "bytes": -1, "run_id": "r"}, "bytes = -1 is below the minimum of 1"),
         ({"op": "reserve", "path": "/", "bytes": True, "run_id": "r"}, "bytes = True must be an integer"),
@@ -181,7 +181,7 @@ def test_half_a_message_is_refused(shared):
     with client(folder) as peer:
         peer.sendall(b'{"op": "sta')
         peer.shutdown(socket.SHUT_WR)
-        assert b"without a newline" in peer.recv(4096)
+        assert b"newline" in peer.recv(4096)
 
 
 def test_clients_are_bounded_and_the_daemon_recovers(shared):

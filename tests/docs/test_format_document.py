@@ -277,7 +277,7 @@ def test_the_example_is_worked_rightly() -> None:
     fsdp_modules, formats, page_bytes = example["fsdp_modules"], example["formats"], example["page_bytes"]
     segments = document.build(fsdp_modules, formats, page_bytes)
     pages = segments[0].pages
-    assert document.digest(fsdp_modules, segments, page_bytes) == re.search(r"text, `([0-9a-f]{16})`", said)[1]
+    assert document.digest(fsdp_modules, segments, page_bytes) == re.search(r"digest is `([0-9a-f]{16})`", said)[1]
     assert f"```text\n{document.digested(fsdp_modules, segments, page_bytes)}\n```" in said
     for line in re.findall(r"^\| \d+.* \| (?:PARAM|UPDATE|GRAD).*\|$", said, re.MULTILINE):
         numbers, role, elements, lengths = (re.findall(r"\d+|[A-Z]{3,}", cell) for cell in line.split("|")[1:5])

@@ -260,9 +260,7 @@ def test_a_save_that_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with accelerator() as acc:
         parts = parts_of(acc, sharded(), tmp_path, config=settings(tmp_path, resume="latest"))
         with parts[1].optimizer:
-            with pytest.raises(
-                CheckpointError, match=r"second belongs to step 2 .* at step 1.*\S*first"
-            ):
+            with pytest.raises(CheckpointError, match=r"second belongs to step 2 .* at step 1.*\S*first"):
                 acc.load_state(str(tmp_path / "second"))
             acc.load_state(str(tmp_path / "first"))
             loop(acc, parts, last=1)
@@ -322,7 +320,7 @@ def test_gradients_of_micro_batches_do_not_stay_in_memory(tmp_path: Path) -> Non
             with acc.no_sync(model):
                 acc.backward(models.loss_of(model, data()[:2]))
             assert all(isinstance(param.grad, DTensor) for param in model.parameters())
-            with pytest.raises(InfinityError, match=r"save_state\(\) between backward and step\(\)"):
+            with pytest.raises(InfinityError, match=r"save_state\(\) .*between backward and step\(\)"):
                 acc.save_state(str(tmp_path / "out"))
             assert not (tmp_path / "out").exists()
 
@@ -369,9 +367,7 @@ def test_a_folder_whose_checkpoint_was_replaced_is_refused_and_nothing_is_lost(t
             checkpoints = sorted(os.listdir(optimizer.run.folder.checkpoints))
             folder = optimizer.run.folder.checkpoints
     with accelerator() as acc:
-        with pytest.raises(
-            CheckpointError, match=r"first, at step 1 .* was replaced"
-        ):
+        with pytest.raises(CheckpointError, match=r"first, at step 1 .* was replaced"):
             parts_of(acc, sharded(), tmp_path, config=config, resume_from=tmp_path / "first")
         assert {name for name in checkpoints if name.endswith(".json")} <= set(os.listdir(folder))
         parts = parts_of(acc, sharded(), tmp_path, config=config, resume_from=tmp_path / "second")

@@ -126,7 +126,7 @@ def test_shared_parameters_stay_with_the_root(caplog: pytest.LogCaptureFixture) 
     assert names_of(again) == ["list0.1", "list0.3", "list1.0"], "a list that is met twice is still one"
     with caplog.at_level(logging.WARNING, "infinity"):
         shard(model, mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy())
-    assert "parameters of 3 of the layers of Module are shared" in caplog.text
+    assert "3 of the layers of Module" in caplog.text
     assert [name for name, _ in torch_private.parameter_groups(model)] == ["root", "list0.1"]
 
 
@@ -146,6 +146,6 @@ def test_what_fully_shard_does_not_take_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"scale of Module .*shape \(1,\)"):
         shard(model, mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy())
     del model.scale
-    with pytest.raises(UnsupportedError, match="Module .*activation_checkpointing"):
+    with pytest.raises(UnsupportedError, match=r"Module .*activation_checkpointing"):
         shard(model, mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy(), activation_checkpointing=True)
     assert not list(torch_private.parameter_groups(model))

@@ -141,7 +141,7 @@ def test_bad_calls_are_refused(tmp_path: Path) -> None:
         loss = models.loss_of(model, torch.zeros(1, 8, dtype=torch.long))
         loss.backward()
         for name in ("save_pretrained", "save_dcp"):
-            with pytest.raises(InfinityError, match=rf"{name}\(\) between backward and step\(\): call it after step"):
+            with pytest.raises(InfinityError, match=rf"{name}\(\) .*between backward and step\(\).*call it after step"):
                 getattr(optimizer, name)(tmp_path / "out")
         optimizer.step()
         (tmp_path / "full" / "file").mkdir(parents=True)

@@ -332,7 +332,7 @@ def test_a_checkpoint_with_pending_gradients_is_refused(update_schedule: str, tm
     with offloaded(Recipe(model="toy"), Paging(update_schedule=update_schedule), tmp_path) as (model, optimizer):
         train_one(model, optimizer)
         backward(model)
-        with pytest.raises(InfinityError, match=r"checkpoint\(\) between backward and step"):
+        with pytest.raises(InfinityError, match=r"checkpoint\(\) .*between backward and step"):
             optimizer.save_checkpoint()
         optimizer.step()
         optimizer.save_checkpoint()

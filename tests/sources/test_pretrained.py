@@ -174,7 +174,10 @@ def _quantized(folder: Path) -> None:
         (_indexed("[]"), r"index\.json .*JSON object"),
         (_indexed('{"weight_map": {}}'), r"index\.json .*weight_map"),
         (_indexed('{"weight_map": {"head.bias": "b.safetensors"}}'), r"index\.json .*b\.safetensors"),
-        (_indexed('{"weight_map": {"head.bias": "../saved/a.safetensors"}}'), r"index\.json .*\.\./saved/a\.safetensors"),
+        (
+            _indexed('{"weight_map": {"head.bias": "../saved/a.safetensors"}}'),
+            r"index\.json .*\.\./saved/a\.safetensors",
+        ),
         (_indexed('{"weight_map": {"more": "a.safetensors"}}'), r"more is in a\.safetensors"),
         (_cast(torch.int32), r"head\.bias: torch\.int32 in the folder, torch\.float32 in the model"),
         (_cast(torch.float8_e4m3fn), r"head\.bias: torch\.float8_e4m3fn in the folder"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from infinity_tools.doctor.control_groups import GROUPS
+from infinity_tools.doctor.check_groups import GROUPS
 from infinity_tools.doctor.finding import Check, Finding, Group, Status
 from infinity_tools.doctor.show import shown
 from infinity_tools.doctor.world import Folder, World

@@ -215,7 +215,7 @@ ROWS: tuple[ModelRow, ...] = (
           "hidden_sizes": [8, 16], "num_attention_heads": [1, 2], "sr_ratios": [2, 1], "patch_sizes": [7, 3],
           "strides": [4, 2], "mlp_ratios": [2, 2], "num_labels": 5}, ("segformer.stages.*",), "image"),
     other("CLIP", "CLIPModel", {}, ("text_model.encoder.layers.*", "vision_model.encoder.layers.*"), "clip",
-          outcome=UNSUPPORTED, words="logit_scale of CLIPModel has shape ()",
+          outcome=UNSUPPORTED, words="logit_scale of CLIPModel has shape",
           note="`fully_shard` takes no parameter without dimensions (`logit_scale`)"),
     other("CLIP", "CLIPTextModelWithProjection", {**TEXT, "projection_dim": 16}, ("text_model.encoder.layers.*",),
           "embeds", name="CLIP, text", config="CLIPTextConfig"),

@@ -17,8 +17,8 @@ import pytest
 import infinity
 from infinity.daemon_client import NodeDaemon
 from infinity.io.block_devices import locate
-from infinity_tools.doctor import control_groups, doctor_command, doctor_report, finding
-from infinity_tools.doctor.control_groups import GROUPS
+from infinity_tools.doctor import check_groups, doctor_command, doctor_report, finding
+from infinity_tools.doctor.check_groups import GROUPS
 from infinity_tools.doctor.finding import Finding, Group, Status, Verdict, check, ok, problem
 from infinity_tools.doctor.world import World
 from support.command import Finished, run_here
@@ -136,7 +136,7 @@ def test_a_check_that_fails_or_hangs_ends_no_other(monkeypatch: pytest.MonkeyPat
         """Is asked all the same."""
         return problem("bad", "do it")
 
-    monkeypatch.setattr(control_groups, "GROUPS", (Group("Part", (fails, hangs, works)),))
+    monkeypatch.setattr(check_groups, "GROUPS", (Group("Part", (fails, hangs, works)),))
     done = run_here("doctor", ".", "--json")
     ended.set()
     first, second, third = json.loads(done.output)
@@ -150,7 +150,7 @@ def test_where_the_kernel_tells_nothing(tmp_path: Path) -> None:
     """Without /proc and /sys every check answers something."""
     (tmp_path / "root").mkdir()
     here = World.of([str(tmp_path)], tmp_path / "runtime", tmp_path / "root")
-    for _, findings in control_groups.look(here):
+    for _, findings in check_groups.look(here):
         assert findings
         assert all(one.value and bool(one.fix) == (one.status is not Status.OK) for one in findings), findings
 

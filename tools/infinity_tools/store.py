@@ -1,4 +1,4 @@
-"""`infinity store`: list, verify and remove the runs on NVMe folders."""
+"""`infinity store`: list, verify and remove runs in NVMe folders."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SHOWN = 20  # bad pages of a run that are printed
 
 @app.callback()
 def _store(version: Version = False) -> None:
-    """List, verify and remove the runs on NVMe folders."""
+    """List, verify and remove runs in NVMe folders."""
 
 
 @app.command(cls=Command)
@@ -76,10 +76,10 @@ def verify(
     json: _JSON = False,
     version: Version = False,
 ) -> None:
-    """Verify the checksum of every page of the checkpoints at full speed.
+    """Verify the checksums of all checkpoint pages at full speed.
 
-    Checks one run, or all runs that have ended. Live runs are skipped; naming one with --run is an error. Exits with
-    status 1 if a page is bad.
+    Checks one run, or all runs that have ended. Live runs are skipped, and passing one with --run is an error. Exits
+    with status 1 if a page is bad.
     """
     with failures():
         from infinity_tools.stored_runs import stored_runs
@@ -198,7 +198,7 @@ def gc(
     Removes runs without a checkpoint, checkpoints that not all ranks have published (if all ranks are on this node),
     temporary files, state files without a checkpoint, and stale locks. Pass all folders of the runs. Only folders that
     are named like a run and contain its marker (`infinity.run`) are touched, as well as your own empty folders named
-    like a run. No run can start on these folders until the command ends.
+    like a run. No run can start in these folders until the command ends.
     """
     with failures():
         from infinity.store.folder import no_starts
@@ -272,7 +272,7 @@ def rm(
 ) -> None:
     """Remove runs that have ended, with their checkpoints.
 
-    Naming a live run is an error; --ended skips live runs. No run can start on these folders until the command ends.
+    Passing a live run is an error; --ended skips live runs. No run can start in these folders until the command ends.
     """
     with failures():
         from infinity.store.folder import no_starts

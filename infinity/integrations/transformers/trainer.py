@@ -134,8 +134,6 @@ def _with_limit(settings: Config, args: Any) -> Config:
 
 @dataclass
 class _Offload:
-    """State of an offloaded Trainer."""
-
     settings: Config
     begin: Any
     """`infinity.offload`, with the arguments for initial values bound."""

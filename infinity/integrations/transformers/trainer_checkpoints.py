@@ -40,7 +40,7 @@ class Checkpoint:
     folder: Path
     run_id: str
     step: int
-    """Number of optimizer steps at the checkpoint. The Trainer counts separately, starting at a `train()` call."""
+    """Number of optimizer steps at the checkpoint. The Trainer's own step count may differ."""
 
     def write(self) -> None:
         """Create the folder and atomically write the reference to the checkpoint. Raises `OSError`."""

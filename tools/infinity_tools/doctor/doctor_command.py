@@ -15,7 +15,7 @@ from rich.console import Console
 from infinity.cli_errors import Version
 from infinity.config import TelemetryConfig, runtime_dir
 from infinity.errors import ConfigError
-from infinity_tools.doctor.control_groups import Part, look
+from infinity_tools.doctor.check_groups import Part, look
 from infinity_tools.doctor.finding import Finding, Status, worst
 from infinity_tools.doctor.show import shown, summary
 from infinity_tools.doctor.world import World
@@ -76,7 +76,6 @@ def doctor(
 
 
 def _check_paths(paths: Sequence[str]) -> None:
-    """Reject invalid and duplicate paths."""
     for path in paths:
         if "\0" in path:
             raise ConfigError(f"{path!r} contains a null byte, which is not allowed in a path")

@@ -31,7 +31,6 @@ def io_uring(world: World) -> Verdict:
 
 
 def _remedy(code: int, world: World) -> str:
-    """Return the suggested fix for an errno code with which io_uring failed."""
     if code == errno.EPERM and (world.read("proc/sys/kernel/io_uring_disabled") or "0") != "0":
         return "as root: sysctl kernel.io_uring_disabled=0"
     if code in (errno.ENOSYS, errno.EINVAL):

@@ -27,7 +27,6 @@ _WHOLE_UIDS = ["0", "0", "4294967295"]
 
 
 def _meminfo(world: World) -> dict[str, int]:
-    """Return the sizes listed in /proc/meminfo, in bytes."""
     fields = [line.split() for line in (world.read("proc/meminfo") or "").splitlines()]
     return {words[0].rstrip(":"): int(words[1]) * KIB for words in fields if len(words) > 2}
 

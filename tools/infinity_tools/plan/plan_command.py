@@ -51,7 +51,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="r=16[,alpha=32][,dropout=0.05][,targets=q_proj+v_proj]",
-            help="Freeze the model and train LoRA adapters, as with `infinity train --lora`.",
+            help="Freeze the model and train LoRA adapters of rank r, as with `infinity train`.",
             rich_help_panel=_MODEL,
         ),
     ] = None,
@@ -225,7 +225,11 @@ def plan(
     ] = None,
     page_bytes: Annotated[
         str | None,
-        typer.Option(callback=setting("memory.page_bytes"), help="Maximum page size.", rich_help_panel=_RUN),
+        typer.Option(
+            callback=setting("memory.page_bytes"),
+            help="Maximum page size, such as 8MiB. [default: chosen automatically]",
+            rich_help_panel=_RUN,
+        ),
     ] = None,
     state_format: Annotated[
         str | None,

@@ -86,7 +86,6 @@ def found_in(output: str) -> FioRun:
 
 
 def _words(target: Target, point: Point, seconds: float, most: int) -> Sequence[str]:
-    """Return the command-line options for fio."""
     common = {
         "output-format": "json",
         "filename": f"/proc/{os.getpid()}/fd/{target.file.fd}",

@@ -163,7 +163,6 @@ def _whole(text: str, name: str) -> int:
 
 
 def _program(wanted: bool | None) -> str | None:
-    """Return the path of fio, or None if fio is not used."""
     found = shutil.which("fio")
     if wanted and found is None:
         raise ConfigError("--fio: fio is not installed; install it (`apt-get install fio`) or omit --fio")

@@ -182,7 +182,6 @@ def _mixed_point(size: Size) -> Point:
 
 
 def _sustained(ask: Ask, view: View, choice: Choice) -> dict[str, Sustained]:
-    """Run sustained writes with the recommended settings, on new test files."""
     if ask.sustained_bytes is None:
         return {}
     return sustain(

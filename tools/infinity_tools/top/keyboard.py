@@ -125,7 +125,6 @@ class Terminal:
         return _NAMES.get(key) or ("escape" if key.startswith(b"\x1b") else key.decode("latin-1"))
 
     def _event(self) -> str:
-        """Return the event for the next signal received, or an empty string."""
         with contextlib.suppress(BlockingIOError):
             while byte := self._signals.recv(1):
                 for number, event in _EVENTS.items():

@@ -120,7 +120,6 @@ def _of_ranks(run: Run) -> str:
 
 
 def _bar_line(begin: str, parts: Mapping[str, float], indent: int, width: int, plain: bool) -> Text:
-    """Return a bar that starts at the second column, followed by its legend with the largest part first."""
     text = Text(begin)
     text.truncate(indent, overflow="ellipsis", pad=True)
     room = width - indent - 1
@@ -132,7 +131,6 @@ def _bar_line(begin: str, parts: Mapping[str, float], indent: int, width: int, p
 
 
 def _more(run: Run, dropped: Sequence[Column[Run]], width: int) -> list[Text]:
-    """Return the cells of the columns that do not fit into the table, wrapped into lines."""
     lines: list[str] = []
     for column in dropped:
         said = f"{column.heading} {column.cell(run)}"

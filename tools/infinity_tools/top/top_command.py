@@ -67,7 +67,6 @@ def top(
 
 
 def _can_draw(console: Console) -> bool:
-    """Return whether stdin and stdout are terminals that support full-screen output."""
     return sys.stdin.isatty() and console.is_terminal and sys.stdout.isatty() and not console.is_dumb_terminal
 
 

@@ -103,7 +103,6 @@ def _title(state: State, width: int) -> Text:
 
 
 def _beside(texts: Sequence[str], width: int) -> str:
-    """Return the first text and as many others as fit on one line."""
     line = texts[0]
     for text in texts[1:]:
         if len(line) + 2 + len(text) > width:
@@ -113,7 +112,6 @@ def _beside(texts: Sequence[str], width: int) -> str:
 
 
 def _notes(state: State, width: int) -> list[Text]:
-    """Return the remarks as lines, starting with urgent ones."""
     urgent = [text for run in state.runs for text in _troubles(run)]
     return [
         Text(line, style=style)
