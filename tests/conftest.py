@@ -1,4 +1,4 @@
-"""What all tests share: ranks that stay alive, one thread per process. Nothing here loads torch."""
+"""Shared configuration of all tests. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from hypothesis import settings
 
 from support.ranks import RankPool
 
-settings.register_profile("default", settings.get_profile("default"), deadline=None)  # a busy machine is no failure
+# Without a deadline, a busy machine does not fail a test.
+settings.register_profile("default", settings.get_profile("default"), deadline=None)
 settings.load_profile("default")
 settings.register_profile("fuzz", max_examples=5000, deadline=None)
 if "support.gpu" not in sys.modules:
-    # `make test` is the same everywhere: what has room on a GPU would not be paged. `make gpu-test` uses it.
+    # `make test` hides the GPU, because modules that fit on it would not be paged. `make gpu-test` uses the GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    # A job in the background of a script ignores Ctrl-C, and so would all processes that tests start.
+    # A script's background job ignores SIGINT, and the processes that tests start would inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup does the same to the end of a terminal
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes a process ignore SIGHUP
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    torch = sys.modules.get("torch")  # loaded when tests are collected, if any of them needs it
+def _single_thread() -> Iterator[None]:
+    torch = sys.modules.get("torch")  # already imported at collection if any test needs it
     if torch is None:
         yield
         return
@@ -39,7 +40,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pair() -> Iterator[RankPool]:
-    """Two ranks."""
+    """Pool of two ranks that stay alive for the whole session."""
     pool = RankPool(2)
     yield pool
     pool.close()

@@ -35,7 +35,7 @@ TESTS = [
     "tests/sources/test_pretrained.py",
     "tests/formats/test_export.py",
 ]
-WHICH = "import torch, transformers; print(torch.__version__, transformers.__version__)"
+PRINT_VERSIONS = "import torch, transformers; print(torch.__version__, transformers.__version__)"
 TRAIN = ["train", "--model", "tiny", "--seq", "32", "--batch-tokens", "128", "--host-memory", "1MiB", "--steps", "2"]
 
 
@@ -45,7 +45,7 @@ class Outcome:
 
     torch: str
     transformers: str
-    said: str
+    result: str
     seconds: float
     failures: tuple[str, ...] = ()
 
@@ -64,26 +64,28 @@ def main() -> int:
     parser.add_argument(
         "--environments", type=Path, metavar="FOLDER", help="keep environments and logs in this folder, and reuse them"
     )
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     console, outcomes = Console(), []
-    for wanted in given.releases:
+    for wanted in arguments.releases:
         # Without --environments, only one environment exists on the disk at a time.
         with tempfile.TemporaryDirectory(prefix="infinity-torch-") as temporary:
             folder = Path(temporary)
-            if given.environments:
-                folder = given.environments.resolve() / f"torch-{wanted}-transformers-{given.transformers}"
-            outcomes.append(try_release(wanted, given.transformers, given.tests, given.processes, folder, console))
+            if arguments.environments:
+                folder = arguments.environments.resolve() / f"torch-{wanted}-transformers-{arguments.transformers}"
+            outcomes.append(
+                try_release(wanted, arguments.transformers, arguments.tests, arguments.processes, folder, console)
+            )
         for line in outcomes[-1].failures:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     table = Table("torch", "transformers", "outcome", "seconds", box=None)
     for found in outcomes:
-        table.add_row(found.torch, found.transformers, found.said, f"{found.seconds:.0f}")
+        table.add_row(found.torch, found.transformers, found.result, f"{found.seconds:.0f}")
     console.print(table)
     return int(any(found.failures for found in outcomes))
 
 
 def release(text: str) -> str:
-    """Return a release as given. Raises `argparse.ArgumentTypeError` if it is not a release."""
+    """Return `text`. Raises `argparse.ArgumentTypeError` unless it is the beginning of a version or "newest"."""
     if text != "newest" and not re.fullmatch(r"\d+(\.\d+){1,2}", text):
         raise argparse.ArgumentTypeError(
             f'{text!r} is not a release. Pass the beginning of a version ("2.11") or "newest".'
@@ -105,30 +107,37 @@ def try_release(
     with log.open("w") as output, tempfile.TemporaryDirectory(dir=folder) as scratch:
         if not environment.exists():
             venv.create(environment, with_pip=True)
-        for what, command, place in (
+        for stage, command, working_dir in (
             ("pip", install, scratch), ("infinity train", train, scratch), ("pytest", pytest, ROOT),
         ):  # fmt: skip
-            with console.status(f"torch {torch}, transformers {transformers}: {what}; output in {log}"):
+            with console.status(f"torch {torch}, transformers {transformers}: {stage}; output in {log}"):
                 done = subprocess.run(
-                    command, cwd=place, env=clean(), stdout=output, stderr=subprocess.STDOUT, check=False
+                    command,
+                    cwd=working_dir,
+                    env=clean_environment(),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    check=False,
                 )
             if done.returncode:
                 break
-            if what == "pip":
-                found = subprocess.check_output([python, "-W", "ignore", "-c", WHICH], env=clean(), text=True)
+            if stage == "pip":
+                found = subprocess.check_output(
+                    [python, "-W", "ignore", "-c", PRINT_VERSIONS], env=clean_environment(), text=True
+                )
                 torch, transformers = found.split()
     lines = log.read_text(errors="replace").splitlines()
-    said, failures = lines[-1].strip("= ") if lines else "", ()
+    result, failures = lines[-1].strip("= ") if lines else "", ()
     if done.returncode:
-        said = f"FAILED: {what} exited with status {done.returncode}"
-        failures = tuple(line for line in lines if line.startswith(("FAILED", "ERROR"))) or (*lines[-5:], said)
+        result = f"FAILED: {stage} exited with status {done.returncode}"
+        failures = tuple(line for line in lines if line.startswith(("FAILED", "ERROR"))) or (*lines[-5:], result)
     return Outcome(
-        torch=torch, transformers=transformers, said=said, seconds=time.monotonic() - began, failures=failures
+        torch=torch, transformers=transformers, result=result, seconds=time.monotonic() - began, failures=failures
     )
 
 
 def requirement(name: str, wanted: str) -> str:
-    """Return the requirement for pip."""
+    """Return the pip requirement for one package, pinned as in `constraints.txt` if a pin matches."""
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         pinned, _, version = line.partition("==")
         if pinned == name and f"{version}.".startswith(f"{wanted}."):
@@ -136,10 +145,10 @@ def requirement(name: str, wanted: str) -> str:
     return name if wanted == "newest" else f"{name}=={wanted}.*"
 
 
-def clean() -> dict[str, str]:
-    """Return the environment variables without variables of another checkout or process group."""
-    left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RANK", "WORLD_SIZE")
-    return {name: value for name, value in os.environ.items() if name not in left_out} | {"OMP_NUM_THREADS": "1"}
+def clean_environment() -> dict[str, str]:
+    """Return the environment variables, except those that refer to another checkout or process group."""
+    excluded = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RANK", "WORLD_SIZE")
+    return {name: value for name, value in os.environ.items() if name not in excluded} | {"OMP_NUM_THREADS": "1"}
 
 
 if __name__ == "__main__":

@@ -293,7 +293,7 @@ class Estimate:
             self.layout,
             bandwidth=_UNLIMITED_BANDWIDTH if "drives" in without else self._bandwidth(traffic),
             computation=busy["computation"] + busy["collectives"] + busy["fixed"],
-            beside=OtherResources(
+            resources=OtherResources(
                 updates=0.0 if self.updates_on_device else busy["updates"],
                 weights=busy["weights"],
                 gradients=busy["gradients"],

@@ -147,18 +147,18 @@ class GpuResidentPages:
             for page, stop in zip(pages, stops, strict=True)
         }
 
-    def come(self, fsdp_module: int, gpu_resident_pages: dict[int, GpuResidentPage]) -> None:
+    def add(self, fsdp_module: int, gpu_resident_pages: dict[int, GpuResidentPage]) -> None:
         """Register an FSDP module as GPU-resident, with the given pages."""
         self.fsdp_modules |= {fsdp_module}
         self._gpu_resident_pages |= gpu_resident_pages
 
-    def leave(self, fsdp_module: int) -> None:
+    def remove(self, fsdp_module: int) -> None:
         """Register that an FSDP module is no longer GPU-resident, and drop its pages."""
         self.fsdp_modules -= {fsdp_module}
-        for page in self.of(fsdp_module):
+        for page in self.resident_pages(fsdp_module):
             del self._gpu_resident_pages[page]
 
-    def of(self, fsdp_module: int) -> dict[int, GpuResidentPage]:
+    def resident_pages(self, fsdp_module: int) -> dict[int, GpuResidentPage]:
         """Return the pages of an FSDP module that are on the device, by page number."""
         return {
             page: gpu_page

@@ -379,11 +379,11 @@ class Pager:
         with self.transfers.lock:
             self.transfers.wait(lambda: not self.reservations, "update", -1)
         for fsdp_module in gpu_resident_pages.fsdp_modules - fsdp_modules:
-            for page, gpu_page in gpu_resident_pages.of(fsdp_module).items():
+            for page, gpu_page in gpu_resident_pages.resident_pages(fsdp_module).items():
                 if gpu_page.newer:
                     self._send(page, gpu_page)
             with self.transfers.lock:
-                gpu_resident_pages.leave(fsdp_module)
+                gpu_resident_pages.remove(fsdp_module)
         built = {
             fsdp_module: gpu_resident_pages.build(gpu_resident_pages.pages_of(fsdp_module))
             for fsdp_module in sorted(fsdp_modules - gpu_resident_pages.fsdp_modules)
@@ -413,7 +413,7 @@ class Pager:
         for page, gpu_page in coming.items():
             gpu_page.used, gpu_page.newer = device_event, page in stored
         with self.transfers.lock:
-            self._gpu_resident_pages.come(fsdp_module, coming)
+            self._gpu_resident_pages.add(fsdp_module, coming)
 
     def _send(self, page: int, gpu_page: GpuResidentPage) -> None:
         """Start copying a GPU-resident page into a cache slot, from which it will be written. No reservation may be

@@ -450,7 +450,7 @@ def _moving(draft: _Draft) -> int:
 
 
 def lengths(
-    plan: Plan, layout: Layout, works: Sequence[float], *, beside: OtherResources = NOTHING, threaded: bool
+    plan: Plan, layout: Layout, works: Sequence[float], *, resources: OtherResources = NOTHING, threaded: bool
 ) -> list[float]:
     """Return the duration of a steady step for each given computation time. See `Timing.lengths`.
 
@@ -458,14 +458,14 @@ def lengths(
         plan: plan to simulate; it must not have a prefix.
         layout: pages of this rank.
         works: computation times of a step, each expressed as the number of bytes that the drive transfers in that time.
-        beside: other resources that take time.
+        resources: other resources that take time.
         threaded: whether updates run on their own thread.
     """
     if not plan.trace:  # all FSDP modules are GPU-resident
         return list(works)
     draft = _draft_of(plan, layout)
     timing = Timing(draft.cycle, threaded=threaded, prefetched=plan.prefetched)
-    return timing.lengths(draft.reach, draft.moves, _moving(draft), works, beside)
+    return timing.lengths(draft.reach, draft.moves, _moving(draft), works, resources)
 
 
 def predict_seconds(
@@ -474,7 +474,7 @@ def predict_seconds(
     *,
     bandwidth: float,
     computation: float,
-    beside: OtherResources = NOTHING,
+    resources: OtherResources = NOTHING,
     activations: float = 0.0,
     threaded: bool,
 ) -> float:
@@ -485,7 +485,7 @@ def predict_seconds(
         layout: pages of this rank.
         bandwidth: bandwidth of the drives for reads and writes together, in bytes per second.
         computation: computation time of the training thread per step, excluding waits, in seconds.
-        beside: other resources that take time, in seconds.
+        resources: other resources that take time, in seconds.
         activations: bytes of activations that the drives read and write per step, in addition to the traffic of the
             plan. They are assumed to be distributed over the step like its computation, so each transfer of the plan
             slows down in proportion.
@@ -497,8 +497,10 @@ def predict_seconds(
         bandwidth *= total / (total + activations) if total else 1.0
     else:
         least = 0.0
-    (length,) = lengths(plan, layout, [computation * bandwidth], beside=beside.times(bandwidth), threaded=threaded)
-    return max(max(length, total) / bandwidth, least, beside.longest)
+    (length,) = lengths(
+        plan, layout, [computation * bandwidth], resources=resources.times(bandwidth), threaded=threaded
+    )
+    return max(max(length, total) / bandwidth, least, resources.longest)
 
 
 def prepend(prefix: Sequence[Access], plan: Plan, layout: Layout) -> Plan:

@@ -348,7 +348,7 @@ class Timing:
         moves: Moves,
         cache_slots: int,
         works: Sequence[float],
-        beside: OtherResources = NOTHING,
+        resources: OtherResources = NOTHING,
     ) -> list[float]:
         """Return the duration of a steady step for each given computation time.
 
@@ -359,7 +359,7 @@ class Timing:
             moves: transfers of the step.
             cache_slots: number of cache slots of the host cache, excluding the slots of pages that stay permanently.
             works: computation times of a step, excluding updates.
-            beside: other resources that take time.
+            resources: other resources that take time.
         """
         cycle = self._cycle
         nbytes = [cycle.nbytes[page] for page in cycle.pages]
@@ -373,24 +373,24 @@ class Timing:
         wanted = [counts[-1] * (last // cycle.length) + counts[last % cycle.length + 1] for last in reach]
         reads = [nbytes[use] for use in moves.entering if use in moves.read]
         each = [0.0] * cycle.length
-        if beside.updates:
-            each = [beside.updates * share for share in updating(cycle.trace, cycle.layout)]
+        if resources.updates:
+            each = [resources.updates * share for share in updating(cycle.trace, cycle.layout)]
         before = [0.0] * (cycle.length + 1)
-        if beside.interpreter:  # a gather runs a hook on the training thread, whichever thread copies
-            python = beside.interpreter / cycle.length
+        if resources.interpreter:  # a gather runs a hook on the training thread, whichever thread copies
+            python = resources.interpreter / cycle.length
             hooks = [_gathers(access, cycle.layout) for access in cycle.trace]
             each = [taking if hook else taking + python for taking, hook in zip(each, hooks, strict=True)]
             before = [python if hook else 0.0 for hook in (*hooks, False)]
         executors = self._executors
-        link_uses = _link_uses(cycle.trace, cycle.layout, on_device=beside.read > 0) if beside.linked else None
+        link_uses = _link_uses(cycle.trace, cycle.layout, on_device=resources.read > 0) if resources.linked else None
         if link_uses is not None:
             executors = [
                 _LINK if link_use.stores else thread for link_use, thread in zip(link_uses, executors, strict=True)
             ]
         stops = list(zip(executors, wanted, reach, entering, each, leaving, strict=True))
         written = sum(nbytes[use] for use in moves.written)
-        verifying = beside.verifying / sum(reads) if reads else 0.0
-        hashing = beside.hashing / written if written else 0.0
+        verifying = resources.verifying / sum(reads) if reads else 0.0
+        hashing = resources.hashing / written if written else 0.0
         return [
             self._simulate(
                 stops,
@@ -400,7 +400,7 @@ class Timing:
                     place: [(fsdp_module, share * work) for fsdp_module, share in found]
                     for place, found in self._awaited.items()
                 },
-                _Link(link_uses, beside) if link_uses is not None else None,
+                _Link(link_uses, resources) if link_uses is not None else None,
             )
             for work in works
         ]
@@ -447,7 +447,7 @@ class Timing:
                 while ended and executor == _TRAINING and ended[0][0] < position:
                     training = max(training, ended.popleft()[1])
                 if training > clockwork.now or clockwork.wanted > clockwork.started:
-                    clockwork.go_on(training)
+                    clockwork.advance(training)
                 at = training
                 if executor == _UPDATES and updated > at:
                     at = updated
@@ -470,7 +470,7 @@ class Timing:
                 elif at > training:
                     training = at
                 if at > clockwork.now:
-                    clockwork.go_on(at)
+                    clockwork.advance(at)
                 if leaving:
                     clockwork.leave(leaving)
                 position += 1
@@ -485,16 +485,16 @@ class _Link:
     module.
     """
 
-    def __init__(self, link_uses: Sequence[_LinkUse], beside: OtherResources) -> None:
+    def __init__(self, link_uses: Sequence[_LinkUse], resources: OtherResources) -> None:
         """Start with an idle link.
 
         Args:
             link_uses: use of the link by each access, by position.
-            beside: time that copies take, and the maximum number of FSDP modules that may wait for their update.
+            resources: time that copies take, and the maximum number of FSDP modules that may wait for their update.
         """
-        self._link_uses, self._limit = link_uses, beside.behind
-        self._weights, self._gradients = beside.weights, beside.gradients
-        self._read, self._changed = beside.read, beside.changed
+        self._link_uses, self._limit = link_uses, resources.behind
+        self._weights, self._gradients = resources.weights, resources.gradients
+        self._read, self._changed = resources.read, resources.changed
         self._there = 0.0  # end of all copies to the device so far
         self._back = 0.0  # end of all copies to the host so far
         self._arrived: dict[int, float] = {}  # by FSDP module: arrival of its gradients in host memory
@@ -586,7 +586,7 @@ class Clockwork:
         self.now = 0.0
         """Latest time that any thread or the drive has reached."""
 
-    def go_on(self, until: float) -> None:
+    def advance(self, until: float) -> None:
         """Advance the time to `until` unless the time is already later, and start the reads for which cache slots are
         free.
         """
@@ -633,7 +633,7 @@ class Clockwork:
         for read in reads:
             if read:
                 while not ready:
-                    self.go_on(written[0])
+                    self.advance(written[0])
                 since = ready.popleft()
             elif self._free:
                 self._free -= 1

@@ -1,4 +1,4 @@
-"""`make bench-gpu` as far as it goes without a GPU: on the CPU, with a tiny model."""
+"""Tests of `make bench-gpu` on the CPU with a tiny model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TINY = ("--variants", ",".join(VARIANTS), "--device", "cpu", "--threads", 1, "--
 
 
 def bench(*options: object) -> subprocess.CompletedProcess[str]:
-    """Run the benchmark as `make bench-gpu` does, without a GPU."""
+    """Run the benchmark in the same way as `make bench-gpu`, without a GPU."""
     return subprocess.run(
         [sys.executable, "-W", "ignore", PROGRAM, *map(str, options)],
         capture_output=True, text=True, check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
@@ -33,8 +33,8 @@ def bench(*options: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a run on the CPU prints, which is what it stores."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Results of a run on the CPU, which the benchmark both prints and stores."""
     folder = tmp_path_factory.mktemp("bench")
     done = bench(*TINY, "--nvme", folder, "--out", folder / "gpu.json", "--json")
     assert done.returncode == 0, done.stderr
@@ -44,29 +44,28 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return printed
 
 
-def test_all_variants_have_the_same_bits(found: dict[str, Any]) -> None:
-    """On the CPU all updates run there; every step of every turn is compared."""
-    assert found["losses"]["steps"] == 6
-    (kind, row), *others = found["losses"]["by_update_device"].items()
+def test_all_variants_have_bitwise_equal_losses(results: dict[str, Any]) -> None:
+    """On the CPU, all updates use the same device; every step of every round is compared."""
+    assert results["losses"]["steps"] == 6
+    (kind, row), *others = results["losses"]["by_update_device"].items()
     assert not others
     assert (kind, row["equal"], row["first_difference"]) == ("cpu", True, None)
     assert row["variants"] == VARIANTS
     assert len(set(row["last"].values())) == 1
 
 
-def test_rates_are_those_of_the_steps(found: dict[str, Any]) -> None:
-    """Tokens and operations over seconds, by variant."""
-    for row in found["variants"].values():
+def test_rates_match_the_step_times(results: dict[str, Any]) -> None:
+    for row in results["variants"].values():
         assert len(row["samples"]) == 2
         fastest = row["step_seconds"]["min"]
         assert row["tokens_per_second"]["max"] == pytest.approx(32 / fastest)
-        assert row["tflops"]["max"] == pytest.approx(found["flops_per_step"] / fastest / 1e12)
-    assert found["flops_per_step"] > 8 * 0.9 * 32 * (found["model"]["parameters"] - 2 * 256 * 64)
+        assert row["tflops"]["max"] == pytest.approx(results["flops_per_step"] / fastest / 1e12)
+    assert results["flops_per_step"] > 8 * 0.9 * 32 * (results["model"]["parameters"] - 2 * 256 * 64)
 
 
-def test_bytes_and_seconds_stand_beside_those_of_the_plan(found: dict[str, Any]) -> None:
-    """What fits moves nothing over the drive; what does not moves what was planned before, or less while it starts."""
-    host, nvme = found["variants"]["infinity_host"], found["variants"]["infinity_nvme"]
+def test_measured_bytes_and_seconds_match_the_plan(results: dict[str, Any]) -> None:
+    """If the state fits in host memory, no bytes move; otherwise the planned bytes move, or fewer during warm-up."""
+    host, nvme = results["variants"]["infinity_host"], results["variants"]["infinity_nvme"]
     for name in ("read", "write"):
         assert host["bytes"][name] == {"measured": 0, "planned_before": 0, "planned": 0}
         moved = nvme["bytes"][name]
@@ -74,7 +73,7 @@ def test_bytes_and_seconds_stand_beside_those_of_the_plan(found: dict[str, Any])
         assert moved["measured"] > 0
     for row in (host, nvme):
         assert row["update_device"] == "cpu"
-        for way in ("to_device", "from_device"):  # there is no link
+        for way in ("to_device", "from_device"):  # the CPU has no link
             assert row["bytes"][way] == {"measured": 0, "planned_before": None, "planned": 0}
         assert 0.9 < row["bytes"]["gathered"]["measured"] / row["bytes"]["gathered"]["planned_before"] <= 1
         assert row["planned_seconds"]["before"] > 0
@@ -82,7 +81,7 @@ def test_bytes_and_seconds_stand_beside_those_of_the_plan(found: dict[str, Any])
         assert list(resources) == ["computation", "collectives", "links", "updates", "drives", "Python"]
         assert all(one["planned"] >= 0 for one in resources.values())
         assert resources["computation"]["planned_busy"] == pytest.approx(
-            found["variants"]["fsdp_memory"]["step_seconds"]["median"]
+            results["variants"]["fsdp_memory"]["step_seconds"]["median"]
         )
         assert resources["computation"]["ledger"] > 0
         assert resources["updates"]["planned_busy"] > 0
@@ -96,18 +95,18 @@ def test_bytes_and_seconds_stand_beside_those_of_the_plan(found: dict[str, Any])
         assert between["planned"] >= 0
 
 
-def test_without_a_gpu_it_says_so() -> None:
-    """In one line, with status 2; and so where it is asked for what cannot be compared."""
-    for options, said in (((), "sees no GPU"), (("--tokens", 33, "--seq", 16), "not a multiple")):
+def test_invalid_runs_are_rejected_in_one_line() -> None:
+    """A missing GPU and an invalid batch size are reported with status 2."""
+    for options, message in (((), "sees no GPU"), (("--tokens", 33, "--seq", 16), "not a multiple")):
         done = bench(*options)
         assert done.returncode == 2
         assert done.stdout == ""
-        assert said in done.stderr
+        assert message in done.stderr
         assert done.stderr.count("\n") == 1
 
 
-def test_losses_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Among variants whose updates run on the same kind of device, and only there."""
+def test_different_losses_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only variants whose updates run on the same kind of device are compared."""
     monkeypatch.syspath_prepend(PROGRAM.parent)
     from bench_gpu import compared
 
@@ -119,8 +118,8 @@ def test_losses_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("variant", ["fsdp_memory", "fsdp_cpu_offload", "infinity_host", "infinity_nvme"])
-def test_all_but_the_first_are_capped(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is a double: what each process asks of torch before it has a model."""
+def test_all_variants_except_fsdp_memory_are_capped(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA device is mocked."""
     monkeypatch.syspath_prepend(PROGRAM.parent)
     from bench_gpu import prepare
 
@@ -136,8 +135,8 @@ def test_all_but_the_first_are_capped(variant: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("updates", ["cpu", "cuda"])
-def test_what_is_planned_for_a_gpu(updates: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links, checksums and Python have their seconds; pages that are updated on the device take the link both ways."""
+def test_the_plan_for_a_gpu_covers_all_resources(updates: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that are updated on the GPU cross the link in both directions."""
     monkeypatch.syspath_prepend(PROGRAM.parent)
     from bench_gpu import LINK, planned
 
@@ -157,5 +156,6 @@ def test_what_is_planned_for_a_gpu(updates: str, monkeypatch: pytest.MonkeyPatch
         assert resources["links"] == pytest.approx(max(plan["bytes"][way] for way in LINK) / 55e9)
     else:
         assert resources["updates"] <= max(plan["bytes"][way] for way in LINK) / 55e9
-        assert 12 <= resources["updates"] * 55e9 / shape.parameters <= 14  # bytes the longer way: weights go back, too
+        # The direction with more bytes includes the weights.
+        assert 12 <= resources["updates"] * 55e9 / shape.parameters <= 14
     assert plan["step_seconds"] >= max(resources.values())

@@ -1,4 +1,4 @@
-"""A drive that a benchmark has slowed down: for its own processes, as long as it measures."""
+"""Tests of bandwidth limits for benchmarks: a drive is slowed down only for the benchmark's processes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from peers.limits import BLKIO, slow_drive
 GROUP = BLKIO / f"infinity-peers-{os.getpid()}"
 
 
-@pytest.mark.skipif(
-    not os.access(BLKIO, os.W_OK), reason="no block controller of cgroup version 1 in which groups may be made"
-)
-def test_this_process_is_slowed_down_and_no_longer(tmp_path: Path) -> None:
-    """Reads and writes alike, on the drive of the folder."""
+@pytest.mark.skipif(not os.access(BLKIO, os.W_OK), reason="requires a writable blkio controller of cgroup version 1")
+def test_the_drive_is_slow_only_within_the_context(tmp_path: Path) -> None:
+    """Reads and writes on the folder's drive are limited."""
     try:
         with slow_drive(tmp_path, 600_000_000):
             rates = [(GROUP / f"blkio.throttle.{way}_bps_device").read_text().split() for way in ("read", "write")]
             inside = GROUP.name in Path("/proc/self/cgroup").read_text()
-    except FileNotFoundError as error:  # a folder in memory, or of several drives
-        pytest.skip(f"{tmp_path} is on no drive of its own: {error}")
+    except FileNotFoundError as error:  # a folder in memory or on several drives
+        pytest.skip(f"{tmp_path} is not on a single drive: {error}")
     drive, rate = rates[0]
     assert rates == [[drive, rate]] * 2
     assert Path(f"/sys/dev/block/{drive}").exists()

@@ -1,4 +1,4 @@
-"""Who gets something from the daemon, and what planted files and foreign sockets do to it and to ranks: nothing."""
+"""Tests of daemon access control: listeners, slow clients, planted files, and sockets and files of other users."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from infinity_daemon.drive_bandwidth import FILE_NAME
 from support.daemon_process import daemon, get, start_second, talk, until
 
 OTHER_USER = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="requires root to switch to another user")
 
 
 def make_stats(folder: Path) -> Stats:
@@ -37,43 +37,43 @@ def make_stats(folder: Path) -> Stats:
 
 
 def listeners(port: int) -> list[str]:
-    """Return the addresses that a TCP port is listened on, as the kernel writes them."""
+    """Return the addresses on which a TCP port is open, in the format of /proc/net/tcp."""
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
     return [line[1] for line in lines if line[1].endswith(f":{port:04X}") and line[3] == "0A"]
 
 
-def test_it_listens_on_this_machine_only(tmp_path):
-    """Its pages have no authentication; so with the exporter of a run."""
+def test_servers_listen_on_loopback_only(tmp_path):
+    """By default, the metrics of the daemon and of a run need no authentication, so no other host may connect."""
     with daemon(tmp_path) as process:
         assert listeners(process.port) == [f"0100007F:{process.port:04X}"]
     with serve(0, lambda: []) as server:
         assert listeners(server.port) == [f"0100007F:{server.port:04X}"]
 
 
-def test_clients_that_drip_keep_nobody_out(tmp_path):
-    """However many there are, and however often they come back."""
+def test_slow_clients_do_not_block_others(tmp_path):
+    """Metrics are served while 40 clients send their request one byte at a time and reconnect repeatedly."""
     with daemon(tmp_path) as process:
         ended = threading.Event()
-        dripping = set()
+        connected = set()
 
-        def drip():
+        def send_slowly_forever():
             while not ended.is_set():
                 try:
                     with socket.create_connection(("127.0.0.1", process.port), timeout=60) as peer:
                         peer.sendall(b"GET /metrics HTTP/1.0\r\n")
-                        dripping.add(threading.get_ident())
+                        connected.add(threading.get_ident())
                         while not ended.wait(0.3):
                             peer.sendall(b"x")
                 except OSError:
                     ended.wait(0.2)
 
-        threads = [threading.Thread(target=drip) for _ in range(40)]
+        threads = [threading.Thread(target=send_slowly_forever) for _ in range(40)]
         for thread in threads:
             thread.start()
         try:
-            until(lambda: len(dripping) == len(threads))
+            until(lambda: len(connected) == len(threads))
             answers = 0
-            for _ in range(50):  # on a busy machine one may have lost its place before its request is there
+            for _ in range(50):  # on a busy machine, a request may be dropped before it arrives
                 with suppress(OSError):
                     answers += "infinity_daemon" in get(process.port, "/metrics")
                 if answers == 5:
@@ -85,15 +85,15 @@ def test_clients_that_drip_keep_nobody_out(tmp_path):
                 thread.join()
 
 
-def drip_into(peer, seconds):
+def send_slowly(peer, seconds):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         peer.sendall(b"G")
         time.sleep(0.05)
 
 
-def test_a_client_has_a_time_limit(monkeypatch):
-    """For its whole request, not for each byte; and for taking the answer."""
+def test_requests_and_responses_time_out(monkeypatch):
+    """The time limit applies to the entire request, not to each byte, and to sending the response."""
     monkeypatch.setattr("infinity.telemetry.http_server._REQUEST_SECONDS", 0.5)
     monkeypatch.setattr("infinity.telemetry.http_server._ANSWER_SECONDS", 1.0)
     with (
@@ -101,7 +101,7 @@ def test_a_client_has_a_time_limit(monkeypatch):
         socket.create_connection(("127.0.0.1", server.port), timeout=60) as peer,
         pytest.raises(OSError, match=r"Broken pipe|reset"),
     ):
-        drip_into(peer, 300)
+        send_slowly(peer, 300)
     blocked = threading.Event()
     with serve(0, lambda: blocked.wait(300) and []) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=200) as peer:
@@ -110,8 +110,8 @@ def test_a_client_has_a_time_limit(monkeypatch):
         blocked.set()
 
 
-def test_clients_that_never_read_keep_nobody_out():
-    """They have sent their request; where they take all places, the one that came first goes."""
+def test_clients_that_never_read_do_not_block_others():
+    """If all connection slots are in use, the oldest connection is closed."""
     blocked = threading.Event()
     asked = []
 
@@ -139,16 +139,16 @@ def plant_link(file: Path, victim: Path) -> None:
     file.symlink_to(victim)
 
 
-def plant_foreign(file: Path, victim: Path) -> None:
+def plant_file_of_another_user(file: Path, victim: Path) -> None:
     if os.geteuid():
-        pytest.skip("only root can give a file away")
+        pytest.skip("requires root to change the owner of a file")
     file.write_text(json.dumps({"/a|/b": [9.0, 1.0], "drives": {}}))
     os.chown(file, OTHER_USER, -1)
 
 
-@pytest.mark.parametrize("plant", [plant_pipe, plant_link, plant_foreign])
-def test_what_is_planted_in_the_runtime_folder_is_not_used(tmp_path, plant):
-    """It hangs neither daemon nor rank, is not believed, and what a link leads to is not overwritten."""
+@pytest.mark.parametrize("plant", [plant_pipe, plant_link, plant_file_of_another_user])
+def test_planted_files_in_the_runtime_folder_are_ignored(tmp_path, plant):
+    """Daemon and ranks neither block on planted files nor read them, and do not overwrite the target of a link."""
     victim = tmp_path / "victim"
     victim.write_text(json.dumps({"/a|/b": [9.0, 1.0], "drives": {}}))
     precious = victim.read_bytes()
@@ -173,7 +173,7 @@ def test_what_is_planted_in_the_runtime_folder_is_not_used(tmp_path, plant):
     "content",
     ['{"/a|/b": [1e999, 1]}', '{"/a|/b": [NaN, 1]}', f'{{"/a|/b": [1, {10**400}]}}', '{"/a|/b": [0, 1]}', "[]"],
 )
-def test_a_cache_of_no_bandwidths_is_not_used(tmp_path, content):
+def test_an_invalid_bandwidth_cache_is_ignored(tmp_path, content):
     (tmp_path / path_bandwidth.CACHE_NAME).write_text(content)
     assert path_bandwidth._from_cache(["/a", "/b"], tmp_path) is None
     remember(tmp_path / path_bandwidth.CACHE_NAME, "/a|/b", [1.0, 3.0], "it")
@@ -181,7 +181,7 @@ def test_a_cache_of_no_bandwidths_is_not_used(tmp_path, content):
 
 
 def listen(folder: Path, uid: int, answer: str) -> subprocess.Popen[bytes]:
-    """Start a process of another user that listens where the daemon would; it answers slowly, or never."""
+    """Start a process of user `uid` that listens on the daemon's socket path and sends `answer` one byte at a time."""
     code = (
         "import os, socket, sys, time\n"
         "server = socket.socket(socket.AF_UNIX); os.umask(0)\n"
@@ -200,8 +200,8 @@ def listen(folder: Path, uid: int, answer: str) -> subprocess.Popen[bytes]:
 
 
 @as_root
-def test_a_socket_of_another_user_is_not_asked(tmp_path, caplog):
-    """Whoever listens there: the kernel says who it is."""
+def test_a_socket_of_another_user_is_not_used(tmp_path, caplog):
+    """A client checks the owner of the socket's peer, which the operating system reports."""
     shared = Path(tempfile.mkdtemp(dir="/tmp"))
     shared.chmod(0o1777)
     process = listen(shared, OTHER_USER, "{}\n")
@@ -218,20 +218,20 @@ def test_a_socket_of_another_user_is_not_asked(tmp_path, caplog):
         shared.rmdir()
 
 
-def test_a_socket_that_drips_is_left_in_time(tmp_path):
+def test_a_slow_daemon_response_times_out(tmp_path):
     process = listen(tmp_path, os.getuid(), "x" * 1000)
     try:
         began = time.monotonic()
         assert path_bandwidth._from_daemon(["/a", "/b"], tmp_path) is None
-        assert time.monotonic() - began < 100, "all of it takes 200 s"
+        assert time.monotonic() - began < 100, "the complete response takes 200 s"
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
 
 
-def test_a_runtime_folder_that_is_not_ones_own_is_refused(tmp_path):
-    """By the daemon, and by ranks, which go on without."""
+def test_a_runtime_folder_of_another_user_is_rejected(tmp_path):
+    """Neither the daemon nor a rank uses a runtime folder that is a link, is world-writable or has another owner."""
     shared = tmp_path / "shared"
     shared.mkdir()
     link = tmp_path / "link"
@@ -250,7 +250,7 @@ def test_a_runtime_folder_that_is_not_ones_own_is_refused(tmp_path):
 
 
 @as_root
-def test_a_page_of_another_user_is_read_by_root_only(tmp_path):
+def test_only_root_reads_stats_files_of_other_users(tmp_path):
     stats = make_stats(tmp_path)
     os.chown(stats.path, OTHER_USER, -1)
     assert read_stats_file(stats.path).alive
@@ -271,8 +271,8 @@ def test_a_page_of_another_user_is_read_by_root_only(tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_where_the_runtime_folder_is(tmp_path, monkeypatch):
-    """In the session's, if that is the user's own; else in the temporary folder, under the user's number."""
+def test_runtime_folder_precedence(tmp_path, monkeypatch):
+    """Use XDG_RUNTIME_DIR if only the user has access to it, and a folder in the temporary folder otherwise."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own = tmp_path / f"infinity-{os.geteuid()}"
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)

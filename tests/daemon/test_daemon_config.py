@@ -1,4 +1,4 @@
-"""How a daemon is configured, and what of it changes while it runs."""
+"""Tests of the daemon's configuration: files and options, reloading, authentication and deployment files."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from support.daemon_process import daemon, get, until
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
-def asked(port: int, path: str, *, method: str = "GET", token: str = "") -> tuple[int, dict[str, str], bytes]:
-    """Return status, headers and content of an answer."""
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method)
+def request(port: int, path: str, *, method: str = "GET", token: str = "") -> tuple[int, dict[str, str], bytes]:
+    """Return the status, headers and content of a response."""
+    message = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method)
     if token:
-        request.add_header("Authorization", f"Bearer {token}")
+        message.add_header("Authorization", f"Bearer {token}")
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(message, timeout=60) as answer:
             return answer.status, dict(answer.headers), answer.read()
     except urllib.error.HTTPError as error:
         return error.code, dict(error.headers), error.read()
 
 
-def test_a_file_and_options_over_it(tmp_path: Path) -> None:
-    """Read as the settings of a run are."""
+def test_options_override_the_configuration_file(tmp_path: Path) -> None:
     (tmp_path / "drive").mkdir()
     file = tmp_path / "infinityd.toml"
     file.write_text(
-        f'[server]\nport = 9\n[stats_files]\nkeep_dead_seconds = 60\n[drives]\nendurance = {{"{tmp_path}/drive" = "600TB"}}\n'
+        "[server]\nport = 9\n[stats_files]\nkeep_dead_seconds = 60\n"
+        f'[drives]\nendurance = {{"{tmp_path}/drive" = "600TB"}}\n'
     )
     config = load_daemon_config(file, {"server.port": 0, "drives.paths": [str(tmp_path)]})
     assert (config.server.port, config.server.host) == (0, "127.0.0.1")
@@ -49,7 +49,7 @@ def test_a_file_and_options_over_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("[sever]\nport = 1", "unknown setting sever; did you mean server?"),
         ("[server]\nprot = 1", "unknown setting server.prot; did you mean server.port?"),
@@ -68,16 +68,16 @@ def test_a_file_and_options_over_it(tmp_path: Path) -> None:
         ("[stale]\nremove_checkpointed_after_seconds = 3600", "stale.remove_checkpointed_after_seconds = 3600"),
     ],
 )
-def test_mistakes_are_those_of_the_settings_of_a_run(text: str, says: str, tmp_path: Path) -> None:
-    """Section and key, value, and what is meant."""
+def test_invalid_settings_are_rejected(text: str, message: str, tmp_path: Path) -> None:
+    """The message names the section, the key, the value and the valid range or the nearest known key."""
     (tmp_path / "infinityd.toml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_daemon_config(tmp_path / "infinityd.toml", {})
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_where_the_history_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is said, else where systemd says, else beside pages of a place of their own, else GPU-resident."""
+def test_state_folder_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`measure.state_dir` precedes STATE_DIRECTORY, a configured runtime folder and the user's state folder."""
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.delenv("STATE_DIRECTORY", raising=False)
     monkeypatch.setenv("HOME", "/home/me")
@@ -97,8 +97,8 @@ def test_where_the_history_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert load_daemon_config(None, {}).state_dir == tmp_path / "infinity"
 
 
-def test_a_state_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was named is a mistake; another is replaced by the runtime folder, as it was without one."""
+def test_an_unusable_state_folder_raises_only_if_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A default folder is replaced by the runtime folder."""
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"state folder .* cannot be used: .*measure\.state_dir"):
         _state_folder(load_daemon_config(None, {"measure.state_dir": str(tmp_path / "file/state")}))
@@ -110,8 +110,8 @@ def test_a_state_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "made/state").stat().st_mode & 0o777 == 0o700
 
 
-def test_settings_are_read_again_on_sighup(tmp_path: Path) -> None:
-    """Those that need a restart are said; a file that is wrong changes nothing."""
+def test_sighup_reloads_the_settings(tmp_path: Path) -> None:
+    """Settings that require a restart are logged, and an invalid file changes nothing."""
     (tmp_path / "drive").mkdir()
     file = tmp_path / "infinityd.toml"
     file.write_text("")
@@ -127,47 +127,45 @@ def test_settings_are_read_again_on_sighup(tmp_path: Path) -> None:
         assert "config.restart changed=server" in process.log.read_text()
 
 
-def test_who_reads_metrics_must_have_the_token(tmp_path: Path) -> None:
-    """Health is told to all: what watches a container has none."""
+def test_metrics_require_the_token(tmp_path: Path) -> None:
+    """The health endpoint needs no token, because container health checks have none."""
     token = tmp_path / "token"
     token.write_text("0123456789abcdef\n")
     token.chmod(0o600)
     with daemon(tmp_path, "--token-file", str(token)) as process:
         for wrong in ("", "0123456789abcde", "0123456789abcdef0", "\xff"):
-            status, _, content = asked(process.port, "/metrics", token=wrong)
+            status, _, content = request(process.port, "/metrics", token=wrong)
             assert status == 401
             assert b"Authorization: Bearer" in content
-        assert asked(process.port, "/metrics", token="0123456789abcdef")[0] == 200
-        assert asked(process.port, "/healthz")[0] == 200
+        assert request(process.port, "/metrics", token="0123456789abcdef")[0] == 200
+        assert request(process.port, "/healthz")[0] == 200
 
 
 @pytest.mark.parametrize(
-    ("content", "mode", "says"),
+    ("content", "mode", "message"),
     [("", 0o600, "ASCII"), ("two words", 0o600, "ASCII"), ("ä", 0o600, "ASCII"), ("x", 0o644, "chmod 600")],
 )
-def test_a_token_that_is_none_is_refused(content: str, mode: int, says: str, tmp_path: Path) -> None:
-    """Before anything is served."""
+def test_an_invalid_token_file_is_rejected(content: str, mode: int, message: str, tmp_path: Path) -> None:
     from infinity_daemon.service import _token
 
     token = tmp_path / "token"
     token.write_text(content)
     token.chmod(mode)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         _token(str(token))
 
 
-def test_head_is_get_without_content(tmp_path: Path) -> None:
-    """As load balancers ask."""
+def test_head_matches_get_without_content(tmp_path: Path) -> None:
     with daemon(tmp_path) as process:
         for path, expected in (("/metrics", 200), ("/healthz", 200), ("/nothing", 404)):
-            status, headers, content = asked(process.port, path, method="HEAD")
+            status, headers, content = request(process.port, path, method="HEAD")
             assert (status, content) == (expected, b"")
-            assert headers["Content-Type"] == asked(process.port, path)[1]["Content-Type"]
+            assert headers["Content-Type"] == request(process.port, path)[1]["Content-Type"]
 
 
 @pytest.mark.parametrize("unit", ["infinityd.service", "infinityd-user.service"])
-def test_units_of_systemd_are_accepted(unit: str, tmp_path: Path) -> None:
-    """By systemd itself where it is there; what they start is the command that there is."""
+def test_systemd_units_are_valid(unit: str, tmp_path: Path) -> None:
+    """If systemd-analyze is installed, it verifies the units."""
     parsed = configparser.ConfigParser(strict=False, interpolation=None)
     parsed.optionxform = str  # type: ignore[assignment,method-assign]
     parsed.read(DEPLOY / "systemd" / unit)
@@ -183,8 +181,8 @@ def test_units_of_systemd_are_accepted(unit: str, tmp_path: Path) -> None:
     assert "infinityd" not in found.stderr, found.stderr
 
 
-def test_the_daemonset_starts_what_there_is() -> None:
-    """Its settings are read, and every mount has its volume."""
+def test_the_kubernetes_daemonset_is_valid() -> None:
+    """Its settings load, every mount has a volume, and its command exists."""
     yaml = pytest.importorskip("yaml")
     config, daemonset = yaml.safe_load_all((DEPLOY / "kubernetes/infinityd.yaml").read_text())
     text = config["data"]["infinityd.toml"].replace('"/nvme"', '"/"')
@@ -202,8 +200,7 @@ def test_the_daemonset_starts_what_there_is() -> None:
     assert spec["containers"][0]["command"] == ["infinityd", "--config", f"/etc/infinity/{file}"]
 
 
-def test_the_weight_of_a_run_is_a_setting_of_the_run() -> None:
-    """From 1 on."""
+def test_bandwidth_weight_is_at_least_one() -> None:
     assert load_config({"storage": {"bandwidth_weight": 3}}).storage.bandwidth_weight == 3
     with pytest.raises(ConfigError, match=r"storage\.bandwidth_weight = 0 is below the minimum of 1"):
         load_config({"storage": {"bandwidth_weight": 0}})

@@ -1,4 +1,4 @@
-"""Whatever is sent to the daemon, or lies in its folder: it answers, and neither memory nor descriptors grow."""
+"""Fuzz tests of the daemon: it answers any message, ignores any file, and does not leak memory or descriptors."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from support.daemon_process import client, daemon, get, talk, until
 MIB = 1 << 20
 
 
-def valid(place: str) -> list[dict[str, Any]]:
-    """Return one message of every operation."""
+def valid_messages(path: str) -> list[dict[str, Any]]:
+    """Return one valid message for each operation."""
     return [
         {"op": "status"},
         {"op": "state"},
-        {"op": "bandwidth", "paths": [place]},
-        {"op": "record_bandwidth", "rates": {place: {"read": 1e9, "write": 2e9, "mixed": None}}, "source": "run"},
-        {"op": "reserve", "path": place, "bytes": 1, "run_id": "r"},
-        {"op": "release", "path": place, "run_id": "r"},
-        {"op": "pace", "paths": [place], "run_id": "r"},
+        {"op": "bandwidth", "paths": [path]},
+        {"op": "record_bandwidth", "rates": {path: {"read": 1e9, "write": 2e9, "mixed": None}}, "source": "run"},
+        {"op": "reserve", "path": path, "bytes": 1, "run_id": "r"},
+        {"op": "release", "path": path, "run_id": "r"},
+        {"op": "pace", "paths": [path], "run_id": "r"},
     ]
 
 
@@ -40,8 +40,8 @@ ODD = [
 ]  # fmt: skip
 
 
-def changed(chance: random.Random, message: Any) -> Any:
-    """Return a message of which something is something else."""
+def mutated(chance: random.Random, message: Any) -> Any:
+    """Return a copy of a message with one invalid value, missing key, additional key or unknown operation."""
     message = json.loads(json.dumps(message))
     kind = chance.randrange(4)
     keys = list(message)
@@ -56,12 +56,12 @@ def changed(chance: random.Random, message: Any) -> Any:
     return message
 
 
-def line_of(chance: random.Random, messages: list[dict[str, Any]]) -> bytes:
-    """Return a line: a message that is valid, changed, cut, or has other bytes; or anything at all."""
+def random_line(chance: random.Random, messages: list[dict[str, Any]]) -> bytes:
+    """Return a line that is a valid message, a mutated, truncated or corrupted message, or random bytes."""
     kind = chance.randrange(5)
     if kind == 4:
         return chance.randbytes(chance.randrange(200)).replace(b"\n", b"") + b"\n"
-    text = json.dumps(changed(chance, chance.choice(messages)) if kind else chance.choice(messages)).encode()
+    text = json.dumps(mutated(chance, chance.choice(messages)) if kind else chance.choice(messages)).encode()
     if kind == 2:
         text = text[: chance.randrange(len(text) + 1)]
     elif kind == 3:
@@ -70,43 +70,43 @@ def line_of(chance: random.Random, messages: list[dict[str, Any]]) -> bytes:
     return text + b"\n"
 
 
-def used(process: psutil.Process) -> tuple[int, int]:
-    """Return resident bytes and descriptors."""
+def resources(process: psutil.Process) -> tuple[int, int]:
+    """Return the resident memory in bytes and the number of open descriptors."""
     return process.memory_info().rss, process.num_fds()
 
 
 @pytest.mark.parametrize("number", [3_000, pytest.param(100_000, marks=pytest.mark.wide)])
-def test_every_line_has_an_answer(number: int, tmp_path: Path) -> None:
-    """One JSON object in a line, on the same connection; nothing is left behind."""
+def test_every_line_is_answered(number: int, tmp_path: Path) -> None:
+    """Each line gets one JSON object on the same connection, and resources do not grow."""
     chance = random.Random(number)
-    messages = valid(str(tmp_path))
+    messages = valid_messages(str(tmp_path))
     with daemon(tmp_path) as process:
-        it = psutil.Process(process.pid)
-        before = used(it)
+        daemon_process = psutil.Process(process.pid)
+        before = resources(daemon_process)
         for start in range(0, number, 500):
             with client(tmp_path) as peer, peer.makefile("rb") as answers:
                 for _ in range(min(500, number - start)):
-                    line = line_of(chance, messages)
+                    line = random_line(chance, messages)
                     peer.sendall(line)
                     answer = json.loads(answers.readline())
                     assert isinstance(answer, dict), line
                     assert (answer.get("ok") is True) != ("error" in answer), line
                     assert "internal error" not in answer.get("error", ""), line
             if start == 500:
-                before = used(it)  # everything has been imported and cached once
+                before = resources(daemon_process)  # by now everything has been imported and cached
             assert "infinity_daemon_build_info" in get(process.port, "/metrics")
-        until(lambda: used(it)[1] <= before[1] + 2)
-        assert used(it)[0] < before[0] + 32 * MIB
+        until(lambda: resources(daemon_process)[1] <= before[1] + 2)
+        assert resources(daemon_process)[0] < before[0] + 32 * MIB
         assert "Traceback" not in process.log.read_text()
 
 
-def test_clients_that_leave_or_say_nothing_keep_nobody_out(tmp_path: Path) -> None:
-    """A thousand connections, of which some are silent, some half a message, some reset; metrics are served."""
+def test_silent_and_disconnecting_clients_do_not_block_others(tmp_path: Path) -> None:
+    """Of 1,000 connections, some are silent, some send half a message and some are reset; metrics are still served."""
     chance = random.Random(1)
     with daemon(tmp_path) as process, ExitStack() as held:
-        it = psutil.Process(process.pid)
+        daemon_process = psutil.Process(process.pid)
         assert talk(tmp_path, {"op": "status"})[0]["ok"]
-        before = used(it)
+        before = resources(daemon_process)
         for number in range(1000):
             peer = socket.socket(socket.AF_UNIX)
             peer.settimeout(60)
@@ -127,14 +127,14 @@ def test_clients_that_leave_or_say_nothing_keep_nobody_out(tmp_path: Path) -> No
             if number % 100 == 0:
                 assert "infinity_daemon_build_info" in get(process.port, "/metrics")
         held.close()
-        until(lambda: used(it)[1] <= before[1] + 2)
-        assert used(it)[0] < before[0] + 64 * MIB
+        until(lambda: resources(daemon_process)[1] <= before[1] + 2)
+        assert resources(daemon_process)[0] < before[0] + 64 * MIB
         assert talk(tmp_path, {"op": "status"})[0]["ok"]
         assert "Traceback" not in process.log.read_text()
 
 
-def test_whatever_lies_in_the_folder_is_passed_over(tmp_path: Path) -> None:
-    """Garbage, huge and sparse files, links, pipes, folders, files that nobody may read, and changes while it reads."""
+def test_unexpected_files_in_the_runtime_folder_are_ignored(tmp_path: Path) -> None:
+    """Among them are corrupt, huge, sparse, unreadable and changing files, links, pipes and folders."""
     chance = random.Random(2)
     stats = Stats.create(tmp_path, run_id="good", rank=0, local_rank=0, world_size=1, devices=[], info={})
     content = stats.path.read_bytes()
@@ -156,15 +156,15 @@ def test_whatever_lies_in_the_folder_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / name("closed")).write_bytes(content)
     (tmp_path / name("closed")).chmod(0)
     with daemon(tmp_path) as process:
-        it = psutil.Process(process.pid)
+        daemon_process = psutil.Process(process.pid)
         text = get(process.port, "/metrics")
-        before = used(it)
+        before = resources(daemon_process)
         for _ in range(20):
             assert 'run="good"' in text
             assert 'infinity_daemon_collector_success{collector="ranks"} 1.0' in text
             (tmp_path / name("changing")).write_bytes(content[: chance.randrange(len(content))])
             text = get(process.port, "/metrics")
-        assert used(it)[1] <= before[1] + 2
-        assert used(it)[0] < before[0] + 32 * MIB
+        assert resources(daemon_process)[1] <= before[1] + 2
+        assert resources(daemon_process)[0] < before[0] + 32 * MIB
         assert "Traceback" not in process.log.read_text()
     stats.close()

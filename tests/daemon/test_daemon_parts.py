@@ -1,4 +1,4 @@
-"""The parts of the daemon, each alone: space, isolation, drives, pages, profiles."""
+"""Tests of the daemon's parts in isolation: reservations, collectors, drives, stats files and connections."""
 
 import asyncio
 import fcntl
@@ -36,7 +36,7 @@ def place(path="/a", file_system=1, drive=DRIVE):
 # Space
 
 
-def test_reservations_of_one_file_system_may_not_exceed_what_is_free():
+def test_reservations_are_limited_by_the_free_space_of_a_file_system():
     reservations = Reservations()
     assert reservations.reserve(ALICE, "r", place("/a"), 60, free=100) == 40
     with pytest.raises(
@@ -48,20 +48,20 @@ def test_reservations_of_one_file_system_may_not_exceed_what_is_free():
     assert reservations.by_drive() == {"nvme0n1": 200}
 
 
-def test_asking_again_replaces_and_only_the_owner_releases():
+def test_a_repeated_reservation_replaces_and_only_its_owner_releases_it():
     reservations = Reservations()
     reservations.reserve(ALICE, "r", place(), 60, free=100)
     assert reservations.reserve(ALICE, "r", place(), 90, free=100) == 10
     with pytest.raises(BudgetError):
         reservations.reserve(ALICE, "r", place(), 101, free=100)
-    assert reservations.by_drive() == {"nvme0n1": 90}  # a refusal changes nothing
+    assert reservations.by_drive() == {"nvme0n1": 90}  # a rejected request changes nothing
     assert reservations.release(BOB, "r", "/a") == 0
     assert reservations.release(ALICE, "r", "/a") == 90
     assert reservations.release(ALICE, "r", "/a") == 0
     assert reservations.entries() == ()
 
 
-def test_reservations_end_with_their_owner():
+def test_reservations_expire_with_their_owner():
     reservations = Reservations()
     reservations.reserve(ALICE, "r", place(), 60, free=100)
     reservations.reserve(BOB, "r", place(), 40, free=100)
@@ -75,7 +75,7 @@ def test_reservations_end_with_their_owner():
         max_size=30,
     )
 )
-def test_no_sequence_of_requests_promises_more_than_there_is(requests):
+def test_reservations_never_exceed_the_free_space(requests):
     reservations = Reservations()
     for owner, run, number, size in requests:
         try:
@@ -89,14 +89,14 @@ def test_no_sequence_of_requests_promises_more_than_there_is(requests):
             assert sum(e.size for e in reservations.entries() if e.place.file_system == number) <= 100
 
 
-# Isolation
+# Collector isolation
 
 
-class Good:
-    name = "good"
+class Working:
+    name = "working"
 
     def collect(self):
-        yield GaugeMetricFamily("infinity_good", "Good.", value=1)
+        yield GaugeMetricFamily("infinity_working", "Working.", value=1)
 
 
 class Failing:
@@ -126,24 +126,24 @@ def scrape(*collectors, timeout=5.0):
     return collection, lambda: generate_latest(registry).decode()
 
 
-def test_a_failing_collector_does_not_hurt_the_others():
-    collection, text = scrape(Failing(), Good())
+def test_a_failing_collector_does_not_affect_others():
+    collection, text = scrape(Failing(), Working())
     found = text()
     assert 'infinity_daemon_collector_success{collector="failing"} 0.0' in found
-    assert 'infinity_daemon_collector_success{collector="good"} 1.0' in found
-    assert "infinity_good 1.0" in found
+    assert 'infinity_daemon_collector_success{collector="working"} 1.0' in found
+    assert "infinity_working 1.0" in found
     assert "infinity_partial 1.0" in found
-    assert 'infinity_daemon_collector_duration_seconds{collector="good"}' in found
-    assert collection.health == {"failing": False, "good": True}
+    assert 'infinity_daemon_collector_duration_seconds{collector="working"}' in found
+    assert collection.health == {"failing": False, "working": True}
 
 
-def test_a_hanging_collector_is_left_behind_and_not_started_twice():
+def test_a_hanging_collector_times_out_and_is_not_restarted():
     hanging = Hanging()
-    _, text = scrape(hanging, Good(), timeout=3)
+    _, text = scrape(hanging, Working(), timeout=3)
     for _ in range(3):
         found = text()
         assert 'infinity_daemon_collector_success{collector="hanging"} 0.0' in found
-        assert "infinity_good 1.0" in found
+        assert "infinity_working 1.0" in found
     assert hanging.runs == 1
     hanging.release.set()
 
@@ -152,7 +152,7 @@ def test_a_hanging_collector_is_left_behind_and_not_started_twice():
 
 
 def fake_sysfs(root, number, partitions=()):
-    """A sysfs with one drive nvme7n1, of which `number` (st_dev) is the device or its first partition."""
+    """Create a sysfs tree with the drive nvme7n1; device `number` (st_dev) is the drive or its last partition."""
     drive = root / "devices/pci/nvme7/nvme7n1"
     drive.mkdir(parents=True)
     (drive / "stat").write_text("5 0 100 7 5 0 2048 9 0 0 0 0 0 0 0 0 0\n")
@@ -169,7 +169,7 @@ def fake_sysfs(root, number, partitions=()):
 
 
 @pytest.mark.parametrize("partitions", [(), ("nvme7n1p1",)])
-def test_a_folder_is_traced_to_its_drive(tmp_path, partitions):
+def test_locate_finds_the_drive_of_a_folder(tmp_path, partitions):
     number = os.stat(tmp_path).st_dev
     fake_sysfs(tmp_path / "sys", number, partitions)
     found = locate(str(tmp_path), tmp_path / "sys")
@@ -180,8 +180,8 @@ def test_a_folder_is_traced_to_its_drive(tmp_path, partitions):
     assert wear_ratio(found.drive, tmp_path / "sys") is None
 
 
-def test_each_counter_of_a_drive_is_what_the_kernel_counts(tmp_path):
-    """None of them is another one's, nor that of another drive."""
+def test_device_metrics_match_the_kernel_counters(tmp_path):
+    """Each metric reports its own field of the drive's `stat` file, and no counter of another drive."""
     fake_sysfs(tmp_path / "sys", os.stat(tmp_path).st_dev)
     (tmp_path / "sys/devices/pci/nvme7/nvme7n1/stat").write_text("5 0 100 7000 6 0 2048 9000 0 11000 0 0 0 0 0 0 0\n")
     collector = DevicesCollector(
@@ -200,7 +200,7 @@ def test_each_counter_of_a_drive_is_what_the_kernel_counts(tmp_path):
     }  # fmt: skip
 
 
-def test_wear_is_told_where_sysfs_tells_it(tmp_path):
+def test_wear_ratio_is_read_from_sysfs(tmp_path):
     folder = tmp_path / "class/block/mmcblk0/device"
     folder.mkdir(parents=True)
     (folder / "life_time").write_text("0x02 0x05\n")
@@ -209,7 +209,7 @@ def test_wear_is_told_where_sysfs_tells_it(tmp_path):
     assert wear_ratio(Drive(name="mmcblk0", identity=""), tmp_path) is None
 
 
-def test_a_folder_without_a_block_device_has_a_name_too(tmp_path):
+def test_a_folder_without_a_block_device_has_a_drive_name(tmp_path):
     found = locate("/proc")
     assert found.drive.name.startswith("proc-")
     assert counters(found.drive) is None
@@ -218,7 +218,7 @@ def test_a_folder_without_a_block_device_has_a_name_too(tmp_path):
     assert 0 < space(str(tmp_path)).free <= space(str(tmp_path)).capacity
 
 
-def devices_text(tmp_path, paths, pages=None):
+def devices_metrics(tmp_path, paths, pages=None):
     collector = DevicesCollector(
         paths=paths,
         stats_files=pages or StatsFiles(tmp_path / "none", 60, 60),
@@ -230,21 +230,21 @@ def devices_text(tmp_path, paths, pages=None):
     return collection, text()
 
 
-def test_a_drive_behind_two_paths_is_reported_once(tmp_path):
+def test_a_drive_with_two_paths_is_reported_once(tmp_path):
     paths = [str(tmp_path / name) for name in ("one", "two")]
     for path in paths:
         os.mkdir(path)
-    _, one = devices_text(tmp_path, paths[:1])
-    _, both = devices_text(tmp_path, paths)
+    _, one = devices_metrics(tmp_path, paths[:1])
+    _, both = devices_metrics(tmp_path, paths)
 
-    def keep(text):
+    def series_of(text):
         return [line.split(" ")[0] for line in text.splitlines() if line.startswith("infinity_device")]
 
-    assert keep(one) == keep(both)
+    assert series_of(one) == series_of(both)
     assert sum(line.startswith("infinity_device_capacity_bytes{") for line in both.splitlines()) == 1
 
 
-def test_paths_of_live_ranks_are_found_and_a_missing_own_path_is_a_failure(tmp_path):
+def test_only_a_missing_configured_path_fails_the_devices_collector(tmp_path):
     used = tmp_path / "used"
     used.mkdir()
     info = {"paths": json.dumps([str(used), str(tmp_path / "gone")])}
@@ -252,27 +252,27 @@ def test_paths_of_live_ranks_are_found_and_a_missing_own_path_is_a_failure(tmp_p
         tmp_path, run_id="r", rank=2, local_rank=0, world_size=4, devices=["nvme0", "nvme1"], info=info
     )
     pages, name = StatsFiles(tmp_path, 60, 60), locate(str(used)).drive.name
-    collection, text = devices_text(tmp_path, [], pages)
-    assert collection.health == {"devices": True}  # a rank's missing path is the rank's affair
+    collection, text = devices_metrics(tmp_path, [], pages)
+    assert collection.health == {"devices": True}  # a missing path of a rank is not the daemon's failure
     assert f'infinity_rank_device_info{{block_device="{name}",device="nvme0",rank="2",run="r"}} 1.0' in text
-    collection, text = devices_text(tmp_path, [str(tmp_path / "not-here")], pages)
+    collection, text = devices_metrics(tmp_path, [str(tmp_path / "not-here")], pages)
     assert collection.health == {"devices": False}
     assert "infinity_device_capacity_bytes{" in text
     stats.close()
 
 
-# Stats pages
+# Stats files
 
 
 def make(folder, rank, run_id="run"):
     return Stats.create(folder, run_id=run_id, rank=rank, local_rank=0, world_size=8, devices=[], info={})
 
 
-def test_ranks_are_counted_by_status_and_none_hides_another(tmp_path):
+def test_ranks_are_counted_by_status_across_runs(tmp_path):
     live, ended = make(tmp_path, 0), make(tmp_path, 1)
     other = make(tmp_path, 0, "later")
     ended.close()
-    (tmp_path / "broken.stats").write_text("no page")
+    (tmp_path / "broken.stats").write_text("not a stats file")
     (tmp_path / "copy.rank0.stats").write_bytes(live.path.read_bytes())
     _, text = scrape(RanksCollector(StatsFiles(tmp_path, 60, 60)))
     found = text()
@@ -284,7 +284,7 @@ def test_ranks_are_counted_by_status_and_none_hides_another(tmp_path):
         stats.close()
 
 
-def test_the_page_of_a_rank_that_ended_is_served_to_its_last_value_and_removed_then(tmp_path, monkeypatch):
+def test_an_ended_stats_file_is_served_until_it_expires(tmp_path, monkeypatch):
     clock = time.monotonic()
     monkeypatch.setattr("infinity_daemon.stats_files.time.monotonic", lambda: clock)
     stats, pages = make(tmp_path, 0), StatsFiles(tmp_path, 900, 120)
@@ -300,12 +300,12 @@ def test_the_page_of_a_rank_that_ended_is_served_to_its_last_value_and_removed_t
     assert os.listdir(tmp_path) == []
 
 
-def test_pages_of_the_long_dead_are_removed_but_never_those_of_the_living(tmp_path, monkeypatch):
+def test_only_stats_files_of_dead_ranks_are_removed(tmp_path, monkeypatch):
     live, dead = make(tmp_path, 0), make(tmp_path, 1)
     with monkeypatch.context() as patch:
         patch.setattr(stats_file, "process_start", lambda pid: 0)
         assert {page.status for page in StatsFiles(tmp_path, 60, 0).scan().snapshots} == {"dead"}
-        StatsFiles(tmp_path, 0, 60).scan()  # both are held by this process's locks
+        StatsFiles(tmp_path, 0, 60).scan()  # this process holds the locks of both files
     assert len(os.listdir(tmp_path)) == 2
     fcntl.flock(dead._file, fcntl.LOCK_UN)
     (tmp_path / ".run.rank2.stats.123").write_text("left by a killed rank")
@@ -320,8 +320,8 @@ def test_pages_of_the_long_dead_are_removed_but_never_those_of_the_living(tmp_pa
 # Connections
 
 
-def test_a_message_must_be_complete_in_time_and_an_idle_client_is_hung_up_on(tmp_path):
-    async def scene(sent):
+def test_incomplete_messages_and_idle_clients_time_out(tmp_path):
+    async def exchange(sent):
         async def answer(line, owner):
             return {}
 
@@ -329,19 +329,19 @@ def test_a_message_must_be_complete_in_time_and_an_idle_client_is_hung_up_on(tmp
         await server.start()
         reader, writer = await asyncio.open_unix_connection(tmp_path / "s")
         writer.write(sent)
-        said = await asyncio.wait_for(reader.read(), 60)
+        response = await asyncio.wait_for(reader.read(), 60)
         writer.close()
         await server.stop()
-        return said
+        return response
 
     for sent in (b'{"op"', b""):
-        assert b"timed out" in asyncio.run(scene(sent))
+        assert b"timed out before a complete message" in asyncio.run(exchange(sent))
 
 
-def test_a_peer_of_another_container_stands_and_falls_with_its_connection(tmp_path, monkeypatch):
+def test_a_peer_in_another_container_is_alive_while_connected(tmp_path, monkeypatch):
     monkeypatch.setattr("infinity_daemon.server.peer_of", lambda peer: (0, os.getuid()))
 
-    async def scene():
+    async def exchange():
         owners = []
 
         async def answer(line, owner):
@@ -362,20 +362,20 @@ def test_a_peer_of_another_container_stands_and_falls_with_its_connection(tmp_pa
         await server.stop()
         return owners[0], before
 
-    owner, before = asyncio.run(scene())
+    owner, before = asyncio.run(exchange())
     assert (owner.pid, before) == (0, True)
 
 
-def test_a_peer_of_another_user_is_refused(tmp_path, monkeypatch):
+def test_a_peer_of_another_user_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr("infinity_daemon.server.peer_of", lambda peer: (1, os.getuid() + 1))
 
-    async def scene():
+    async def exchange():
         server = SocketServer(tmp_path / "s", None)
         await server.start()
         reader, writer = await asyncio.open_unix_connection(tmp_path / "s")
-        said = await reader.read()
+        response = await reader.read()
         writer.close()
         await server.stop()
-        return said
+        return response
 
-    assert b"not permitted" in asyncio.run(scene())
+    assert f"user id {os.getuid() + 1} is not permitted".encode() in asyncio.run(exchange())

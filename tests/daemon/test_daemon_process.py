@@ -1,4 +1,4 @@
-"""The daemon as a process: end to end, and its socket abused."""
+"""Tests of the daemon as a process: end to end, and with malformed messages on its socket."""
 
 import contextlib
 import json
@@ -17,8 +17,8 @@ from support.daemon_process import ENVIRONMENT, client, daemon, get, start_secon
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    """One daemon for the tests that only talk to it, and its folder."""
+def shared_daemon(tmp_path_factory):
+    """One daemon and its runtime folder, for tests that only communicate with it."""
     folder = tmp_path_factory.mktemp("runtime")
     with daemon(folder) as process:
         yield process, folder
@@ -38,7 +38,7 @@ time.sleep(3600)
 """
 
 
-def test_two_ranks_one_killed_end_to_end(tmp_path):
+def test_two_ranks_end_to_end_with_one_killed(tmp_path):
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(tmp_path), str(rank)], env=ENVIRONMENT, stdout=subprocess.PIPE
@@ -56,7 +56,7 @@ def test_two_ranks_one_killed_end_to_end(tmp_path):
             ranks[1].kill()
             ranks[1].wait()
             text = get(process.port, "/metrics")
-            assert 'infinity_steps_total{rank="1",run="e2e"} 6.0' in text  # what it counted survives it
+            assert 'infinity_steps_total{rank="1",run="e2e"} 6.0' in text  # a killed rank keeps its counters
             assert 'infinity_daemon_ranks{status="dead"} 1.0' in text
             health = json.loads(get(process.port, "/healthz"))
             assert health["status"] == "ok"
@@ -73,8 +73,8 @@ def test_two_ranks_one_killed_end_to_end(tmp_path):
             rank.stdout.close()
 
 
-def test_bandwidth_is_null_until_a_rank_has_measured_it(shared):
-    _, folder = shared
+def test_bandwidth_is_null_until_measured(shared_daemon):
+    _, folder = shared_daemon
     ask = {"op": "bandwidth", "paths": [str(folder)]}
     before, done, after = talk(
         folder,
@@ -94,27 +94,27 @@ def test_bandwidth_is_null_until_a_rank_has_measured_it(shared):
     assert status["ok"]
 
 
-def test_space_is_reserved_refused_and_given_back(shared):
-    _, folder = shared
+def test_space_is_reserved_rejected_and_released(shared_daemon):
+    _, folder = shared_daemon
     free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     half = {"op": "reserve", "path": str(folder), "bytes": free // 2, "run_id": "r"}
     more = {**half, "bytes": free * 2 // 3, "run_id": "other"}
     release = {"op": "release", "path": str(folder), "run_id": "r"}
-    first, refused, status, released, again, last = talk(
+    first, rejected, status, released, again, last = talk(
         folder, half, more, {"op": "status"}, release, more, {**release, "run_id": "other"}
     )
     assert first["ok"]
     assert first["remaining_bytes"] > 0
-    assert "storage.paths" in refused["error"]
-    assert refused["no_room"] is True
+    assert "storage.paths" in rejected["error"]
+    assert rejected["no_room"] is True
     assert [entry["bytes"] for entry in status["reservations"]] == [free // 2]
     assert released == {"ok": True, "released_bytes": free // 2}
     assert again["ok"]
     assert last["released_bytes"] == free * 2 // 3
 
 
-def test_a_reservation_dies_with_the_process_that_made_it(shared):
-    process, folder = shared
+def test_a_reservation_ends_with_its_process(shared_daemon):
+    process, folder = shared_daemon
     code = (
         "import json, socket, sys\n"
         "peer = socket.socket(socket.AF_UNIX); peer.connect(sys.argv[1] + '/infinityd.sock')\n"
@@ -133,7 +133,7 @@ def test_a_reservation_dies_with_the_process_that_made_it(shared):
 
 
 @pytest.mark.parametrize(
-    ("message", "words"),
+    ("message", "error"),
     [
         (b"garbage\n", "not JSON"),
         (b"\n", "not JSON"),
@@ -160,15 +160,15 @@ def test_a_reservation_dies_with_the_process_that_made_it(shared):
         ({"op": "reserve", "path": "/", "bytes": 1, "run_id": ""}, "run_id"),
     ],
 )
-def test_bad_input_is_answered_and_the_connection_goes_on(shared, message, words):
-    _, folder = shared
+def test_invalid_messages_are_answered_on_an_open_connection(shared_daemon, message, error):
+    _, folder = shared_daemon
     answer, status = talk(folder, message, {"op": "status"})
-    assert words in answer["error"]
+    assert error in answer["error"]
     assert status["ok"]
 
 
-def test_an_oversized_message_is_refused(shared):
-    _, folder = shared
+def test_an_oversized_message_is_rejected(shared_daemon):
+    _, folder = shared_daemon
     with client(folder) as peer:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             peer.sendall(b"x" * (64 << 10) + b"x" * 4096)
@@ -176,16 +176,16 @@ def test_an_oversized_message_is_refused(shared):
     assert talk(folder, {"op": "status"})[0]["ok"]
 
 
-def test_half_a_message_is_refused(shared):
-    _, folder = shared
+def test_a_partial_message_is_rejected(shared_daemon):
+    _, folder = shared_daemon
     with client(folder) as peer:
         peer.sendall(b'{"op": "sta')
         peer.shutdown(socket.SHUT_WR)
         assert b"newline" in peer.recv(4096)
 
 
-def test_clients_are_bounded_and_the_daemon_recovers(shared):
-    _, folder = shared
+def test_too_many_clients_are_rejected_until_some_disconnect(shared_daemon):
+    _, folder = shared_daemon
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(client(folder)) for _ in range(80)]
         for peer in peers[-10:]:
@@ -193,8 +193,8 @@ def test_clients_are_bounded_and_the_daemon_recovers(shared):
     until(lambda: talk(folder, {"op": "status"})[0].get("ok"))
 
 
-def test_a_second_daemon_is_refused_and_told_who_holds_the_socket(shared):
-    process, folder = shared
+def test_a_second_daemon_reports_the_pid_of_the_first(shared_daemon):
+    process, folder = shared_daemon
     second = start_second(folder, "--port", "0")
     assert second.returncode == 2
     assert f"another infinityd (pid {process.pid})" in second.stderr
@@ -202,15 +202,15 @@ def test_a_second_daemon_is_refused_and_told_who_holds_the_socket(shared):
     assert talk(folder, {"op": "status"})[0]["ok"]
 
 
-def test_a_busy_port_is_a_clear_error_and_leaves_no_socket(shared, tmp_path):
-    process, _ = shared
+def test_a_busy_port_is_reported_and_no_socket_remains(shared_daemon, tmp_path):
+    process, _ = shared_daemon
     second = start_second(tmp_path, "--port", str(process.port))
     assert second.returncode == 2
     assert f"port {process.port}" in second.stderr
     assert not (tmp_path / "infinityd.sock").exists()
 
 
-def test_a_socket_of_another_program_is_left_alone(tmp_path):
+def test_a_socket_of_another_process_is_not_replaced(tmp_path):
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(tmp_path / "infinityd.sock"))
         other.listen()
@@ -223,14 +223,14 @@ def test_a_socket_of_another_program_is_left_alone(tmp_path):
     assert (tmp_path / "file").read_text() == "precious"
 
 
-def test_a_stale_socket_is_taken_over(tmp_path):
+def test_a_stale_socket_is_replaced(tmp_path):
     with socket.socket(socket.AF_UNIX) as gone:
         gone.bind(str(tmp_path / "infinityd.sock"))
     with daemon(tmp_path):
         assert talk(tmp_path, {"op": "status"})[0]["ok"]
 
 
-def test_sigint_with_a_connected_client_ends_cleanly(tmp_path):
+def test_sigint_with_a_connected_client_exits_cleanly(tmp_path):
     with daemon(tmp_path) as process, client(tmp_path) as peer:
         peer.sendall(b'{"op": ')
         process.send_signal(signal.SIGINT)
@@ -239,8 +239,8 @@ def test_sigint_with_a_connected_client_ends_cleanly(tmp_path):
         assert not (tmp_path / "infinityd.sock").exists()
 
 
-def test_a_page_that_appears_and_turns_to_garbage_never_stops_the_daemon(shared):
-    process, folder = shared
+def test_a_corrupted_stats_file_does_not_stop_the_daemon(shared_daemon):
+    process, folder = shared_daemon
     stats = Stats.create(folder, run_id="g", rank=0, local_rank=0, world_size=1, devices=[], info={})
     assert 'infinity_steps_total{rank="0",run="g"} 0.0' in get(process.port, "/metrics")
     os.truncate(stats.path, 100)

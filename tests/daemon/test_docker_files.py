@@ -1,4 +1,4 @@
-"""What of `docker/` can be checked without an engine."""
+"""Tests of the files in `docker/` that need no container engine."""
 
 import json
 import re
@@ -25,15 +25,15 @@ def expressions():
     return [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", [])]
 
 
-def test_the_dashboard_is_what_the_generator_prints():
-    """`make docs` was run after the last change of it, or of a metric."""
+def test_the_dashboard_file_is_current():
+    """`make docs` regenerates the dashboard after a change to its generator or to a metric."""
     command = [sys.executable, str(DOCKER / "grafana/dashboard.py")]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT).stdout
     assert (DOCKER / "grafana/dashboards/infinity.json").read_text() == printed
 
 
-def test_every_metric_is_shown_or_alerted_on():
-    """In a panel, in a rule, or in a query that the guide to monitoring explains."""
+def test_every_metric_is_used():
+    """Every metric appears in a panel, a rule or a query of the monitoring guide."""
     texts = [*expressions(), (DOCS / "how-to" / "monitoring.md").read_text()]
     texts += [(DOCKER / "prometheus" / name).read_text() for name in ("alerts.yaml", "recording.yaml")]
     used = {name for text in texts for name in re.findall(rf"\b{PREFIX}(\w+)", text)}
@@ -45,7 +45,7 @@ def test_every_metric_is_shown_or_alerted_on():
     assert unused == []
 
 
-def test_panels_have_ids_of_their_own_and_do_not_overlap():
+def test_panels_have_unique_ids_and_do_not_overlap():
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = [
@@ -65,15 +65,15 @@ def promtool(*arguments):
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-def test_promtool_accepts_the_configuration():
+def test_promtool_accepts_the_prometheus_configuration():
     promtool("check", "config", DOCKER / "prometheus/prometheus.yml")
 
 
-def test_rules_alert_when_they_should_and_only_then():
+def test_alert_rules_pass_their_unit_tests():
     promtool("test", "rules", DOCKER / "prometheus/rules.test.yaml")
 
 
-def test_promtool_accepts_every_expression(tmp_path):
+def test_promtool_accepts_every_dashboard_expression(tmp_path):
     rules = [
         {"record": f"panel:{number}", "expr": text.replace("$__rate_interval", "1m")}
         for number, text in enumerate(expressions())
@@ -87,7 +87,7 @@ def test_the_trainer_settings_are_accepted():
     assert load_config(DOCKER / "infinity.toml").telemetry.runtime_dir == "/run/infinity"
 
 
-def test_compose_mounts_files_that_exist_and_names_volumes_it_has():
+def test_compose_mounts_existing_files_and_declared_volumes():
     yaml = pytest.importorskip("yaml")
     tree = yaml.safe_load((DOCKER / "compose.yaml").read_text())
     assert set(tree["services"]) == {"trainer", "infinityd", "prometheus", "grafana"}

@@ -1,4 +1,4 @@
-"""Everything that is shown or asked for, by a real Prometheus that scrapes a daemon with two jobs of two ranks."""
+"""Tests of metrics with a real Prometheus that scrapes a daemon with two runs of two ranks each."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from support.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 RULES = [ROOT / "docker/prometheus" / name for name in ("recording.yaml", "alerts.yaml")]
-NOT_HERE = {
-    "infinity_device_endurance_days": "needs a minute between two looks at a drive",
-    "infinity_device_wear_ratio": "needs a drive that tells it",
+UNAVAILABLE = {
+    "infinity_device_endurance_days": "needs two observations of a drive, a minute apart",
+    "infinity_device_wear_ratio": "needs a drive that reports its wear",
 }
-"""Metrics that a short test on any machine cannot have."""
+"""Metrics that are unavailable in a short test on an arbitrary machine."""
 RATES = {"read": 1e9, "write": 1e9, "mixed": 1e9}
 
 
-def recorded() -> list[str]:
-    """Return the names of the series that rules record."""
+def recording_rules() -> list[str]:
+    """Return the names of the series that the recording rules produce."""
     return re.findall(r"record: (\S+)", RULES[0].read_text())
 
 
-def go_on(stats: Stats) -> None:
-    """Count something in every metric."""
+def update_all_metrics(stats: Stats) -> None:
+    """Update every metric of a rank."""
     for metric in METRICS:
         if metric.server != "rank" or metric.kind == "info":
             continue
@@ -54,8 +54,8 @@ def go_on(stats: Stats) -> None:
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Ask Prometheus; what it says of an expression, as a list of series."""
+def query(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Function that evaluates an expression in Prometheus and returns the resulting series."""
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed")
     folder = tmp_path_factory.mktemp("prometheus")
@@ -101,66 +101,62 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         stack.callback(server.wait)
         stack.callback(server.kill)
 
-        def query(expression: str) -> list[Any]:
-            given = urllib.parse.urlencode({"query": expression})
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{given}", timeout=60) as answer:
+        def run_query(expression: str) -> list[Any]:
+            encoded = urllib.parse.urlencode({"query": expression})
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{encoded}", timeout=60) as answer:
                 return list(json.load(answer)["data"]["result"])
 
         def scraped() -> bool:
             for stats in ranks:
-                go_on(stats)
+                update_all_metrics(stats)
             time.sleep(0.2)
             try:
-                return all(map(query, recorded()))
+                return all(map(run_query, recording_rules()))
             except OSError:
                 assert server.poll() is None, (folder / "log").read_text()
                 return False
 
         until(scraped)
-        yield query
+        yield run_query
 
 
-def filled(expression: str) -> str:
-    """Return an expression with values for Grafana's variables, and short ranges."""
+def substituted(expression: str) -> str:
+    """Return an expression with values for Grafana's variables, and with short ranges."""
     for name, value in {"$__rate_interval": "30s", "$run": ".*", "$rank": ".*"}.items():
         expression = expression.replace(name, value)
     return re.sub(r"\[\d+[smhd]\]", "[30s]", expression)
 
 
-def can_be_here(expression: str) -> bool:
-    return not any(name in expression for name in NOT_HERE)
+def is_available(expression: str) -> bool:
+    return not any(name in expression for name in UNAVAILABLE)
 
 
-def test_every_panel_can_show_data(ask: Any) -> None:
-    """With two jobs of two ranks."""
+def test_every_panel_has_data(query: Any) -> None:
     panels = json.loads((ROOT / "docker/grafana/dashboards/infinity.json").read_text())["panels"]
     shown = [(panel["title"], target["expr"]) for panel in panels for target in panel.get("targets", [])]
     assert len(shown) > 20
-    empty = [shown for shown in shown if can_be_here(shown[1]) and not ask(filled(shown[1]))]
+    empty = [panel for panel in shown if is_available(panel[1]) and not query(substituted(panel[1]))]
     assert empty == []
 
 
-def test_runs_can_be_told_apart(ask: Any) -> None:
-    """By the variable of the dashboard."""
-    found = ask('max by (run, rank) (infinity_steps_total{run=~"first"})')
+def test_the_run_variable_selects_one_run(query: Any) -> None:
+    found = query('max by (run, rank) (infinity_steps_total{run=~"first"})')
     assert {(series["metric"]["run"], series["metric"]["rank"]) for series in found} == {("first", "0"), ("first", "1")}
 
 
-def test_every_query_of_the_guide_has_an_answer(ask: Any) -> None:
-    """The ten that people need."""
+def test_every_query_of_the_guide_has_a_result(query: Any) -> None:
     queries = re.findall(r"```promql\n(.*?)```", (ROOT / "docs/how-to/monitoring.md").read_text(), re.DOTALL)
     assert len(queries) >= 10
-    assert [query for query in queries if can_be_here(query) and not ask(filled(query))] == []
+    assert [text for text in queries if is_available(text) and not query(substituted(text))] == []
 
 
-def test_recorded_series_are_there(ask: Any) -> None:
-    """All that the rules name."""
-    assert len(recorded()) > 5
-    assert [name for name in recorded() if not ask(name)] == []
+def test_every_recording_rule_has_data(query: Any) -> None:
+    assert len(recording_rules()) > 5
+    assert [name for name in recording_rules() if not query(name)] == []
 
 
-def test_eight_ranks_on_four_drives_are_few_series(tmp_path: Path) -> None:
-    """At most 1,500, whatever has been counted."""
+def test_eight_ranks_on_four_drives_export_few_series(tmp_path: Path) -> None:
+    """A node exports at most 1,500 series."""
     runtime = tmp_path / "run"
     runtime.mkdir()
     folders = [str(tmp_path / f"drive{number}") for number in range(4)]
@@ -173,7 +169,7 @@ def test_eight_ranks_on_four_drives_are_few_series(tmp_path: Path) -> None:
                 devices=[f"nvme{number}" for number in range(4)], info={"paths": json.dumps(folders)},
             )  # fmt: skip
             stack.callback(stats.close)
-            go_on(stats)
+            update_all_metrics(stats)
         process = stack.enter_context(daemon(runtime, *(word for path in folders for word in ("--device-path", path))))
         text = get(process.port, "/metrics")
     assert len([line for line in text.splitlines() if line and not line.startswith("#")]) <= 1500

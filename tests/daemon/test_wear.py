@@ -1,4 +1,4 @@
-"""How fast drives are used up: what they tell, and what is made of the rate at which they are written."""
+"""Tests of drive wear: health reported by drives, and remaining days estimated from the write rate."""
 
 import json
 import threading
@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 
 def sysfs_with(root, written=0, drive=DRIVE):
-    """A sysfs in which a drive has been written to, in bytes."""
+    """Create a sysfs tree in which `written` bytes have been written to a drive."""
     folder = root / "class/block" / drive.name
     (folder / "device").mkdir(parents=True, exist_ok=True)
     (folder / "stat").write_text(f"0 0 0 0 0 0 {written // 512} 0 0 0 0\n")
@@ -26,8 +26,8 @@ def sysfs_with(root, written=0, drive=DRIVE):
 
 
 @pytest.fixture
-def programs(tmp_path, monkeypatch):
-    """A PATH of its own, on which `add(name, answer)` puts a program that notes its arguments and prints an answer."""
+def fake_programs(tmp_path, monkeypatch):
+    """Function that puts a program on an otherwise empty PATH; it logs its arguments and prints `answer`."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -46,19 +46,19 @@ def programs(tmp_path, monkeypatch):
     return add
 
 
-def test_a_drive_is_asked_by_nvme_cli(tmp_path, programs):
-    asked = programs("nvme", {"percent_used": 7, "data_units_written": "2000000"})
-    programs("smartctl", {})
+def test_health_is_read_with_nvme_cli(tmp_path, fake_programs):
+    asked = fake_programs("nvme", {"percent_used": 7, "data_units_written": "2000000"})
+    fake_programs("smartctl", {})
     assert health_of(DRIVE, sysfs_with(tmp_path)) == Health(ratio=0.07, written=2_000_000 * 512_000)
     assert asked.read_text() == "smart-log -o json /dev/nvme9n1\n"
 
 
-def test_smartctl_answers_where_nvme_cli_may_not_ask(tmp_path, programs):
-    programs("nvme", "Failed to open /dev/nvme9n1: Permission denied\n", status=1)
+def test_smartctl_is_used_if_nvme_cli_is_not_permitted(tmp_path, fake_programs):
+    fake_programs("nvme", "Failed to open /dev/nvme9n1: Permission denied\n", status=1)
     log = {"nvme_smart_health_information_log": {"percentage_used": 101, "data_units_written": 3}}
-    programs("smartctl", log, status=4)
+    fake_programs("smartctl", log, status=4)
     assert health_of(DRIVE, sysfs_with(tmp_path)) == Health(ratio=1.01, written=3 * 512_000)
-    programs("smartctl", {"endurance_used": {"current_percent": 12}})
+    fake_programs("smartctl", {"endurance_used": {"current_percent": 12}})
     disk = Drive(name="sdz", identity="")
     assert health_of(disk, sysfs_with(tmp_path, drive=disk)) == Health(ratio=0.12)
 
@@ -68,42 +68,42 @@ def test_smartctl_answers_where_nvme_cli_may_not_ask(tmp_path, programs):
     ["", "[]", "null", "{", '{"percent_used": -1}', '{"percent_used": 256}', '{"percent_used": 1.5}',
      '{"percent_used": "x", "data_units_written": []}', "[" * 99999, '{"percent_used": "' + "9" * 99999 + '"}'],
 )  # fmt: skip
-def test_any_other_answer_is_none(tmp_path, programs, answer):
-    programs("nvme", answer)
+def test_invalid_program_output_is_ignored(tmp_path, fake_programs, answer):
+    fake_programs("nvme", answer)
     assert health_of(DRIVE, sysfs_with(tmp_path)) == Health()
 
 
-def test_without_programs_and_for_what_is_no_drive_nothing_is_known(tmp_path, programs):
+def test_health_is_unknown_without_programs_or_drive(tmp_path, fake_programs):
     assert health_of(DRIVE, sysfs_with(tmp_path)) == Health()
-    asked = programs("smartctl", {"endurance_used": {"current_percent": 12}})
+    asked = fake_programs("smartctl", {"endurance_used": {"current_percent": 12}})
     loop = Drive(name="loop0", identity="loop0")
     assert health_of(loop, tmp_path) == Health()
     assert not asked.exists()
 
 
-def test_a_program_that_hangs_is_ended_and_holds_up_nobody(tmp_path, monkeypatch, programs):
-    begun, go_on = threading.Event(), threading.Event()
+def test_a_hanging_program_times_out_without_blocking(tmp_path, monkeypatch, fake_programs):
+    started, resume = threading.Event(), threading.Event()
 
     def hang(*_, timeout, **__):
         assert timeout < 60
-        begun.set()
-        go_on.wait(300)
+        started.set()
+        resume.wait(300)
         raise TimeoutError
 
-    programs("nvme", {})
+    fake_programs("nvme", {})
     monkeypatch.setattr("infinity_daemon.drive_wear.subprocess.run", hang)
     watch = WearWatch({}, sysfs=sysfs_with(tmp_path))
     watch.look([DRIVE])
-    assert begun.wait(300)
+    assert started.wait(300)
     watch.look([DRIVE])
     assert watch.of(DRIVE).ratio is None
-    go_on.set()
+    resume.set()
     watch._asking.join(300)
     assert watch.of(DRIVE).ratio is None
 
 
-def test_days_are_those_at_the_rate_of_the_last_hour(tmp_path, programs, monkeypatch):
-    asked = programs("nvme", {"percent_used": 50})
+def test_remaining_days_use_the_last_hour(tmp_path, fake_programs, monkeypatch):
+    asked = fake_programs("nvme", {"percent_used": 50})
     now = 1e6
     monkeypatch.setattr("infinity_daemon.drive_wear.time.monotonic", lambda: now)
     watch = WearWatch({DRIVE.name: 1000 * GIB}, sysfs=sysfs_with(tmp_path, 10 * GIB))
@@ -117,20 +117,20 @@ def test_days_are_those_at_the_rate_of_the_last_hour(tmp_path, programs, monkeyp
         return watch.of(DRIVE)
 
     assert look(0, 10 * GIB).days is None
-    assert look(30, 99 * GIB).bytes_per_second is None  # a minute is the least
+    assert look(30, 99 * GIB).bytes_per_second is None  # the minimum interval is one minute
     assert look(30, 16 * GIB).bytes_per_second == 6 * GIB / 60
-    assert watch.of(DRIVE).days == pytest.approx(500 / 0.1 / DAY)  # half of its life is used
+    assert watch.of(DRIVE).days == pytest.approx(500 / 0.1 / DAY)  # half of the rated endurance is used
     assert watch.of(DRIVE).left == 500 * GIB
     assert len(asked.read_text().splitlines()) == 1
     for minute in range(1, 121):
         found = look(60, (16 + minute) * GIB)
     assert found.bytes_per_second == pytest.approx(GIB / 60)
     assert len(asked.read_text().splitlines()) == 13  # once in ten minutes
-    assert look(60, 5 * GIB).bytes_per_second is None  # another drive under the name
-    assert look(60, 5 * GIB).days is None  # nothing is written
+    assert look(60, 5 * GIB).bytes_per_second is None  # a different drive with the same name
+    assert look(60, 5 * GIB).days is None  # no writes
 
 
-def test_a_drive_that_is_used_up_has_no_day_left_and_the_unrated_none_is_known_of(tmp_path, programs, monkeypatch):
+def test_remaining_days_of_worn_out_and_unrated_drives(tmp_path, fake_programs, monkeypatch):
     now = 0.0
     monkeypatch.setattr("infinity_daemon.drive_wear.time.monotonic", lambda: now)
     watch, unrated = (WearWatch(rated, sysfs=tmp_path) for rated in ({DRIVE.name: GIB}, {}))
@@ -143,10 +143,10 @@ def test_a_drive_that_is_used_up_has_no_day_left_and_the_unrated_none_is_known_o
     assert (unrated.of(DRIVE).days, unrated.of(DRIVE).left, watch.of(DRIVE).left) == (None, None, 0)
 
 
-def test_wear_is_served(tmp_path, programs, monkeypatch):
+def test_wear_is_exported_as_metrics(tmp_path, fake_programs, monkeypatch):
     drive = locate(str(tmp_path)).drive
-    programs("smartctl", {"endurance_used": {"current_percent": 25}})
-    programs("nvme", {"percent_used": 25})
+    fake_programs("smartctl", {"endurance_used": {"current_percent": 25}})
+    fake_programs("nvme", {"percent_used": 25})
     now = 0.0
     monkeypatch.setattr("infinity_daemon.drive_wear.time.monotonic", lambda: now)
     watch = WearWatch({drive.name: 600 * 10**12}, sysfs=tmp_path / "sys")
@@ -167,8 +167,8 @@ def test_wear_is_served(tmp_path, programs, monkeypatch):
     assert float(found.split()[1]) == pytest.approx(days)
 
 
-def test_the_drive_of_a_rank_that_has_ended_is_still_told(tmp_path):
-    """Its last bytes are of that drive; nothing else would say so."""
+def test_the_drive_of_an_ended_rank_is_still_exported(tmp_path):
+    """Its last traffic can then still be attributed to the drive."""
     info = {"paths": json.dumps([str(tmp_path)])}
     stats = Stats.create(tmp_path, run_id="r", rank=0, local_rank=0, world_size=1, devices=["nvme0"], info=info)
     stats.close()

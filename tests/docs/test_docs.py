@@ -1,4 +1,4 @@
-"""Links and lists of the documents lead to something that exists."""
+"""Tests of the documentation: links resolve, tables hold data, and lists are complete."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ PAGES = [
 
 
 def prose(page: Path) -> str:
-    """Return a page without its blocks of code, where `#` begins a comment and brackets are no links."""
+    """Return a page without code blocks, in which `#` starts a comment and brackets are not links."""
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 def links(page: Path) -> Iterator[str]:
-    """Yield the targets of a page's links that are not addresses of the web."""
+    """Yield the targets of a page's relative links."""
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if not re.match(r"[a-z]+:", target):
             yield unquote(target)
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the names that headings have: lower case, punctuation gone, spaces as dashes, repeated ones numbered."""
+    """Return the anchors of a page's headings in GitHub's form; repeated headings are numbered."""
     seen: dict[str, int] = {}
     for heading in re.findall(r"^#+ +(.+?) *#*$", prose(page), re.MULTILINE):
         text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
@@ -51,8 +51,8 @@ def anchors(page: Path) -> set[str]:
     return set(seen)
 
 
-def broken(page: Path) -> Iterator[str]:
-    """Yield the links of a page that lead nowhere."""
+def broken_links(page: Path) -> Iterator[str]:
+    """Yield the links of a page whose file or heading does not exist."""
     for target in links(page):
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
@@ -61,21 +61,20 @@ def broken(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    """Files and headings of this repository; what is elsewhere is not asked."""
-    assert list(broken(page)) == []
+def test_relative_links_resolve(page: Path) -> None:
+    assert list(broken_links(page)) == []
 
 
-def test_a_broken_link_is_found(tmp_path: Path) -> None:
-    """A missing file and a missing heading, but nothing in code."""
+def test_broken_links_are_detected(tmp_path: Path) -> None:
+    """Links in code blocks are ignored."""
     page = tmp_path / "page.md"
     page.write_text("# A `b`, c\n## D\n## D\n[1](#a-b-c) [2](#d-1) [3](gone.md) [4](#e)\n```\n[5](gone.md)\n```\n")
-    assert list(broken(page)) == ["gone.md", "#e"]
+    assert list(broken_links(page)) == ["gone.md", "#e"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_tables_hold_data_and_no_paragraphs(page: Path) -> None:
-    """A table cell has at most 200 characters, counted as a reader sees them."""
+def test_table_cells_are_short(page: Path) -> None:
+    """A table cell has at most 200 characters, counted as rendered."""
     rows = [line for line in prose(page).splitlines() if line.startswith("|")]
     cells = [
         re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cell).strip() for row in rows for cell in re.split(r"(?<!\\)\|", row)
@@ -89,8 +88,8 @@ def test_every_decision_is_in_the_index() -> None:
     assert set(links(index)) >= {page.name for page in index.parent.glob("*.md")} - {"README.md"}
 
 
-def test_quick_tests_exist() -> None:
-    """`make quick` names files that are there, this one among them."""
+def test_quick_test_files_exist() -> None:
+    """The files listed in the Makefile for `make quick` exist and include this one."""
     printed = subprocess.run(["make", "-pn", "clean"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     listed = re.search(r"^QUICK := (.+)$", printed, re.MULTILINE)
     assert listed is not None

@@ -1,4 +1,4 @@
-"""Figures in README and docs/reference/results.md are those that the benchmarks have written."""
+"""Tests of the figures in README.md and docs/reference/results.md: they equal the stored benchmark results."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ DEVICES = {
     "drive, 1 of 2 cores compute": "drive, 1 of 2",
     "loop device in memory, 1 of 2 cores compute": "loop device in memory, 1 of 2",
 }
-"""What a device of step.json is called in the table of step times."""
+"""Names of the devices of step.json in the table of step times."""
 
 
 def stored(name: str) -> Any:
-    """Return the figures of a benchmark."""
+    """Return the stored results of a benchmark."""
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
 def section(text: str, title: str) -> str:
-    """Return what stands under a heading."""
+    """Return the text under a heading."""
     found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
     assert found is not None, title
     return found[1]
 
 
 def step_rows() -> list[str]:
-    """Return the rows of the table of step times."""
+    """Return the rows of the step time table."""
     large, limits = (stored(name)["devices"]["drive"]["by_tokens"]["512"] for name in ("step-354m", "step-354m-limits"))
     measured = [("355M, drive, 2 of 2", "512", large | {name: limits[name] for name in limits if "roofline" in name})]
     for device, found in stored("step")["devices"].items():
@@ -54,14 +54,14 @@ def step_rows() -> list[str]:
 
 
 def bytes_in_backward(*, least: bool) -> list[str]:
-    """Return bytes per parameter and step by size of the host cache, smallest first; or the least possible ones."""
+    """Return the bytes per parameter per step by host cache size, smallest first; or the theoretical minimum."""
     key = "least" if least else "bytes_per_parameter"
     rows = [row for row in stored("step")["bytes"] if (row["format"], row["schedule"]) == ("fp32", "in_backward")]
     return [f"{row[key]:.1f}" for row in sorted(rows, key=lambda row: row["share"])]
 
 
 def checkpoint_rows() -> list[str]:
-    """Return the rows of the table of checkpoints."""
+    """Return the rows of the checkpoint table."""
     found = stored("checkpoint")
     assert found["bytes_per_step"] == found["state_bytes"]
     seconds = {name: row["median"] for name, row in found["seconds"].items()}
@@ -76,7 +76,7 @@ def checkpoint_rows() -> list[str]:
 
 
 def daemon_rows() -> list[str]:
-    """Return the rows of the table of `infinityd`."""
+    """Return the rows of the `infinityd` table."""
     found = stored("daemon")
     names = {
         "Two runs on one drive, with `infinityd`: deviation from weights of 1:1 and 3:1": "fair_worst_ratio",
@@ -99,7 +99,7 @@ def daemon_rows() -> list[str]:
 
 
 def prediction_rows() -> list[str]:
-    """Return the rows of the tables of `infinity plan` and `infinity tune`."""
+    """Return the rows of the `infinity plan` and `infinity tune` tables."""
     plan, tune = stored("plan"), stored("tune")
     median, worst, before, worst_before, moved = (
         100 * plan[name]
@@ -117,13 +117,12 @@ def prediction_rows() -> list[str]:
 
 
 @pytest.mark.parametrize("rows", [checkpoint_rows, daemon_rows, prediction_rows])
-def test_tables_of_single_figures(rows: Callable[[], list[str]]) -> None:
-    """Checkpoints, `infinityd`, `infinity plan` and `infinity tune`."""
+def test_single_value_tables_match_the_results(rows: Callable[[], list[str]]) -> None:
     assert [row for row in rows() if row not in RESULTS.splitlines()] == []
 
 
-def test_costs_of_formats() -> None:
-    """Of updates, as the section on state formats has them."""
+def test_format_costs_match_the_results() -> None:
+    """The section on state formats gives the cost of an update in each format."""
     updates = stored("formats")["costs"]["updates"]
     said = [f"fp32 {updates['fp32']['reference']:.1f} ns"]
     said += [
@@ -134,12 +133,12 @@ def test_costs_of_formats() -> None:
 
 
 def spread_of(row: dict[str, float]) -> str:
-    """Return a ratio as results says it."""
+    """Return the median and range of a ratio, as formatted in the results."""
     return f"{row['median']:.2f} ({row['min']:.2f} to {row['max']:.2f})"
 
 
 def first_step_rows() -> list[str]:
-    """Return the rows of the table of the first and the second step, relative to the others."""
+    """Return the rows of the table of the first and second steps, relative to later steps."""
     names = ("infinity", "infinity, clipping", "infinity, on demand", "FSDP2 in memory")
     return [
         f"| {tokens.removesuffix(' tokens')} | {which} | "
@@ -151,7 +150,7 @@ def first_step_rows() -> list[str]:
 
 
 def engine_rows() -> list[str]:
-    """Return the rows of the table of I/O engines; the last column is `auto` relative to the better engine."""
+    """Return the rows of the I/O engine table; the last column is `auto` relative to the better engine."""
     setups = {
         "engines": "drive",
         "engines-1loop": "one loop device in memory",
@@ -175,7 +174,7 @@ def engine_rows() -> list[str]:
 
 
 def activation_rows() -> list[str]:
-    """Return the rows of the table of activations."""
+    """Return the rows of the activation table."""
     rows = []
     for tokens, row in stored("activations")["rows"].items():
         tiers = row["device"], row["nvme"]
@@ -187,13 +186,12 @@ def activation_rows() -> list[str]:
 
 
 @pytest.mark.parametrize("rows", [first_step_rows, engine_rows, activation_rows])
-def test_tables_of_setups(rows: Callable[[], list[str]]) -> None:
-    """The first step, I/O engines, and activations in memory and on NVMe."""
+def test_setup_tables_match_the_results(rows: Callable[[], list[str]]) -> None:
     assert [row for row in rows() if row not in RESULTS.splitlines()] == []
 
 
 def gpu_rows() -> list[str]:
-    """Return the rows of the table of what ran on a GPU."""
+    """Return the rows of the GPU table."""
     rows = []
     for name, row in stored("gpu")["variants"].items():
         planned = row.get("planned_seconds", {}).get("before")
@@ -206,8 +204,8 @@ def gpu_rows() -> list[str]:
     return rows
 
 
-def test_what_ran_on_a_gpu() -> None:
-    """Seconds, ratios, rates and memory, and that the losses of a large model were not the same bits."""
+def test_gpu_figures_match_the_results() -> None:
+    """This includes the difference between the losses of a large model, which are not bitwise equal."""
     page, found = (ROOT / "docs" / "how-to" / "gpu.md").read_text(), stored("gpu")
     assert [row for row in page.splitlines() if re.match(r"\| `(fsdp|infinity)_\w+` \| \d", row)] == gpu_rows()
     compared = found["losses"]["by_update_device"]["cuda"]
@@ -221,13 +219,12 @@ def test_what_ran_on_a_gpu() -> None:
             assert abs(moved["measured"] - planned) <= 0.01 * planned, (variant, name)
 
 
-def test_step_times() -> None:
-    """The table is that of step.json and of the two runs with the larger model."""
+def test_step_time_table_matches_the_results() -> None:
     assert [row for row in RESULTS.splitlines() if row.startswith(("| 355M, ", "| 114M, "))] == step_rows()
 
 
-def test_results_has_the_other_figures() -> None:
-    """Bytes by size of the host cache, the I/O engine, and the size of the state."""
+def test_other_figures_match_the_results() -> None:
+    """Bytes by host cache size, I/O engine ratios, and the size of the state."""
     lines = RESULTS.splitlines()
     io, large = stored("io"), stored("step-354m")["devices"]["drive"]
     for title, least in (("planned", False), ("least possible", True)):
@@ -245,7 +242,7 @@ def test_results_has_the_other_figures() -> None:
 
 
 def readme_rows() -> list[str]:
-    """Return the rows of README's comparison: peers on the CPU, and the variants of the same systems on a GPU."""
+    """Return the rows of README's comparison: systems on the CPU, and the same systems on a GPU."""
     columns = {
         "FSDP2": ("FSDP2 in memory", "fsdp_memory"),
         "FSDP2 + `CPUOffloadPolicy`": ("FSDP2, CPUOffloadPolicy", "fsdp_cpu_offload"),
@@ -270,8 +267,8 @@ def readme_rows() -> list[str]:
     return rows
 
 
-def test_readme_comparison() -> None:
-    """Check that every row, and every decimal number near the table, is a stored measurement."""
+def test_readme_comparison_matches_the_results() -> None:
+    """Every row, and every decimal number near the table, is a stored measurement."""
     comparison = section(README, "Comparison")
     rows = [line for line in comparison.splitlines() if line.startswith("| ")][1:]
     assert rows == readme_rows()
@@ -286,8 +283,7 @@ def test_readme_comparison() -> None:
     assert set(re.findall(r"\d+\.\d+", comparison)) == known | {str(config["cap_fraction"])}
 
 
-def test_readme_limits() -> None:
-    """Check the figures that say when FSDP2 alone is the better choice."""
+def test_readme_limits_match_the_results() -> None:
     limits = section(README, "When not to use it")
     rows = {tuple(row.split(" | ")[:2]): row.split(" | ")[2:] for row in step_rows()}
     few, many = (rows["| 114M, drive, 2 of 2", tokens][1] for tokens in ("32", "1024"))
@@ -300,13 +296,13 @@ def test_readme_limits() -> None:
 
 
 def test_readme_is_short() -> None:
-    """Limit lines and links (images included), so that README can be read in a few minutes."""
+    """The number of lines and of links (including images) is limited."""
     assert len(README.splitlines()) <= 150
     assert README.count("](") <= 15
 
 
 def test_every_guarantee_names_an_existing_test() -> None:
-    """Check that each of the five guarantees links to a file with the test that enforces it."""
+    """Each of the five guarantees links to a file that contains the test that enforces it."""
     guarantees = re.split(r"^\d\. ", section(README, "Guarantees"), flags=re.MULTILINE)[1:]
     assert len(guarantees) == 5
     for guarantee in guarantees:
@@ -314,8 +310,8 @@ def test_every_guarantee_names_an_existing_test() -> None:
         assert f"def {found[0]}(" in (ROOT / found[1]).read_text(), guarantee
 
 
-def test_files_that_documents_name_are_there() -> None:
-    """Sources and tests in README, CONTRIBUTING, docs/ and examples/; `optim/update.py` is one of the package."""
+def test_source_files_named_in_documents_exist() -> None:
+    """Paths may be relative to the repository, to `infinity/` or to `tests/`."""
     roots = (ROOT, ROOT / "infinity", ROOT / "tests")
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md", *(ROOT / "docs").rglob("*.md")]
     named = {(page.name, path) for page in pages for path in re.findall(r"`([\w/*]+/[\w*]+\.py)[`:]", page.read_text())}
@@ -323,31 +319,30 @@ def test_files_that_documents_name_are_there() -> None:
     assert not [(page, path) for page, path in sorted(named) if not any(list(root.glob(path)) for root in roots)]
 
 
-def test_folders_of_contributing_are_there() -> None:
-    """The table that says where to look."""
+def test_folders_named_in_contributing_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     for row in re.findall(r"^\| .+? \| (`infinity/.+?) \|$", text, re.MULTILINE):
         for path in re.findall(r"`([\w./]+)`", row):
             assert any((root / path).exists() for root in (ROOT, ROOT / "infinity")), path
 
 
-def systems(of: str) -> dict[str, Any]:
-    """Return what a file has of each system, by parameters, ranks and tokens."""
-    return {name: sizes for name, sizes in stored(of).items() if name != "failures"}
+def systems(name: str) -> dict[str, Any]:
+    """Return the results of a benchmark by system, without failures."""
+    return {system: sizes for system, sizes in stored(name).items() if system != "failures"}
 
 
 def over_of(row: dict[str, Any]) -> str:
-    """Return a step over infinity's, which itself has none."""
+    """Return the step time relative to infinity's, which is 1.00 for infinity itself."""
     return spread_of(row["over_infinity"]) if "over_infinity" in row else "1.00"
 
 
 def moved_and_peak(row: dict[str, Any]) -> str:
-    """Return the two cells that all tables have."""
+    """Return the two cells that all peer tables share: bytes per parameter and peak memory."""
     return f"{row['bytes_per_parameter']:.1f} | {row['peak_rss_bytes'] / 2**30:.2f}"
 
 
 def peer_rows() -> list[str]:
-    """Return the rows of the table of peers: one system each."""
+    """Return the rows of the table that compares systems on one rank."""
     rows = []
     for name, sizes in systems("peers").items():
         found = sizes["100m"]["1 ranks"]
@@ -367,8 +362,8 @@ def peer_rows() -> list[str]:
     return rows
 
 
-def pair_rows() -> list[str]:
-    """Return the rows of the table of peers on two ranks."""
+def two_rank_rows() -> list[str]:
+    """Return the rows of the table that compares systems on two ranks."""
     rows = []
     for name, sizes in systems("peers").items():
         found = sizes.get("100m", {}).get("2 ranks")
@@ -381,7 +376,7 @@ def pair_rows() -> list[str]:
 
 
 def larger_rows() -> list[str]:
-    """Return the rows of the table of peers with 354M parameters."""
+    """Return the rows of the table that compares systems at 354M parameters."""
     rows = []
     for name, sizes in systems("peers").items():
         if found := sizes.get("354m", {}).get("1 ranks"):
@@ -392,8 +387,8 @@ def larger_rows() -> list[str]:
     return rows
 
 
-def further_rows() -> list[str]:
-    """Return the rows of the table of peers with AVX-512: 354M parameters, by tokens, ranks and drives."""
+def avx512_rows() -> list[str]:
+    """Return the rows of the AVX-512 table at 354M parameters, by tokens, ranks and drives."""
     return [
         f"| {name} | {ranks.split()[0]} | {tokens} | {drive.removeprefix(', drive of ').removesuffix('MB')} | "
         f"{row['step_seconds']['median']:.1f} | {over_of(row)} | {moved_and_peak(row)} |"
@@ -406,7 +401,7 @@ def further_rows() -> list[str]:
 
 
 def save_rows() -> list[str]:
-    """Return the rows of the table of saves with 354M parameters and AVX-512."""
+    """Return the rows of the table of save and resume times at 354M parameters with AVX-512."""
     return [
         f"| {name} | {row['save_seconds']:.2f} | {row['resume_seconds']:.2f} | {row['drive_bytes_saved'] / 1e9:.2f} |"
         for name in ("infinity fp32", "DeepSpeed, all on NVMe", "FSDP2 in memory")
@@ -415,7 +410,7 @@ def save_rows() -> list[str]:
 
 
 def statements_about_354m() -> list[str]:
-    """Return the statements of the results about space and memory there."""
+    """Return the statements in the results about space and memory at 354M parameters."""
     found = stored("peers-avx512")
     infinity, deepspeed = (found[name]["354m"]["1 ranks"] for name in ("infinity fp32", "DeepSpeed, all on NVMe"))
     gpt2 = found["infinity fp32"]["gpt2-354m"]["1 ranks"]
@@ -430,7 +425,7 @@ def statements_about_354m() -> list[str]:
 
 
 def failure_rows() -> list[str]:
-    """Return the rows of the table of failures, with the first words of what was said."""
+    """Return the rows of the failure table, with shortened messages."""
     return [
         f"| {brief(name)} | {' | '.join(brief(said[who]) for who in ('infinity fp32', 'DeepSpeed, all on NVMe'))} |"
         for name, said in stored("peers")["failures"].items()
@@ -448,20 +443,20 @@ _WORDS = {
     "the second one ": "the second job ",
     "the first one ": "the first job ",
 }
-"""Wording of the stored results, and of the page."""
+"""Phrases in the stored results, and their replacements on the page."""
 
 
 def brief(said: str) -> str:
-    """Return the result of a failure without folders and runs, in at most 140 characters."""
+    """Return a failure message without folders and run ids, in at most 140 characters."""
     said = re.sub(r"/\S*/", "", said).replace("|", "/")
     for stored_words, words in _WORDS.items():
         said = said.replace(stored_words, words)
     return said if len(said) <= 140 else said[:140].rpartition(" ")[0] + " …"
 
 
-def test_peers() -> None:
-    """The tables of peers, and the figures in the text below them."""
-    for row in [*peer_rows(), *larger_rows(), *pair_rows(), *further_rows(), *save_rows(), *failure_rows()]:
+def test_peer_tables_match_the_results() -> None:
+    """This includes the figures in the text below the tables."""
+    for row in [*peer_rows(), *larger_rows(), *two_rank_rows(), *avx512_rows(), *save_rows(), *failure_rows()]:
         assert row in RESULTS.splitlines(), row
     for statement in statements_about_354m():
         assert statement in " ".join(RESULTS.split()), statement

@@ -1,4 +1,4 @@
-"""docs/how-to/plan.md: its sample is what the command prints, its tables are what the benchmarks have stored."""
+"""Tests of docs/how-to/plan.md: its sample output and tables match the command and the stored results."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def block(name: str) -> str:
-    """Return what stands behind a comment of that name, up to the next blank line behind a line of text."""
+    """Return the block after a named comment, up to the next blank line or the end of a code block."""
     text = PAGE.split(f"<!-- {name} -->\n")[1]
     return text.split("\n```\n")[0].removeprefix("```\n") if text.startswith("```") else text.strip().split("\n\n")[0]
 
 
-def test_the_sample_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a terminal of 80 columns."""
+def test_the_sample_matches_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal has 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
     done = run_here(*SAMPLE)
     assert done.status == 0
@@ -34,14 +34,14 @@ def test_the_sample_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) 
     assert f"`infinity {shlex.join(SAMPLE)}` prints:" in PAGE.replace("\n", " ")
 
 
-def test_the_tables_are_those_of_the_results() -> None:
-    """`PYTHONPATH=tests .venv/bin/python -m support.plan_page` prints them."""
+def test_the_tables_match_the_results() -> None:
+    """Run `PYTHONPATH=tests .venv/bin/python -m support.plan_page` to print them."""
     assert block("errors") == errors(json.loads((RESULTS / "plan.json").read_text()))
     assert block("paper") == paper(json.loads((RESULTS / "plan-paper.json").read_text()))
 
 
-def test_goals_of_the_prediction_are_met() -> None:
-    """In the results that are stored: twelve set-ups or more, of two models, batches, host caches and devices."""
+def test_prediction_errors_are_within_the_goals() -> None:
+    """The stored results cover at least twelve setups of models, batches, host caches and devices."""
     found = json.loads((RESULTS / "plan.json").read_text())
     for key, number in (("model", 2), ("tokens", 3), ("host_cache", 2), ("device", 2)):
         assert len({row[key] for row in found["setups"]}) == number
@@ -51,16 +51,15 @@ def test_goals_of_the_prediction_are_met() -> None:
     assert found["time_error_worst"] <= 0.20
 
 
-def test_the_speed_of_updates_is_what_was_measured() -> None:
-    """In two digits."""
+def test_update_costs_match_the_measurements() -> None:
+    """Two digits are compared."""
     measured = json.loads((RESULTS / "plan.json").read_text())["update_nanoseconds"]
     assert {name: float(f"{value:.2g}") for name, value in measured.items()} == {
         name: pytest.approx(1e9 * each) for name, each in machine.UPDATE_SECONDS.items()
     }
 
 
-def test_numbers_in_the_text_are_those_of_the_code() -> None:
-    """Whoever changes one changes the page."""
+def test_numbers_in_the_text_match_the_code() -> None:
     words = " ".join(PAGE.split())
     assert f"{machine.REACHED:.0%}".replace("%", " %") in words
     assert f"at least {advice.LEAST_GAIN:.0%}".replace("%", " %") in words

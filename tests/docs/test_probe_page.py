@@ -1,4 +1,4 @@
-"""docs/how-to/probe.md has the numbers and the words that the code has."""
+"""Tests of docs/how-to/probe.md: its numbers, options and quoted output match the code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS = {3: "three"}
 
 
 @pytest.mark.parametrize(
-    "says",
+    "statement",
     [
         f"within {MARGIN * 100:.0f} % of the best",
         f"by more than {MARGIN * 100:.0f} % in {WORDS[ROUNDS]} alternating rounds",
@@ -34,14 +34,12 @@ WORDS = {3: "three"}
         f"for half a second with a file of {format_size(QUICK_BYTES)} in each folder",
     ],
 )
-def test_it_has_the_numbers_of_the_code(says: str) -> None:
-    """Whoever changes one changes the page."""
+def test_numbers_match_the_code(statement: str) -> None:
     assert QUICK_SECONDS == 0.5
-    assert says in PAGE
+    assert statement in PAGE
 
 
-def test_its_options_and_words_exist(tmp_path: Path) -> None:
-    """Every option that it names is one of the command's, and what it quotes is printed."""
+def test_options_and_quoted_output_exist(tmp_path: Path) -> None:
     known = run_here("probe", "-h").output
     for option in set(re.findall(r"`(--[a-z][a-z-]+)", PAGE)):
         assert option in known, option

@@ -1,4 +1,4 @@
-"""README: its program runs as printed, and its badges are true."""
+"""Tests of README.md: its program runs as printed, and its badges match the metadata."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ README = ROOT / "README.md"
 
 
 def test_the_snippet_runs_in_an_empty_folder(tmp_path: Path) -> None:
-    """It creates everything that it needs, prints a falling loss and leaves a checkpoint."""
+    """The program needs no other files, prints a falling loss and writes a checkpoint."""
     snippet = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert snippet is not None
     (tmp_path / "snippet.py").write_text(snippet[1])
@@ -30,8 +30,8 @@ def test_the_snippet_runs_in_an_empty_folder(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_badges_agree_with_the_metadata() -> None:
-    """License, Python and torch versions are the ones that pyproject.toml and infinity declare."""
+def test_badges_match_the_metadata() -> None:
+    """License, Python and torch versions match pyproject.toml and `infinity.optional_dependencies`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     versions = (OLDEST["python"], OLDEST["torch"], NEWEST_TORCH)
     label = "license: {}, python: {} or newer, torch: {} to {}".format(project["license"], *versions)

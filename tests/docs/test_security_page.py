@@ -1,4 +1,4 @@
-"""docs/how-to/security.md names tests that there are."""
+"""Tests of docs/how-to/security.md: every test that it cites exists."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_test_that_the_page_names_is_there() -> None:
-    file, named = "", 0
-    for given, test in re.findall(r"`((?:\w+/)*\w+\.py)?::(test_\w+)`", (ROOT / "docs/how-to/security.md").read_text()):
-        file = given or file
+def test_every_cited_test_exists() -> None:
+    file, cited = "", 0
+    for path, test in re.findall(r"`((?:\w+/)*\w+\.py)?::(test_\w+)`", (ROOT / "docs/how-to/security.md").read_text()):
+        file = path or file
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"
-        named += 1
-    assert named >= 20
+        cited += 1
+    assert cited >= 20

@@ -1,4 +1,4 @@
-"""The site of `make docs-site`: it is built without a warning, and has the reference of every public name."""
+"""Tests of the site that `make docs-site` builds: no warnings, all pages, and a reference of every public name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site; a warning would be an error (`strict` in mkdocs.yml)."""
+    """The built site; `strict` in mkdocs.yml turns warnings into errors."""
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)],
@@ -32,13 +32,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def text(page: Path) -> str:
-    """Return what a reader sees of a page."""
+    """Return the visible text of a page."""
     return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]+>", "", page.read_text())))
 
 
-def public() -> Iterator[tuple[str, object]]:
-    """Yield the public names with what they are, members of classes too."""
-    for name in set(infinity.__all__) - {"InfinityError"}:  # which is with the other errors
+def public_names() -> Iterator[tuple[str, object]]:
+    """Yield every public name with its object, including members of classes."""
+    for name in set(infinity.__all__) - {"InfinityError"}:  # listed with the other errors
         yield f"infinity.{name}", getattr(infinity, name)
     for name, kind in vars(errors).items():
         if inspect.isclass(kind) and kind.__module__ == errors.__name__:
@@ -50,19 +50,19 @@ def public() -> Iterator[tuple[str, object]]:
                 yield f"{name}.{member}", value
 
 
-def test_every_public_name_has_its_reference(site: Path) -> None:
-    """With its docstring."""
+def test_every_public_name_has_a_reference(site: Path) -> None:
+    """The reference contains the first line of its docstring."""
     page = (site / "reference" / "api.html").read_text()
     seen = text(site / "reference" / "api.html")
-    for name, value in public():
+    for name, value in public_names():
         assert f'id="{name}"' in page, name
         first = (inspect.getdoc(value) or "").partition("\n")[0]
         assert first, f"{name} has no docstring"
         assert re.sub(r"`+([^`]*)`+", r"\1", first) in seen, f"{name}: {first}"
 
 
-def test_readme_is_the_first_page(site: Path) -> None:
-    """Its picture is there, its links lead to pages of the site, and those to sources are text."""
+def test_readme_is_the_home_page(site: Path) -> None:
+    """Its image exists, its links lead to pages of the site, and links to source files become text."""
     page = (site / "index.html").read_text()
     assert (site / "images" / "peers.png").exists()
     assert 'src="images/data-path.svg"' in page
@@ -72,7 +72,7 @@ def test_readme_is_the_first_page(site: Path) -> None:
 
 
 def test_every_document_is_in_the_site(site: Path) -> None:
-    """None is forgotten, and no source is copied."""
+    """The site contains no source files."""
     for page in (ROOT / "docs").rglob("*.md"):
         built = (site / page.relative_to(ROOT / "docs")).with_suffix(".html")
         assert built.exists() or built.with_name("index.html").exists(), page.name

@@ -1,4 +1,4 @@
-"""docs/how-to/trainer.md says what the code does: its program runs, and its table is that of the refusals."""
+"""Tests of docs/how-to/trainer.md: its program runs, and its table matches the unsupported arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "trainer.md").read_text(
 
 
 def test_the_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With any sharded model and data; what is left is what the page says."""
+    """The program writes the checkpoints and weights that the page describes."""
     monkeypatch.chdir(tmp_path)
     program = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert program is not None
@@ -26,25 +26,24 @@ def test_the_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     names["trainer"].end()
 
 
-def test_the_releases_are_those_of_the_extra() -> None:
-    """What pyproject asks for."""
+def test_releases_match_the_trainer_extra() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    wanted = [requirement.partition(",")[0] for requirement in project["optional-dependencies"]["trainer"]]
-    said = ", ".join(f"{' '.join(each.split('>='))} or newer" for each in wanted)
-    assert said in " ".join(PAGE.split())
+    required = [requirement.partition(",")[0] for requirement in project["optional-dependencies"]["trainer"]]
+    statement = ", ".join(f"{' '.join(each.split('>='))} or newer" for each in required)
+    assert statement in " ".join(PAGE.split())
 
 
-def test_the_table_has_all_that_is_refused() -> None:
-    """Name and reason, in the same words."""
+def test_the_table_lists_all_unsupported_arguments() -> None:
+    """Names and reasons have the same wording."""
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", PAGE, re.MULTILINE)
     assert rows[1:] == [(name, reason) for name, _, reason in UNSUPPORTED]
 
 
-def test_the_model_says_that_it_is_placed(tmp_path: Path) -> None:
-    """Else the Trainer itself fails to move it."""
+def test_a_model_without_device_map_fails_in_the_trainer(tmp_path: Path) -> None:
+    """Without `hf_device_map`, the Trainer tries to move the meta-device model."""
     from support.trainers import make
 
     model = build("meta")
     del model.hf_device_map
-    with pytest.raises(NotImplementedError, match="meta"):
+    with pytest.raises(NotImplementedError, match="out of meta tensor"):
         make(tmp_path, model)

@@ -1,4 +1,4 @@
-"""docs/how-to/tune.md agrees with `infinity tune`: settings, values, limits, options and files."""
+"""Tests of docs/how-to/tune.md: its settings, values, limits, options and files match `infinity tune`."""
 
 from __future__ import annotations
 
@@ -22,29 +22,28 @@ SETTINGS = PAGE.partition("## Tuned settings")[2].partition("##")[0]
 ROWS = dict(re.findall(r"^\| `(\w+\.\w+)` \| (.+) \|$", SETTINGS, re.MULTILINE))
 
 
-def tried(name: str, **limits: Any) -> tuple[Any, ...]:
-    """The values of a setting where there is a lot of everything."""
+def candidate_values(name: str, **limits: Any) -> tuple[Any, ...]:
+    """Return the candidate values of a setting on a machine with ample resources."""
     wide = Limits(**{"host_bytes": 64 * GIB, "cores": 64, "formats": "any", **limits})
     space = make_space(candidate_of(Config(), wide.host_bytes), wide, {})
     return next(setting.values for setting in space.settings if setting.name == name)
 
 
-def test_every_tuned_setting_has_its_values() -> None:
-    """In the order in which they are tried, and none is forgotten."""
+def test_every_tuned_setting_is_listed_with_its_values() -> None:
+    """The settings are listed in the order in which they are tuned."""
     assert tuple(ROWS) == TUNED
     for name in TUNED[:-1]:
-        for value in tried(name):
-            said = format_size(value) if is_size(name) else str(value)
-            assert value in (0, -1, "auto") or re.search(rf"\b{re.escape(said)}\b", ROWS[name]), (name, value)
-    host = tried("memory.host_bytes")
+        for value in candidate_values(name):
+            shown = format_size(value) if is_size(name) else str(value)
+            assert value in (0, -1, "auto") or re.search(rf"\b{re.escape(shown)}\b", ROWS[name]), (name, value)
+    host = candidate_values("memory.host_bytes")
     assert host == (32 * GIB, 48 * GIB, 64 * GIB)
     assert "half and three quarters of `--host-memory`" in ROWS["memory.host_bytes"]
-    assert max(tried("memory.page_bytes", host_bytes=8 << 20)) == 1 << 20
+    assert max(candidate_values("memory.page_bytes", host_bytes=8 << 20)) == 1 << 20
     assert "an eighth of the host cache" in ROWS["memory.page_bytes"]
 
 
-def test_options_and_values_of_options_exist() -> None:
-    """What the page names can be typed."""
+def test_options_and_their_values_exist() -> None:
     known = {name for command in ("tune", "train") for name in _options(command)}
     assert set(re.findall(r"--[a-z][a-z-]+", PAGE)) <= known
     assert set(re.findall(r"--allow-format (\w+)", PAGE)) == set(ALLOWED) - {"same"}
@@ -55,8 +54,7 @@ def _options(command: str) -> set[str]:
     return {name for option in found.params for name in option.opts}
 
 
-def test_numbers_are_those_of_the_code() -> None:
-    """Steps of a trial, and what counts as a gain."""
+def test_numbers_match_the_code() -> None:
     assert (trial.WARM, trial._LEAST_STEPS, trial._LEAST_SECONDS, trial._MOST_STEPS) == (2, 3, 1.0, 20)
     assert "two warm-up steps, then at least three steps and one second, but at most twenty steps" in WORDS
     assert search.GAIN == 0.01
@@ -65,14 +63,12 @@ def test_numbers_are_those_of_the_code() -> None:
     assert f"`{trial_folders.PREFIX}…`" in PAGE
 
 
-def test_files_are_named() -> None:
-    """All that are written."""
+def test_all_output_files_are_listed() -> None:
     table = PAGE.partition("## Output files")[2].partition("##")[0]
     assert tuple(re.findall(r"^\| `(\S+)` \|", table, re.MULTILINE)) == FILES
 
 
-def test_the_end_reads_as_shown() -> None:
-    """Both examples are what the code says of such figures."""
+def test_example_result_lines_match_the_output() -> None:
     gain = {"over_start": 1.14, "min": 1.127, "max": 1.158, "rounds": 3, "over_worst": 1.76}
     found = {
         "gain": gain, "trials": {"measured": 11, "failed": 0}, "step_seconds": {"start": 0.0679, "best": 0.0603},

@@ -1,4 +1,4 @@
-"""The tutorials, executed as a reader would: files are saved, and commands run, in the order of the page."""
+"""Tests of the tutorials: files are saved and commands are run in the order of the page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FILE = re.compile(r"`(\w+\.(?:py|toml))`:\s*\Z")  # a program follows a line su
 
 
 @pytest.mark.parametrize("page", sorted(TUTORIALS.glob("*.md")), ids=lambda page: page.stem)
-def test_a_tutorial_runs(page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_tutorial_runs(page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Every ``bash`` block ends with status 0; ``text`` blocks show output and are not run."""
     text, commands = page.read_text(), 0
     environment = {

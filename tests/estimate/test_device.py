@@ -188,9 +188,9 @@ def test_weights_that_are_copied_when_they_are_due_are_exposed(name: str) -> Non
     assert not found.traffic.total_bytes
 
     def step(plan: Plan) -> float:
-        beside = OtherResources(weights=seconds.weights.busy, gradients=seconds.gradients.busy, behind=2)
+        resources = OtherResources(weights=seconds.weights.busy, gradients=seconds.gradients.busy, behind=2)
         return predict_seconds(
-            plan, found.layout, bandwidth=1e9, computation=seconds.computation.busy, beside=beside, threaded=True
+            plan, found.layout, bandwidth=1e9, computation=seconds.computation.busy, resources=resources, threaded=True
         )
 
     _, not_prefetched = choose_plan(
@@ -224,7 +224,7 @@ def test_a_machine_without_a_link_is_what_it_was() -> None:
         found.layout,
         bandwidth=found.bandwidth,
         computation=seconds.computation.busy,
-        beside=OtherResources(updates=seconds.updates.busy),
+        resources=OtherResources(updates=seconds.updates.busy),
         threaded=True,
     )
     assert seconds.step == alone

@@ -1,4 +1,4 @@
-"""The programs in examples/ run as a user starts them, but that what they import is there already."""
+"""Tests of the programs in examples/: they run in the same way as a user starts them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(folder: Path, name: str, *arguments: object, ranks: int = 0, torchrun: bool = False) -> str:
-    """Run an example in an empty folder; return what it has printed."""
+    """Run an example in an empty folder and return its output."""
     (work := folder / "work").mkdir(exist_ok=True)
     environment = {"PYTHONPATH": os.pathsep.join(sys.path), "XDG_RUNTIME_DIR": str(folder)}
     if torchrun:
@@ -28,7 +28,7 @@ def run(folder: Path, name: str, *arguments: object, ranks: int = 0, torchrun: b
     else:
         done = run_program(EXAMPLES / name, *arguments, folder=work, environment=environment, ranks=ranks)
     assert done.returncode == 0, done.stderr
-    assert not list(work.iterdir()), "it writes where it was told to only"
+    assert not list(work.iterdir()), "the example wrote to its working directory"
     return done.stdout
 
 
@@ -37,8 +37,8 @@ def losses(printed: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
 
 
-def test_training_loop(tmp_path: Path) -> None:
-    """The second call goes on where the first one has checkpointed."""
+def test_training_loop_resumes(tmp_path: Path) -> None:
+    """The second call resumes from the checkpoint of the first."""
     first = run(tmp_path, "training_loop.py", tmp_path / "nvme", "--steps", 2)
     assert len(losses(first)) == 2
     assert first.endswith("checkpointed step 2\n")
@@ -47,8 +47,8 @@ def test_training_loop(tmp_path: Path) -> None:
     assert again.endswith("checkpointed step 3\n")
 
 
-def test_pretrained(tmp_path: Path) -> None:
-    """What is exported has the tensors that it began with, trained."""
+def test_pretrained_exports_trained_weights(tmp_path: Path) -> None:
+    """The exported tensors have the names of the original ones and different values."""
     printed = run(tmp_path, "pretrained.py", tmp_path / "run", "--out", tmp_path / "out")
     assert len(losses(printed)) == 3
     with (
@@ -60,8 +60,7 @@ def test_pretrained(tmp_path: Path) -> None:
         assert not began.get_tensor(name).equal(ended.get_tensor(name))
 
 
-def test_lora(tmp_path: Path) -> None:
-    """An adapter comes out, and peft loads it."""
+def test_lora_exports_an_adapter(tmp_path: Path) -> None:
     printed = run(tmp_path, "lora.py", tmp_path / "run", "--out", tmp_path / "out")
     assert len(losses(printed)) == 3
     assert printed.endswith(f"{tmp_path / 'out'}: 19520 adapter parameters\n")
@@ -69,30 +68,27 @@ def test_lora(tmp_path: Path) -> None:
         assert ended.get_tensor("base_model.model.model.layers.0.mlp.up_proj.lora_B.weight").any()
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    """As torchrun starts them."""
+def test_two_ranks_runs_under_torchrun(tmp_path: Path) -> None:
     printed = run(tmp_path, "two_ranks.py", tmp_path / "nvme", ranks=2, torchrun=True)
     assert losses(printed)[-1] < losses(printed)[0]
     assert printed.endswith("checkpointed by 2 ranks\n")
 
 
-def test_muon(tmp_path: Path) -> None:
-    """Two optimizers, and the schedule of each."""
+def test_muon_trains_with_two_optimizers(tmp_path: Path) -> None:
     printed = run(tmp_path, "muon.py", tmp_path / "nvme")
     assert losses(printed)[-1] < losses(printed)[0]
     assert printed.endswith("checkpointed step 5\n")
 
 
-def test_plain_torch(tmp_path: Path) -> None:
-    """Two checkpoints, with the settings beside them."""
+def test_plain_torch_trains_with_a_settings_file(tmp_path: Path) -> None:
     printed = run(tmp_path, "plain_torch.py", tmp_path / "run")
     assert losses(printed)[1] < losses(printed)[0]
     assert "'momentum_buffer': (128,)" in printed
     assert (tmp_path / "run" / "infinity.toml").exists()
 
 
-def test_trainer(tmp_path: Path) -> None:
-    """The second call goes on from the checkpoint of the first, and what it exports is the trained model."""
+def test_trainer_resumes_and_exports(tmp_path: Path) -> None:
+    """The second call resumes from the checkpoint of the first and exports the trained model."""
     first = run(tmp_path, "trainer.py", tmp_path / "nvme", "--steps", 2)
     again = run(tmp_path, "trainer.py", tmp_path / "nvme", ranks=2)
     assert len(losses(first)) < len(losses(again)) == 4
@@ -101,8 +97,8 @@ def test_trainer(tmp_path: Path) -> None:
         assert "model.layers.0.mlp.up_proj.weight" in ended.keys()  # noqa: SIM118
 
 
-def test_accelerate_loop(tmp_path: Path) -> None:
-    """The second call goes on from the folder that Accelerate's `save_state` wrote."""
+def test_accelerate_loop_resumes(tmp_path: Path) -> None:
+    """The second call resumes from the folder that Accelerate's `save_state` wrote."""
     arguments = (tmp_path / "nvme", "--checkpoint", tmp_path / "checkpoint")
     first = run(tmp_path, "accelerate_loop.py", *arguments)
     assert len(losses(first)) == 4
@@ -112,8 +108,8 @@ def test_accelerate_loop(tmp_path: Path) -> None:
     assert again.endswith("saved step 8\n")
 
 
-def test_lightning_loop(tmp_path: Path) -> None:
-    """The second call goes on from the checkpoint of the first."""
+def test_lightning_loop_resumes(tmp_path: Path) -> None:
+    """The second call resumes from the checkpoint of the first."""
     arguments = (tmp_path / "nvme", "--saves", tmp_path / "saves")
     first = run(tmp_path, "lightning_loop.py", *arguments)
     assert len(losses(first)) == 4
@@ -124,8 +120,8 @@ def test_lightning_loop(tmp_path: Path) -> None:
     assert again.endswith("saved step 8\n")
 
 
-def test_every_example_is_described_and_run() -> None:
-    """In the table of examples/README.md, and above."""
+def test_every_example_is_documented_and_tested() -> None:
+    """Every program is listed in examples/README.md and run by a test in this file."""
     programs = {file.name for file in EXAMPLES.glob("*.py")}
     assert set(re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text())) == programs
     assert set(re.findall(r'run\(tmp_path, "(\w+\.py)"', Path(__file__).read_text())) == programs

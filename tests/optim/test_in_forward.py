@@ -1,4 +1,4 @@
-"""Updates on the way into the next forward: what is looked at in between is as if they had run."""
+"""Tests of updates in the next forward: reads between steps return the values after the update."""
 
 from __future__ import annotations
 
@@ -23,19 +23,16 @@ FORWARD = Paging(host_cache="least", update_schedule="in_forward")
 LATEST = {"resume": "latest"}
 
 
-def final(recipe: Recipe, paging: Paging, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train paged; return losses and weights."""
+def train_paged(recipe: Recipe, paging: Paging, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train with paging; return losses and weights."""
     outcome = Outcome()
     with offloaded(recipe, paging, folder) as (model, optimizer):
         train(recipe, model, optimizer, outcome)
         return outcome.losses, {name: local(param) for name, param in model.named_parameters()}
 
 
-def test_step_leaves_the_update_to_the_next_forward(tmp_path: Path) -> None:
-    """`step()` knows the norm, and begins with the first FSDP module;
-
-    the others are updated once somebody wants to see.
-    """
+def test_step_defers_updates_to_the_next_forward(tmp_path: Path) -> None:
+    """`step()` starts the update of the first FSDP module; reading a weight flushes the others."""
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule="in_forward"), tmp_path) as (model, optimizer):
         train(RECIPE, model, optimizer, Outcome())
         models.loss_of(model, batch(model, 7)).backward()
@@ -52,11 +49,8 @@ def test_step_leaves_the_update_to_the_next_forward(tmp_path: Path) -> None:
         assert updates.elements - before == optimizer.run.layout.parameters
 
 
-def test_the_plan_is_followed_whatever_happens_between_steps(tmp_path: Path) -> None:
-    """A checkpoint after every step, an evaluation, a look at the weights:
-
-    each reads ahead, and the rest is as planned.
-    """
+def test_plan_is_followed_despite_reads_between_steps(tmp_path: Path) -> None:
+    """A checkpoint or a read of a weight flushes updates, and the rest of the step is as planned."""
     with offloaded(RECIPE, FORWARD, tmp_path) as (model, optimizer):
         train(RECIPE, model, optimizer, Outcome())
         for number in range(6):
@@ -71,9 +65,9 @@ def test_the_plan_is_followed_whatever_happens_between_steps(tmp_path: Path) -> 
         assert optimizer.run.stats.snapshot().value("plan_divergences_total") == 0
 
 
-@pytest.mark.parametrize("between", ["nothing", "checkpoint", "look"])
-def test_the_first_step_leaves_its_updates_to_the_second(between: str, tmp_path: Path) -> None:
-    """Also where they run in backward from there on; as planned, whatever comes in between."""
+@pytest.mark.parametrize("between", ["nothing", "checkpoint", "read"])
+def test_first_step_defers_its_updates_to_the_second(between: str, tmp_path: Path) -> None:
+    """This holds even if later steps update in backward, and the steps follow their plans."""
     recipe, outcome = Recipe(model="toy", steps=6), Outcome()
     with offloaded(recipe, Paging(host_cache="least"), tmp_path) as (model, optimizer):
         train(Recipe(model="toy", steps=1), model, optimizer, outcome)
@@ -81,7 +75,7 @@ def test_the_first_step_leaves_its_updates_to_the_second(between: str, tmp_path:
         assert optimizer._runner.updates.waiting
         if between == "checkpoint":
             optimizer.save_checkpoint()
-        elif between == "look":
+        elif between == "read":
             local(next(model.parameters()))
         assert bool(optimizer._runner.updates.waiting) == (between == "nothing")
         train(recipe, model, optimizer, outcome, first=1)
@@ -90,9 +84,9 @@ def test_the_first_step_leaves_its_updates_to_the_second(between: str, tmp_path:
     assert outcome.losses == in_memory(recipe).losses
 
 
-@pytest.mark.parametrize("look", [False, True])
-def test_a_fsdp_module_that_joins_later_turns_alone(look: bool, tmp_path: Path) -> None:
-    """Its first gradient is used in the next forward, beside updates in backward of the others; as planned."""
+@pytest.mark.parametrize("reads", [False, True])
+def test_late_fsdp_module_is_updated_in_the_next_forward_once(reads: bool, tmp_path: Path) -> None:
+    """Its first gradient is applied in the next forward, while the other modules update in backward."""
     recipe = Recipe(model="toy", steps=6)
 
     def run(model: nn.Module, optimizer: Any) -> list[float]:
@@ -103,7 +97,7 @@ def test_a_fsdp_module_that_joins_later_turns_alone(look: bool, tmp_path: Path) 
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if look and step == 3:
+            if reads and step == 3:
                 local(next(model.parameters()))
             losses.append(loss.item())
         return losses
@@ -112,11 +106,11 @@ def test_a_fsdp_module_that_joins_later_turns_alone(look: bool, tmp_path: Path) 
     expected = run(model, make_optimizer(recipe, model))
     with offloaded(recipe, Paging(host_cache="least"), tmp_path) as (model, optimizer):
         assert run(model, optimizer) == expected
-        assert optimizer.run.stats.snapshot().value("plan_divergences_total") == 1, "the step that looks otherwise"
+        assert optimizer.run.stats.snapshot().value("plan_divergences_total") == 1, "only the step with a different order may depart from the plan"
 
 
 def checkpoint_every_step(folder: str) -> list[float]:
-    """Checkpoint after each step, resume in the middle; return the losses. Runs on every rank."""
+    """Save a checkpoint after each step and resume in the middle; return the losses. Runs on every rank."""
     outcome = Outcome()
     for first in (0, 3):
         with offloaded(PLAIN, FORWARD, Path(folder), run=LATEST if first else {}) as (model, optimizer):
@@ -128,17 +122,17 @@ def checkpoint_every_step(folder: str) -> list[float]:
     return outcome.losses
 
 
-def test_a_checkpoint_has_what_was_pending(tmp_path: Path, pair: RankPool) -> None:
-    """The resumed run has the losses of one that nobody disturbed; on one and two ranks."""
-    (tmp_path / "whole").mkdir()
-    assert checkpoint_every_step(str(tmp_path)) == final(PLAIN, FORWARD, tmp_path / "whole")[0]
+def test_checkpoint_includes_pending_updates(tmp_path: Path, pair: RankPool) -> None:
+    """The resumed run has the losses of an uninterrupted run, on one and on two ranks."""
+    (tmp_path / "uninterrupted").mkdir()
+    assert checkpoint_every_step(str(tmp_path)) == train_paged(PLAIN, FORWARD, tmp_path / "uninterrupted")[0]
     (tmp_path / "two").mkdir()
     first, second = pair.run(checkpoint_every_step, str(tmp_path / "two"))
     assert first != second
 
 
-def poisoned(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, bad: bool) -> None:
-    """Take a step; where it is `bad`, with a loss that has no gradient."""
+def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, bad: bool) -> None:
+    """Take a step; if `bad` is set, the loss is infinite and has no finite gradient."""
     loss = models.loss_of(model, batch(model, step))
     (loss * float("inf") if bad else loss).backward()
     if isinstance(optimizer, infinity.PagedOptimizer):
@@ -152,17 +146,17 @@ def poisoned(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, bad:
 
 
 @pytest.mark.parametrize("update_schedule", ["in_forward", "after_backward"])
-def test_a_norm_that_is_not_finite_skips_the_update(update_schedule: str, tmp_path: Path) -> None:
-    """As torch.amp.GradScaler does: weights, moments and step counts stay; the step is counted as skipped."""
+def test_nonfinite_norm_skips_the_update(update_schedule: str, tmp_path: Path) -> None:
+    """As with torch.amp.GradScaler, weights, moments and step counts do not change; the step counts as skipped."""
     bad = (2, 3, 6)
     model = models.build("toy")
     reference = make_optimizer(RECIPE, model)
     for step in range(8):
-        poisoned(model, reference, step, step in bad)
+        take_step(model, reference, step, step in bad)
     expected = {name: local(param) for name, param in model.named_parameters()}
     with offloaded(RECIPE, Paging(host_cache="least", update_schedule=update_schedule), tmp_path) as (paged, optimizer):
         for step in range(8):
-            poisoned(paged, optimizer, step, step in bad)
+            take_step(paged, optimizer, step, step in bad)
         found = {name: local(param) for name, param in paged.named_parameters()}
         assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
         assert int(optimizer.read_state(next(iter(found)))["step"]) == 8 - len(bad)
@@ -172,10 +166,10 @@ def test_a_norm_that_is_not_finite_skips_the_update(update_schedule: str, tmp_pa
 
 @pytest.mark.parametrize("cores", [0, 1])
 @pytest.mark.parametrize("update_schedule", ["in_backward", "in_forward"])
-def test_a_fsdp_module_that_was_updated_in_part_is_not_checkpointed(
+def test_partially_updated_fsdp_module_is_not_checkpointed(
     update_schedule: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The optimizer refuses in the middle of a step: from then on every call says so, and none waits."""
+    """If the optimizer raises in the middle of a step, every later call raises and none hangs."""
     with offloaded(Recipe(model="toy"), Paging(update_schedule=update_schedule, cores=cores), tmp_path) as (
         model,
         optimizer,
@@ -184,13 +178,13 @@ def test_a_fsdp_module_that_was_updated_in_part_is_not_checkpointed(
         optimizer.save_checkpoint()
         update, calls = UpdateKernel.update, itertools.count()
 
-        def refuse(*given: Any) -> Any:
+        def fail_third_update(*arguments: Any) -> Any:
             if next(calls) == 2:
-                raise ValueError("refused")
-            return update(*given)
+                raise ValueError("the third update failed")
+            return update(*arguments)
 
-        monkeypatch.setattr(UpdateKernel, "update", refuse)
-        with pytest.raises(ValueError, match="refused"):
+        monkeypatch.setattr(UpdateKernel, "update", fail_third_update)
+        with pytest.raises(ValueError, match="the third update failed"):
             train(Recipe(model="toy", steps=3), model, optimizer, Outcome())
-        with pytest.raises((ValueError, InfinityError), match=r"refused|between backward and step"):
+        with pytest.raises((ValueError, InfinityError), match=r"the third update failed|between backward and step"):
             optimizer.save_checkpoint()

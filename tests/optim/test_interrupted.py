@@ -1,4 +1,5 @@
-"""Updates that are interrupted, settings that cannot be copied, looks after the end: nothing half done, no hanging."""
+"""Tests of interrupted updates, settings that cannot be copied, and access after drain: no inconsistent state, no hang.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +30,10 @@ def step(model: torch.nn.Module, optimizer: Any, number: int = 0) -> None:
 
 
 @pytest.mark.parametrize("cores", [0, 1])
-def test_an_update_that_is_interrupted_is_never_checkpointed(
+def test_interrupted_update_is_never_checkpointed(
     cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop that checkpoints when it is interrupted would make durable what is half of one step and half of
-    another.
-    """
+    """A loop that saves a checkpoint on KeyboardInterrupt would otherwise store a mixture of two steps."""
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule="after_backward", cores=cores), tmp_path) as (
         model,
         paged,
@@ -44,11 +43,11 @@ def test_an_update_that_is_interrupted_is_never_checkpointed(
         backward(model, 1)
         run = update_module.Update.run
 
-        def interrupted(self: Any, opened: Any) -> None:
+        def run_and_interrupt(self: Any, opened: Any) -> None:
             run(self, opened)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(update_module.Update, "run", interrupted)
+        monkeypatch.setattr(update_module.Update, "run", run_and_interrupt)
         with pytest.raises((KeyboardInterrupt, InfinityError)):  # noqa: PT012
             paged.step()
             paged.save_checkpoint()
@@ -58,35 +57,35 @@ def test_an_update_that_is_interrupted_is_never_checkpointed(
     assert not list(tmp_path.glob("*/*/checkpoints/step000000000002*"))
 
 
-def test_a_failed_update_is_known_before_its_pages_are_given_back(
+def test_update_failure_is_recorded_before_its_pages_are_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The training thread that waits for them must not gather weights of which a part is of the next step."""
+    """The training thread that waits for these pages must not gather weights of two different steps."""
     paging = Paging(host_cache="all", update_schedule="after_backward", cores=1)
-    with pytest.raises(RuntimeError, match="no"), offloaded(RECIPE, paging, tmp_path) as (model, paged):  # noqa: PT012
+    with pytest.raises(RuntimeError, match="the update failed in the test"), offloaded(RECIPE, paging, tmp_path) as (model, paged):  # noqa: PT012
         step(model, paged)
         paged.read_state(next(name for name, _ in model.named_parameters()))  # all updates of this step have run
-        known: list[bool] = []
-        returned = type(paged.run.pager)._release_reservation
+        recorded: list[bool] = []
+        release = type(paged.run.pager)._release_reservation
 
-        def noted(self: Any, *arguments: Any) -> None:
-            known.append(self.failure is not None)
-            returned(self, *arguments)
+        def release_and_record(self: Any, *arguments: Any) -> None:
+            recorded.append(self.failure is not None)
+            release(self, *arguments)
 
         def fail(self: Any, opened: Any) -> None:
-            raise RuntimeError("no")
+            raise RuntimeError("the update failed in the test")
 
-        monkeypatch.setattr(type(paged.run.pager), "_release_reservation", noted)
+        monkeypatch.setattr(type(paged.run.pager), "_release_reservation", release_and_record)
         monkeypatch.setattr(update_module.Update, "run", fail)
         backward(model, 1)
         paged.step()
         backward(model, 2)
-    assert known
-    assert all(known)
+    assert recorded
+    assert all(recorded)
 
 
 class Uncopyable:
-    """A setting that no copy can be made of."""
+    """Setting that cannot be copied."""
 
     def __deepcopy__(self, _: Any) -> Any:
         raise TypeError("not this one")
@@ -96,8 +95,8 @@ class Uncopyable:
 
 
 @pytest.mark.parametrize("update_schedule", ["after_backward", "in_forward"])
-def test_settings_that_cannot_be_copied_cost_no_gradient(update_schedule: str, tmp_path: Path) -> None:
-    """The step is refused; when the setting is gone, it is the one that it would have been."""
+def test_uncopyable_setting_does_not_lose_gradients(update_schedule: str, tmp_path: Path) -> None:
+    """step() raises, and after the setting has been removed it performs the same update as in memory."""
     model = build(RECIPE)
     optimizer = make_optimizer(RECIPE, model)
     for number in range(2):
@@ -116,8 +115,8 @@ def test_settings_that_cannot_be_copied_cost_no_gradient(update_schedule: str, t
     assert all(map(torch.equal, expected, found))
 
 
-def test_a_setting_that_is_added_between_backward_and_step_is_refused(tmp_path: Path) -> None:
-    """FSDP modules that were updated in backward have not seen it."""
+def test_setting_added_between_backward_and_step_is_rejected(tmp_path: Path) -> None:
+    """FSDP modules that were updated in backward did not use the setting."""
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule="in_backward"), tmp_path) as (model, optimizer):
         step(model, optimizer)
         backward(model, 1)
@@ -127,8 +126,8 @@ def test_a_setting_that_is_added_between_backward_and_step_is_refused(tmp_path: 
 
 
 @pytest.mark.parametrize("update_schedule", ["in_forward", "after_backward"])
-def test_looking_after_drain_is_refused_and_does_not_wait(update_schedule: str, tmp_path: Path) -> None:
-    """Updates that were left will not run any more; what was begun has."""
+def test_reading_parameters_after_drain_raises_immediately(update_schedule: str, tmp_path: Path) -> None:
+    """Pending updates do not run after drain(), and started updates have finished."""
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule=update_schedule, cores=1), tmp_path) as (
         model,
         optimizer,
@@ -140,8 +139,8 @@ def test_looking_after_drain_is_refused_and_does_not_wait(update_schedule: str, 
             next(model.parameters()).sum()
 
 
-def test_a_gradient_of_other_update_schedules_is_refused(tmp_path: Path) -> None:
-    """What a rank has of it is not the gradient of its shard."""
+def test_gradient_with_other_placements_is_unsupported(tmp_path: Path) -> None:
+    """The local tensor of such a gradient is not the gradient of the shard."""
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule="after_backward"), tmp_path) as (model, optimizer):
         backward(model)
         param = next(param for param in model.parameters() if isinstance(param, DTensor))
@@ -150,8 +149,8 @@ def test_a_gradient_of_other_update_schedules_is_refused(tmp_path: Path) -> None
             optimizer.step()
 
 
-def test_offload_leaves_random_states_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of devices too: `torch.manual_seed` would set them all."""
+def test_offload_does_not_change_random_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device generators are unchanged too, because `torch.manual_seed`, which seeds all devices, is not called."""
     model = build(RECIPE)
     optimizer = make_optimizer(RECIPE, model)
     before = torch.random.get_rng_state()

@@ -1,4 +1,4 @@
-"""What users see of a step in their own traces."""
+"""Tests of the ranges that a training step adds to the PyTorch profiler."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from support import models
 from support.train import Paging, Recipe, batch, offloaded
 
 
-def test_a_profile_names_what_a_step_does(tmp_path: Path) -> None:
-    """With FSDP modules and shards, as FSDP2 names its own."""
+def test_profiler_shows_infinity_ranges_with_module_names(tmp_path: Path) -> None:
     with offloaded(Recipe(model="toy"), Paging(host_cache="all", update_schedule="in_forward"), tmp_path) as (
         model,
         optimizer,
@@ -24,6 +23,6 @@ def test_a_profile_names_what_a_step_does(tmp_path: Path) -> None:
         seen = {event.key for event in profile.key_averages() if event.key.startswith("infinity::")}
     fsdp_modules = {f"({fsdp_module.name})" for fsdp_module in optimizer.run.layout.fsdp_modules}
     assert {
-        f"infinity::{what} {fsdp_module}" for what in ("gradients", "update") for fsdp_module in fsdp_modules
+        f"infinity::{action} {fsdp_module}" for action in ("gradients", "update") for fsdp_module in fsdp_modules
     } <= seen
     assert {"infinity::gather (head.weight)", "infinity::clip", "infinity::step", "infinity::checkpoint"} <= seen

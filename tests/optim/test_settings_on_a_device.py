@@ -1,4 +1,4 @@
-"""Settings that are tensors on a device: pages are updated on the CPU, with their values at the step."""
+"""Tests of optimizer settings that are device tensors: CPU updates use their values at the time of the step."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ RECIPE = Recipe(model="even")
 FACTORS = (0.5, 3.0, 0.25)
 
 
-class OnDevice(torch.Tensor):
-    """A tensor that says it is on another device: its value can be used there, or copied from there.
-
-    A copy that is not waited for has not arrived. What does not copy is refused beside tensors of the CPU.
+class FakeDeviceTensor(torch.Tensor):
+    """Tensor that reports another device: its value can be used there or copied from there, but not mixed with CPU
+    tensors.
     """
 
     value: torch.Tensor
 
     @staticmethod
-    def __new__(cls, value: torch.Tensor) -> OnDevice:
+    def __new__(cls, value: torch.Tensor) -> FakeDeviceTensor:
         made = torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, device="meta")
         made.value = value
         return made
@@ -48,11 +47,11 @@ class OnDevice(torch.Tensor):
 
 
 def _inside(item: Any) -> Any:
-    return item.value if isinstance(item, OnDevice) else item
+    return item.value if isinstance(item, FakeDeviceTensor) else item
 
 
-def trained(folder: Path, lr: Any, **options: Any) -> tuple[dict[str, dict[str, torch.Tensor]], Any]:
-    """Return the state after some steps with a learning rate that is changed in place, and what it is then."""
+def train_with_tensor_lr(folder: Path, lr: Any, **options: Any) -> tuple[dict[str, dict[str, torch.Tensor]], Any]:
+    """Return the state and learning rate after some steps that change the learning rate in place."""
     model = build(RECIPE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1, **options)
     with infinity.offload(model, optimizer, settings(folder, Paging(), 1 << 26)) as paged:
@@ -65,8 +64,8 @@ def trained(folder: Path, lr: Any, **options: Any) -> tuple[dict[str, dict[str, 
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"fused": True, "capturable": True}, {}])
-def test_a_learning_rate_on_a_device(options: dict[str, Any], tmp_path: Path) -> None:
-    """The same bits as with one on the CPU, in memory too; it stays where it is, and what it is."""
+def test_device_learning_rate_matches_cpu_learning_rate(options: dict[str, Any], tmp_path: Path) -> None:
+    """The states are bitwise equal, also to training in memory, and the learning rate remains a device tensor."""
     model = build(RECIPE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(3e-3), weight_decay=0.1, **options)
     for step, factor in enumerate(FACTORS):
@@ -75,8 +74,8 @@ def test_a_learning_rate_on_a_device(options: dict[str, Any], tmp_path: Path) ->
         optimizer.zero_grad()
         optimizer.param_groups[0]["lr"].mul_(factor)
     expected = state_in_memory(model, optimizer)
-    found, lr = trained(tmp_path, OnDevice(torch.tensor(3e-3)), **options)
-    assert isinstance(lr, OnDevice)
+    found, lr = train_with_tensor_lr(tmp_path, FakeDeviceTensor(torch.tensor(3e-3)), **options)
+    assert isinstance(lr, FakeDeviceTensor)
     assert lr.value == optimizer.param_groups[0]["lr"]
     assert found.keys() == expected.keys()
     for name, states in expected.items():

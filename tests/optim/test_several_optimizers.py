@@ -1,4 +1,4 @@
-"""Several optimizers in one run: one is returned, which steps all of them."""
+"""Tests of several optimizers in one run: infinity.offload() returns one optimizer that steps all of them."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from support.train import Paging, batch, local, settings
 from support.whole import muon_and_adamw
 
 
-def divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return matrices, and the rest."""
+def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the matrices and the other parameters."""
     params = list(model.parameters())
     return [p for p in params if p.ndim == 2], [p for p in params if p.ndim != 2]
 
 
 def config(folder: Path, **sections: Any) -> dict[str, Any]:
-    """Return settings with a small host cache."""
+    """Return a configuration with a small host cache."""
     return settings(folder, Paging(update_schedule="in_forward"), 4 << 20, **sections)
 
 
-def test_each_has_its_schedule_and_its_first_state(tmp_path: Path) -> None:
-    """Schedulers are made on what is passed in; Adagrad's state begins with what its constructor makes."""
+def test_each_optimizer_keeps_its_scheduler_and_initial_state(tmp_path: Path) -> None:
+    """Schedulers refer to the base optimizers, and Adagrad starts with the state that its constructor creates."""
 
     def make(model: nn.Module) -> list[torch.optim.Optimizer]:
-        matrices, rest = divided(model)
+        matrices, rest = split_parameters(model)
         return [
             torch.optim.AdamW(matrices, lr=1e-2),
             torch.optim.Adagrad(rest, lr=1e-2, initial_accumulator_value=0.1),
@@ -65,14 +65,13 @@ def test_each_has_its_schedule_and_its_first_state(tmp_path: Path) -> None:
     with infinity.offload(model, given, config(tmp_path)) as optimizer:
         assert [id(group) for one in given for group in one.param_groups] == [*map(id, optimizer.param_groups)]
         found = run(model, *given, [optimizer.step], optimizer.zero_grad)
-        assert sorted(given[1].state[divided(model)[1][0]]) == ["step", "sum"]
+        assert sorted(given[1].state[split_parameters(model)[1][0]]) == ["step", "sum"]
     assert all(
         torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(expected, found, strict=True)
     )
 
 
-def test_what_was_passed_in_trains_nothing_any_more(tmp_path: Path) -> None:
-    """Each of them says whose `step` to call."""
+def test_step_of_a_replaced_optimizer_raises(tmp_path: Path) -> None:
     model = build()
     given = muon_and_adamw(list(model.parameters()))
     with infinity.offload(model, given, config(tmp_path)):
@@ -83,13 +82,13 @@ def test_what_was_passed_in_trains_nothing_any_more(tmp_path: Path) -> None:
                 one.add_param_group({"params": []})
 
 
-def test_a_run_goes_on_with_the_same_optimizers_only(tmp_path: Path) -> None:
-    """In their order; the error names both."""
+def test_resume_requires_the_same_optimizers_in_order(tmp_path: Path) -> None:
+    """The error contains both lists of optimizers."""
     model = build()
     with infinity.offload(model, muon_and_adamw(list(model.parameters())), config(tmp_path)) as optimizer:
         optimizer.save_checkpoint()
     again = build()
-    matrices, rest = divided(again)
+    matrices, rest = split_parameters(again)
     with pytest.raises(CheckpointError, match=r"Muon\+AdamW.* AdamW\+AdamW"):
         infinity.offload(
             again,
@@ -98,10 +97,11 @@ def test_a_run_goes_on_with_the_same_optimizers_only(tmp_path: Path) -> None:
         )
 
 
-def test_what_several_cannot_be_is_refused(tmp_path: Path) -> None:
-    """None, the same parameter twice, hooks that nobody would call, an attribute that updates would not see."""
+def test_unsupported_optimizer_lists_are_rejected(tmp_path: Path) -> None:
+    """An empty list, shared or missing parameters, step hooks, and attributes that updates would not see are rejected.
+    """
     model = build()
-    matrices, rest = divided(model)
+    matrices, rest = split_parameters(model)
     with pytest.raises(UnsupportedError, match="empty list"):
         infinity.offload(model, [], config(tmp_path))
     with pytest.raises(UnsupportedError, match=r"list of optimizers .* torch\.optim\.Optimizer"):
@@ -123,33 +123,33 @@ def test_what_several_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 SEEN: list[weakref.ref[torch.Tensor]] = []
-"""What `Noting` was given, as long as it lives."""
+"""Weak references to the parameters that `RecordingSGD` has updated."""
 
 
-class Noting(torch.optim.SGD):
-    """Notes the parameters that it updates."""
+class RecordingSGD(torch.optim.SGD):
+    """Records the parameters that it updates."""
 
     def step(self, closure: Any = None) -> Any:
         SEEN.extend(weakref.ref(param) for group in self.param_groups for param in group["params"])
         return super().step(closure)
 
 
-def test_nothing_is_kept_of_an_update(tmp_path: Path) -> None:
-    """What optimizers are given are views of the host cache, which is unmapped when the last of them is gone."""
+def test_update_keeps_no_references_to_host_cache_views(tmp_path: Path) -> None:
+    """Optimizers receive views of the host cache, which is unmapped when the last view is gone."""
     model = build()
-    given = [Noting(params, lr=0.1) for params in divided(model)]
+    given = [RecordingSGD(params, lr=0.1) for params in split_parameters(model)]
     with infinity.offload(model, given, config(tmp_path)) as optimizer:
         models.loss_of(model, batch(model, 0)).backward()
         SEEN.clear()
         optimizer.step()
-        optimizer.save_checkpoint()  # all updates have run
+        optimizer.save_checkpoint()  # flushes all updates
         gc.collect()
         assert SEEN
-        assert [seen for seen in SEEN if seen() is not None] == []
+        assert [reference for reference in SEEN if reference() is not None] == []
 
 
 class Wrapping(torch.optim.Optimizer):
-    """Has optimizers inside, over param groups of their own."""
+    """Contains optimizers that have their own parameter groups."""
 
     def __init__(self, inner: list[torch.optim.Optimizer]) -> None:
         super().__init__([p for one in inner for group in one.param_groups for p in group["params"]], {})
@@ -160,18 +160,18 @@ class Wrapping(torch.optim.Optimizer):
             one.step()
 
 
-def test_optimizers_inside_of_another_are_not_overlooked(tmp_path: Path) -> None:
-    """Copies of it would update nothing: the error says how to pass them."""
+def test_optimizer_containing_optimizers_is_rejected(tmp_path: Path) -> None:
+    """Copies of the outer optimizer would update nothing; the error suggests passing the inner ones as a list."""
     model = build()
-    inner = [torch.optim.SGD(params, lr=0.1) for params in divided(model)]
+    inner = [torch.optim.SGD(params, lr=0.1) for params in split_parameters(model)]
     with pytest.raises(UnsupportedError, match="Wrapping changes no weight"):
         infinity.offload(model, Wrapping(inner), config(tmp_path))
 
 
-def test_a_checkpoint_of_both_is_begun_with(tmp_path: Path) -> None:
-    """Exported to DCP, and read by a new run: weights, momenta, moments, step counts and settings of each group."""
+def test_run_starts_from_a_dcp_export_of_two_optimizers(tmp_path: Path) -> None:
+    """Weights, momenta, moments, step counts and settings of each group are restored."""
 
-    def everything(model: nn.Module, optimizer: Any) -> list[Any]:
+    def full_state(model: nn.Module, optimizer: Any) -> list[Any]:
         states = [value for p in model.parameters() for value in optimizer.state[p].values()]
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         return [*map(local, model.parameters()), *map(local, states), groups]
@@ -184,7 +184,7 @@ def test_a_checkpoint_of_both_is_begun_with(tmp_path: Path) -> None:
             optimizer.zero_grad()
         optimizer.param_groups[0]["lr"] = 0.005
         optimizer.save_checkpoint()
-        expected = everything(model, optimizer)
+        expected = full_state(model, optimizer)
         folder = optimizer.run.folder
     DcpExport(CheckpointReader(RunFolder(folder.run_id, folder.roots))).write(tmp_path / "dcp", file_bytes=64 << 10)
     (tmp_path / "again").mkdir()
@@ -193,6 +193,6 @@ def test_a_checkpoint_of_both_is_begun_with(tmp_path: Path) -> None:
     again = models.shard(empty)
     given = muon_and_adamw(list(again.parameters()))
     with infinity.offload(again, given, config(tmp_path / "again"), weights=tmp_path / "dcp") as optimizer:
-        found = everything(again, optimizer)
+        found = full_state(again, optimizer)
     assert found[-1] == expected[-1]
     assert [torch.equal(a, b) for a, b in zip(expected[:-1], found[:-1], strict=True)].count(False) == 0

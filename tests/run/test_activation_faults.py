@@ -1,4 +1,4 @@
-"""Drives that fail while activations are on them: a clear error, nothing lost, and nothing left."""
+"""Tests of activation paging on failing drives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGING = Paging(activations="nvme")
 
 
 class OnlyActivations:
-    """What makes an engine's faults strike transfers of activations alone."""
+    """Limit the faults of an engine to transfers of activations."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._submit = engine, engine.submit
@@ -34,7 +34,7 @@ class OnlyActivations:
 
 
 @pytest.mark.parametrize(
-    ("fault", "error", "says"),
+    ("fault", "error", "message"),
     [
         (Fault(kind=FaultKind.EIO, op=Op.READ), StorageError, r"read of .*rank00000\.activations failed: EIO"),
         (Fault(kind=FaultKind.EIO, op=Op.WRITE), StorageError, r"write of .*rank00000\.activations failed: EIO"),
@@ -44,18 +44,18 @@ class OnlyActivations:
     ],
     ids=["EIO-read", "EIO-write", "ENOSPC", "flipped", "short"],
 )
-def test_a_fault_ends_the_run_and_the_checkpoint_is_good(
-    fault: Fault, error: type[InfinityError], says: str, tmp_path: Path
+def test_activation_fault_stops_the_run_but_keeps_the_checkpoint(
+    fault: Fault, error: type[InfinityError], message: str, tmp_path: Path
 ) -> None:
-    """The error names the file, and another run goes on with the losses that this one would have had."""
+    """The error names the file or page, and a resumed run has the losses of a run without faults."""
     expected = losses(tmp_path / "undisturbed", steps=4)
-    with faulty(fault, on=False) as engines, pytest.raises(error, match=says):
+    with faulty(fault, on=False) as engines, pytest.raises(error, match=message):
         losses(tmp_path / "disturbed", steps=4, begin=lambda: OnlyActivations(engines[-1]))
     assert losses(tmp_path / "disturbed", steps=4, run={"resume": "latest"}) == expected[2:]
 
 
 def losses(folder: Path, steps: int, begin: Any = None, **sections: Any) -> list[float]:
-    """Train with a checkpoint behind two steps; return the losses."""
+    """Train and save a checkpoint after the second step; return the losses."""
     folder.mkdir(exist_ok=True)
     found = []
     with offloaded(RECIPE, PAGING, folder, **sections) as (model, optimizer):
@@ -72,27 +72,26 @@ def losses(folder: Path, steps: int, begin: Any = None, **sections: Any) -> list
     return found
 
 
-def test_faults_that_pass_are_gone_over(tmp_path: Path) -> None:
-    """Each transfer is tried again, as those of the state are."""
+def test_transient_activation_faults_are_retried(tmp_path: Path) -> None:
     expected = losses(tmp_path / "undisturbed", steps=4)
     with faulty(Fault(kind=FaultKind.EIO, every=7), on=False) as engines:
         assert losses(tmp_path / "disturbed", steps=4, begin=lambda: OnlyActivations(engines[-1])) == expected
         assert engines[-1].struck > 3
 
 
-def test_a_full_drive_is_told_in_the_first_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With both sizes, and nothing is lost."""
+def test_full_drive_raises_budget_error_in_the_first_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error reports the free and the required space."""
 
-    def full(descriptor: int, file: Path, begin: int, end: int) -> None:
+    def no_space(descriptor: int, file: Path, begin: int, end: int) -> None:
         raise folder._no_room(file, end - begin, 4096, os.strerror(28))
 
-    monkeypatch.setattr(space_reservation, "extend", full)
+    monkeypatch.setattr(space_reservation, "extend", no_space)
     with pytest.raises(BudgetError, match=r"nvme0/\S+ has 4 KiB free, but this run needs .* there \(No space left"):
         losses(tmp_path, steps=1)
 
 
 def open_files() -> list[str]:
-    """Return what this process has open."""
+    """Return the paths of the files that this process has open."""
     found = []
     for link in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -100,8 +99,8 @@ def open_files() -> list[str]:
     return found
 
 
-def test_files_have_no_name_and_go_with_the_run(tmp_path: Path) -> None:
-    """Whoever looks into the folders finds none, and the space is free behind the end."""
+def test_activation_files_are_unlinked_and_freed_with_the_run(tmp_path: Path) -> None:
+    """The files are not visible in the directory, and closing the run frees their space."""
     with offloaded(RECIPE, PAGING, tmp_path) as (model, optimizer):
         models.loss_of(model, batch(model, 0, RECIPE.sequences)).backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Pages move between paths of different speed; nothing else changes."""
+"""Tests of moving pages between storage paths of different speeds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.session import STEPS, Session, reference
 
 
 def test_overlapping_transfers_count_once() -> None:
-    """Busy is a path while anything of it is on its way."""
+    """A path is busy while at least one of its transfers is in flight."""
     loads = PathLoads(2)
     loads.moved(0, 10, 1.0, 3.0)
     loads.moved(0, 10, 2.0, 4.0)
@@ -37,8 +37,8 @@ def test_overlapping_transfers_count_once() -> None:
     assert loads.take()[0] == Load(10, 1.0)
 
 
-def looked(watch: Watch, first: Load, second: Load, times: int = 30) -> list[list[Finding] | None]:
-    """Return what a watch says each time it looks at these loads of a second."""
+def look_repeatedly(watch: Watch, first: Load, second: Load, times: int = 30) -> list[list[Finding] | None]:
+    """Return the findings of a watch that sees the same one-second loads several times."""
     return [watch.look([first, second], 1.0) for _ in range(times)]
 
 
@@ -47,15 +47,15 @@ def looked(watch: Watch, first: Load, second: Load, times: int = 30) -> list[lis
     [
         (Load(100, 1.0), Load(100, 0.3), (1.0, 3.0)),
         (Load(100, 1.0), Load(50, 0.3), (1.0, 6.0)),
-        (Load(300, 1.0), Load(300, 0.97), None),  # it does what it can
-        (Load(100, 1.0), Load(290, 0.97), None),  # a difference that is no matter
-        (Load(100, 0.2), Load(100, 0.01), None),  # nobody waits for either
+        (Load(300, 1.0), Load(300, 0.97), None),  # the second path is saturated
+        (Load(100, 1.0), Load(290, 0.97), None),  # the difference is too small
+        (Load(100, 0.2), Load(100, 0.01), None),  # neither path is saturated
     ],
 )
-def test_what_must_last_before_pages_move(first: Load, second: Load, factors: tuple[float, float] | None) -> None:
-    """The second path is known to do 300 in a second."""
-    found = looked(Watch([0.0, 300.0]), first, second)
-    assert found[0] is None, "a moment is no reason"
+def test_pages_move_only_after_sustained_imbalance(first: Load, second: Load, factors: tuple[float, float] | None) -> None:
+    """The second path is known to transfer 300 bytes per second."""
+    found = look_repeatedly(Watch([0.0, 300.0]), first, second)
+    assert found[0] is None, "a single look must not move pages"
     if factors is None:
         assert found == [None] * len(found)
     else:
@@ -63,15 +63,15 @@ def test_what_must_last_before_pages_move(first: Load, second: Load, factors: tu
         assert [item.factor for item in found[-1]] == pytest.approx(factors, rel=0.2)
 
 
-def test_a_burst_is_not_taken_for_what_lasts() -> None:
-    """Of a path of which nothing is known, pages come in several goes."""
-    found = looked(Watch([0.0, 0.0]), Load(100, 1.0), Load(100, 0.01))[-1]
+def test_burst_speed_is_not_taken_for_sustained_speed() -> None:
+    """A path of unknown speed receives pages in several steps."""
+    found = look_repeatedly(Watch([0.0, 0.0]), Load(100, 1.0), Load(100, 0.01))[-1]
     assert found is not None
     assert found[1].factor == pytest.approx(1.5)
 
 
-def test_what_was_tried_in_vain_is_tried_ever_more_rarely() -> None:
-    """A path that is quick in bursts gets more; if that shows that it cannot do more, it is left alone for a while."""
+def test_unsuccessful_moves_are_retried_less_often() -> None:
+    """If a path that is fast in bursts does not sustain the load after a move, the next move waits longer."""
     watch, waits = Watch([100.0, 100.0]), []
     for _ in range(4):
         looks = 0
@@ -80,13 +80,13 @@ def test_what_was_tried_in_vain_is_tried_ever_more_rarely() -> None:
         assert [item.factor > 1.05 for item in found] == [False, True]
         waits.append(looks)
         watch.restart()
-        looked(watch, Load(100, 1.0), Load(102, 1.0), 10)
+        look_repeatedly(watch, Load(100, 1.0), Load(102, 1.0), 10)
         watch.restart()
     assert waits[0] < 10 < waits[1] < waits[2] < waits[3] < 200
 
 
-def test_a_drive_that_becomes_faster_gets_more() -> None:
-    """Bit by bit, until it has all that it can do."""
+def test_faster_drive_receives_more_pages() -> None:
+    """Pages move in several steps until the drive is used at its new speed."""
     watch, moved, other = Watch([100.0, 100.0]), 100.0, 100.0
     for _ in range(200):
         found = watch.look([Load(moved, moved / 100), Load(other, other / 1000)], 1.0)
@@ -96,42 +96,38 @@ def test_a_drive_that_becomes_faster_gets_more() -> None:
             moved, other = (
                 100.0,
                 100.0 * (1 - stripe_weight) / stripe_weight,
-            )  # as long as the first path is the slower one
+            )  # valid while the first path is slower
             if other > 1000:
                 moved, other = 100.0 * 1000 / other, 1000.0
     assert other > 900
 
 
-def made(folder: Path) -> Path:
-    """Return a folder, made."""
+def make_folder(folder: Path) -> Path:
     folder.mkdir()
     return folder
 
 
-def always(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Let pages be spread by random rates all the time; return where they have been."""
+def rebalance_continuously(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Spread pages by random rates throughout training; return the paths used by each redistribution."""
     chance = random.Random(7)
-    been: list[tuple[int, ...]] = []
+    redistributions: list[tuple[int, ...]] = []
     spread_anew = PageStore.spread_anew
 
     def note(store: PageStore, paths: Sequence[int]) -> None:
         spread_anew(store, paths)
-        been.append(tuple(paths))
+        redistributions.append(tuple(paths))
 
     monkeypatch.setattr(PageStore, "spread_anew", note)
     monkeypatch.setattr(balance, "_EVERY_SECONDS", 0.005)
     monkeypatch.setattr(balance, "_FLUSHED_STEPS", 0)
     monkeypatch.setattr(Watch, "look", lambda *_: [Finding(MIB, 0.1 + chance.random()) for _ in range(2)])
-    return been
+    return redistributions
 
 
-def test_moving_pages_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All the time, while training, checkpointing and resuming;
-
-    also with more or fewer checkpoints retained than before.
-    """
-    expected = reference(made(tmp_path / "one"))
-    been = always(monkeypatch)
+def test_moving_pages_keeps_losses_bitwise_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages move while the run trains, saves and resumes, with a changing number of retained checkpoints."""
+    expected = reference(make_folder(tmp_path / "one"))
+    redistributions = rebalance_continuously(monkeypatch)
     paths = [str(tmp_path / name) for name in ("a", "b")]
     found: list[float] = []
     for until, retained in ((3, 1), (4, 3), (6, 3), (7, 2), (STEPS, 5)):
@@ -140,45 +136,45 @@ def test_moving_pages_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyP
             del found[session.optimizer.steps :]
             found += session.run(until)
     assert found == expected
-    assert len(set(been)) > 8
+    assert len(set(redistributions)) > 8
     done = run_here("store", "verify", *paths)
     assert done.status == 0, done.errors
 
 
-def test_without_room_pages_stay(
+def test_pages_are_not_moved_without_free_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is said once, and training goes on."""
-    expected = reference(made(tmp_path / "one"))
-    been = always(monkeypatch)
+    """One warning is logged, and training continues."""
+    expected = reference(make_folder(tmp_path / "one"))
+    redistributions = rebalance_continuously(monkeypatch)
     paths = [str(tmp_path / name) for name in ("a", "b")]
     allocate = FileSpace.allocate
 
     def full(space: FileSpace, slots: Iterable[SlotClass]) -> None:
         if threading.current_thread().name == "infinity-balance":
-            raise BudgetError("no room")
+            raise BudgetError("path is full")
         allocate(space, slots)
 
     monkeypatch.setattr(FileSpace, "allocate", full)
     with Session(tmp_path, storage={"paths": paths}) as session:
         assert session.run() == expected
-    assert not been
-    assert [record.message for record in caplog.records if "no room" in record.message] == [
-        "the load on storage.paths is uneven, but there is not enough space to move pages: no room"
+    assert not redistributions
+    assert [record.message for record in caplog.records if "path is full" in record.message] == [
+        "the load on storage.paths is uneven, but there is not enough space to move pages: path is full"
     ]
 
 
-def test_a_setting_leaves_pages_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    been = always(monkeypatch)
+def test_balance_false_disables_moving_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    redistributions = rebalance_continuously(monkeypatch)
     paths = [str(tmp_path / name) for name in ("a", "b")]
     with Session(tmp_path, storage={"paths": paths, "balance": False}) as session:
         session.run(3)
-    assert not been
+    assert not redistributions
 
 
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])
-def test_who_waits_behind_a_slow_drive_is_not_taken_for_slow(engine: str, tmp_path: Path) -> None:
-    """A request counts from when the drive is asked, not from when it is queued behind requests to another drive."""
+def test_queueing_time_does_not_count_as_transfer_time(engine: str, tmp_path: Path) -> None:
+    """A transfer starts when the drive receives the request, not when the request is queued."""
     running, _ = open_engine(StorageConfig(engine=engine, queue_depth=1))  # type: ignore[arg-type]
     memory = transfer_memory(64 << 10)
     try:

@@ -1,4 +1,4 @@
-"""A user is told before training where bf16 would take a hundred times as long: nothing else would say why."""
+"""Tests of the warning before training in bf16 on a processor without fast bf16 arithmetic."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ from infinity.processor import crawls_in_bf16, multiplies_bf16
         ("", False, False),
     ],
 )
-def test_processors(flags: str, native: bool, crawls: bool, tmp_path: Path) -> None:
-    """What the kernel says of x86 and ARM; where it says nothing, nothing is known."""
+def test_bf16_support_is_read_from_cpuinfo(flags: str, native: bool, crawls: bool, tmp_path: Path) -> None:
+    """If the operating system reports no CPU flags, no warning is given."""
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(f"flags : {flags}\n" if flags else "")
     assert (multiplies_bf16(tmp_path), crawls_in_bf16(tmp_path)) == (native, crawls)
 
 
 @pytest.mark.parametrize(("crawls", "bf16"), [(True, True), (True, False), (False, True)])
-def test_warning(
+def test_warning_requires_bf16_on_a_slow_processor(
     crawls: bool, bf16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Said where the model computes in bf16 on such a processor, and only there."""
     monkeypatch.setattr("infinity.run.inspection.crawls_in_bf16", lambda: crawls)
     model = nn.Linear(4, 4)
     fully_shard(

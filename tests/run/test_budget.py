@@ -1,4 +1,4 @@
-"""The page size that is derived from host cache and model, by arithmetic alone."""
+"""Tests of the default page size, which depends on the host cache and the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def model(fsdp_modules: int, elements: int) -> list[FSDPModuleSpec]:
-    """Return equal FSDP modules of one trained matrix."""
+    """Return equal FSDP modules with one trainable matrix each."""
     return [
         FSDPModuleSpec(
             name=f"u{fsdp_module}",
@@ -30,16 +30,16 @@ def model(fsdp_modules: int, elements: int) -> list[FSDPModuleSpec]:
 @pytest.mark.parametrize(
     ("fsdp_modules", "elements", "host", "expected"),
     [
-        (16, 7_000_000, GIB, 8 * MIB),  # few pages stay as they are
-        (32, 218_000_000, 32 * GIB, 32 * MIB),  # 7 billion parameters: doubled until no more than 4096
+        (16, 7_000_000, GIB, 8 * MIB),  # few pages: default size
+        (32, 218_000_000, 32 * GIB, 32 * MIB),  # 7 billion parameters: doubled until there are at most 4096 pages
         (32, 218_000_000, 4 * GIB, 16 * MIB),  # the host cache keeps 256 cache slots
-        (32, 218_000_000, 3 * GIB, 8 * MIB),  # it would not with pages of 16 MiB
-        (80, 856_000_000, 512 * GIB, 256 * MIB),  # 70 billion: never more than this
-        (500, 6 * 341 * 2048, 16 * GIB, 8 * MIB),  # pages of 16 MiB would be less than 80 % full
+        (32, 218_000_000, 3 * GIB, 8 * MIB),  # 16 MiB pages would leave fewer than 256 cache slots
+        (80, 856_000_000, 512 * GIB, 256 * MIB),  # 70 billion parameters: maximum size
+        (500, 6 * 341 * 2048, 16 * GIB, 8 * MIB),  # 16 MiB pages would be less than 80% full
     ],
 )
-def test_a_state_of_many_pages_has_larger_ones(fsdp_modules: int, elements: int, host: int, expected: int) -> None:
-    """As large as it takes, as far as the host cache keeps enough cache slots and pages fill them."""
+def test_page_size_grows_with_the_state(fsdp_modules: int, elements: int, host: int, expected: int) -> None:
+    """Pages grow as long as the host cache keeps enough cache slots and the pages are well filled."""
     budget = choose_budget(model(fsdp_modules, elements), FORMATS, host, 0)
     assert budget.layout.page_bytes == expected
 
@@ -49,23 +49,22 @@ def test_a_state_of_many_pages_has_larger_ones(fsdp_modules: int, elements: int,
     [
         (8, 51_000_000, 10 * GIB, 8 * MIB),  # 412 million parameters: fewer than 1024 pages
         (32, 218_000_000, 4 * GIB, 16 * MIB),  # the host cache keeps 256 cache slots
-        (32, 218_000_000, 128 * GIB, 64 * MIB),  # 7 billion: never more than this
+        (32, 218_000_000, 128 * GIB, 64 * MIB),  # 7 billion parameters: maximum size
     ],
 )
-def test_pages_that_a_gpu_computes_with_are_larger_sooner(
+def test_page_size_grows_earlier_on_a_gpu(
     fsdp_modules: int, elements: int, host: int, expected: int
 ) -> None:
-    """Python for each of them shows sooner."""
+    """The Python overhead per page is a larger part of a GPU step."""
     assert choose_budget(model(fsdp_modules, elements), FORMATS, host, 0, device=True).layout.page_bytes == expected
 
 
-def test_a_page_size_that_is_set_is_taken() -> None:
-    """However many pages there are."""
+def test_configured_page_size_is_used() -> None:
     assert choose_budget(model(32, 218_000_000), FORMATS, 32 * GIB, 8 * MIB).layout.page_bytes == 8 * MIB
 
 
-def test_rows_that_need_larger_pages_get_them() -> None:
-    """Such as the matrices of a stack of experts; no larger than they need, and not without end."""
+def test_page_size_fits_long_rows() -> None:
+    """Long rows, such as stacked expert matrices, raise the page size to the size that they need, up to a limit."""
 
     def stack(row: int) -> list[FSDPModuleSpec]:
         spec = ShardSpec(name="w", numel=8 * row, padded=8 * row, segment_key="plain", trainable=True, row=row)

@@ -1,4 +1,4 @@
-"""Training does not depend on the daemon: absent, late, killed and restarted, or answering anything, no bit changes."""
+"""Tests of training while the daemon is running, late, restarted, or sends garbage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.daemon_process import daemon, start, until
 from support.session import STEPS, Session, reference
 
 Hook = Callable[[int], None]
-"""Is called before every step."""
+"""Function that is called before every step."""
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +29,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @contextmanager
-def there(runtime: Path) -> Iterator[Hook]:
-    """It runs all the time."""
+def daemon_running(runtime: Path) -> Iterator[Hook]:
     with daemon(runtime):
         yield lambda step: None
 
 
 @contextmanager
-def late(runtime: Path) -> Iterator[Hook]:
-    """It comes after some steps."""
+def daemon_late(runtime: Path) -> Iterator[Hook]:
+    """Start the daemon before the fourth step."""
     with contextlib.ExitStack() as stack:
 
         def before(step: int) -> None:
@@ -48,8 +47,8 @@ def late(runtime: Path) -> Iterator[Hook]:
 
 
 @contextmanager
-def killed_and_restarted(runtime: Path) -> Iterator[Hook]:
-    """It is killed after some steps, and comes again after some more."""
+def daemon_restarted(runtime: Path) -> Iterator[Hook]:
+    """Kill the daemon before the third step and restart it before the sixth."""
     with contextlib.ExitStack() as stack:
         process = start(runtime)
         stack.callback(process.kill)
@@ -64,8 +63,8 @@ def killed_and_restarted(runtime: Path) -> Iterator[Hook]:
         yield before
 
 
-def nonsense(chance: random.Random, op: str) -> bytes:
-    """Return an answer to a question: one of the kinds of garbage, or one that is nearly right."""
+def garbage_answer(chance: random.Random, op: str) -> bytes:
+    """Return random garbage or a nearly valid answer to a request."""
     values = [None, True, -1, 0, 1e-300, 1e300, float("nan"), "x", [], {}, [[]], {"a": None}, 1 << 70]
     kind = chance.randrange(7)
     if kind == 0:
@@ -86,8 +85,8 @@ def nonsense(chance: random.Random, op: str) -> bytes:
 
 
 @contextmanager
-def answering_garbage(runtime: Path) -> Iterator[Hook]:
-    """Something else listens in its place; now and then it does not answer at all."""
+def daemon_sending_garbage(runtime: Path) -> Iterator[Hook]:
+    """Listen at the socket of the daemon and send garbage or no answer."""
     chance, ended = random.Random(5), threading.Event()
     answered = 0
     with socket.socket(socket.AF_UNIX) as listener:
@@ -107,7 +106,7 @@ def answering_garbage(runtime: Path) -> Iterator[Hook]:
                         continue
                     with peer:
                         op = json.loads(peer.recv(1 << 16))["op"]
-                        peer.sendall(nonsense(chance, op))
+                        peer.sendall(garbage_answer(chance, op))
                         answered += 1
             for peer in silent:
                 peer.close()
@@ -121,9 +120,9 @@ def answering_garbage(runtime: Path) -> Iterator[Hook]:
             thread.join()
 
 
-@pytest.mark.parametrize("trouble", [there, late, killed_and_restarted, answering_garbage])
-def test_no_bit_changes(
-    trouble: Callable[[Path], AbstractContextManager[Hook]],
+@pytest.mark.parametrize("daemon_behavior", [daemon_running, daemon_late, daemon_restarted, daemon_sending_garbage])
+def test_losses_do_not_depend_on_the_daemon(
+    daemon_behavior: Callable[[Path], AbstractContextManager[Hook]],
     tmp_path: Path,
     undisturbed: list[float],
     monkeypatch: pytest.MonkeyPatch,
@@ -133,7 +132,7 @@ def test_no_bit_changes(
     runtime = tmp_path / "runtime"
     runtime.mkdir(mode=0o700)
     paths = [str(tmp_path / name) for name in ("a", "b")]
-    with trouble(runtime) as before, Session(tmp_path, storage={"paths": paths}) as session:
+    with daemon_behavior(runtime) as before, Session(tmp_path, storage={"paths": paths}) as session:
         losses = []
         for step in range(STEPS):
             before(step)

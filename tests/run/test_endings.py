@@ -1,4 +1,4 @@
-"""Runs that are interrupted, or left, at odd places."""
+"""Tests of starting and closing runs under unusual conditions."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def step(model: torch.nn.Module, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-def test_an_interrupt_while_it_closes_releases_the_rest(tmp_path: Path) -> None:
-    """Else the folder stays locked, and memory taken, as long as the process lives."""
+def test_interrupt_during_close_releases_the_remaining_resources(tmp_path: Path) -> None:
+    """Otherwise the folder stays locked and the memory allocated until the process exits."""
     ended: list[str] = []
 
     def interrupted() -> None:
@@ -51,8 +51,8 @@ def test_an_interrupt_while_it_closes_releases_the_rest(tmp_path: Path) -> None:
     start(settings(tmp_path, Paging(), 64 * MIB))[1].close()
 
 
-def test_a_block_inside_of_an_except_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is being handled around it is not why it ends; other ranks would be ended by it."""
+def test_with_block_inside_except_closes_without_a_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception that is handled outside the block must not be reported to other ranks, because they would stop."""
     causes: list[BaseException | None] = []
     close = Run.close
     monkeypatch.setattr(Run, "close", lambda run, cause, **how: causes.append(cause) or close(run, cause, **how))
@@ -65,8 +65,8 @@ def test_a_block_inside_of_an_except_ends_in_order(tmp_path: Path, monkeypatch: 
     assert causes == [None]
 
 
-def test_a_program_may_change_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths are those of the start, as launchers change the folder later."""
+def test_relative_paths_survive_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths are resolved when the run starts, because launchers may change the directory later."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     telemetry = {"timeline": "trace.json", "runtime_dir": "runtime"}
@@ -82,8 +82,7 @@ def test_a_program_may_change_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_ready_tree_is_checked_too() -> None:
-    """Nobody has looked at its values."""
+def test_config_object_is_validated() -> None:
     wrong: Any = "nvme"
     with pytest.raises(ConfigError, match=r"storage\.paths"):
         start(Config(storage=StorageConfig(paths=wrong)))
@@ -92,14 +91,14 @@ def test_a_ready_tree_is_checked_too() -> None:
         start(Config(storage=StorageConfig(paths=("nvme",), queue_depth=wrong)))
 
 
-def test_a_step_to_resume_from_without_resuming_is_refused(tmp_path: Path) -> None:
-    """It would begin at 0 without a word."""
+def test_resume_step_requires_resume(tmp_path: Path) -> None:
+    """Otherwise the run would silently start at step 0."""
     with pytest.raises(ConfigError, match=r"run\.resume_step = 100.*run\.resume"):
         start(settings(tmp_path, Paging(), 64 * MIB, run={"resume_step": 100}))
 
 
-def test_tokens_that_are_no_number_are_refused(tmp_path: Path) -> None:
-    """The counter would stay so for good."""
+def test_invalid_token_counts_are_rejected(tmp_path: Path) -> None:
+    """An invalid number would corrupt the token counter permanently."""
     with start(settings(tmp_path, Paging(), 64 * MIB))[1] as optimizer:
         for tokens in (float("nan"), float("inf"), -1):
             with pytest.raises(ConfigError, match=r"tokens = "):

@@ -1,4 +1,4 @@
-"""Every fault while a run goes on: what each rank says, how it ends, and that the last checkpoint is good."""
+"""Tests of faults during training: the error and exit status of each rank, and resume from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ LATEST = {"resume": "latest"}
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of a run that nobody disturbs."""
+    """Losses of a run without faults."""
     return reference(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture(scope="module")
 def undisturbed_pair(pair: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
-    """The same on two ranks, by rank."""
+    """Losses of a run without faults on two ranks, by rank."""
     return pair.run(reference, tmp_path_factory.mktemp("undisturbed-pair"))
 
 
 @pytest.fixture(scope="module")
 def dying() -> DyingRanks:
-    """Two ranks at a time that may die."""
+    """Launcher of two ranks in processes that may die."""
     return DyingRanks()
 
 
 def resumed(folder: Path) -> tuple[int, list[float]]:
-    """Resume the run and train to the end; return the step it went on from, and the losses."""
+    """Resume the run and train to the end; return the first step and the losses."""
     with Session(folder, run=LATEST) as session:
         first = session.optimizer.steps
         return first, session.run()
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_rank(name: str, undisturbed: list[float], tmp_path: Path) -> None:
+def test_fault_with_one_rank(name: str, undisturbed: list[float], tmp_path: Path) -> None:
     case = CASES[name]
     faults = (case.fault,) if case.fault else ()
     with faulty(*faults, on=False) as engines, Session(tmp_path, storage=case.storage) as session:
@@ -64,7 +64,7 @@ def test_one_rank(name: str, undisturbed: list[float], tmp_path: Path) -> None:
 
 
 QUICK = {"EIO-read", "ENOSPC", "flipped", "own-mistake"}
-"""A drive that fails, one that is full, pages that are not what was written, an error that is not ours."""
+"""A failing drive, a full drive, a corrupt page, and an error in user code."""
 ON_TWO_RANKS = [
     *(pytest.param(name, 1, marks=[] if name in QUICK else pytest.mark.wide) for name in CASES),
     ("EIO-read", 0),
@@ -73,10 +73,10 @@ ON_TWO_RANKS = [
 
 
 @pytest.mark.parametrize(("name", "rank"), ON_TWO_RANKS)
-def test_two_ranks(
+def test_fault_with_two_ranks(
     name: str, rank: int, pair: RankPool, dying: DyingRanks, undisturbed_pair: list[list[float]], tmp_path: Path
 ) -> None:
-    """Both end, with the reason, long before the process group's time-out."""
+    """Both ranks exit with the reason, long before the timeout of the process group."""
     case = CASES[name]
     ends = dying.run(case, rank, tmp_path)
     struck, peer = ends[rank], ends[1 - rank]
@@ -89,10 +89,10 @@ def test_two_ranks(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_is_killed(
+def test_peer_detects_a_killed_rank(
     rank: int, pair: RankPool, dying: DyingRanks, undisturbed_pair: list[list[float]], tmp_path: Path
 ) -> None:
-    """It can post nothing; the other one sees that its process has gone."""
+    """A killed rank cannot publish a reason, so its peer watches the process."""
     ends = dying.run(KILLED, rank, tmp_path)
     struck, peer = ends[rank], ends[1 - rank]
     assert (struck.status, peer.status) == (-9, 1)
@@ -101,8 +101,8 @@ def test_a_rank_is_killed(
 
 
 @pytest.mark.parametrize("logged", KILLED_UNSEEN)
-def test_a_rank_is_killed_where_pidfd_open_is_refused(logged: str, dying: DyingRanks, tmp_path: Path) -> None:
-    """The other one looks whether it is there; that this is so is said once."""
+def test_peer_detects_a_killed_rank_without_pidfd_open(logged: str, dying: DyingRanks, tmp_path: Path) -> None:
+    """The peer polls for the process instead and logs this once."""
     case = KILLED_UNSEEN[logged]
     struck, peer = dying.run(case, 1, tmp_path)[::-1]
     assert (struck.status, peer.status) == (-9, 1)
@@ -110,22 +110,22 @@ def test_a_rank_is_killed_where_pidfd_open_is_refused(logged: str, dying: DyingR
     assert peer.logged.count(logged) == 1
 
 
-def test_a_rank_that_closes_first_has_not_failed(dying: DyingRanks, tmp_path: Path) -> None:
-    """Its process may end before the others have."""
+def test_rank_that_closes_first_is_not_reported_as_failed(dying: DyingRanks, tmp_path: Path) -> None:
+    """Its process may exit before the other ranks close."""
     struck, peer = dying.run(LEFT, 1, tmp_path)[::-1]
     assert (struck.status, peer.status) == (0, 1)
     assert re.match(LEFT.peer_says(1), peer.said), peer.said
 
 
-def test_a_failed_rank_that_lives_on(dying: DyingRanks, tmp_path: Path) -> None:
-    """It holds its connections, so the other one would wait in its collective for ever: it is ended, and says why."""
+def test_peer_of_a_failed_rank_exits_from_its_collective(dying: DyingRanks, tmp_path: Path) -> None:
+    """The failed rank keeps its connections open, so its peer would otherwise wait in a collective forever."""
     case = CASES["EIO-read"]
     _, peer = dying.run(case, 1, tmp_path, swallowed=True)[::-1]
     assert peer.status == 1
     assert re.search(rf"rank 1 failed: {case.says}.*; rank 0 .*collective .*2 s", peer.logged)
 
 
-PASSING = {
+TRANSIENT = {
     "EIO-read": Fault(kind=FaultKind.EIO, op=Op.READ, every=40),
     "EIO-write": Fault(kind=FaultKind.EIO, op=Op.WRITE, every=20),
     "flipped": Fault(kind=FaultKind.FLIP, every=40),
@@ -133,9 +133,9 @@ PASSING = {
 }
 
 
-def passing(name: str, folder: Path) -> tuple[list[float], int, int, int]:
-    """Train with a fault that passes; return the losses, how often it struck, and the retries and errors counted."""
-    with faulty(PASSING[name]) as engines, Session(folder) as session:
+def train_with_transient_fault(name: str, folder: Path) -> tuple[list[float], int, int, int]:
+    """Train with a transient fault; return the losses, the number of faults, and the retry and error counts."""
+    with faulty(TRANSIENT[name]) as engines, Session(folder) as session:
         losses = session.run()
         page = session.optimizer.run.stats.snapshot()
         retries = sum(int(page.value("io_retries_total", op=op)) for op in ("read", "write"))
@@ -146,23 +146,23 @@ def passing(name: str, folder: Path) -> tuple[list[float], int, int, int]:
         return losses, engines[-1].struck, retries, errors
 
 
-@pytest.mark.parametrize("name", PASSING)
-def test_what_passes_changes_nothing(
+@pytest.mark.parametrize("name", TRANSIENT)
+def test_transient_faults_are_retried_with_equal_losses(
     name: str, pair: RankPool, undisturbed: list[float], undisturbed_pair: list[list[float]], tmp_path: Path
 ) -> None:
-    """It is tried again, counted, and every bit is the same; on one rank and on two."""
+    """The retries are counted, on one rank and on two."""
     for label, expected in (("one", [undisturbed]), ("two", undisturbed_pair)):
         folder = tmp_path / label
         folder.mkdir()
-        found = [passing(name, folder)] if label == "one" else pair.run(passing, name, folder)
+        found = [train_with_transient_fault(name, folder)] if label == "one" else pair.run(train_with_transient_fault, name, folder)
         for (losses, struck, retries, errors), wanted in zip(found, expected, strict=True):
             assert losses == wanted
             assert struck > 0
             assert (retries, errors) == (0 if name == "slow" else struck, 0)
 
 
-def test_what_does_not_pass_is_counted(tmp_path: Path) -> None:
-    """Tried as often as `storage.retries` says, then counted as an error, with its reason."""
+def test_permanent_faults_are_counted_as_errors(tmp_path: Path) -> None:
+    """Errors are counted by reason, and transient ones only after `storage.retries` retries."""
     for kind, reason, retries in ((FaultKind.FLIP, "corrupt", 2), (FaultKind.ENOSPC, "enospc", 0)):
         op = "read" if kind is FaultKind.FLIP else "write"
         fault = Fault(kind=kind)

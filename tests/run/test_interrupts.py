@@ -1,4 +1,4 @@
-"""Ctrl-C at the places where it would leave something half done: it is heard a moment later, and training goes on."""
+"""Tests of Ctrl-C: it is deferred until the current operation is complete, and training can continue."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ UPDATE_SCHEDULES = ("in_backward", "in_forward", "after_backward")
 
 
 def ctrl_c() -> None:
-    """Press it."""
+    """Send SIGINT to this process."""
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def once(function: Callable[..., Any], at: int = 1) -> Callable[..., Any]:
-    """Return a function that presses it the `at`-th time that it is called, and does what `function` does."""
+def interrupt_at_call(function: Callable[..., Any], at: int = 1) -> Callable[..., Any]:
+    """Return a function that sends SIGINT in its `at`-th call and otherwise behaves like `function`."""
     calls = iter(range(1, 1 << 30))
 
-    def pressing(*arguments: Any, **keywords: Any) -> Any:
+    def interrupting(*arguments: Any, **keywords: Any) -> Any:
         if next(calls) == at:
             ctrl_c()
         return function(*arguments, **keywords)
 
-    return pressing
+    return interrupting
 
 
 @pytest.fixture(autouse=True)
-def _usual() -> Iterator[None]:
-    """The handler is what it was, whatever happens."""
+def _handler_is_restored() -> Iterator[None]:
+    """Check that the test restores the SIGINT handler."""
     before = signal.getsignal(signal.SIGINT)
     yield
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_it_is_heard_at_the_end_of_a_block() -> None:
-    """Of the outermost one; and at once where there is none."""
+def test_ctrl_c_is_deferred_to_the_end_of_the_block() -> None:
+    """It is raised at the end of the outermost block, and immediately outside blocks."""
     done = []
 
     def blocks() -> None:
@@ -70,8 +70,8 @@ def test_it_is_heard_at_the_end_of_a_block() -> None:
         ctrl_c()
 
 
-def test_a_wait_may_let_it_through_and_a_second_one_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who presses again wants out; what comes at once is the same one, as torchrun sends what the terminal has sent."""
+def test_ctrl_c_is_raised_in_waits_and_when_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second signal that follows immediately is ignored, because torchrun forwards Ctrl-C from the terminal."""
     heard = []
 
     def waits() -> None:
@@ -86,12 +86,12 @@ def test_a_wait_may_let_it_through_and_a_second_one_is_not_held(monkeypatch: pyt
             ctrl_c()
             heard.append("not yet")
             ctrl_c()
-            heard.append("not the second one")
+            heard.append("not the second signal")
 
     for block in (waits, again):
         with pytest.raises(KeyboardInterrupt):
             block()
-    assert heard == ["not yet", "not yet", "not the second one"]
+    assert heard == ["not yet", "not yet", "not the second signal"]
     heard.clear()
     monkeypatch.setattr(interrupts, "SAME_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt):
@@ -99,8 +99,8 @@ def test_a_wait_may_let_it_through_and_a_second_one_is_not_held(monkeypatch: pyt
     assert heard == ["not yet"]
 
 
-def test_handlers_of_the_program_are_called() -> None:
-    """Such as that of `infinity train`, which ends after the step; other threads hold nothing back."""
+def test_user_handlers_are_called() -> None:
+    """For example, the handler of `infinity train` stops after the step. Blocks in other threads defer nothing."""
     heard: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
     try:
@@ -122,7 +122,7 @@ def test_handlers_of_the_program_are_called() -> None:
 
 
 def test_handlers_of_other_signals_may_raise() -> None:
-    """Where a block begins or ends, too: Ctrl-C is heard behind that as before."""
+    """Ctrl-C still works after a handler has raised at the beginning or end of a block."""
 
     def raising(number: int, frame: Any) -> None:
         raise TimeoutError
@@ -137,7 +137,7 @@ def test_handlers_of_other_signals_may_raise() -> None:
                     interrupts.end()
             except TimeoutError:
                 caught += 1
-                interrupts._HELD._blocks = 0  # it may have come between the two
+                interrupts._HELD._blocks = 0  # the signal may arrive between begin() and end()
     finally:
         signal.signal(signal.SIGALRM, before)
     assert caught == 200
@@ -147,8 +147,7 @@ def test_handlers_of_other_signals_may_raise() -> None:
         ctrl_c()
 
 
-def test_a_handler_that_is_set_in_a_block_stays() -> None:
-    """It is somebody's wish."""
+def test_handler_set_inside_a_block_is_kept() -> None:
     before, heard = signal.getsignal(signal.SIGINT), []
     try:
         with interrupts.held():
@@ -188,17 +187,15 @@ def paged(folder: Path, update_schedule: str, cores: int = 0, **sections: Any) -
 
 @pytest.mark.parametrize(("at", "cores"), [(1, 0), (3, 1)])
 @pytest.mark.parametrize("update_schedule", ["in_forward", "after_backward"])
-def test_a_step_is_taken_whole(
+def test_ctrl_c_does_not_split_an_update(
     update_schedule: str, at: int, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pressed between the FSDP modules of an update, it is heard when all are updated, or none is of those
-    that wait.
-    """
+    """Ctrl-C between two FSDP modules is raised when the update of all modules, or of none, is complete."""
     model, optimizer = paged(tmp_path, update_schedule, cores)
     with optimizer:
         losses = [step(model, optimizer, number) for number in range(2)]
         with monkeypatch.context() as patch:
-            patch.setattr(updates, "record_function", once(updates.record_function, at))
+            patch.setattr(updates, "record_function", interrupt_at_call(updates.record_function, at))
             if update_schedule == "in_forward":
                 with pytest.raises(KeyboardInterrupt):
                     models.loss_of(model, batch(model, 2))
@@ -217,13 +214,10 @@ def test_a_step_is_taken_whole(
 
 
 @pytest.mark.parametrize("update_schedule", UPDATE_SCHEDULES)
-def test_what_is_raised_all_the_same_ends_the_run(
+def test_exception_inside_an_update_invalidates_the_run(
     update_schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A handler of another signal, or a second Ctrl-C:
-
-    some FSDP modules would be a step ahead, so nothing is checkpointed.
-    """
+    """Some FSDP modules are one step ahead after a second Ctrl-C or an exception from another signal handler."""
 
     def fail(*_: Any) -> Any:
         raise KeyboardInterrupt
@@ -241,14 +235,14 @@ def test_what_is_raised_all_the_same_ends_the_run(
     optimizer.close()
 
 
-def test_pages_are_released_and_the_lock_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pressed while pages are acquired; else the next access waits for ever, or a drive is blamed."""
+def test_ctrl_c_during_acquire_releases_pages_and_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the next access would wait forever, or time out and report a slow drive."""
     model, optimizer = paged(tmp_path, "after_backward", storage={"timeout_seconds": 10})
     with optimizer:
         losses = [step(model, optimizer, 0), step(model, optimizer, 1)]
         for at in (1, 2, 5):
             with monkeypatch.context() as patch:
-                patch.setattr(Cache, "acquire", once(Cache.acquire, at))
+                patch.setattr(Cache, "acquire", interrupt_at_call(Cache.acquire, at))
                 with pytest.raises(KeyboardInterrupt):
                     models.loss_of(model, batch(model, 2))
             pager = optimizer.run.pager
@@ -259,8 +253,8 @@ def test_pages_are_released_and_the_lock_too(tmp_path: Path, monkeypatch: pytest
     assert losses == in_memory()
 
 
-def test_gradients_that_were_stored_in_part_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By zero_grad(), as in memory; a step with the others alone is refused."""
+def test_zero_grad_drops_partially_stored_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with incomplete gradients raises an error."""
     model, optimizer = paged(tmp_path, "after_backward")
     with optimizer:
         losses = [step(model, optimizer, 0)]
@@ -277,8 +271,8 @@ def test_gradients_that_were_stored_in_part_are_dropped(tmp_path: Path, monkeypa
     assert losses == in_memory()
 
 
-def test_a_gradient_that_is_written_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All its pages, as in memory; one that an error cuts off is not used."""
+def test_ctrl_c_does_not_split_a_gradient_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C is deferred until all pages are written; a gradient whose write failed cannot be used."""
     model, optimizer = paged(tmp_path, "after_backward")
     with optimizer:
         step(model, optimizer, 0)
@@ -286,7 +280,7 @@ def test_a_gradient_that_is_written_is_written_whole(tmp_path: Path, monkeypatch
         param = max(model.parameters(), key=lambda param: param.to_local().numel())
         param.grad.to_local().mul_(1.0)
         with monkeypatch.context() as patch:
-            patch.setattr(Cache, "acquire", once(Cache.acquire))
+            patch.setattr(Cache, "acquire", interrupt_at_call(Cache.acquire))
             with pytest.raises(KeyboardInterrupt):
                 param.grad.to_local().copy_(torch.full(param.to_local().shape, 7.0))
         assert (param.grad.to_local() == 7.0).all()
@@ -304,8 +298,8 @@ def _out_of_memory(*_: Any, **__: Any) -> None:
     raise MemoryError
 
 
-def test_gradients_that_nothing_was_updated_with_can_be_dropped(tmp_path: Path) -> None:
-    """Where updates run in backward too; `zero_grad` itself updates nothing."""
+def test_zero_grad_drops_unapplied_gradients(tmp_path: Path) -> None:
+    """This also holds with updates in backward; `zero_grad()` itself updates no parameters."""
     model, optimizer = paged(tmp_path, "in_backward")
     with optimizer:
         losses = [step(model, optimizer, 0), step(model, optimizer, 1)]
@@ -328,7 +322,7 @@ def test_gradients_that_nothing_was_updated_with_can_be_dropped(tmp_path: Path) 
 
 
 def recover(model: Any) -> None:
-    """Have FSDP2 forget a backward that has failed, as its users do."""
+    """Reset FSDP2 after a failed backward pass, as users do."""
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
             for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -339,10 +333,10 @@ def recover(model: Any) -> None:
     model.reset_iter_state()
 
 
-def test_another_thread_may_look_at_weights(tmp_path: Path) -> None:
-    """A logger's, while updates wait for the next forward: each has its turn, and bits are those of memory."""
+def test_weights_can_be_read_from_another_thread(tmp_path: Path) -> None:
+    """For example, a logger may read weights while updates wait for the next forward."""
     model, optimizer = paged(tmp_path, "in_forward")
-    params = list(model.parameters())[::2]  # in a forward modules have others
+    params = list(model.parameters())[::2]  # FSDP2 replaces the modules' parameters during forward
     ended, failed = threading.Event(), list[BaseException]()
 
     def look() -> None:

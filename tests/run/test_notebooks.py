@@ -1,4 +1,4 @@
-"""Building again in the same process: what is left of the run before is closed, or its variable is named."""
+"""Tests of rebuilding a run in one process: the old run is closed, or the error names the variable that uses it."""
 
 from __future__ import annotations
 
@@ -35,27 +35,24 @@ for _ in range(2):
 
 
 def runs_in(folder: Path) -> list[str]:
-    """Return the ids of the runs there."""
+    """Return the IDs of the runs in a folder."""
     return [run.run_id for run in look_for_runs([folder / "nvme0"])[0]]
 
 
 def build() -> torch.nn.Module:
-    """Return a sharded model."""
     return models.build(RECIPE.model)
 
 
 def paged(model: torch.nn.Module, folder: Path) -> infinity.PagedOptimizer:
-    """Return its optimizer."""
     return infinity.offload(model, make_optimizer(RECIPE, model), settings(folder, Paging(), 64 * MIB))
 
 
 def tokens() -> torch.Tensor:
-    """Return a batch."""
     return torch.randint(0, models.Toy.vocabulary, (2, 8))
 
 
 class Notebook:
-    """Runs cells as interpreters do: names are those of `__main__`, and what was shown last is kept."""
+    """Interpreter that runs cells in the namespace of `__main__` and keeps displayed values."""
 
     def __init__(self, folder: Path) -> None:
         self.names = vars(sys.modules["__main__"])
@@ -64,7 +61,7 @@ class Notebook:
         self.names.update(paged=lambda model: paged(model, folder), Out={})
 
     def cell(self, source: str) -> None:
-        """Run one; the error that ends it is kept as the last exception, and raised."""
+        """Run a cell; if it raises an exception, keep the exception as the last one, as interpreters do."""
         try:
             exec(compile(source, "<cell>", "exec"), self.names)
         except BaseException as error:
@@ -72,12 +69,12 @@ class Notebook:
             raise
 
     def show(self, name: str) -> None:
-        """Show a variable at the end of a cell."""
+        """Display a variable at the end of a cell."""
         value = self.names[name]
         self.names["Out"][3] = self.names["_"] = self.names["_3"] = value
 
-    def builds_again(self) -> bool:
-        """Build once more, and return whether that is the only run then."""
+    def rebuilds(self) -> bool:
+        """Build again; return whether the new run is the only one."""
         before = self.names["optimizer"].run.folder.run_id
         self.cell(BUILD)
         now = self.names["optimizer"].run.folder.run_id
@@ -87,7 +84,7 @@ class Notebook:
 
 @pytest.fixture
 def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
-    """An empty one, with a model that is trained."""
+    """Notebook with a trained model."""
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
     notebook = Notebook(tmp_path)
     notebook.cell(BUILD + TRAIN)
@@ -97,49 +94,49 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebo
         vars(sys).pop(name, None)
 
 
-def test_cells_can_be_run_again(notebook: Notebook) -> None:
-    """The build, whatever training has left: a loss with its graph, a scheduler, single layers and parameters."""
+def test_build_cell_can_be_run_again(notebook: Notebook) -> None:
+    """A loss with its graph, a scheduler, layers and parameters of the old run do not keep it open."""
     notebook.cell("for layer in model.blocks: weight = layer.weight if hasattr(layer, 'weight') else None")
     notebook.cell("output, parameters = model(tokens()), list(model.parameters())")
-    assert notebook.builds_again()
+    assert notebook.rebuilds()
     notebook.cell(TRAIN)
-    assert notebook.builds_again()
+    assert notebook.rebuilds()
 
 
-def test_models_that_were_shown_are_no_longer_used(notebook: Notebook) -> None:
-    """Interpreters keep what a cell has shown under names of their own."""
+def test_displayed_models_do_not_keep_a_run_open(notebook: Notebook) -> None:
+    """Interpreters keep displayed values under names of their own."""
     notebook.show("model")
-    assert notebook.builds_again()
+    assert notebook.rebuilds()
 
 
-def test_an_exception_keeps_nothing_open(notebook: Notebook) -> None:
-    """Though its traceback has all variables of the functions that it came from."""
+def test_exceptions_do_not_keep_a_run_open(notebook: Notebook) -> None:
+    """The traceback references the local variables of the functions that raised the exception."""
     notebook.cell("def train(net, optimizer):\n    loss_of(net, tokens()).backward()\n    raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
         notebook.cell("train(model, optimizer)")
     frame = sys.last_traceback.tb_next.tb_next.tb_frame  # type: ignore[union-attr]
     assert "net" in frame.f_locals
-    assert notebook.builds_again()
+    assert notebook.rebuilds()
 
 
-def test_reference_cycles_keep_nothing_open(notebook: Notebook) -> None:
-    """Objects of the user's own that hold one another and the model."""
+def test_reference_cycles_do_not_keep_a_run_open(notebook: Notebook) -> None:
+    """User objects may reference each other and the model."""
     notebook.cell("class Trainer: pass")
     notebook.cell("trainer = Trainer(); trainer.model = model; model.trainer = trainer; trainer.itself = trainer")
     notebook.cell("del trainer")
-    assert notebook.builds_again()
+    assert notebook.rebuilds()
 
 
-def test_the_optimizer_may_be_made_on_the_way(notebook: Notebook) -> None:
-    """In one line, so that the old one still has its name then: without its model it trains nothing."""
+def test_model_and_optimizer_can_be_rebuilt_in_one_line(notebook: Notebook) -> None:
+    """The old optimizer still has a name at that time, but its model is gone."""
     first = notebook.names["optimizer"]
     notebook.cell("model = build(); optimizer = paged(model)")
     with pytest.raises(infinity.InfinityError, match="closed"):
         first.step()
 
 
-def test_a_model_that_is_held_is_named(notebook: Notebook) -> None:
-    """With the variable, and with how to close it; nothing is closed, and what is said works."""
+def test_error_names_the_variable_that_holds_the_model(notebook: Notebook) -> None:
+    """The run stays open, and the calls that the error suggests close it."""
     notebook.cell("class Trainer: pass")
     notebook.cell("trainer = Trainer(); trainer.parts = {'models': [model]}")
     optimizer = notebook.names["optimizer"]
@@ -153,8 +150,8 @@ def test_a_model_that_is_held_is_named(notebook: Notebook) -> None:
     notebook.cell("infinity.close_all(); paged(build())")
 
 
-def test_a_variable_of_a_function_that_runs_is_named(notebook: Notebook) -> None:
-    """It is in use as long as the function has not returned."""
+def test_error_names_a_local_variable_of_a_running_function(notebook: Notebook) -> None:
+    """The variable is in use until the function returns."""
     notebook.cell("def run(net, first):\n    globals().pop('model')\n    paged(build())\n")
     with pytest.raises(
         FolderBusyError, match=r"referenced by `net` of run\(\)\. Call close\(\) of `first` of run\(\), or"
@@ -162,8 +159,7 @@ def test_a_variable_of_a_function_that_runs_is_named(notebook: Notebook) -> None
         notebook.cell("run(model, optimizer)")
 
 
-def test_a_variable_of_a_module_is_named(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it is imported from."""
+def test_error_names_a_module_variable(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("my_models")
     monkeypatch.setitem(sys.modules, "my_models", module)
     module.registry = [notebook.names.pop("model")]  # type: ignore[attr-defined]
@@ -171,8 +167,7 @@ def test_a_variable_of_a_module_is_named(notebook: Notebook, monkeypatch: pytest
         notebook.cell(BUILD)
 
 
-def test_a_checkpoint_stays_and_other_folders_are_left_alone(notebook: Notebook, tmp_path: Path) -> None:
-    """What is closed on the way is closed as ever."""
+def test_rebuild_keeps_checkpoints_and_runs_in_other_folders(notebook: Notebook, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     notebook.names["elsewhere"] = lambda model: paged(model, tmp_path / "other")
     notebook.cell("kept = optimizer; kept.save_checkpoint(); other = build(); optimizer = elsewhere(other)")
@@ -182,8 +177,8 @@ def test_a_checkpoint_stays_and_other_folders_are_left_alone(notebook: Notebook,
     notebook.cell("loss_of(other, tokens()).backward(); optimizer.step()")
 
 
-def test_all_runs_are_closed_and_the_first_error_is_shown(notebook: Notebook, tmp_path: Path) -> None:
-    """One that cannot be closed keeps none of the others open."""
+def test_close_all_closes_all_runs_and_raises_the_first_error(notebook: Notebook, tmp_path: Path) -> None:
+    """A run that fails to close does not keep other runs open."""
     (tmp_path / "other").mkdir()
     notebook.names["elsewhere"] = lambda model: paged(model, tmp_path / "other")
     notebook.cell("other = build(); second = elsewhere(other)")
@@ -201,7 +196,7 @@ def test_all_runs_are_closed_and_the_first_error_is_shown(notebook: Notebook, tm
 
 
 def rebuild(folder: str) -> tuple[str, list[str]]:
-    """Build twice; return the id of the second run, and the runs that there are."""
+    """Build twice; return the ID of the second run and the IDs of all runs in the folder."""
     model = build()
     optimizer = paged(model, Path(folder))
     model = build()
@@ -211,7 +206,7 @@ def rebuild(folder: str) -> tuple[str, list[str]]:
     return found
 
 
-def test_two_ranks_build_again(pair: RankPool, tmp_path: Path) -> None:
-    """Both close what they have before either begins."""
+def test_rebuild_with_two_ranks(pair: RankPool, tmp_path: Path) -> None:
+    """Both ranks close the old run before either starts the new one."""
     for run_id, found in pair.run(rebuild, str(tmp_path)):
         assert found == [run_id]

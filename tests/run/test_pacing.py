@@ -1,4 +1,4 @@
-"""A rank asks the node's daemon how fast it may go, and goes on whatever the answer is."""
+"""Tests of I/O pacing: a rank asks the daemon for its rate limits and continues with any answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOLDERS = {"/drive/0": "/drive/0/run", "/drive/1": "/drive/1/run"}
 
 
 class Answers:
-    """A daemon that gives one answer after the other, the last one for ever; `asked` counts the questions."""
+    """Fake daemon that gives the answers in order and repeats the last one; `asked` counts the requests."""
 
     def __init__(self, *answers: dict[str, Any] | None) -> None:
         self._answers = list(answers)
@@ -32,8 +32,8 @@ class Answers:
         return self._answers[0]
 
 
-def told(monkeypatch: pytest.MonkeyPatch, *answers: dict[str, Any] | None) -> list[Mapping[str, float]]:
-    """Return what the engine was told while a daemon gave these answers."""
+def applied_limits(monkeypatch: pytest.MonkeyPatch, *answers: dict[str, Any] | None) -> list[Mapping[str, float]]:
+    """Return the limits that the engine received while a daemon gave these answers."""
     monkeypatch.setattr(pacing, "_EVERY_SECONDS", 0.001)
     daemon, found = Answers(*answers), []
     it = Pacing(daemon, "r", list(FOLDERS), list(FOLDERS.values()), found.append)  # type: ignore[arg-type]
@@ -46,18 +46,18 @@ def rates(**values: object) -> dict[str, Any]:
     return {"ok": True, "rates": {f"/drive/{name[1:]}": value for name, value in values.items()}}
 
 
-def test_it_is_told_when_the_answer_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By folder; a drive that is not named has no limit."""
-    found = told(monkeypatch, rates(), rates(d0=5e8), rates(d0=5e8), rates(d0=4e8, d1=1e8), rates(), rates())
+def test_limits_are_updated_when_the_answer_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits are set per folder; a drive without a rate is not limited."""
+    found = applied_limits(monkeypatch, rates(), rates(d0=5e8), rates(d0=5e8), rates(d0=4e8, d1=1e8), rates(), rates())
     assert found == [{FOLDERS["/drive/0"]: 5e8}, {FOLDERS["/drive/0"]: 4e8, FOLDERS["/drive/1"]: 1e8}, {}]
 
 
-def test_a_daemon_that_is_gone_limits_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After three questions without an answer; one that is slow once changes nothing."""
-    assert told(monkeypatch, rates(d0=5e8), None, rates(d0=5e8), None, None, rates(d0=5e8)) == [
+def test_limits_end_after_three_unanswered_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer unanswered requests change nothing."""
+    assert applied_limits(monkeypatch, rates(d0=5e8), None, rates(d0=5e8), None, None, rates(d0=5e8)) == [
         {FOLDERS["/drive/0"]: 5e8}
     ]
-    assert told(monkeypatch, rates(d0=5e8), None, None, None, None) == [{FOLDERS["/drive/0"]: 5e8}, {}]
+    assert applied_limits(monkeypatch, rates(d0=5e8), None, None, None, None) == [{FOLDERS["/drive/0"]: 5e8}, {}]
 
 
 @pytest.mark.parametrize(
@@ -68,11 +68,10 @@ def test_a_daemon_that_is_gone_limits_nobody(monkeypatch: pytest.MonkeyPatch) ->
         {"rates": {"/drive/0": "1e9"}}, {"rates": {"/other": 1.0}}, {"rates": {"/drive/0": 10**400}},
     ],
 )  # fmt: skip
-def test_garbage_is_no_limit(garbage: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a daemon may say."""
-    assert told(monkeypatch, garbage, garbage, rates(d1=2e8)) == [{FOLDERS["/drive/1"]: 2e8}]
+def test_invalid_answers_set_no_limit(garbage: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert applied_limits(monkeypatch, garbage, garbage, rates(d1=2e8)) == [{FOLDERS["/drive/1"]: 2e8}]
 
 
-def test_a_rate_that_would_stop_a_run_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests would run into their time-out, and training never depends on the daemon."""
-    assert told(monkeypatch, rates(d0=1e-300), rates(d0=1e-300)) == [{FOLDERS["/drive/0"]: float(1 << 20)}]
+def test_tiny_rates_are_raised_to_a_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests would time out at a lower rate, and training must not depend on the daemon."""
+    assert applied_limits(monkeypatch, rates(d0=1e-300), rates(d0=1e-300)) == [{FOLDERS["/drive/0"]: float(1 << 20)}]

@@ -1,4 +1,4 @@
-"""Where the seconds of a step go: whatever is made slow shows in its part, and in no other."""
+"""Tests of the step time by part: a delay appears in its own part and in no other."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ STEPS = 3
 SLOW = 0.02
 
 
-def spent(model: torch.nn.Module, optimizer: Any, between: Callable[[], None] = lambda: None) -> dict[str, float]:
-    """Train some steps; return seconds by part, checked against the clock around them, step by step.
+def seconds_by_part(model: torch.nn.Module, optimizer: Any, between: Callable[[], None] = lambda: None) -> dict[str, float]:
+    """Train several steps; return the seconds by part, checked against the clock.
 
-    A step is from the end of the one before to its own, so one more is taken first.
+    A step lasts from the end of the previous step to its own end, so one extra step runs first.
     """
     found = dict.fromkeys(PARTS, 0.0)
-    ends: list[tuple[float, float]] = []  # of every step: it ended between the two
+    ends: list[tuple[float, float]] = []  # two times for each step, between which it ended
     for step in range(1 + STEPS):
         between()
         models.loss_of(model, batch(model, step)).backward()
@@ -52,8 +52,8 @@ def spent(model: torch.nn.Module, optimizer: Any, between: Callable[[], None] = 
     return found
 
 
-def slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    """Return a function that sleeps first."""
+def delayed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """Return a function that sleeps before it calls `function`."""
 
     def slow(*arguments: Any, **named: Any) -> Any:
         time.sleep(seconds)
@@ -69,7 +69,7 @@ def delay_compute(patch: pytest.MonkeyPatch, model: torch.nn.Module, slow: float
 
 
 def delay_update(patch: pytest.MonkeyPatch, model: torch.nn.Module) -> float:
-    patch.setattr(Update, "run", slowed(Update.run, SLOW / 10))
+    patch.setattr(Update, "run", delayed(Update.run, SLOW / 10))
     return SLOW / 10 * 8
 
 
@@ -92,23 +92,23 @@ def delay_copy(patch: pytest.MonkeyPatch, model: torch.nn.Module) -> float:
         ["in_backward", "in_forward", "after_backward"],
     ),
 )
-def test_what_is_slow_shows_in_its_part(
+def test_delay_appears_in_its_part(
     slow: tuple[str, Any], update_schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sleeps in forward, in updates, beside copies and in the user's loop."""
+    """The delays are in forward, in updates, during copies and in the user's loop."""
     part, delay = slow
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule=update_schedule), tmp_path) as (model, optimizer):
         train(RECIPE, model, optimizer, Outcome())
         added = STEPS * (delay(monkeypatch, model) if delay else 5 * SLOW)
-        # Parts add up to the clock, so what is in this one is in no other.
-        assert spent(model, optimizer, between=lambda: time.sleep(0 if delay else 5 * SLOW))[part] >= added
+        # The parts add up to the elapsed time, so a delay in this part is in no other.
+        assert seconds_by_part(model, optimizer, between=lambda: time.sleep(0 if delay else 5 * SLOW))[part] >= added
 
 
 @pytest.mark.parametrize(
     ("op", "parts"), [(Op.READ, {"read_stall"}), (Op.WRITE, {"read_stall", "write_stall", "host_cache_stall"})]
 )
-def test_a_slow_drive_shows_as_stalls_of_its_direction(op: Op, parts: set[str], tmp_path: Path) -> None:
-    """SLOW of the fault engine, in the smallest host cache."""
+def test_slow_drive_appears_as_stalls_of_its_direction(op: Op, parts: set[str], tmp_path: Path) -> None:
+    """The host cache has the minimum size, so delays of the drive are exposed."""
     with (
         faulty(Fault(kind=FaultKind.SLOW, op=op, seconds=0.06), on=False) as engines,
         offloaded(RECIPE, Paging(host_cache="least", update_schedule="in_backward", cores=0), tmp_path) as (
@@ -117,34 +117,34 @@ def test_a_slow_drive_shows_as_stalls_of_its_direction(op: Op, parts: set[str], 
         ),
     ):
         train(RECIPE, model, optimizer, Outcome())
-        before = spent(model, optimizer)
+        before = seconds_by_part(model, optimizer)
         engines[0].on = True
-        after = spent(model, optimizer)
+        after = seconds_by_part(model, optimizer)
         grown = {part: after[part] - before[part] for part in PARTS}
-        # The part that grew most, as on a busy machine all grow. A page cannot be used before its read ends, whatever
-        # else it waits for; reads wait for cache slots too, and cache slots for writes: the thread then stands at the
+        # Only the part that grew most counts, because all parts grow on a busy machine. A page cannot be used before
+        # its read ends. Reads also wait for cache slots, and cache slots for writes; the thread then stalls on the
         # read.
         assert max(PARTS, key=grown.__getitem__) in parts
         assert sum(grown[part] for part in parts) > 0.1
 
 
-def late(folder: str, clip: bool, slow: float) -> dict[str, float]:
-    """Train on two ranks of which the second is late in every layer's forward; return seconds by part."""
+def train_with_late_rank(folder: str, clip: bool, slow: float) -> dict[str, float]:
+    """Train on two ranks while the second is late in every layer's forward; return the seconds by part."""
     recipe = Recipe(model="even", steps=2, clip=0.5 if clip else None)
     with offloaded(recipe, Paging(host_cache="all"), Path(folder)) as (model, optimizer):
         train(recipe, model, optimizer, Outcome())
         if dist.get_rank() == 1:
             delay_compute(pytest.MonkeyPatch(), model, slow)
-        return spent(model, optimizer)
+        return seconds_by_part(model, optimizer)
 
 
 @pytest.mark.parametrize("clip", [False, True])
-def test_a_late_rank_shows_as_compute_there_and_as_collective_elsewhere(
+def test_late_rank_appears_as_compute_and_its_peer_as_collective(
     clip: bool, tmp_path: Path, pair: RankPool
 ) -> None:
-    """FSDP2 on CPU waits in the all-gather of the next FSDP module."""
-    for slow in (SLOW, 10 * SLOW, 100 * SLOW):  # the prompt rank is late as well where others have the processor
-        prompt, tardy = pair.run(late, str(tmp_path), clip, slow)
+    """On the CPU, FSDP2 waits in the all-gather of the next FSDP module."""
+    for slow in (SLOW, 10 * SLOW, 100 * SLOW):  # on a busy machine, the prompt rank is late as well
+        prompt, tardy = pair.run(train_with_late_rank, str(tmp_path), clip, slow)
         added = STEPS * slow * 6
         assert tardy["compute"] >= added
         if prompt["collective"] >= 0.8 * added and prompt["compute"] < tardy["compute"] - 0.5 * added:
@@ -154,7 +154,7 @@ def test_a_late_rank_shows_as_compute_there_and_as_collective_elsewhere(
 
 
 def norm_seconds(folder: str, slow: float) -> list[float]:
-    """Let the second rank be late for the norm; return the seconds of collectives of the step, before and with it."""
+    """Delay the gradient norm on the second rank; return the collective seconds before and after it."""
     recipe = Recipe(model="even", steps=2, clip=0.5)
     with offloaded(recipe, Paging(host_cache="all"), Path(folder)) as (model, optimizer):
         train(recipe, model, optimizer, Outcome())
@@ -167,9 +167,9 @@ def norm_seconds(folder: str, slow: float) -> list[float]:
         return [before, optimizer.records[-1].collective_seconds]
 
 
-def test_the_norm_is_a_collective(tmp_path: Path, pair: RankPool) -> None:
-    """The rank that is there first waits in the reduction of the norm."""
-    for slow in (0.3, 3, 30):  # the prompt rank is late as well where others have the processor
+def test_gradient_norm_counts_as_collective(tmp_path: Path, pair: RankPool) -> None:
+    """The first rank waits in the reduction of the norm."""
+    for slow in (0.3, 3, 30):  # on a busy machine, the prompt rank is late as well
         prompt, tardy = ((after - before) / slow for before, after in pair.run(norm_seconds, str(tmp_path), slow))
         if prompt > 0.8 > tardy:
             break
@@ -177,8 +177,8 @@ def test_the_norm_is_a_collective(tmp_path: Path, pair: RankPool) -> None:
 
 
 @pytest.mark.parametrize("update_schedule", one_of(2, ["in_backward", "in_forward", "after_backward"]))
-def test_the_timeline_has_every_byte_and_every_stall(update_schedule: str, tmp_path: Path) -> None:
-    """Bytes by path and direction as counted, stalls as booked; all within the run."""
+def test_timeline_contains_all_transfers_and_stalls(update_schedule: str, tmp_path: Path) -> None:
+    """Bytes by path and direction match the counters, stalls match the metrics, and all events are within the run."""
     file = tmp_path / "timeline.json"
     began = time.perf_counter()
     with (
@@ -220,11 +220,11 @@ def test_the_timeline_has_every_byte_and_every_stall(update_schedule: str, tmp_p
     assert {event["args"]["of"] for event in spans if event["name"] == "update" and event["args"]} == set(names)
     assert {event["args"].get("of") for event in spans if event["name"] == "compute"} >= set(names)
     assert any(event["name"] == "checkpoint" for event in spans)
-    nested(spans)
+    check_nesting(spans)
 
 
-def nested(spans: list[dict[str, Any]]) -> None:
-    """Check that of two spans of one thread one lies in the other or they do not overlap."""
+def check_nesting(spans: list[dict[str, Any]]) -> None:
+    """Check that two spans of the same thread are check_nesting or do not overlap."""
     for thread in {event["tid"] for event in spans}:
         ends: list[int] = []
         times = [(round(e["ts"] * 1e3), round((e["ts"] + e["dur"]) * 1e3)) for e in spans if e["tid"] == thread]
@@ -235,8 +235,7 @@ def nested(spans: list[dict[str, Any]]) -> None:
             ends.append(end)
 
 
-def test_without_a_timeline_nothing_is_kept(tmp_path: Path) -> None:
-    """Off by default."""
+def test_timeline_is_off_by_default(tmp_path: Path) -> None:
     with offloaded(RECIPE, Paging(host_cache="least"), tmp_path) as (model, optimizer):
         train(RECIPE, model, optimizer, Outcome())
         assert optimizer.run.timeline is None

@@ -1,4 +1,4 @@
-"""What a rank publishes of training itself: loss, tokens, learning rate and norm of the gradients."""
+"""Tests of the training metrics that a rank publishes: loss, tokens, learning rate and gradient norm."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from support import models
 from support.session import Session, draw
 
 
-def test_the_metrics_of_training_are_those_of_the_last_step(tmp_path: Path) -> None:
-    """Learning rate and norm come by themselves, loss and tokens by `report`."""
+def test_training_metrics_describe_the_last_step(tmp_path: Path) -> None:
+    """Learning rate and norm are recorded automatically, loss and tokens by `report`."""
     with Session(tmp_path) as session:
         optimizer, stats = session.optimizer, session.optimizer.run.stats
 

@@ -1,4 +1,4 @@
-"""A run asks the daemon for space before it allocates, so that two that start together do not both begin to fail."""
+"""Tests of space reservation: the daemon prevents runs that start together from claiming the same free space."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def reserved(runtime: Path) -> list[str]:
     return [entry["run_id"] for entry in talk(runtime, {"op": "status"})[0]["reservations"]]
 
 
-def test_space_is_reserved_while_it_is_allocated_and_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From then on the file system says who has it."""
+def test_reservation_ends_after_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After allocation, the file system accounts for the space."""
     runtime = tmp_path / "daemon"
     runtime.mkdir()
     (tmp_path / "nvme").mkdir()
     seen: list[list[str]] = []
     reserve = space_reservation.reserve
 
-    def looking(file: Path, size: int) -> None:
+    def observed_reserve(file: Path, size: int) -> None:
         seen.append(reserved(runtime))
         reserve(file, size)
 
-    monkeypatch.setattr(space_reservation, "reserve", looking)
+    monkeypatch.setattr(space_reservation, "reserve", observed_reserve)
     with daemon(runtime):
         config = settings(tmp_path / "nvme", Paging(paths=2), 64 << 20)
         config["telemetry"] = {"runtime_dir": str(runtime)}
@@ -46,24 +46,24 @@ def test_space_is_reserved_while_it_is_allocated_and_no_longer(tmp_path: Path, m
         with infinity.offload(model, make_optimizer(RECIPE, model), config) as optimizer:
             run_id = optimizer.run.folder.run_id
             assert len(seen) >= 2
-            assert all(who == [run_id] for who in seen)
+            assert all(run_ids == [run_id] for run_ids in seen)
             assert reserved(runtime) == []
             models.loss_of(model, batch(model, 0)).backward()
             optimizer.step()
 
 
-def test_a_refusal_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked again for a while: who is allocating counts twice until that has ended."""
+def test_rejected_reservation_is_retried_and_removes_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retrying helps because the space of a run that is still allocating counts twice."""
     monkeypatch.setattr(daemon_client, "_PATIENCE_SECONDS", 0.05)
     monkeypatch.setattr(daemon_client, "_PAUSE_SECONDS", 0.02)
     asked: list[str] = []
 
-    def refusing(_: NodeDaemon, op: str, values: object) -> dict[str, object]:
+    def rejecting(_: NodeDaemon, op: str, values: object) -> dict[str, object]:
         asked.append(op)
         return {"error": "1 GiB free, of which 1 GiB reserved by run other", "no_room": True} if op == "reserve" else {}
 
     with monkeypatch.context() as patch:
-        patch.setattr(NodeDaemon, "_answer", refusing)
+        patch.setattr(NodeDaemon, "_answer", rejecting)
         model = build(RECIPE)
         with pytest.raises(BudgetError, match="reserved by run other"):
             infinity.offload(model, make_optimizer(RECIPE, model), settings(tmp_path, Paging(), 64 << 20))
@@ -73,15 +73,14 @@ def test_a_refusal_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     infinity.offload(model, make_optimizer(RECIPE, model), settings(tmp_path, Paging(), 64 << 20)).close()
 
 
-def test_without_a_daemon_nothing_is_asked_twice(tmp_path: Path) -> None:
-    """And nothing is in the way."""
+def test_reservation_without_a_daemon_succeeds(tmp_path: Path) -> None:
     with NodeDaemon(tmp_path).space_reserved(str(tmp_path), 1 << 60, "r"):
         pass
 
 
 @pytest.mark.parametrize("clips", [False, True])
-def test_gradients_take_space_where_steps_store_them(clips: bool, tmp_path: Path) -> None:
-    """What the first step needs for them is given back, or stays; so it is after a resume, with the same bits."""
+def test_gradient_space_is_kept_only_if_steps_use_it(clips: bool, tmp_path: Path) -> None:
+    """Unused gradient space is freed after the first step, also after a resume, with equal losses."""
     losses: dict[str, list[float]] = {}
     for name, parts in (("once", [4]), ("twice", [2, 4])):
         losses[name] = []
@@ -108,15 +107,15 @@ def test_gradients_take_space_where_steps_store_them(clips: bool, tmp_path: Path
                     assert stores == clips
                     now = sum(file.stat().st_size for file in files)
                     assert bare + gradients * clips <= now <= bare + 2 * gradients
-                    if optimizer.steps == until:  # before, gradients that are dead by now may still be written
+                    if optimizer.steps == until:  # until then, unused gradients may still be in flight
                         assert now == bare or clips
                         assert optimizer.run.stats.snapshot().value("tier_capacity_bytes", tier="nvme") == now
                 session.save_checkpoint()
     assert losses["once"] == losses["twice"]
 
 
-def test_a_run_without_room_for_checkpoints(tmp_path: Path) -> None:
-    """It takes half of the space, and says so before a checkpoint is begun; what it goes on from stays."""
+def test_zero_retained_checkpoints_halve_the_space_and_disable_saving(tmp_path: Path) -> None:
+    """The error is raised before a checkpoint begins, and the checkpoint that the run resumed from is kept."""
     sizes = {}
     for retained in (0, 1):
         (folder := tmp_path / str(retained)).mkdir()

@@ -1,4 +1,4 @@
-"""A start of a run that fails, at any of its stages, leaves nothing open and nothing behind."""
+"""Tests of startup failures: a failure at any stage releases all resources."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ STAGES = (
 )
 
 
-class PlantedError(InfinityError):
-    """What a stage fails with."""
+class InjectedError(InfinityError):
+    """Error that the failing stage raises."""
 
 
-def left_open(before: set[str], folder: Path, model: nn.Module, host_caches: list[weakref.ref[HostCache]]) -> list[str]:
-    """Return what a start has left open."""
+def leaked_resources(before: set[str], folder: Path, model: nn.Module, host_caches: list[weakref.ref[HostCache]]) -> list[str]:
+    """Return the resources that a failed startup has not released."""
     gc.collect()
     found = [f"thread {name}" for name in {thread.name for thread in threading.enumerate()} - before]
     opened = [os.readlink(f"/proc/self/fd/{number}") for number in _descriptors()]
@@ -71,14 +71,14 @@ def left_open(before: set[str], folder: Path, model: nn.Module, host_caches: lis
     dist.barrier()
     found += [f"folder {file}" for file in (folder / "nvme0").glob("**/*")]
     found += [f"page {file}" for file in (folder / "runtime").glob("**/*.stats")]
-    found += [f"hook of {name}" for name, module in model.named_modules() if ours(module._forward_pre_hooks.values())]
+    found += [f"hook of {name}" for name, module in model.named_modules() if has_own_hook(module._forward_pre_hooks.values())]
     hooks = {name: param._post_accumulate_grad_hooks or {} for name, param in model.named_parameters()}
-    found += [f"hook of {name}" for name, of_param in hooks.items() if ours(of_param.values())]
+    found += [f"hook of {name}" for name, of_param in hooks.items() if has_own_hook(of_param.values())]
     return found + ["host_cache" for host_cache in host_caches if host_cache() is not None]
 
 
-def ours(hooks: Any) -> bool:
-    """Whether some hooks are of this package."""
+def has_own_hook(hooks: Any) -> bool:
+    """Return whether any of the hooks belongs to this package."""
     return any(getattr(hook, "__module__", "").startswith("infinity.") for hook in hooks)
 
 
@@ -88,10 +88,10 @@ def _descriptors() -> Iterator[str]:
             yield number
 
 
-def start(stage: str, folder: str) -> list[str]:
-    """Let a stage fail on the last rank, then offload anew; return what is left open, and what else is wrong."""
+def fail_then_start(stage: str, folder: str) -> list[str]:
+    """Make a stage fail on the last rank, then start again; return leaked resources and other deviations."""
     module, _, name = stage.partition(".")
-    model = build(RECIPE)  # makes a process group where there is none
+    model = build(RECIPE)  # creates a process group if there is none yet
     where = Path(folder)
     optimizer = make_optimizer(RECIPE, model)
     config = settings(where, Paging(), 64 * MIB)
@@ -104,7 +104,7 @@ def start(stage: str, folder: str) -> list[str]:
         host_caches.append(weakref.ref(self))
 
     def fail(*_: Any, **__: Any) -> None:
-        raise PlantedError(f"{stage} fails")
+        raise InjectedError(f"{stage} fails")
 
     wrong = []
     with pytest.MonkeyPatch.context() as patch:
@@ -113,11 +113,11 @@ def start(stage: str, folder: str) -> list[str]:
             patch.setattr(f"infinity.run.{module}.{name}", fail)
         try:
             infinity.offload(model, optimizer, config)
-            wrong.append("it has started")
+            wrong.append("startup did not fail")
         except InfinityError as error:
             if f"{stage} fails" not in str(error):
-                wrong.append(f"it says {error}")
-    wrong += left_open(before, where, model, host_caches)
+                wrong.append(f"unexpected error: {error}")
+    wrong += leaked_resources(before, where, model, host_caches)
     dist.barrier()
     model = build(RECIPE)
     with infinity.offload(model, make_optimizer(RECIPE, model), config) as paged:
@@ -127,15 +127,15 @@ def start(stage: str, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_that_fails_leaves_nothing(stage: str, tmp_path: Path) -> None:
-    """Threads, files, locks, memory, hooks; another start works at once."""
-    assert start(stage, str(tmp_path)) == []
+def test_failed_stage_releases_all_resources(stage: str, tmp_path: Path) -> None:
+    """Threads, files, locks, memory and hooks are released, and the next startup succeeds."""
+    assert fail_then_start(stage, str(tmp_path)) == []
 
 
 @pytest.mark.parametrize(
     "stage",
     ["run_directory.FolderLock.acquire", "run.HostCache", "initial_state.OwnValues.values", "offload.Attachment"],
 )
-def test_a_stage_that_fails_on_one_rank_leaves_nothing_on_any(stage: str, pair: RankPool, tmp_path: Path) -> None:
-    """The other rank says why, and waits for nobody."""
-    assert pair.run(start, stage, str(tmp_path)) == [[], []]
+def test_failed_stage_on_one_rank_releases_all_ranks(stage: str, pair: RankPool, tmp_path: Path) -> None:
+    """The other rank reports the reason and waits for no one."""
+    assert pair.run(fail_then_start, stage, str(tmp_path)) == [[], []]

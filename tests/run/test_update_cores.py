@@ -1,4 +1,4 @@
-"""How many cores the thread for updates takes by itself, in runs and in plans; what is left for verifying pages."""
+"""Tests of the default number of cores for updates, in runs and plans, and of threads that verify pages."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from support.command import run_here
     [("cuda", 1, 1), ("cuda", 3, 1), ("cuda", 4, 1), ("cuda", 8, 5), ("cuda", 11, 8), ("cuda", 64, 8),
      ("cpu", 1, 0), ("cpu", 2, 0), ("cpu", 3, 1), ("cpu", 64, 1)],
 )  # fmt: skip
-def test_what_is_left_of_the_cores(device: str, cores: int, expected: int) -> None:
-    """OtherResources a GPU all but three, up to eight; beside a CPU that computes on two, one if there is one."""
+def test_default_update_cores(device: str, cores: int, expected: int) -> None:
+    """On a GPU, updates use all cores except three, at most eight; on a CPU, one core that two compute threads leave idle."""
     assert UpdateConfig().thread_cores(device, cores=cores, computing=2) == expected
     assert UpdateConfig(cores=5).thread_cores(device, cores=cores, computing=2) == 5
 
 
 @pytest.mark.parametrize(("cores", "expected", "hashers"), [(1, 0, 0), (2, 1, 0), (5, 1, 0), (6, 1, 2), (64, 1, 4)])
-def test_a_run_counts_the_cores_of_its_rank(
+def test_run_uses_the_cores_of_its_rank(
     cores: int, expected: int, hashers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch computes on one here."""
+    """PyTorch computes on one core in this test."""
     assert torch.get_num_threads() == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr("infinity.run.run.cores_of_groups", lambda: math.inf)
@@ -47,21 +47,20 @@ def test_a_run_counts_the_cores_of_its_rank(
 @pytest.mark.parametrize(
     ("of_node", "limit", "expected"),
     [
-        ([range(16)] * 2, math.inf, 8),  # torchrun binds nobody
-        ([range(8), range(8, 16)], math.inf, 8),  # each has its own, as with Slurm
-        ([range(8), range(4, 8)], math.inf, 6),  # four of them are shared by both
-        ([range(16)] * 2, 8.0, 4),  # a container may take the time of eight
+        ([range(16)] * 2, math.inf, 8),  # torchrun sets no affinity
+        ([range(8), range(8, 16)], math.inf, 8),  # each rank has its own cores, as with Slurm
+        ([range(8), range(4, 8)], math.inf, 6),  # the ranks share four cores
+        ([range(16)] * 2, 8.0, 4),  # the container is limited to eight cores
         ([range(3)] * 3, math.inf, 1),
     ],
 )
-def test_cores_of_ranks_that_a_launcher_has_bound(of_node: list[range], limit: float, expected: int) -> None:
-    """Those of the first rank."""
+def test_cores_are_divided_by_cpu_affinity(of_node: list[range], limit: float, expected: int) -> None:
+    """The expected number is for the first rank."""
     sets = [set(cores) for cores in of_node]
     assert share_of_cores(sets[0], sets, limit) == expected
 
 
-def test_a_plan_takes_what_a_run_on_this_machine_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each rank on a node."""
+def test_plan_uses_the_update_cores_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     line = "plan --parameters 3e8 --layers 8 --hidden 1536 --vocabulary 16000 --host-memory 512MiB --no-changes --json"
     for gpu, ranks, expected in (

@@ -1,4 +1,4 @@
-"""A run that uses its drives up faster than is wanted is warned once, with what it costs and what to change."""
+"""Tests of the warning about drive wear, which is logged once with its cost and the settings to change."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ PATHS = ["/drive/0", "/drive/1"]
 
 
 class Answer:
-    """A daemon that answers so; `asked` is set when it has been."""
+    """Fake daemon with a fixed answer; `asked` is set by the first request."""
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
         self.asked = threading.Event()
 
     def ask(self, op: str, **values: object) -> Any:
-        """As `NodeDaemon.ask`."""
         assert (op, values) == ("bandwidth", {"paths": PATHS})
         self.asked.set()
         return self.answer
 
 
-def told(device: str = "d", rated: Any = 1000 * TB, left: Any = 500 * TB, share: Any = 0.001) -> dict[str, Any]:
-    """Return what a daemon says of the drive of a path."""
+def drive_wear(device: str = "d", rated: Any = 1000 * TB, left: Any = 500 * TB, share: Any = 0.001) -> dict[str, Any]:
+    """Return the daemon's answer about the drive of one path."""
     return {"device": device, "rated_bytes": rated, "left_bytes": left, "daily_share": share}
 
 
 def warning(answer: Any, *written: float) -> str:
-    """Return the warning for so many bytes per day, by path."""
+    """Return the warning for the bytes written per day to each path."""
     stats = Stats.create(None, run_id="r", rank=0, local_rank=0, world_size=1, devices=["nvme0", "nvme1"], info={})
     it = WearWarning(Answer(answer), stats, PATHS, 1)  # type: ignore[arg-type]
     try:
@@ -50,9 +49,9 @@ def warning(answer: Any, *written: float) -> str:
         stats.close()
 
 
-def test_it_says_bytes_share_days_and_what_to_change() -> None:
-    """Of the drive that is the worst for what it is rated for."""
-    found = warning({"wear": {PATHS[0]: told("d"), PATHS[1]: told("e", rated=10 * TB, left=5 * TB)}}, 3 * TB, 2 * TB)
+def test_warning_reports_bytes_lifetime_and_settings() -> None:
+    """The warning describes the drive that wears out fastest relative to its rating."""
+    found = warning({"wear": {PATHS[0]: drive_wear("d"), PATHS[1]: drive_wear("e", rated=10 * TB, left=5 * TB)}}, 3 * TB, 2 * TB)
     assert "writes 2 TB per day to drive e: 20 % of its" in found
     assert "0.1 %" in found
     assert "2.5 more days" in found
@@ -61,31 +60,30 @@ def test_it_says_bytes_share_days_and_what_to_change() -> None:
 
 
 def test_paths_on_one_drive_are_added() -> None:
-    """Each alone would be little enough."""
-    drive = {path: told() for path in PATHS}
+    """The bytes of each path alone are below the limit."""
+    drive = {path: drive_wear() for path in PATHS}
     assert warning({"wear": drive}, 0.9 * TB, 0.0) == ""
     assert "writes 1.8 TB per day to drive d" in warning({"wear": drive}, 0.9 * TB, 0.9 * TB)
 
 
 @pytest.mark.parametrize(
     "answer",
-    [None, {}, {"wear": None}, {"wear": []}, {"wear": {PATHS[0]: None}}, {"wear": {PATHS[0]: told(rated=None)}},
-     {"wear": {PATHS[0]: told(rated=0)}}, {"wear": {PATHS[0]: told(left=-1)}}, {"wear": {PATHS[0]: told(share=0)}},
-     {"wear": {PATHS[0]: told(share=float("nan"))}}, {"wear": {PATHS[0]: told(rated=10**400)}},
-     {"wear": {PATHS[0]: told(device="\n")}}, {"wear": {PATHS[0]: told(share="1")}},
-     {"wear": {PATHS[0]: told(share=1)}}],
+    [None, {}, {"wear": None}, {"wear": []}, {"wear": {PATHS[0]: None}}, {"wear": {PATHS[0]: drive_wear(rated=None)}},
+     {"wear": {PATHS[0]: drive_wear(rated=0)}}, {"wear": {PATHS[0]: drive_wear(left=-1)}}, {"wear": {PATHS[0]: drive_wear(share=0)}},
+     {"wear": {PATHS[0]: drive_wear(share=float("nan"))}}, {"wear": {PATHS[0]: drive_wear(rated=10**400)}},
+     {"wear": {PATHS[0]: drive_wear(device="\n")}}, {"wear": {PATHS[0]: drive_wear(share="1")}},
+     {"wear": {PATHS[0]: drive_wear(share=1)}}],
 )  # fmt: skip
-def test_without_a_rating_there_is_nothing_to_say(answer: Any) -> None:
-    """Whatever a daemon answers."""
+def test_invalid_ratings_give_no_warning(answer: Any) -> None:
     assert warning(answer, 900 * TB, 0.0) == ""
 
 
-def test_steps_are_measured_from_the_second_on(
+def test_writes_are_measured_from_the_second_step(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For all ranks of the node, until there are enough; the thread ends when it has asked."""
+    """Bytes are extrapolated to all ranks of the node, and the thread ends after it has asked the daemon."""
     monkeypatch.setattr(wear_warning, "_LOOK_SECONDS", 0.001)
-    first, many = 500.0 * TB, 0.5 * TB  # what was filled and recorded, and what a step writes from then on
+    first, many = 500.0 * TB, 0.5 * TB  # bytes of initialization and recording, and bytes per later step
     moments = [
         wear_warning._Moment(time=seconds, steps=steps, written=[written, 0.0])
         for seconds, steps, written in (
@@ -95,18 +93,18 @@ def test_steps_are_measured_from_the_second_on(
     ]  # fmt: skip
     monkeypatch.setattr(WearWarning, "_now", lambda self: moments.pop(0))
     stats = Stats.create(None, run_id="r", rank=0, local_rank=0, world_size=2, devices=["nvme0", "nvme1"], info={})
-    it = WearWarning(Answer({"wear": {PATHS[0]: told()}}), stats, PATHS, 2)  # type: ignore[arg-type]
+    it = WearWarning(Answer({"wear": {PATHS[0]: drive_wear()}}), stats, PATHS, 2)  # type: ignore[arg-type]
     it._thread.join(300)
     assert not it._thread.is_alive()
     assert len(moments) == 1
-    assert "this run writes 2 TB per day to drive d" in caplog.text  # ten steps of 0.5 TB of two ranks in five days
+    assert "this run writes 2 TB per day to drive d" in caplog.text  # ten steps of 0.5 TB by two ranks in five days
     it.close()
 
 
-def test_a_run_is_warned_by_the_daemon_of_its_node(
+def test_warning_uses_the_endurance_configured_in_the_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By what infinityd was told of the drive; the drive itself is named."""
+    """The warning names the drive, not the path."""
     for name, value in {"_LOOK_SECONDS": 0.001, "_STEPS": 1, "_SECONDS": 0.0}.items():
         monkeypatch.setattr(wear_warning, name, value)
     runtime, nvme = tmp_path / "run", tmp_path / "nvme"
@@ -127,10 +125,10 @@ def test_a_run_is_warned_by_the_daemon_of_its_node(
     assert "drives.daily_share" in warnings[0]
 
 
-def test_without_a_daemon_a_run_trains_and_says_nothing(
+def test_no_warning_without_a_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It has asked once."""
+    """The run asks only once."""
     for name, value in {"_LOOK_SECONDS": 0.001, "_STEPS": 1, "_SECONDS": 0.0}.items():
         monkeypatch.setattr(wear_warning, name, value)
     asked = []

@@ -1,4 +1,4 @@
-"""Activations in pages: what is kept is what is loaded, in any order, and pages move no more often than they must."""
+"""Tests of activation pages: saved tensors are restored in any order, and pages move no more often than necessary."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ CACHE_SLOTS = 6
 SPARE = 2
 
 
-class Memory:
-    """A store in memory, whose transfers end on another thread, or when they are told to."""
+class MemoryStore:
+    """Store in memory whose transfers end on another thread, or when the test allows it."""
 
     def __init__(self) -> None:
         self.stored: dict[int, bytes] = {}
@@ -38,7 +38,7 @@ class Memory:
         self.may_read = Event()
         self.may_read.set()
         self.failing: Exception | None = None
-        self.silent = False
+        self.unresponsive = False
         self._lock = Lock()
 
     def add(self, pages: Any, path_of: Any) -> None:
@@ -61,7 +61,7 @@ class Memory:
             self.written_bytes += len(memory)
             done(self.failing)
 
-        if not self.silent:
+        if not self.unresponsive:
             Thread(target=move).start()
 
     def discard(self, page: int) -> None:
@@ -71,14 +71,14 @@ class Memory:
         return page in self.stored
 
     def expect_gradients(self, stored: bool) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def oldest_request(self) -> tuple[float, str] | None:
         return 0.0, "the request of the test"
 
 
 class Observer:
-    """Counts what was spared."""
+    """Counts spared bytes."""
 
     def __init__(self) -> None:
         self.spared_bytes = 0
@@ -91,7 +91,7 @@ class Observer:
 
 
 @contextmanager
-def opened(store: Memory | None, timeout: float = 20) -> Iterator[tuple[ActivationPages, Observer]]:
+def opened(store: MemoryStore | None, timeout: float = 20) -> Iterator[tuple[ActivationPages, Observer]]:
     device, observer = open_device(torch.device("cpu")), Observer()
     host_cache = HostCache(CACHE_SLOTS + 3, PAGE, device=device)
     transfers = Transfers(observer, timeout=timeout, failed=lambda _: None)  # type: ignore[arg-type]
@@ -134,25 +134,25 @@ def loaded(pages: ActivationPages, kept: StoredActivation, nbytes: int) -> torch
     )
 )
 @settings(max_examples=60, deadline=None)
-def test_what_is_kept_is_what_is_loaded(actions: list[tuple[str, int]]) -> None:
-    """In whatever order, as often as it is asked for; and what nobody has any more leaves nothing."""
-    store = Memory()
+def test_saved_activations_are_restored(actions: list[tuple[str, int]]) -> None:
+    """Tensors can be loaded in any order and repeatedly, and dropped tensors free their pages."""
+    store = MemoryStore()
     with opened(store) as (pages, _):
-        there: list[tuple[StoredActivation, torch.Tensor]] = []
-        for number, (what, value) in enumerate(actions):
-            if what == "keep":
+        saved: list[tuple[StoredActivation, torch.Tensor]] = []
+        for number, (action, value) in enumerate(actions):
+            if action == "keep":
                 tensor = content(value, number)
-                there.append((pages.keep(tensor)[0], tensor))
-            elif what == "step":
+                saved.append((pages.keep(tensor)[0], tensor))
+            elif action == "step":
                 pages.end_step()
-            elif there and what == "load":
-                kept, tensor = there[value % len(there)]
+            elif saved and action == "load":
+                kept, tensor = saved[value % len(saved)]
                 assert torch.equal(loaded(pages, kept, len(tensor)), tensor)
-            elif there:
-                del there[value % len(there)]
-        for kept, tensor in there:
+            elif saved:
+                del saved[value % len(saved)]
+        for kept, tensor in saved:
             assert torch.equal(loaded(pages, kept, len(tensor)), tensor)
-        there.clear()
+        saved.clear()
         kept = tensor = None  # type: ignore[assignment]
         with pages._transfers.lock:
             pages._transfers.lock.wait_for(lambda: not (pages._transfers.writes or pages._transfers.reads), 20)
@@ -163,9 +163,9 @@ def test_what_is_kept_is_what_is_loaded(actions: list[tuple[str, int]]) -> None:
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 10])
 @pytest.mark.parametrize("nbytes", [PAGE, 2 * PAGE + 100])
-def test_a_stack_moves_what_has_no_cache_slot_once_each_way(layers: int, nbytes: int) -> None:
-    """Forward and backward: the last ones stay, and further steps take the slots of those before."""
-    store = Memory()
+def test_stack_writes_and_reads_uncached_pages_once(layers: int, nbytes: int) -> None:
+    """The last activations stay cached, and later steps reuse the slots of earlier ones."""
+    store = MemoryStore()
     with opened(store) as (pages, observer):
         for _ in range(6):
             moved = store.written_bytes, store.read_bytes, observer.spared_bytes
@@ -181,12 +181,12 @@ def test_a_stack_moves_what_has_no_cache_slot_once_each_way(layers: int, nbytes:
             assert pages.traffic.kept == layers * nbytes
             assert store.written_bytes - moved[0] == beyond
             assert store.read_bytes - moved[1] + observer.spared_bytes - moved[2] == beyond
-            # Those beyond are of tensors that were given up while a page of theirs was being written.
+            # Additional pages belong to tensors that were dropped while one of their pages was being written.
             assert len(store.pages) <= layers * len(lengths) + CACHE_SLOTS
 
 
-def test_without_a_store_all_have_cache_slots_or_it_is_said() -> None:
-    """With the value, and what to do."""
+def test_full_cache_without_a_store_raises_budget_error() -> None:
+    """The error contains the size and the setting to change."""
     with opened(None) as (pages, _):
         kept = [pages.keep(content(PAGE, number))[0] for number in range(CACHE_SLOTS)]
         with pytest.raises(
@@ -197,24 +197,23 @@ def test_without_a_store_all_have_cache_slots_or_it_is_said() -> None:
             assert torch.equal(loaded(pages, kept.pop(), PAGE), content(PAGE, number))
 
 
-def keep_many(pages: ActivationPages, kept: list[StoredActivation]) -> None:
+def keep_20(pages: ActivationPages, kept: list[StoredActivation]) -> None:
     for number in range(20):
         kept.append(pages.keep(content(PAGE, number))[0])
 
 
-def test_what_a_drive_fails_is_raised_and_stays() -> None:
-    """By whatever comes next."""
-    store, kept = Memory(), list[StoredActivation]()
+def test_drive_error_is_raised_by_every_later_call() -> None:
+    store, kept = MemoryStore(), list[StoredActivation]()
     store.failing = StorageError("write", "somewhere", 0, PAGE, 5)
     with opened(store) as (pages, _):
         with pytest.raises(StorageError, match="EIO"):
-            keep_many(pages, kept)
+            keep_20(pages, kept)
         with pytest.raises(StorageError, match="EIO"):
             pages.keep(content(PAGE, 0))
 
 
-def test_a_process_that_was_stopped_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An hour of Ctrl-Z is not the drive's; what it has answered is heard first."""
+def test_time_while_stopped_does_not_count_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time in a suspended process (Ctrl-Z) does not count, and a response of the drive is processed first."""
     condition, clock = Condition(), [0.0]
     monkeypatch.setattr("infinity.deadline.time.perf_counter", lambda: clock[0])
 
@@ -229,20 +228,19 @@ def test_a_process_that_was_stopped_has_not_waited(monkeypatch: pytest.MonkeyPat
             assert clock[0] - before == pytest.approx(min(seconds, 1.0) + stopped)
 
 
-def test_a_drive_that_does_not_answer_is_not_waited_for() -> None:
-    """Longer than the time limit."""
-    store, kept = Memory(), list[StoredActivation]()
-    store.silent = True
+def test_unresponsive_drive_raises_stall_error() -> None:
+    store, kept = MemoryStore(), list[StoredActivation]()
+    store.unresponsive = True
     with opened(store, timeout=0.2) as (pages, _):
         with pytest.raises(
             StallError, match="waited 0 s for a free cache slot of the host cache; the request of the test"
         ):
-            keep_many(pages, kept)
+            keep_20(pages, kept)
         pages._transfers.writes = 0
 
 
-def test_what_is_given_up_while_it_is_copied_is_not_written() -> None:
-    """A device may still be at a page that nobody has any more; it goes when the copy has ended."""
+def test_dropped_activation_is_not_written_during_its_copy() -> None:
+    """The device may still use a page of a dropped tensor; the page is freed when the copy has ended."""
     with opened(None) as (pages, _), late_copies() as passed:
         pages.keep(content(PAGE, 0))
         pages.end_step()
@@ -255,20 +253,20 @@ def test_what_is_given_up_while_it_is_copied_is_not_written() -> None:
 
 
 @given(st.integers(1, 200_000), st.sampled_from([4096, 65536, 1 << 20, 3 * 4096]))
-def test_pages_have_few_lengths(nbytes: int, page_bytes: int) -> None:
-    """They hold the tensor, and little more."""
+def test_page_lengths_are_few_and_tight(nbytes: int, page_bytes: int) -> None:
+    """The pages hold the tensor with little padding."""
     lengths = page_lengths(nbytes, page_bytes)
     assert nbytes <= sum(lengths) < nbytes + max(4096, (nbytes % page_bytes) / 4 + 1)
     assert all(length == page_bytes for length in lengths[:-1])
     assert 0 < lengths[-1] <= page_bytes
     assert lengths[-1] % 4096 == 0
-    most = 4 * 8  # lengths between powers of two, from 4 KiB to 1 MiB
+    most = 4 * 8  # four lengths per power of two, from 4 KiB to 1 MiB
     assert len({page_lengths(rest, 1 << 20)[-1] for rest in range(4096, 1 << 20, 4096)}) <= most
 
 
-def test_lengths_that_vary_take_no_more_and_more_space() -> None:
-    """Of batches that are never as long as one before."""
-    store = Memory()
+def test_varying_lengths_do_not_grow_the_store() -> None:
+    """No batch has the length of an earlier one."""
+    store = MemoryStore()
     with opened(store) as (pages, _):
         taken = []
         for step in range(60):
@@ -281,34 +279,34 @@ def test_lengths_that_vary_take_no_more_and_more_space() -> None:
         assert taken[-1] == taken[30] < 4 * 3 * 132_000
 
 
-def test_what_is_refused_leaves_numbers_and_shares() -> None:
-    """So that a caller who lets tensors go can go on."""
-    store = Memory()
+def test_rejected_activation_changes_no_state() -> None:
+    """A caller that drops tensors can continue."""
+    store = MemoryStore()
     with opened(store) as (pages, _):
         kept = [pages.keep(content(PAGE, number))[0] for number in range(3)]
         del kept[1:]
         pages.end_step()
-        shares, add = pages._dealt.copy(), store.add
+        dealt, add = pages._dealt.copy(), store.add
 
-        def refuse(pages: Any, path_of: Any) -> None:
+        def add_to_full_drive(pages: Any, path_of: Any) -> None:
             for page in pages:
                 path_of(page)
-            raise BudgetError("no room")
+            raise BudgetError("the test drive is full")
 
-        store.add = refuse  # type: ignore[method-assign]
+        store.add = add_to_full_drive  # type: ignore[method-assign]
         for _ in range(3):
             with pytest.raises(BudgetError):
                 pages.keep(content(4 * PAGE, 0))
         store.add = add  # type: ignore[method-assign]
-        assert pages._dealt == shares
+        assert pages._dealt == dealt
         kept.append(pages.keep(content(2 * PAGE, 7))[0])
         assert len(store.pages) == 3
         assert torch.equal(loaded(pages, kept[1], 2 * PAGE), content(2 * PAGE, 7))
 
 
-def test_what_is_kept_again_stays_in_its_cache_slots() -> None:
-    """As an encoder's output, which each layer of a decoder needs: read once by none, written by none."""
-    store = Memory()
+def test_reused_activation_is_not_evicted() -> None:
+    """An encoder's output, which each decoder layer uses, is neither written nor read."""
+    store = MemoryStore()
     with opened(store) as (pages, observer):
         encoder = [pages.keep(content(PAGE, number))[0] for number in range(8)]
         memory, decoder = pages.keep(content(PAGE, 100))[0], []
@@ -329,17 +327,17 @@ def test_what_is_kept_again_stays_in_its_cache_slots() -> None:
         assert pages.traffic.loaded == 24 * PAGE
 
 
-def in_cache_slots(pages: ActivationPages, kept: StoredActivation) -> int:
-    """Return how many pages of a tensor are in memory, when all that is on its way has come."""
+def cached_pages(pages: ActivationPages, kept: StoredActivation) -> int:
+    """Return the number of cached pages of a tensor after all transfers have ended."""
     with pages._transfers.lock:
         assert pages._transfers.lock.wait_for(lambda: not (pages._transfers.reads or pages._transfers.writes), 20)
         return sum(pages._cache_slots.pages[page].cache_slot >= 0 for page in kept.pages)
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_graph_that_is_used_again_is_read_ahead_each_time(again: bool) -> None:
-    """In its order, also where it begins with what several layers need; and no page is read twice in a backward."""
-    store, nbytes, layers = Memory(), 3 * PAGE, 6
+def test_each_backward_of_a_retained_graph_is_prefetched(again: bool) -> None:
+    """Pages are prefetched in the order of backward, and each page is read once per backward."""
+    store, nbytes, layers = MemoryStore(), 3 * PAGE, 6
     with opened(store) as (pages, observer):
         memory, stack = pages.keep(content(PAGE, 100))[0], list[StoredActivation]()
         for layer in range(layers):
@@ -352,25 +350,25 @@ def test_a_graph_that_is_used_again_is_read_ahead_each_time(again: bool) -> None
             ahead.append(list[int]())
             for layer in reversed(range(layers)):
                 if again:
-                    ahead[-1].append(in_cache_slots(pages, memory))
+                    ahead[-1].append(cached_pages(pages, memory))
                     assert torch.equal(loaded(pages, memory, PAGE), content(PAGE, 100))
-                ahead[-1].append(in_cache_slots(pages, stack[layer]))
+                ahead[-1].append(cached_pages(pages, stack[layer]))
                 assert torch.equal(loaded(pages, stack[layer], nbytes), content(nbytes, layer))
             if not again:
-                ahead[-1].append(in_cache_slots(pages, memory))
+                ahead[-1].append(cached_pages(pages, memory))
                 assert torch.equal(loaded(pages, memory, PAGE), content(PAGE, 100))
-            in_cache_slots(pages, memory)
+            cached_pages(pages, memory)
             read.append((store.read_bytes + observer.spared_bytes - before) // PAGE)
         assert ahead[1:] == [ahead[0]] * 3
         assert read == [3 * layers + 1 - (CACHE_SLOTS - SPARE)] * 4
 
 
-def test_what_waits_in_its_cache_slots_stays_there_while_pages_are_read_in_vain() -> None:
-    """Where something is kept in the middle of a backward: what was read ahead makes room for it, when it has come."""
-    store = Memory()
+def test_new_activations_evict_prefetched_pages_first() -> None:
+    """Tensors saved in the middle of a backward replace pages that were prefetched, after their reads have ended."""
+    store = MemoryStore()
     with opened(store) as (pages, _):
         stack = [pages.keep(content(PAGE, number))[0] for number in range(10)]
-        in_cache_slots(pages, stack[0])
+        cached_pages(pages, stack[0])
         store.may_read.clear()
         for number in (9, 8, 7, 6):
             assert torch.equal(loaded(pages, stack.pop(), PAGE), content(PAGE, number))
@@ -382,11 +380,11 @@ def test_what_waits_in_its_cache_slots_stays_there_while_pages_are_read_in_vain(
         assert store.written_bytes == pages.traffic.written == (10 - (CACHE_SLOTS - SPARE)) * PAGE
 
 
-def test_host_memory_that_comes_back_is_waited_for() -> None:
-    """A device is behind: it still copies what nobody has any more."""
+def test_keep_waits_for_memory_that_a_copy_still_uses() -> None:
+    """The device still copies dropped tensors."""
     with opened(None) as (pages, _), late_copies() as passed:
         for number in range(CACHE_SLOTS):
-            pages.keep(content(PAGE, number))  # and given up
+            pages.keep(content(PAGE, number))  # and dropped
         Timer(0.3, passed.set).start()
         kept, _ = pages.keep(content(PAGE, 50))
         assert torch.equal(loaded(pages, kept, PAGE), content(PAGE, 50))

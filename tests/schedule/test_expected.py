@@ -1,4 +1,4 @@
-"""What a first step is expected to look like: it is read ahead as far as it does, and served on demand from there."""
+"""Tests of the predicted first step: pages are prefetched while the step follows it, and read on demand afterwards."""
 
 from __future__ import annotations
 
@@ -16,38 +16,37 @@ from support import models
 from support.ranks import RankPool
 from support.train import Paging, Recipe, batch, host_bytes, make_optimizer, settings
 
-OTHERS = ("repeated", "spare", "prompt", "prefix", "prompt-encoder")
-"""Models that use an FSDP module twice or not at all, or whose inputs are computed by what they have last."""
-ALIKE = tuple(name for name in models.MODELS if name not in OTHERS and not name.startswith("qlora"))
-FEW = 0.2
-"""Of pages that are read ahead, some are wanted before there was a cache slot for them."""
+UNPREDICTED = ("repeated", "spare", "prompt", "prefix", "prompt-encoder")
+"""Models that use an FSDP module twice or not at all, or whose last FSDP module computes the inputs."""
+PREDICTED = tuple(name for name in models.MODELS if name not in UNPREDICTED and not name.startswith("qlora"))
+MISS_LIMIT = 0.2
+"""Maximum fraction of pages read on demand. Some prefetched pages are needed before a cache slot is free."""
 
 
-@pytest.mark.parametrize("name", ALIKE)
-def test_a_first_step_is_as_expected(name: str, tmp_path: Path) -> None:
-    """And next to nothing in it is fetched on demand."""
+@pytest.mark.parametrize("name", PREDICTED)
+def test_first_step_follows_the_prediction(name: str, tmp_path: Path) -> None:
+    """Few pages are read on demand."""
     expected, found, missed = first_step(name, str(tmp_path))
     assert found == expected
-    assert missed < FEW
+    assert missed < MISS_LIMIT
 
 
-@pytest.mark.parametrize("name", ALIKE)
-def test_a_first_step_of_two_ranks_is_as_expected(name: str, tmp_path: Path, pair: RankPool) -> None:
-    """They gather an FSDP module ahead."""
+@pytest.mark.parametrize("name", PREDICTED)
+def test_first_step_on_two_ranks_follows_the_prediction(name: str, tmp_path: Path, pair: RankPool) -> None:
+    """With several ranks FSDP2 prefetches the next FSDP module."""
     for expected, found, missed in pair.run(first_step, name, str(tmp_path)):
         assert found == expected
-        assert missed < FEW
+        assert missed < MISS_LIMIT
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_another_first_step_is_served(name: str, tmp_path: Path) -> None:
-    """That it departs is nothing to be told of."""
+@pytest.mark.parametrize("name", UNPREDICTED)
+def test_unpredicted_first_step_is_served_without_a_message(name: str, tmp_path: Path) -> None:
     expected, found, _ = first_step(name, str(tmp_path))
     assert found != expected
 
 
-def test_a_departure_evicts_nothing(tmp_path: Path) -> None:
-    """Where all fits the host cache, gradients of the first micro-batch stay there when the second one departs."""
+def test_departure_from_the_prediction_evicts_no_pages(tmp_path: Path) -> None:
+    """If everything fits the host cache, the first micro-batch's gradients stay cached when the second one departs."""
     model = models.build("toy")
     paging = Paging(host_cache="all")
     passed_in = make_optimizer(Recipe(model="toy"), model)
@@ -61,7 +60,7 @@ def test_a_departure_evicts_nothing(tmp_path: Path) -> None:
 
 
 def first_step(name: str, folder: str) -> tuple[tuple[Event, ...], tuple[Event, ...], float]:
-    """Return the events that are expected and those that come, and the part of pages that were fetched on demand."""
+    """Return the predicted events, the recorded events, and the fraction of pages that were read on demand."""
     model = models.build(name)
     expected = ShardedModel.inspect(model).expected_step(alone=torch.distributed.get_world_size() == 1)
     passed_in = make_optimizer(Recipe(model=name), model)

@@ -1,4 +1,4 @@
-"""The pager, over a store that takes its time: every use sees the newest content, whatever overtakes what."""
+"""Tests of the pager over a slow store: every use sees the newest content, regardless of the order of transfers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Done = Callable[[Exception | None], None]
 
 
 class SlowStore:
-    """Keeps eight bytes per page. A read leaves garbage until it ends, a write takes its bytes when it ends."""
+    """Store of eight bytes per page. A read leaves garbage until it ends; a write takes its bytes when it ends."""
 
     def __init__(self, seed: int = 0, seconds: float = 0.0005) -> None:
         self.content: dict[int, bytes] = {}
@@ -66,7 +66,7 @@ class SlowStore:
         return page in self.content
 
     def expect_gradients(self, stored: bool) -> None:
-        """Always has room."""
+        """Accept any plan, because the store has no size limit."""
 
     def oldest_request(self) -> tuple[float, str] | None:
         return 0.0, "the request of the test"
@@ -100,24 +100,24 @@ class SlowStore:
         self._pool.shutdown()
 
 
-class Silence:
-    """Counts what the pager reports."""
+class CountingObserver:
+    """Counts departures and abandoned transfers, and ignores all other events."""
 
     def __init__(self) -> None:
         self.departures = 0
         self.given_up: list[str] = []
 
     def stalled(self, cause: str, page: int, seconds: float) -> None:
-        """Not looked at."""
+        """Ignored."""
 
     def fetched(self, result: str) -> None:
-        """Not looked at."""
+        """Ignored."""
 
     def spared(self, nbytes: int) -> None:
-        """Not looked at."""
+        """Ignored."""
 
     def moving(self, seconds: float) -> None:
-        """Not looked at."""
+        """Ignored."""
 
     def diverged(self, detail: str) -> None:
         self.departures += 1
@@ -127,10 +127,10 @@ class Silence:
 
 
 class Bench:
-    """A pager, and what every page must hold."""
+    """Pager, and the expected content of every page."""
 
     def __init__(self, layout: Layout, cache_slots: int, seed: int = 0, timeout: float = 300) -> None:
-        self.layout, self.store, self.observer = layout, SlowStore(seed), Silence()
+        self.layout, self.store, self.observer = layout, SlowStore(seed), CountingObserver()
         host_cache = HostCache(cache_slots, layout.page_bytes, device=open_device(torch.device("cpu")))
         self.pager = Pager(
             layout,
@@ -152,18 +152,16 @@ class Bench:
                 self.access((Use(page.index, Mode.WRITE),), planned=False)
 
     def access(self, uses: Access, *, planned: bool = True) -> None:
-        """Use pages as the training loop does: check what is read, replace what is modified."""
+        """Use pages like the training loop: check pages that are read, and replace pages that are modified."""
         self._use(self.pager.access(uses, planned=planned), uses)
 
     def reservation(self, uses: Access) -> None:
-        """Do the same on another thread, which takes its time."""
+        """Use pages on another thread with random delays."""
         self._reservations.append((self.pager.reservation(uses, threaded=True), uses))
         self._jobs.append(self._worker.submit(self._use_reserved))
 
     def _use_reserved(self) -> None:
-        """Wait for the first reservation that is left, and use with it those behind it for which nothing is
-        waited for.
-        """
+        """Use the next reservation, together with later ones whose pages are available without waiting."""
         if not self._reservations:
             return
         with ExitStack() as held:
@@ -174,16 +172,16 @@ class Bench:
                 held.push(reservation)
                 ready.append((contents, uses))
             for contents, uses in ready:
-                self._look(contents, uses, 0.001)
+                self._check_and_modify(contents, uses, 0.001)
 
     def _use(self, held: AbstractContextManager[list[memoryview]], uses: Access) -> None:
         with held as contents:
-            self._look(contents, uses)
+            self._check_and_modify(contents, uses)
 
-    def _look(self, contents: list[memoryview], uses: Access, seconds: float = 0) -> None:
+    def _check_and_modify(self, contents: list[memoryview], uses: Access, seconds: float = 0) -> None:
         for (page, mode), content in zip(uses, contents, strict=True):
             if mode.fetches:
-                assert content[:8].tobytes() == self.newest[page], f"page {page} is not the newest"
+                assert content[:8].tobytes() == self.newest[page], f"page {page} does not have the newest content"
             time.sleep(random.random() * seconds)
             if mode.modifies:
                 self._number += 1
@@ -193,19 +191,19 @@ class Bench:
                 del self.newest[page]
 
     def drain(self) -> None:
-        """Wait for the other thread, and hear of its failures."""
+        """Wait for the other thread and raise its errors."""
         for job in self._jobs:
             job.result(20)
         self._jobs.clear()
 
-    def all_of(self, accesses: Iterable[Access], reserved: float = 0) -> None:
-        """Make accesses one after the other, a share of those that modify on the other thread."""
+    def use_all(self, accesses: Iterable[Access], reserved: float = 0) -> None:
+        """Perform accesses in order; a fraction `reserved` of the modifying ones runs on the other thread."""
         for access in accesses:
             modifies = any(use.mode.modifies for use in access)
             (self.reservation if modifies and random.random() < reserved else self.access)(access)
 
     def drop_gradients(self) -> None:
-        """What `zero_grad` does before a step."""
+        """Discard gradients like `zero_grad` before a step."""
         self.drain()
         waiting = [page for page in self.newest if self.layout.pages[page].role is Role.GRAD]
         self.pager.discard(waiting)
@@ -213,7 +211,7 @@ class Bench:
             del self.newest[page]
 
     def check(self) -> None:
-        """Flush, then look at everything."""
+        """Flush, then compare every page with its expected content."""
         self.pager.flush()
         self.drain()
         assert self.store.wrong == []
@@ -224,7 +222,7 @@ class Bench:
 
 @contextmanager
 def bench(layout: Layout, cache_slots: int, seed: int = 0, timeout: float = 300) -> Iterator[Bench]:
-    """Yield a bench; end its threads."""
+    """Yield a bench, and stop its threads afterwards."""
     made = Bench(layout, cache_slots, seed, timeout)
     try:
         yield made
@@ -234,12 +232,12 @@ def bench(layout: Layout, cache_slots: int, seed: int = 0, timeout: float = 300)
 
 
 @st.composite
-def benches(draw: st.DrawFn) -> tuple[Layout, Plan]:
-    """Draw a layout and a plan of a step on it, with few or many cache slots."""
+def benches_and_plans(draw: st.DrawFn) -> tuple[Layout, Plan]:
+    """Draw a layout and a plan of a step for it, with few or many cache slots."""
     layout = draw(layouts(most=80_000))
     events = draw(steps(layout))
     drawn = draw(update_schedules(layout, events))
-    update_schedule = replace(drawn, in_forward=frozenset())  # no gradients of a step before
+    update_schedule = replace(drawn, in_forward=frozenset())  # the first step has no gradients of a previous step
     trace = expand(events, layout, update_schedule)
     assume(trace)
     least = least_cache_slots(max(len(access) for access in trace))
@@ -247,13 +245,13 @@ def benches(draw: st.DrawFn) -> tuple[Layout, Plan]:
 
 
 @settings(max_examples=60, deadline=None, phases=NO_SHRINK)
-@given(benches(), st.integers(0, 1000), st.sampled_from([0, 0.5, 1]))
+@given(benches_and_plans(), st.integers(0, 1000), st.sampled_from([0, 0.5, 1]))
 def test_every_use_sees_the_newest_content(drawn: tuple[Layout, Plan], seed: int, reserved: float) -> None:
-    """Recorded, then planned; no page changes under a write, and the store ends with the newest of all."""
+    """The first step is recorded, later steps are planned; no page changes while it is being written."""
     layout, plan = drawn
     with bench(layout, plan.cache_slots, seed) as it:
         for cycle in range(5):
-            it.all_of(plan.trace, reserved)
+            it.use_all(plan.trace, reserved)
             if cycle == 0:
                 it.pager.install(plan)
             it.pager.begin_step()
@@ -262,9 +260,9 @@ def test_every_use_sees_the_newest_content(drawn: tuple[Layout, Plan], seed: int
 
 
 @settings(max_examples=60, deadline=None, phases=NO_SHRINK)
-@given(benches(), st.data())
+@given(benches_and_plans(), st.data())
 def test_departures_from_the_plan_are_served(drawn: tuple[Layout, Plan], data: st.DataObject) -> None:
-    """Evaluation in between, steps that stop in the middle, other orders, flushes: the content is right."""
+    """The content stays correct with evaluation between accesses, incomplete steps, a different order and flushes."""
     layout, plan = drawn
     chance = random.Random(data.draw(st.integers(0, 10_000)))
     kept = [page.index for page in layout.pages if page.role is not Role.GRAD]
@@ -278,7 +276,7 @@ def test_departures_from_the_plan_are_served(drawn: tuple[Layout, Plan], data: s
                     it.access((Use(chance.choice(kept), Mode.READ),), planned=chance.random() < 0.2)
                 if chance.random() < 0.02:
                     it.pager.flush()
-                it.all_of([access], 0.5)
+                it.use_all([access], 0.5)
             if stops < len(plan.trace):
                 it.drop_gradients()
             it.pager.begin_step()
@@ -287,21 +285,20 @@ def test_departures_from_the_plan_are_served(drawn: tuple[Layout, Plan], data: s
 
 
 def small_bench(timeout: float = 300) -> tuple[Layout, Plan, Bench]:
-    """Return a bench with few cache slots, in the middle of nothing."""
+    """Return a layout, a plan with few cache slots, and a bench for them."""
     layout = transformer(4, 16 * 1024, 64 << 10)
     events = transformer_step(4)
     plan = make_plan(expand(events, layout, UpdateSchedule.of("in_backward", events)), layout, 10)
     return layout, plan, Bench(layout, plan.cache_slots, timeout=timeout)
 
 
-def test_a_page_is_not_modified_while_it_is_written() -> None:
-    """The write is waited for, however long it takes."""
+def test_modification_waits_for_the_write_back() -> None:
     _, _, it = small_bench()
     it.access((Use(0, Mode.UPDATE),))
     it.check()
     it.store.gate.clear()
     it.access((Use(0, Mode.UPDATE),))
-    it.pager.install(None)  # writes what is dirty back
+    it.pager.install(None)  # writes dirty pages back
     assert it.pager.in_flight() == {"read": 0, "write": 1}
     pool = ThreadPoolExecutor(1)
     update = pool.submit(it.access, (Use(0, Mode.UPDATE),))
@@ -314,11 +311,8 @@ def test_a_page_is_not_modified_while_it_is_written() -> None:
     it.store.close()
 
 
-def test_with_everything_in_the_host_cache_training_goes_on_beside_updates() -> None:
-    """Past open reservations, to the next FSDP module but one, but not to their own pages;
-
-    no further: gradients wait in memory.
-    """
+def test_training_continues_during_updates_when_all_pages_are_cached() -> None:
+    """Training passes open reservations up to the second next FSDP module, because gradients wait in memory."""
     layout, events = transformer(6, 16 * 1024, 64 << 10), transformer_step(6)
     trace = expand(events, layout, UpdateSchedule.of("in_backward", events))
     plan = make_plan(trace, layout, len(layout.pages))
@@ -333,15 +327,15 @@ def test_with_everything_in_the_host_cache_training_goes_on_beside_updates() -> 
         4,
         2,
     ]  # updated, gathered, updated, gathered
-    (_, update), (_, near), (_, behind), (_, far) = runs[begins : begins + 4]
+    (_, update), (_, near), (_, second_update), (_, far) = runs[begins : begins + 4]
     with bench(layout, plan.cache_slots, timeout=30) as it, ThreadPoolExecutor(2) as pool:
         it.pager.install(plan)
-        it.all_of(access for _, run in runs[:begins] for access in run)
+        it.use_all(access for _, run in runs[:begins] for access in run)
         reservations = [it.pager.reservation(uses, threaded=True) for uses in update]
-        it.all_of(near)
+        it.use_all(near)
         waiting = [pool.submit(it.access, tuple(Use(page, Mode.READ) for page, _ in update[0]), planned=False)]
-        reservations += [it.pager.reservation(uses, threaded=True) for uses in behind]
-        waiting += [pool.submit(it.all_of, far)]
+        reservations += [it.pager.reservation(uses, threaded=True) for uses in second_update]
+        waiting += [pool.submit(it.use_all, far)]
         _, unfinished = wait(waiting, 0.1)
         assert len(unfinished) == 2
         for reservation in reservations[: len(update)]:
@@ -352,15 +346,15 @@ def test_with_everything_in_the_host_cache_training_goes_on_beside_updates() -> 
         assert it.observer.departures == 0
 
 
-@pytest.mark.parametrize("what", ["read", "write"])
-def test_a_failed_transfer_is_raised_in_the_training_loop(what: str) -> None:
-    """As it is, at the next call, and at every one after that."""
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_failed_transfer_is_raised_in_the_training_loop(op: str) -> None:
+    """The same error is raised at the next call and at every later one."""
     _, plan, it = small_bench()
     it.check()
     it.pager.install(plan)
-    it.store.failing = StorageError(what, "/somewhere", 4096, 512, 5)
-    with pytest.raises(StorageError, match=f"{what} of 512 bytes at offset 4096 of /somewhere failed: EIO"):
-        it.all_of(plan.trace * 3)
+    it.store.failing = StorageError(op, "/somewhere", 4096, 512, 5)
+    with pytest.raises(StorageError, match=f"{op} of 512 bytes at offset 4096 of /somewhere failed: EIO"):
+        it.use_all(plan.trace * 3)
     with pytest.raises(StorageError):
         it.pager.flush()
     with pytest.raises(StorageError):
@@ -368,14 +362,14 @@ def test_a_failed_transfer_is_raised_in_the_training_loop(what: str) -> None:
     it.store.close()
 
 
-def test_content_that_could_not_even_be_asked_for_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where an engine refuses a read at once, it is this access that fails, not the next."""
+def test_immediately_failed_read_fails_its_own_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the engine rejects a read at once, this access fails, not the next one."""
     layout, _, it = small_bench()
     it.check()
-    asked: list[int] = []
+    requested: list[int] = []
 
     def read(page: int, memory: memoryview, done: Callable[[Exception | None], None]) -> None:
-        asked.append(page)
+        requested.append(page)
         done(StorageError("read", "/somewhere", 4096, 512, 5))
 
     monkeypatch.setattr(it.store, "read", read)
@@ -384,16 +378,16 @@ def test_content_that_could_not_even_be_asked_for_is_not_handed_out(monkeypatch:
             continue
         try:
             with it.pager.access((Use(page.index, Mode.READ),), planned=False):
-                assert asked == []
+                assert requested == []
         except StorageError:
             break
-    assert len(asked) == 1
+    assert len(requested) == 1
     it.store.close()
 
 
-@pytest.mark.parametrize(("what", "mode"), [("read", Mode.READ), ("written", Mode.UPDATE)])
-def test_a_stall_is_an_error_that_says_what_is_waited_for(what: str, mode: Mode) -> None:
-    """After the time limit, with the request that has been in flight longest; it counts as a failed transfer."""
+@pytest.mark.parametrize(("transfer", "mode"), [("read", Mode.READ), ("written", Mode.UPDATE)])
+def test_stall_error_names_the_transfer_and_the_oldest_request(transfer: str, mode: Mode) -> None:
+    """The error is raised after the time limit and counts as a failed transfer."""
     layout, _, it = small_bench(timeout=2)
     it.check()
     if mode is Mode.READ:
@@ -401,33 +395,30 @@ def test_a_stall_is_an_error_that_says_what_is_waited_for(what: str, mode: Mode)
         uses = [(Use(page.index, mode),) for page in layout.pages if page.role is not Role.GRAD]
     else:
         uses = [(Use(0, mode),)]
-        it.all_of(uses)
+        it.use_all(uses)
         it.store.gate.clear()
-        it.pager.install(None)  # writes what is dirty back
-    with pytest.raises(StallError, match=f"waited 2 s for a page to be {what}; the request of the test"):
-        it.all_of(uses)
+        it.pager.install(None)  # writes dirty pages back
+    with pytest.raises(StallError, match=f"waited 2 s for a page to be {transfer}; the request of the test"):
+        it.use_all(uses)
     assert it.observer.given_up == ["read" if mode is Mode.READ else "write"]
     it.store.close()
 
 
-def test_other_ranks_may_be_later_than_a_transfer() -> None:
-    """While an update waits for them, what waits for it does not count:
-
-    for one of its pages, or for a cache slot of it.
-    """
+def test_waiting_for_other_ranks_does_not_count_as_a_stall() -> None:
+    """Waits for a page of an update in an exchange, or for one of its cache slots, are not limited."""
     layout, _, it = small_bench(timeout=1)
     it.check()
     with held_in_exchange(it, layout, seconds=2.5):
         it.access((Use(0, Mode.READ),))  # the page of the update
     with held_in_exchange(it, layout, seconds=2.5):
         others = [page.index for page in layout.pages if page.role is not Role.GRAD][10:20]
-        it.access(tuple(Use(page, Mode.READ) for page in others))  # as many as there are cache slots
+        it.access(tuple(Use(page, Mode.READ) for page in others))  # as many pages as cache slots
     it.check()
     it.store.close()
 
 
-def test_an_update_has_the_whole_limit_behind_an_exchange() -> None:
-    """And no more: one that hangs by itself is found."""
+def test_time_limit_restarts_after_an_exchange() -> None:
+    """An update that hangs after its exchange is still detected."""
     layout, _, it = small_bench(timeout=1)
     it.check()
     with held_in_exchange(it, layout, seconds=1.5, then=0.3):
@@ -439,14 +430,14 @@ def test_an_update_has_the_whole_limit_behind_an_exchange() -> None:
     it.store.close()
 
 
-def test_a_drive_that_hangs_is_found_during_an_exchange() -> None:
-    """However late other ranks are: what is in flight does not end."""
+def test_hanging_drive_is_detected_during_an_exchange() -> None:
+    """Waits for other ranks do not hide a transfer that never ends."""
     layout, _, it = small_bench(timeout=1)
     it.check()
     with held_in_exchange(it, layout, seconds=8, pages=3):
         it.access((Use(5, Mode.WRITE),), planned=False)
         it.store.gate.clear()
-        it.pager.install(None)  # writes it back
+        it.pager.install(None)  # writes the page back
         with pytest.raises(StallError, match="waited 1 s for any page to be read or written; the request of the test"):
             it.access((Use(0, Mode.READ),))
     assert it.observer.given_up == ["write"]
@@ -455,7 +446,7 @@ def test_a_drive_that_hangs_is_found_during_an_exchange() -> None:
 
 @contextmanager
 def held_in_exchange(it: Bench, layout: Layout, *, seconds: float, then: float = 0, pages: int = 10) -> Iterator[None]:
-    """Have another thread hold page 0 and those behind it in the body, so long in an exchange, and so long after."""
+    """Hold pages on another thread for `seconds` in an exchange and for `then` after it, or until the body ends."""
     held = [page.index for page in layout.pages if page.role is not Role.GRAD][:pages]
     reservation = it.pager.reservation(tuple(Use(page, Mode.UPDATE) for page in held), threaded=True)
     begun, over = Event(), Event()
@@ -478,8 +469,8 @@ def held_in_exchange(it: Bench, layout: Layout, *, seconds: float, then: float =
 
 
 @pytest.mark.parametrize("end", ["filled", "released", "dropped"])
-def test_what_will_be_filled_anew_finds_a_cache_slot(end: str) -> None:
-    """No read for what comes later takes it, until it is filled, or nobody wants to fill it any more."""
+def test_page_to_be_overwritten_has_a_reserved_cache_slot(end: str) -> None:
+    """Prefetches do not take the slot until the page has been filled or its claim has been released."""
     layout, _, it = small_bench()
     cache, cache_slots = it.pager._cache, it.cache_slots
     *before, filled, later = [page.index for page in layout.pages if page.role is not Role.GRAD][: cache_slots + 1]
@@ -517,8 +508,8 @@ def test_what_will_be_filled_anew_finds_a_cache_slot(end: str) -> None:
     it.store.close()
 
 
-def test_nothing_is_reserved_for_who_waits_for_a_cache_slot() -> None:
-    """It would count twice, and be left reserved when it has its cache slot."""
+def test_page_waiting_for_a_cache_slot_reserves_no_other() -> None:
+    """The page would count twice, and a reservation would remain after it gets its slot."""
     layout, _, it = small_bench()
     cache = it.pager._cache
     page = layout.pages[0].index
@@ -534,8 +525,8 @@ def test_nothing_is_reserved_for_who_waits_for_a_cache_slot() -> None:
     it.store.close()
 
 
-def test_more_pages_at_once_than_cache_slots_is_an_error() -> None:
-    """It names the setting, and does not hang."""
+def test_access_to_more_pages_than_cache_slots_raises() -> None:
+    """The error names the setting, and the access does not hang."""
     layout, _, it = small_bench()
     uses = tuple(Use(page.index, Mode.WRITE) for page in layout.pages[:11])
     with pytest.raises(InfinityError, match=r"memory\.host_bytes"):
@@ -543,8 +534,8 @@ def test_more_pages_at_once_than_cache_slots_is_an_error() -> None:
     it.store.close()
 
 
-def test_the_plan_bounds_what_moves() -> None:
-    """Steady cycles read and write no more than predicted, and nothing twice."""
+def test_steady_traffic_matches_the_plan() -> None:
+    """Steady cycles read and write no more than predicted."""
     layout, plan, it = small_bench()
     it.pager.install(plan)
     cycles = 12
@@ -552,7 +543,7 @@ def test_the_plan_bounds_what_moves() -> None:
         if cycle == 2:
             it.store.read_pages.clear()
             it.store.written_pages.clear()
-        it.all_of(plan.trace)
+        it.use_all(plan.trace)
         it.pager.begin_step()
     read = sum(layout.pages[page].nbytes for page in it.store.read_pages)
     written = sum(layout.pages[page].nbytes for page in it.store.written_pages)

@@ -1,4 +1,4 @@
-"""The planner, against a walk of its own plan that shares no code with it, the law, and the best there can be."""
+"""Tests of the planner against an independent walk of its plans, closed-form traffic, and an exact optimum."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEADY = 3
 
 @dataclass
 class Walk:
-    """What happened when a plan was walked, access by access; bytes by cycle."""
+    """Result of walking a plan access by access; bytes are counted by cycle."""
 
     most_cache_slots: int = 0
     read: list[int] = field(default_factory=lambda: [0] * CYCLES)
@@ -36,10 +36,7 @@ class Walk:
 
 
 def window(plan: Plan, position: int) -> list[int]:
-    """Return the positions (unwrapped) ahead whose distinct pages fit the streaming cache slots:
-
-    the discipline in words.
-    """
+    """Return the unwrapped positions ahead whose distinct pages fit the streaming cache slots."""
     inside: set[int] = set()
     found = []
     for ahead in range(position, position + len(plan.trace)):
@@ -51,19 +48,19 @@ def window(plan: Plan, position: int) -> list[int]:
 
 
 def walk(plan: Plan, layout: Layout) -> Walk:
-    """Walk prefix and some cycles from a cold start: a page is in memory while kept, or while the window has a use."""
+    """Walk the prefix and several cycles from an empty cache; a page is cached while kept or used within the window."""
     lead, seen = len(plan.prefix), Walk()
-    waiting: set[int] = set()  # kept since a use that is over
+    kept_pages: set[int] = set()  # kept since an earlier use
     held: dict[int, bool] = {}  # page -> modified since its last write
-    kept: dict[int, bool] = {}  # resident pages; never written in a steady step
+    resident: dict[int, bool] = {}  # never written in a steady step
     for position in range(lead + CYCLES * len(plan.trace)):
-        cycle = max(0, position - lead) // len(plan.trace)  # what the prefix moves counts as the first
+        cycle = max(0, position - lead) // len(plan.trace)  # transfers of the prefix count in the first cycle
         wanted: dict[int, Mode] = {}
         for place in window(plan, position):
             for use in plan.access(place):
                 if use.page not in plan.resident:
                     wanted.setdefault(use.page, use.mode)
-        for page in [page for page in held if page not in wanted and page not in waiting]:
+        for page in [page for page in held if page not in wanted and page not in kept_pages]:
             if held.pop(page):
                 seen.written[cycle] += layout.pages[page].nbytes
         for page, mode in wanted.items():
@@ -73,9 +70,9 @@ def walk(plan: Plan, layout: Layout) -> Walk:
                     seen.read[cycle] += layout.pages[page].nbytes
         seen.most_cache_slots = max(seen.most_cache_slots, len(held) + len(plan.resident))
         for page, mode in plan.access(position):
-            cache_slots = kept if page in plan.resident else held
-            if cache_slots is kept:
-                kept.setdefault(page, False)
+            cache_slots = resident if page in plan.resident else held
+            if cache_slots is resident:
+                resident.setdefault(page, False)
             if page not in cache_slots:
                 seen.unfetched.append((position, page))
                 continue
@@ -83,15 +80,15 @@ def walk(plan: Plan, layout: Layout) -> Walk:
                 cache_slots[page] = True
             elif mode is Mode.CONSUME:
                 cache_slots[page] = False
-            waiting.discard(page)
+            kept_pages.discard(page)
             if plan.keeps(position, page):
-                waiting.add(page)
+                kept_pages.add(page)
     return seen
 
 
 @given(plans())
-def test_a_plan_stays_within_its_cache_slots(drawn: tuple[Plan, Layout]) -> None:
-    """Resident pages, the window and the cache slots for writing fit the host cache; no use finds its page missing."""
+def test_plan_fits_its_cache_slots(drawn: tuple[Plan, Layout]) -> None:
+    """Resident pages, the window and the slots for writing fit the host cache, and every used page is available."""
     plan, layout = drawn
     seen = walk(plan, layout) if plan.streaming_cache_slots else None
     staying = len(plan.resident) + plan.streaming_cache_slots + plan.kept.cache_slots
@@ -103,8 +100,8 @@ def test_a_plan_stays_within_its_cache_slots(drawn: tuple[Plan, Layout]) -> None
 
 
 @given(plans())
-def test_predicted_bytes_are_those_of_the_walk(drawn: tuple[Plan, Layout]) -> None:
-    """In a steady step, byte for byte."""
+def test_predicted_bytes_match_the_walk(drawn: tuple[Plan, Layout]) -> None:
+    """A steady step matches exactly."""
     plan, layout = drawn
     if not plan.streaming_cache_slots:
         assert plan.traffic.read_bytes == plan.traffic.written_bytes == 0
@@ -115,17 +112,19 @@ def test_predicted_bytes_are_those_of_the_walk(drawn: tuple[Plan, Layout]) -> No
 
 
 @given(plans())
-def test_the_reach_is_the_window(drawn: tuple[Plan, Layout]) -> None:
-    """c(i) of the plan is the last position of the window, in the prefix and in the step, again and again."""
+def test_reach_is_the_last_position_of_the_window(drawn: tuple[Plan, Layout]) -> None:
+    """This holds in the prefix and in every cycle."""
     plan, _ = drawn
     if plan.streaming_cache_slots:
-        turns = range(len(plan.prefix) + 2 * len(plan.trace))
-        assert [plan.reach_at(position) for position in turns] == [window(plan, position)[-1] for position in turns]
+        positions = range(len(plan.prefix) + 2 * len(plan.trace))
+        assert [plan.reach_at(position) for position in positions] == [
+            window(plan, position)[-1] for position in positions
+        ]
 
 
 @given(plans())
-def test_where_nothing_streams_only_updates_in_backward_bound_the_window(drawn: tuple[Plan, Layout]) -> None:
-    """It ends with the second FSDP module behind the first of them; else it is a turn."""
+def test_fully_cached_window_is_bounded_by_updates_in_backward(drawn: tuple[Plan, Layout]) -> None:
+    """It ends with the second FSDP module after the first update, or after one cycle."""
     plan, layout = drawn
     used = {use.page for access in plan.trace for use in access}
     plan = prepend(plan.prefix, make_plan(plan.trace, layout, len(used)), layout)
@@ -143,18 +142,16 @@ def test_where_nothing_streams_only_updates_in_backward_bound_the_window(drawn: 
 
 
 @given(plans())
-def test_with_everything_in_the_host_cache_nothing_moves(drawn: tuple[Plan, Layout]) -> None:
-    """As many cache slots as pages: no bytes at all."""
+def test_fully_cached_plan_moves_no_bytes(drawn: tuple[Plan, Layout]) -> None:
     plan, layout = drawn
     used = {use.page for access in plan.trace for use in access}
-    whole = make_plan(plan.trace, layout, len(used))
-    assert whole.resident == used
-    assert whole.traffic.read_bytes == whole.traffic.written_bytes == 0
+    full = make_plan(plan.trace, layout, len(used))
+    assert full.resident == used
+    assert full.traffic.read_bytes == full.traffic.written_bytes == 0
 
 
 @given(plans())
-def test_more_cache_slots_never_cost_bytes(drawn: tuple[Plan, Layout]) -> None:
-    """Twice the host cache moves no more than the host cache."""
+def test_larger_host_cache_never_moves_more_bytes(drawn: tuple[Plan, Layout]) -> None:
     plan, layout = drawn
     twice = make_plan(plan.trace, layout, 2 * plan.cache_slots)
     assert twice.traffic.read_bytes <= plan.traffic.read_bytes
@@ -162,8 +159,7 @@ def test_more_cache_slots_never_cost_bytes(drawn: tuple[Plan, Layout]) -> None:
 
 
 @given(plans())
-def test_too_few_cache_slots_are_refused(drawn: tuple[Plan, Layout]) -> None:
-    """One cache slot less than the least is an error that names the setting."""
+def test_too_few_cache_slots_raise_budget_error(drawn: tuple[Plan, Layout]) -> None:
     plan, layout = drawn
     used = {use.page for access in plan.trace for use in access}
     least = least_cache_slots(max(len(access) for access in plan.trace))
@@ -173,23 +169,19 @@ def test_too_few_cache_slots_are_refused(drawn: tuple[Plan, Layout]) -> None:
 
 
 LAYERS, ELEMENTS, PAGE = 24, 4 * 32 * 1024, 64 * KIB
-"""A layer fills four pages of weights, eight of gradients and 26 of master and moments."""
-LAWS = {
+"""A layer fills four pages of weights, eight pages of gradients, and 26 pages of master and moments."""
+TRANSFERS = {
     "in_backward": ({Role.PARAM: 2, Role.UPDATE: 1, Role.GRAD: 0}, {Role.PARAM: 1, Role.UPDATE: 1, Role.GRAD: 0}),
     "in_forward": ({Role.PARAM: 1, Role.UPDATE: 1, Role.GRAD: 1}, {Role.PARAM: 1, Role.UPDATE: 1, Role.GRAD: 1}),
     "after_backward": ({Role.PARAM: 2, Role.UPDATE: 1, Role.GRAD: 1}, {Role.PARAM: 1, Role.UPDATE: 1, Role.GRAD: 1}),
 }
-"""How often a byte that is not resident is read and written in a step, by role."""
+"""Number of times that a non-resident byte is read and written per step, by role."""
 
 
-def waiting(plan: Plan, layout: Layout, events: Sequence[Event], update_schedule: UpdateSchedule, role: Role) -> int:
-    """Return the bytes of a role that wait for their next use within the window, at the turns of a step.
-
-    At the end of forward and at its begin, the weights of the last and of the first layers are used again soon; so are
-    the latest gradients when the update begins. That is so where no more other pages are used in between than stream.
-    Where an FSDP module does not fit the window, what it reads again between its own update and gather counts against
-    it.
-    """
+def bytes_reused_within_the_window(
+    plan: Plan, layout: Layout, events: Sequence[Event], update_schedule: UpdateSchedule, role: Role
+) -> int:
+    """Return the bytes of a role that are used again within the window where a step changes direction."""
     ends = [len(expand(events[: number + 1], layout, update_schedule)) for number in range(len(events))]
     event_of = [number for number, end in enumerate(ends) for _ in range(end - (ends[number - 1] if number else 0))]
     streams = [frozenset(use.page for use in access) - plan.resident for access in plan.trace] * 2
@@ -209,19 +201,19 @@ def waiting(plan: Plan, layout: Layout, events: Sequence[Event], update_schedule
     return found
 
 
-@pytest.mark.parametrize(("share", "update_schedule"), alternate([0.1, 0.25, 0.5, 0.75, 0.9], LAWS))
-def test_a_transformer_reaches_the_closed_form(share: float, update_schedule: str) -> None:
-    """To within one page per role: bytes that stay save all of their transfers, bytes that wait at a turn one."""
+@pytest.mark.parametrize(("share", "update_schedule"), alternate([0.1, 0.25, 0.5, 0.75, 0.9], TRANSFERS))
+def test_transformer_traffic_matches_the_closed_form(share: float, update_schedule: str) -> None:
+    """Resident bytes save all of their transfers and bytes reused within the window save one, to within one page."""
     layout = transformer(LAYERS, ELEMENTS, PAGE)
     events = transformer_step(LAYERS)
-    placed = replace(
+    schedule = replace(
         UpdateSchedule.of(update_schedule, events), overlapped=False
     )  # overlapping costs bytes where cache slots are few
-    plan = make_plan(expand(events, layout, placed), layout, int(share * layout.state_bytes) // PAGE)
-    for role in LAWS[update_schedule][0]:
+    plan = make_plan(expand(events, layout, schedule), layout, int(share * layout.state_bytes) // PAGE)
+    for role in TRANSFERS[update_schedule][0]:
         moving = sum(page.nbytes for page in layout.pages if page.role is role and page.index not in plan.resident)
-        read, written = (law[role] * moving for law in LAWS[update_schedule])
-        saved = waiting(plan, layout, events, placed, role)
+        read, written = (transfers[role] * moving for transfers in TRANSFERS[update_schedule])
+        saved = bytes_reused_within_the_window(plan, layout, events, schedule, role)
         assert saved <= 2 * plan.streaming_cache_slots * PAGE
         assert abs(plan.traffic.read[role] - (read - saved)) <= PAGE, role
         if role is Role.GRAD:  # consumed before they are ever written
@@ -231,7 +223,7 @@ def test_a_transformer_reaches_the_closed_form(share: float, update_schedule: st
 
 @st.composite
 def small_steps(draw: st.DrawFn) -> tuple[Layout, tuple[Access, ...]]:
-    """Draw a transformer of few pages and the accesses of its step."""
+    """Draw a transformer with few pages and the accesses of its step."""
     layers = draw(st.integers(4, 5))
     layout = transformer(
         layers, 1024 * draw(st.sampled_from([1, 4, 5])), PAGE, draw(st.sampled_from(["mixed", "plain"]))
@@ -241,36 +233,28 @@ def small_steps(draw: st.DrawFn) -> tuple[Layout, tuple[Access, ...]]:
 
 
 def residences(trace: Sequence[Access], page: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Return every way to keep or give up a page after each of its uses:
-
-    (transfers, occupied cache slots by position).
-    """
+    """Return (transfers, occupied cache slots by position) for every way to keep or evict a page after each use."""
     uses = [(position, mode) for position, access in enumerate(trace) for p, mode in access if p == page]
     found = []
     for kept in product((False, True), repeat=len(uses)):
         occupied = [0] * len(trace)
         transfers = 0
         dirty = False
-        for turn in (0, 1):  # the first one finds out what is dirty when a step begins
+        for cycle in (0, 1):  # the first cycle determines which pages are dirty when a step begins
             for number, (position, mode) in enumerate(uses):
-                transfers += turn and mode.fetches and not kept[number - 1]
+                transfers += cycle and mode.fetches and not kept[number - 1]
                 dirty = (dirty or mode.modifies) and mode is not Mode.CONSUME
                 again = uses[(number + 1) % len(uses)][0] + len(trace) * (number + 1 == len(uses))
                 for place in range(position, again + 1 if kept[number] else position + 1):
                     occupied[place % len(trace)] = 1
-                transfers += turn and dirty and not kept[number]
+                transfers += cycle and dirty and not kept[number]
                 dirty = dirty and kept[number]
         found.append((transfers, tuple(occupied)))
     return found
 
 
 def optimum(trace: Sequence[Access], layout: Layout, cache_slots: int) -> int:
-    """Return the fewest bytes that any replacement can move per step, in so many cache slots: exact, by dynamic
-    programming.
-
-    It knows the whole step, may keep any page from any use to the next, writes what is dirty when it gives it up, and
-    needs no cache slot for reading ahead or for writing behind. Schedules that repeat every step.
-    """
+    """Return the exact minimum of bytes per step over all replacement strategies, by dynamic programming."""
     pages = sorted({use.page for access in trace for use in access})
     ways = {page: residences(trace, page) for page in pages}
     needed = {page: tuple(map(min, zip(*(row for _, row in ways[page]), strict=True))) for page in pages}
@@ -290,14 +274,8 @@ def optimum(trace: Sequence[Access], layout: Layout, cache_slots: int) -> int:
 
 @settings(max_examples=10, deadline=None)
 @given(small_steps(), st.integers(0, 3))
-def test_no_replacement_does_better_in_the_cache_slots_that_are_not_reserve(
-    drawn: tuple[Layout, tuple[Access, ...]], more: int
-) -> None:
-    """A plan moves no more than the optimum of its resident cache slots and those that the widest access needs beside
-    one.
-
-    The other cache slots of the plan are its reserve: they read ahead and write behind, which the optimum need not do.
-    """
+def test_plan_is_optimal_without_its_reserve_slots(drawn: tuple[Layout, tuple[Access, ...]], more: int) -> None:
+    """A plan moves no more than the optimum without the slots that it reserves for reading ahead and writing back."""
     layout, trace = drawn
     widest = max(len(access) for access in trace)
     plan = make_plan(trace, layout, least_cache_slots(widest) + more)
@@ -310,11 +288,8 @@ def test_no_replacement_does_better_in_the_cache_slots_that_are_not_reserve(
 
 @pytest.mark.parametrize("key", ["mixed", "split", "8bit"])
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.15, 0.3, 0.5, 0.8, 0.95])
-def test_state_formats_reach_the_closed_form(share: float, key: str) -> None:
-    """Reads (2N - C)+ + (SN - C)+ and writes (SN - C)+, or one page more.
-
-    Less by what the cache slots save that stream or keep one FSDP module's weights.
-    """
+def test_state_format_traffic_matches_the_closed_form(share: float, key: str) -> None:
+    """Reads are (2N - C)+ + (SN - C)+ and writes (SN - C)+, less the savings of streaming slots and kept weights."""
     layers = 12
     layout = transformer(layers, 16 * 5 * 1024, PAGE, key)
     events = transformer_step(layers)
@@ -325,18 +300,18 @@ def test_state_formats_reach_the_closed_form(share: float, key: str) -> None:
     reserve = (plan.cache_slots - len(plan.resident) + 2) * PAGE
     assert plan.kept.cache_slots <= len(layout.segments[0].param_pages)
 
-    def law(cache: int) -> tuple[int, int]:
+    def expected(cache: int) -> tuple[int, int]:
         return max(0, weights - cache) + max(0, state - cache), max(0, state - cache)
 
     read, written = plan.traffic.read_bytes, plan.traffic.written_bytes
-    assert read <= law(cached)[0] + PAGE
-    assert written <= law(cached)[1]
-    assert read >= law(cached)[0] - 2 * reserve
-    assert written >= law(cached)[1] - reserve
+    assert read <= expected(cached)[0] + PAGE
+    assert written <= expected(cached)[1]
+    assert read >= expected(cached)[0] - 2 * reserve
+    assert written >= expected(cached)[1] - reserve
 
 
-def test_weights_are_kept_first() -> None:
-    """A resident weight byte saves three transfers, any other byte two."""
+def test_weights_are_resident_first() -> None:
+    """A resident byte of weights saves three transfers; any other resident byte saves two."""
     layout = transformer(LAYERS, ELEMENTS, PAGE)
     events = transformer_step(LAYERS)
     trace = expand(events, layout, UpdateSchedule.of("in_backward", events))
@@ -345,8 +320,8 @@ def test_weights_are_kept_first() -> None:
     assert {layout.pages[page].role for page in plan.resident} == {Role.PARAM}
 
 
-def test_a_fsdp_module_that_is_used_again_is_not_updated_in_backward() -> None:
-    """Its weights would change while they are still needed, or its gradient be incomplete."""
+def test_reused_fsdp_module_is_not_updated_in_backward() -> None:
+    """Its weights would change while they are still needed, or its gradient would be incomplete."""
     events = transformer_step(3)
     gather_again = (*events[:-1], events[0], events[-1])
     assert eligible_for_backward(events) == {0, 1, 2}

@@ -1,4 +1,4 @@
-"""Bytes per step: what is measured is what was planned, and what the kernel counted."""
+"""Tests of bytes per step: measured traffic equals the plan and the counters of the operating system."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from support.train import PAGE, Outcome, Paging, Recipe, offloaded, train
     ("model_and_host_cache", "update_schedule"),
     alternate([("even", "least"), ("even", "middle"), ("even", "all"), ("toy", "least")], UPDATE_SCHEDULES),
 )
-def test_measured_bytes_are_the_planned_ones(
+def test_measured_bytes_match_the_plan(
     model_and_host_cache: tuple[str, str], update_schedule: str, tmp_path: Path
 ) -> None:
-    """Within 1 % over steady steps; nothing at all where everything fits the host cache."""
+    """Steady steps match within 1 %; if everything fits the host cache, no bytes move."""
     model, host_cache = model_and_host_cache
     seen = traffic(
         Recipe(model=model, steps=WARM), Paging(host_cache=host_cache, update_schedule=update_schedule), str(tmp_path)
@@ -32,14 +32,10 @@ def test_measured_bytes_are_the_planned_ones(
     assert (seen["read"] == 0) == (seen["written"] == 0) == (host_cache == "all")
 
 
-@pytest.mark.parametrize(("share", "update_schedule"), alternate([10, 25, 50, 75, 90], UPDATE_SCHEDULES))
-def test_measured_bytes_at_every_share(share: int, update_schedule: str, tmp_path: Path) -> None:
-    """Within 1 %, above and below, in host caches of a tenth to nine tenths of the state.
-
-    What is read counts with what was spared: on a slow drive a page may come back while it is still being written, and
-    is not read again. That is some pages at the turns of a step.
-    """
-    paging = Paging(host_cache=f"{share}%", update_schedule=update_schedule)
+@pytest.mark.parametrize(("percent", "update_schedule"), alternate([10, 25, 50, 75, 90], UPDATE_SCHEDULES))
+def test_measured_bytes_match_the_plan_at_every_cache_size(percent: int, update_schedule: str, tmp_path: Path) -> None:
+    """Host caches of 10 to 90 % of the state match within 1 %, with reads spared by pending writes counted as reads."""
+    paging = Paging(host_cache=f"{percent}%", update_schedule=update_schedule)
     seen = traffic(Recipe(model="even", steps=2 * WARM), paging, str(tmp_path))
     assert close(seen["read"] + seen["spared"], seen["planned_read"]), seen
     assert close(seen["written"], seen["planned_written"]), seen
@@ -47,8 +43,7 @@ def test_measured_bytes_at_every_share(share: int, update_schedule: str, tmp_pat
 
 
 @pytest.mark.parametrize("recipe", [Recipe(model="toy", steps=WARM, micro=2), Recipe(model="repeated", steps=WARM)])
-def test_measured_bytes_are_the_planned_ones_in_other_loops(recipe: Recipe, tmp_path: Path) -> None:
-    """Accumulation, and a module that is used twice."""
+def test_measured_bytes_match_the_plan_with_accumulation_and_reuse(recipe: Recipe, tmp_path: Path) -> None:
     seen = traffic(recipe, Paging(host_cache="least", update_schedule="after_backward"), str(tmp_path))
     assert as_planned(seen["read"], seen["planned_read"]), seen
     assert as_planned(seen["written"], seen["planned_written"]), seen
@@ -56,8 +51,8 @@ def test_measured_bytes_are_the_planned_ones_in_other_loops(recipe: Recipe, tmp_
 
 
 @pytest.mark.parametrize("update_schedule", all_but(UPDATE_SCHEDULES, "in_backward", "after_backward"))
-def test_measured_bytes_are_the_planned_ones_on_two_ranks(update_schedule: str, tmp_path: Path, pair: RankPool) -> None:
-    """Each rank moves its own shards."""
+def test_measured_bytes_match_the_plan_on_two_ranks(update_schedule: str, tmp_path: Path, pair: RankPool) -> None:
+    """Each rank transfers its own shards."""
     paging = Paging(host_cache="least", update_schedule=update_schedule)
     for seen in pair.run(traffic, Recipe(model="even", steps=WARM), paging, str(tmp_path)):
         assert as_planned(seen["read"], seen["planned_read"]), seen
@@ -73,18 +68,18 @@ def test_measured_bytes_are_the_planned_ones_on_two_ranks(update_schedule: str, 
         pytest.param("after_backward", 34.05, marks=pytest.mark.wide),
     ],
 )
-def test_bytes_per_parameter_with_nothing_cached(update_schedule: str, most: float, tmp_path: Path) -> None:
-    """30 in backward; 4 more where gradients, in bf16, go to NVMe and back; 2 less where the forward updates."""
+def test_bytes_per_parameter_without_caching(update_schedule: str, most: float, tmp_path: Path) -> None:
+    """30 with updates in backward, 4 more if bf16 gradients are stored, 2 less if updates run in forward."""
     paging = Paging(host_cache="least", update_schedule=update_schedule)
     seen = traffic(Recipe(model="even", steps=WARM), paging, str(tmp_path))
     assert seen["resident"] <= 2
-    assert seen["state"] == 14 * seen["parameters"], "this model is meant to have no padding"
+    assert seen["state"] == 14 * seen["parameters"], "the model must have no padding"
     each = (seen["read"] + seen["written"]) / STEADY / seen["parameters"]
     assert most - 2.1 < each <= most
 
 
-def accounted(folder: Path) -> bool:
-    """Whether the kernel counts what is written to a folder."""
+def accounts_writes(folder: Path) -> bool:
+    """Return whether the operating system counts bytes that are written to a folder."""
     before = kernel_bytes()["write_bytes"]
     file = folder / "probe"
     file.write_bytes(os.urandom(8 * PAGE))
@@ -96,18 +91,18 @@ def accounted(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize(("engine", "update_schedule"), [("auto", "in_backward"), ("threads", "after_backward")])
-def test_the_kernel_counts_the_same_bytes(engine: str, update_schedule: str, tmp_path: Path) -> None:
-    """`/proc/self/io` within 1 %: no byte is moved that is not counted, and no page cache in between."""
-    if not Path("/proc/self/io").exists() or not accounted(tmp_path):
-        pytest.skip("the kernel does not count the bytes of this file system")
+def test_measured_bytes_match_proc_self_io(engine: str, update_schedule: str, tmp_path: Path) -> None:
+    """The counters agree within 1 %: every byte is counted, and none passes through the page cache."""
+    if not Path("/proc/self/io").exists() or not accounts_writes(tmp_path):
+        pytest.skip("the operating system does not count bytes written to this file system")
     paging = Paging(host_cache="least", update_schedule=update_schedule, engine=engine)
     seen = traffic(Recipe(model="even", steps=WARM), paging, str(tmp_path))
     assert close(seen["read"], seen["kernel_read"]), seen
     assert close(seen["written"], seen["kernel_written"]), seen
 
 
-def test_a_role_is_counted_on_its_own(tmp_path: Path) -> None:
-    """The stats page says how many bytes of each state went to which path."""
+def test_bytes_are_counted_per_role_and_path(tmp_path: Path) -> None:
+    """The stats file records bytes by state and path."""
     recipe = Recipe(model="even", steps=WARM)
     with offloaded(recipe, Paging(host_cache="least", paths=2, update_schedule="after_backward"), tmp_path) as (
         model,

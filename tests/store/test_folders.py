@@ -1,4 +1,4 @@
-"""Which folders are runs, who may have them, and that whoever plants something there gets nothing."""
+"""Tests of run folders: discovery, ownership, locks, removal, and protection against planted files."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from support.session import EVERY, RECIPE, STEPS, Session, reference
 from support.train import MIB, Paging, make_optimizer, settings
 
 OTHER_USER = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user, or mount")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of files or mount")
 
 
 @contextmanager
-def read_only(folder: Path) -> Iterator[Path]:
-    """Have a folder a second time, on a read-only mount; skip where mounting is not allowed."""
+def read_only_mount(folder: Path) -> Iterator[Path]:
+    """Mount a folder a second time, read-only; skip the test if mounting is not permitted."""
     place = folder.with_name(f"{folder.name}-read-only")
     place.mkdir()
     done = subprocess.run(["mount", "--bind", str(folder), str(place)], capture_output=True, check=False)
@@ -60,7 +60,7 @@ def read_only(folder: Path) -> Iterator[Path]:
 
 
 def make_run(*paths: Path) -> RunFolder:
-    """Make the folders of a run without a checkpoint."""
+    """Create the folders of a run without a checkpoint."""
     for path in paths:
         path.mkdir(exist_ok=True)
     run = RunFolder.of(paths, new_run_id())
@@ -68,18 +68,18 @@ def make_run(*paths: Path) -> RunFolder:
     return run
 
 
-def tree(folder: Path) -> dict[str, bytes | None]:
-    """Return everything in a folder, with the content of files."""
+def folder_content(folder: Path) -> dict[str, bytes | None]:
+    """Return the paths in a folder, with the content of files."""
     return {
         str(entry.relative_to(folder)): entry.read_bytes() if entry.is_file() else None for entry in folder.rglob("*")
     }
 
 
-# What is a run #
+# Discovery #
 
 
-def test_a_run_is_a_name_and_a_marker(tmp_path: Path) -> None:
-    """Everything else is passed over: with a reason where it is named as a run."""
+def test_run_is_found_by_folder_name_and_marker(tmp_path: Path) -> None:
+    """Other entries are ignored, with a reason if the folder name is the name of a run."""
     run = make_run(tmp_path)
     (root,) = run.roots
     (tmp_path / ".git" / "checkpoints").mkdir(parents=True)
@@ -103,24 +103,24 @@ def test_a_run_is_a_name_and_a_marker(tmp_path: Path) -> None:
     }
 
 
-def test_a_folder_that_may_not_be_listed_hides_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anybody can make one where many store their runs."""
+def test_unreadable_folder_does_not_hide_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any user can create such a folder in a shared location."""
     run, odd = make_run(tmp_path), tmp_path / "20260101-000000-aaaaaa"
     odd.mkdir(mode=0o711)
     listdir = os.listdir
 
-    def refusing(path: Path) -> list[str]:
+    def listdir_without_permission(path: Path) -> list[str]:
         if path == odd:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return listdir(path)
 
-    monkeypatch.setattr(os, "listdir", refusing)
+    monkeypatch.setattr(os, "listdir", listdir_without_permission)
     runs, passed = look_for_runs([tmp_path])
     assert ([found.run_id for found in runs], passed) == ([run.run_id], {odd: "Permission denied"})
 
 
-def test_a_path_may_be_a_link_and_a_new_one_may_lie_below_it(tmp_path: Path) -> None:
-    """As /scratch is on many nodes: a run begins there, goes on and is removed."""
+def test_storage_path_may_be_a_symbolic_link(tmp_path: Path) -> None:
+    """/scratch often is a link. A run can start, resume and be removed at the link and in a new folder below it."""
     (tmp_path / "drive").mkdir()
     link = tmp_path / "nvme0"
     link.symlink_to(tmp_path / "drive")
@@ -134,8 +134,8 @@ def test_a_path_may_be_a_link_and_a_new_one_may_lie_below_it(tmp_path: Path) -> 
         assert look_for_runs([link, *storage.get("paths", [])])[0] == []
 
 
-def test_a_flipped_bit_does_not_hide_a_run(tmp_path: Path) -> None:
-    """The marker is there twice; a start that resumes the run makes it whole again."""
+def test_flipped_bit_in_the_marker_is_tolerated(tmp_path: Path) -> None:
+    """The marker contains its record more than once, and resuming the run repairs it."""
     run = make_run(tmp_path)
     file = run.roots[0] / MARKER_NAME
     content = file.read_bytes()
@@ -149,8 +149,8 @@ def test_a_flipped_bit_does_not_hide_a_run(tmp_path: Path) -> None:
         assert look_for_runs([tmp_path]) == ([], {run.roots[0]: "its infinity.run is damaged"})
 
 
-def test_folders_are_found_in_any_order(tmp_path: Path) -> None:
-    """They know their numbers; a part of them is known to be one."""
+def test_run_folders_are_found_in_any_order(tmp_path: Path) -> None:
+    """Markers record the position of each folder, and an incomplete set of folders is reported as incomplete."""
     paths = [tmp_path / name for name in "abc"]
     run = make_run(*paths)
     for order in (paths, paths[::-1], [*paths[1:], paths[0], paths[1]]):
@@ -161,8 +161,8 @@ def test_folders_are_found_in_any_order(tmp_path: Path) -> None:
 
 
 @as_root
-def test_a_folder_of_another_user_is_not_written_to(tmp_path: Path) -> None:
-    """Whoever owns it could put links to files of ours into it."""
+def test_folder_of_another_user_is_rejected(tmp_path: Path) -> None:
+    """The owner of the folder could plant links to files of ours."""
     run = make_run(tmp_path)
     os.chown(run.roots[0], OTHER_USER, -1)
     with pytest.raises(ConfigError, match=f"it belongs to user {OTHER_USER}"):
@@ -173,8 +173,8 @@ def test_a_folder_of_another_user_is_not_written_to(tmp_path: Path) -> None:
         run.create()
 
 
-def test_removal_leaves_a_run_until_the_last_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it is cut off anywhere, what is left is still known to be a run, so that it can be removed again."""
+def test_interrupted_removal_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an interruption at any point, the remaining folders are still recognized as a run."""
     steps = 0
     while True:
         run = make_run(tmp_path / "a", tmp_path / "b")
@@ -184,14 +184,14 @@ def test_removal_leaves_a_run_until_the_last_moment(tmp_path: Path, monkeypatch:
         count = 0
 
         def stop(name: str, original: Any, limit: int = steps) -> Any:
-            def wrapped(*arguments: Any, **keywords: Any) -> Any:
+            def limited(*arguments: Any, **keywords: Any) -> Any:
                 nonlocal count
                 count += 1
                 if count > limit:
                     raise OSError(errno.EIO, "cut off")
                 return original(*arguments, **keywords)
 
-            return wrapped
+            return limited
 
         with monkeypatch.context() as patch:
             for name in ("unlink", "rmdir"):
@@ -206,19 +206,19 @@ def test_removal_leaves_a_run_until_the_last_moment(tmp_path: Path, monkeypatch:
         for found in runs:
             RunFolder(found.run_id, found.in_order).remove()
         for root in tmp_path.glob("*/*"):
-            root.rmdir()  # what is no run any more is empty
+            root.rmdir()  # a folder that is no longer a run must be empty
         steps += 1
     assert steps > 5
     assert not list(tmp_path.glob("*/*"))
 
 
-def test_nothing_is_removed_through_a_link(tmp_path: Path) -> None:
-    """Not where the folder of the checkpoints is one, nor where the run's own is: also if it was put there just now."""
+def test_removal_does_not_follow_links(tmp_path: Path) -> None:
+    """This holds for a linked checkpoint folder and for a run folder that was replaced by a link."""
     victim = tmp_path / "victim"
     (victim / "checkpoints").mkdir(parents=True)
     for name in ("precious", "rank00000.pages", "checkpoints/precious"):
         (victim / name).touch()
-    before = tree(victim)
+    before = folder_content(victim)
     path = tmp_path / "nvme"
     linked, swapped = make_run(path), make_run(path)
     linked.checkpoints.rmdir()
@@ -233,15 +233,15 @@ def test_nothing_is_removed_through_a_link(tmp_path: Path) -> None:
             run.remove_rank(0, checkpoints=True)
         with suppress(OSError):
             run.remove_file(run.checkpoints / "precious")
-        assert tree(victim) == before
+        assert folder_content(victim) == before
     assert look_for_runs([path]) == (
         [],
         {linked.roots[0]: "its checkpoints entry is a link", swapped.roots[0]: "it is a link"},
     )
 
 
-def test_links_in_a_run_are_removed_and_not_followed(tmp_path: Path) -> None:
-    """At any depth, with folders that others have put there."""
+def test_links_inside_a_run_are_removed_and_not_followed(tmp_path: Path) -> None:
+    """This holds at any depth."""
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "precious").touch()
@@ -255,10 +255,10 @@ def test_links_in_a_run_are_removed_and_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("function", ["scandir", "listdir"])
-def test_checkpoints_that_another_rank_removes_meanwhile_are_none(
+def test_concurrently_removed_checkpoints_are_not_listed(
     function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first rank of a node removes them for all, the others look whether theirs are there."""
+    """The first rank of a node removes checkpoints while the other ranks look for theirs."""
     run = make_run(tmp_path)
     original = getattr(os, function)
 
@@ -271,18 +271,18 @@ def test_checkpoints_that_another_rank_removes_meanwhile_are_none(
     assert published_in(run.checkpoints) == []
 
 
-def test_a_rank_removes_its_manifests_before_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever comes of the others: there is no checkpoint of all of which pages are missing."""
+def test_rank_removes_its_manifests_before_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A complete set of manifests therefore never refers to missing pages."""
     run = make_run(tmp_path)
     manifests = [run.checkpoints / f"step000000000001.rank{rank:05d}-of-00002.{'a' * 24}.json" for rank in range(2)]
     for file in (*manifests, run.data_file(0, 0), run.data_file(0, 1)):
         file.touch()
 
-    def refuse(file: Path, **_: Any) -> None:
+    def unlink(file: Path, **_: Any) -> None:
         assert file.name != "rank00001.pages" or [name.rank for name in published_in(run.checkpoints)] == [0]
         os.unlink(file)
 
-    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(Path, "unlink", unlink)
     run.remove_rank(1, checkpoints=False)
     assert not run.data_file(0, 1).exists()
     assert [name.rank for name in published_in(run.checkpoints)] == [0]
@@ -292,8 +292,8 @@ def test_a_rank_removes_its_manifests_before_its_pages(tmp_path: Path, monkeypat
 # Locks #
 
 
-def test_a_planted_lock_is_refused(tmp_path: Path) -> None:
-    """A link is not followed, a pipe not waited for, a second name not overwritten: nothing is written anywhere."""
+def test_planted_lock_file_is_rejected(tmp_path: Path) -> None:
+    """Links are not followed, pipes do not block, and no file is overwritten."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
     path = tmp_path / "nvme"
@@ -319,8 +319,8 @@ def test_a_planted_lock_is_refused(tmp_path: Path) -> None:
 
 
 @as_root
-def test_a_lock_of_another_user_is_named(tmp_path: Path) -> None:
-    """It is not taken over; its owner or root removes it."""
+def test_lock_file_of_another_user_is_reported(tmp_path: Path) -> None:
+    """The lock file is not taken over; only its owner or root can remove it."""
     lock = tmp_path / "infinity.lock.0"
     lock.touch()
     os.chown(lock, OTHER_USER, -1)
@@ -332,7 +332,7 @@ def test_a_lock_of_another_user_is_named(tmp_path: Path) -> None:
 
 @contextmanager
 def held_lock(path: Path, name: str, run_id: str, uid: int) -> Iterator[None]:
-    """Hold a lock file that a user has made and written."""
+    """Hold a lock file that the user `uid` has created."""
     file = path / name
     file.write_text(json.dumps({"run_id": run_id, "pid": 1, "host": "h", "since": 0.0}))
     os.chown(file, uid, -1)
@@ -343,11 +343,11 @@ def held_lock(path: Path, name: str, run_id: str, uid: int) -> Iterator[None]:
 
 
 @as_root
-def test_a_lock_of_another_user_hides_and_blocks_nothing(tmp_path: Path) -> None:
-    """Its run is not believed; who has no name counts only for folders of his own."""
+def test_lock_of_another_user_neither_hides_nor_blocks_a_run(tmp_path: Path) -> None:
+    """Its run ID is not trusted; a holder without a valid run ID counts only for folders of the same user."""
     run, other = make_run(tmp_path), new_run_id()
     with held_lock(tmp_path, "infinity.lock.!", other, OTHER_USER):
-        assert holders(tmp_path) == [], "no name of ours"
+        assert holders(tmp_path) == [], "the file name is not a lock name"
     with held_lock(tmp_path, "infinity.lock.1", run.run_id, OTHER_USER):
         assert holder_of(run) is None
         assert [holder.uid for holder in holders(tmp_path)] == [OTHER_USER]
@@ -372,30 +372,29 @@ def test_a_lock_of_another_user_hides_and_blocks_nothing(tmp_path: Path) -> None
             assert [holder.known for holder in holders(tmp_path)] == [False]
 
 
-def test_a_run_is_taken_up_elsewhere_unless_it_is_live(tmp_path: Path) -> None:
-    """Other runs on its paths do not matter, as nothing is written there."""
+def test_run_is_resumed_from_other_paths_unless_live(tmp_path: Path) -> None:
+    """Other live runs on the same paths do not matter, because the original paths are only read."""
     run, other = make_run(tmp_path), make_run(tmp_path)
     lock = FolderLock.acquire([tmp_path], other.run_id, 0)
     try:
         assert folders_of([tmp_path], run.run_id, []) == run
         with pytest.raises(FolderBusyError, match=rf"in use by run {other.run_id}.*resume"):
             folders_of([tmp_path], other.run_id, [])
-        assert folders_of([tmp_path], other.run_id, [tmp_path]) == other, "this process holds it"
+        assert folders_of([tmp_path], other.run_id, [tmp_path]) == other, "this process holds the lock"
     finally:
         lock.release()
 
 
 @as_root
-def test_a_lock_of_another_user_keeps_no_run_from_being_taken_up(tmp_path: Path) -> None:
-    """Whatever it says, and if it says nothing."""
+def test_lock_of_another_user_does_not_prevent_resuming(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    for claimed in (run.run_id, new_run_id(), "\x1b"):
-        with held_lock(tmp_path, "infinity.lock.0", claimed, OTHER_USER):
+    for run_id in (run.run_id, new_run_id(), "\x1b"):
+        with held_lock(tmp_path, "infinity.lock.0", run_id, OTHER_USER):
             assert folders_of([tmp_path], run.run_id, []) == run
 
 
-def test_two_runs_on_one_path_do_not_hide_each_other(tmp_path: Path) -> None:
-    """They are of different local ranks, as started one by one."""
+def test_two_runs_on_one_path_are_both_reported(tmp_path: Path) -> None:
+    """The runs have different local ranks, as if they had been started separately."""
     runs = [make_run(tmp_path), make_run(tmp_path)]
     locks = [FolderLock.acquire([tmp_path], run.run_id, number) for number, run in enumerate(runs)]
     try:
@@ -409,32 +408,32 @@ def test_two_runs_on_one_path_do_not_hide_each_other(tmp_path: Path) -> None:
             lock.release()
 
 
-def test_a_lock_that_cannot_be_opened_counts_as_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has no descriptors left must not remove what is live."""
+def test_lock_that_cannot_be_opened_counts_as_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without free file descriptors must not remove a live run."""
     run = make_run(tmp_path)
     lock = FolderLock.acquire([tmp_path], run.run_id, 0)
 
-    def none_left(*_: Any) -> int:
+    def too_many_open_files(*_: Any) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(folders, "open_regular", none_left)
+    monkeypatch.setattr(folders, "open_regular", too_many_open_files)
     assert holder_of(run) is not None
     monkeypatch.undo()
     lock.release()
     assert holder_of(run) is None
 
 
-# Paths that are made #
+# Creation of paths #
 
 
-def test_a_missing_path_is_made_in_a_folder_that_is_there(tmp_path: Path) -> None:
-    """With all that lies in it; it stays if the run does."""
+def test_missing_path_is_created_in_an_existing_folder(tmp_path: Path) -> None:
+    """The folder is removed with the run, unless the run keeps a checkpoint."""
     missing = tmp_path / "missing"
     storage = {"paths": [str(missing)]}
     with Session(tmp_path, "all", storage=storage) as session:
         assert stat.S_IMODE(missing.stat().st_mode) == 0o700
         session.step()
-    assert not missing.exists(), "nothing is left of a run without a checkpoint"
+    assert not missing.exists(), "a run without a checkpoint must remove its folders"
     with Session(tmp_path, "all", storage=storage) as session:
         session.run(1, every=1)
     assert len(look_for_runs([missing])[0]) == 1
@@ -442,24 +441,23 @@ def test_a_missing_path_is_made_in_a_folder_that_is_there(tmp_path: Path) -> Non
         assert session.optimizer.steps == 1
 
 
-@pytest.mark.parametrize("wrong", ["host_cache", "resume", "second path", "attach"])
-def test_a_start_that_fails_removes_the_path_that_it_has_made(
-    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failure", ["host_cache", "resume", "second_path", "update_thread"])
+def test_failed_startup_removes_only_the_paths_it_created(
+    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At whatever stage; and nothing that was there before."""
     empty = tmp_path / "empty"
     empty.mkdir()
     paths = [str(empty), str(tmp_path / "missing")]
-    sections: dict[str, Any] = {"run": {"resume": "latest" if wrong == "resume" else ""}}
-    if wrong == "second path":
-        paths.append("/proc/infinity")  # where nobody can make anything
+    sections: dict[str, Any] = {"run": {"resume": "latest" if failure == "resume" else ""}}
+    if failure == "second_path":
+        paths.append("/proc/infinity")  # where no process can create a folder
 
     def fails(*_: Any, **__: Any) -> None:
-        raise ConfigError("it fails")
+        raise ConfigError("startup failed")
 
-    if wrong == "host_cache":
+    if failure == "host_cache":
         monkeypatch.setattr("infinity.run.run.HostCache", fails)
-    elif wrong == "attach":
+    elif failure == "update_thread":
         monkeypatch.setattr("infinity.run.run.UpdateWorker", fails)
     with pytest.raises(InfinityError):
         Session(tmp_path, "all", storage={"paths": paths}, **sections)
@@ -468,23 +466,23 @@ def test_a_start_that_fails_removes_the_path_that_it_has_made(
 
 
 @pytest.mark.parametrize(
-    ("path", "why"),
+    ("path", "reason"),
     [
         ("none/below", ".*none' is not a folder"),
         ("file", "is not a folder"),
         ("link", "is not a folder"),
     ],
 )
-def test_a_path_that_cannot_be_made_is_refused(path: str, why: str, tmp_path: Path) -> None:
-    """Parents are not made: a drive that is not mounted would be filled in another's place."""
+def test_path_that_cannot_be_created_is_rejected(path: str, reason: str, tmp_path: Path) -> None:
+    """Parent folders are not created, because a run could fill another drive if the intended one is not mounted."""
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
-    with pytest.raises(ConfigError, match=rf"storage\.paths: '{tmp_path / path}' {why}"):
+    with pytest.raises(ConfigError, match=rf"storage\.paths: '{tmp_path / path}' {reason}"):
         Session(tmp_path, "all", storage={"paths": [str(tmp_path / path)]})
     assert not (tmp_path / "none").exists()
 
 
-# Children #
+# Forked processes #
 
 FORKED = """
 import contextlib, hashlib, multiprocessing, os, sys
@@ -496,11 +494,11 @@ from support.train import MIB, Paging, make_optimizer, settings
 import infinity
 from infinity.store.folder import holders
 
-torch.set_num_threads(1)  # a child has no OpenMP threads, and torch would wait for them for ever
+torch.set_num_threads(1)  # a forked child has no OpenMP threads, so torch would wait for them forever
 place = Path(sys.argv[1])
 nvme = place / "nvme0"
 
-# One whose process group nothing but torch itself refers to.
+# A child whose process group is referenced by torch only.
 infinity.mesh("cpu")
 if not (child := os.fork()):
     sys.exit(0)
@@ -520,8 +518,8 @@ def train():
 def content():
     return {file: file.is_file() and hashlib.md5(file.read_bytes()).digest() for file in place.rglob("*")}
 
-def wait(child, what=""):
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, what
+def wait(child, call=""):
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, call
     assert content() == before
     assert holders(nvme)
 
@@ -530,21 +528,21 @@ param, name = next(model.parameters()), next(iter(dict(model.named_parameters())
 loss = loss_of(model, tokens())
 optimizer.run.pager.flush()
 before = content()
-refused = {
+unsupported = {
     "step": optimizer.step, "checkpoint": optimizer.save_checkpoint, "zero_grad": optimizer.zero_grad,
     "drain": optimizer.drain,
     "forward": lambda: loss_of(model, tokens()), "backward": loss.backward, "read": lambda: param.full_tensor().sum(),
     "write": lambda: param.data.zero_(), "state": lambda: optimizer.state[param], "save": lambda: torch.save(
         model.state_dict(), os.devnull), "read_state": lambda: optimizer.read_state(name),
 }
-for what, action in refused.items():
+for call, action in unsupported.items():
     if not (child := os.fork()):
         try:
             action()
         except infinity.InfinityError as error:
             os._exit(0 if "forked from the training process" in str(error) else 3)
         os._exit(2)
-    wait(child, what)
+    wait(child, call)
 
 context = multiprocessing.get_context("fork")
 def fail():
@@ -589,32 +587,32 @@ try:
 except infinity.InfinityError as error:
     assert "forked from the training process" in str(error)
 else:
-    raise SystemExit("a worker has read weights")
+    raise SystemExit("a data loader worker read weights")
 loader = torch.utils.data.DataLoader(
     Data(), num_workers=2, persistent_workers=True, pin_memory=True, multiprocessing_context="fork")
-for has in loader:
-    assert float(has) == 0.0, "a worker would keep the lock"
+for locked in loader:
+    assert float(locked) == 0.0, "a data loader worker must not hold the lock"
     train()
 assert holders(nvme)
 optimizer.close()
-assert not holders(nvme), "though the worker lives"
-assert list(nvme.iterdir()) == [], "a run without a checkpoint goes when it ends"
-print("ended in order")
+assert not holders(nvme), "a live worker must not hold the lock"
+assert list(nvme.iterdir()) == [], "a run without a checkpoint must remove its folders"
+print("parent finished normally")
 """
 
 
-def test_children_end_nothing_of_their_parents(tmp_path: Path) -> None:
-    """Whatever they do, and however they end: they neither wait for ever nor touch anything; workers keep no lock."""
+def test_forked_children_do_not_affect_the_parent(tmp_path: Path) -> None:
+    """However a child ends, it does not hang, does not change the parent's files, and does not hold its lock."""
     done = subprocess.run(
         [sys.executable, "-c", FORKED, str(tmp_path)],
         capture_output=True, text=True, timeout=600, check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
-    assert done.stdout == "ended in order\n", done.stderr
+    assert done.stdout == "parent finished normally\n", done.stderr
 
 
-def test_a_lock_is_its_owner_s_alone(tmp_path: Path) -> None:
-    """A child that releases it does not remove the file, and one that lives on does not hold it."""
+def test_lock_belongs_to_the_acquiring_process_only(tmp_path: Path) -> None:
+    """A forked child that releases the lock does not remove its file, and a live child does not hold the lock."""
     lock = FolderLock.acquire([tmp_path], new_run_id(), 0)
     ended, end = os.pipe()
     released, release = os.pipe()
@@ -632,7 +630,7 @@ def test_a_lock_is_its_owner_s_alone(tmp_path: Path) -> None:
         (owner,) = holders(tmp_path)
         assert owner.pid == os.getpid()
         for descriptor, _ in zip(list(lock._descriptors), "x", strict=True):
-            os.close(descriptor)  # as the kernel does when the parent is killed
+            os.close(descriptor)  # as the operating system does when the parent is killed
         assert not holders(tmp_path)
     finally:
         os.close(end)
@@ -646,8 +644,8 @@ def test_a_lock_is_its_owner_s_alone(tmp_path: Path) -> None:
 # Space #
 
 
-def test_holes_in_a_file_are_filled(tmp_path: Path) -> None:
-    """A copy of a run may be sparse: it has the size, but not the space."""
+def test_reserve_fills_holes(tmp_path: Path) -> None:
+    """A copy of a run may be a sparse file, which has the size but not the space."""
     file = tmp_path / "rank00000.pages"
     file.write_bytes(b"x" * 4096)
     os.truncate(file, MIB)
@@ -657,8 +655,8 @@ def test_holes_in_a_file_are_filled(tmp_path: Path) -> None:
     assert file.read_bytes() == b"x" * 4096 + bytes(MIB - 4096)
 
 
-def test_holes_count_as_space_that_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused before anything is filled."""
+def test_holes_count_as_required_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is raised before any hole is filled."""
     file = tmp_path / "rank00000.pages"
     file.write_bytes(b"x" * 4096)
     os.truncate(file, MIB)
@@ -669,8 +667,8 @@ def test_holes_count_as_space_that_is_needed(tmp_path: Path, monkeypatch: pytest
     assert file.stat().st_blocks * 512 < MIB
 
 
-def test_a_drive_that_fails_is_not_one_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever frees space then would be none the wiser."""
+def test_io_error_is_not_reported_as_a_full_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeing space would not help."""
 
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -681,8 +679,8 @@ def test_a_drive_that_fails_is_not_one_that_is_full(tmp_path: Path, monkeypatch:
     assert not list(tmp_path.iterdir())
 
 
-def test_other_errors_of_a_lock_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system without locks is not "in use by another run"."""
+def test_lock_errors_report_the_errno(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without locks is not reported as in use by another run."""
 
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -697,24 +695,24 @@ def test_other_errors_of_a_lock_are_named(tmp_path: Path, monkeypatch: pytest.Mo
         holders(tmp_path)
 
 
-def test_who_only_looks_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
-    """Not even if somebody looks at a stale lock all the time."""
+def test_inspecting_locks_does_not_block_a_startup(tmp_path: Path) -> None:
+    """Three threads inspect a stale lock continuously."""
     ended = threading.Event()
-    asked = 0
+    inspections = 0
 
-    def look() -> None:
-        nonlocal asked
+    def inspect() -> None:
+        nonlocal inspections
         while not ended.is_set():
             (tmp_path / "infinity.lock.0").touch()
             holders(tmp_path)
-            asked += 1
+            inspections += 1
 
-    threads = [threading.Thread(target=look) for _ in range(3)]
+    threads = [threading.Thread(target=inspect) for _ in range(3)]
     for thread in threads:
         thread.start()
     try:
         starts = 0
-        while starts < 30 or asked <= 100:
+        while starts < 30 or inspections <= 100:
             lock = FolderLock.acquire([tmp_path], new_run_id(), 0)
             lock.release()
             starts += 1
@@ -724,12 +722,12 @@ def test_who_only_looks_does_not_keep_a_run_from_starting(tmp_path: Path) -> Non
             thread.join()
 
 
-def test_nothing_starts_while_runs_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start waits for it, and then says what it waits for; and the other way round."""
+def test_startup_and_removal_exclude_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the other for a limited time and then reports the lock that it waited for."""
     monkeypatch.setattr(folders, "_START_SECONDS", 0.1)
     monkeypatch.setattr(folders, "_REMOVE_SECONDS", 0.1)
     with no_starts([tmp_path, tmp_path]):
-        # Whoever may read the folder can lock it, so no more is said than is known, and how to find out.
+        # Any process that may read the folder can lock it, so the message suggests commands that find the holder.
         reasons = rf"{tmp_path} .*for 0.1 s.*`infinity store gc` or `rm`.*`fuser -v {tmp_path}`"
         with pytest.raises(FolderBusyError, match=reasons):
             FolderLock.acquire([tmp_path], new_run_id(), 0)
@@ -738,7 +736,7 @@ def test_nothing_starts_while_runs_are_removed(tmp_path: Path, monkeypatch: pyte
             pass
     lock = FolderLock.acquire([tmp_path], new_run_id(), 0)
     with no_starts([tmp_path]):
-        assert holders(tmp_path), "a live run goes on, and is seen"
+        assert holders(tmp_path), "a live run must continue and be reported"
     lock.release()
     descriptor = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -748,19 +746,19 @@ def test_nothing_starts_while_runs_are_removed(tmp_path: Path, monkeypatch: pyte
     os.close(descriptor)
 
 
-def test_who_looks_for_too_long_is_not_called_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock that is shared is held by no run."""
+def test_shared_lock_is_not_reported_as_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run never holds a shared lock."""
     monkeypatch.setattr(folders, "_START_SECONDS", 0.1)
     file = tmp_path / "infinity.lock.0"
     file.touch()
-    with open(file) as looking:
-        fcntl.flock(looking, fcntl.LOCK_SH)
+    with open(file) as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
         with pytest.raises(FolderBusyError, match=rf"{file} has been locked .*`fuser -v {file}`"):
             FolderLock.acquire([tmp_path], new_run_id(), 0)
 
 
-def test_what_a_lock_file_says_is_not_trusted(tmp_path: Path) -> None:
-    """Any content: a holder without a name."""
+def test_invalid_lock_content_is_not_trusted(tmp_path: Path) -> None:
+    """With invalid content, the holder is reported without a name."""
     lock = tmp_path / "infinity.lock.0"
     for content in ('{"run_id": 1, "pid": 1, "host": "x", "since": 1e999}', "[" * 9999, "x" * 100_000, '{"pid": 1}'):
         lock.write_text(content)
@@ -771,26 +769,26 @@ def test_what_a_lock_file_says_is_not_trusted(tmp_path: Path) -> None:
                 FolderLock.acquire([tmp_path], new_run_id(), 0)
 
 
-def test_a_lock_that_cannot_be_removed_is_given_back(
+def test_lock_is_released_even_if_its_file_cannot_be_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lock = FolderLock.acquire([tmp_path], new_run_id(), 0)
-    monkeypatch.setattr(Path, "unlink", _fails)
+    monkeypatch.setattr(Path, "unlink", _raise_eio)
     lock.release()
     monkeypatch.undo()
     assert "could not be removed: Input/output error" in caplog.text
     assert not holders(tmp_path)
 
 
-def _fails(*_: Any, **__: Any) -> None:
+def _raise_eio(*_: Any, **__: Any) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-# Files of one's own #
+# Private files #
 
 
-def test_files_of_ones_own(tmp_path: Path) -> None:
-    """Made, replaced and read; nothing that was planted is touched, and nothing is waited for."""
+def test_private_files_are_written_and_read_safely(tmp_path: Path) -> None:
+    """Planted links are replaced and never followed, and planted pipes do not block."""
     file, victim = tmp_path / "cache", tmp_path / "victim"
     write_own(file, b"one")
     write_own(file, b"two")
@@ -804,8 +802,8 @@ def test_files_of_ones_own(tmp_path: Path) -> None:
         read_own(file, 100)
     write_own(file, b"three")
     assert (victim.read_text(), file.is_symlink()) == ("precious", False)
-    with pytest.raises(ZeroDivisionError), replacing(file, 0o600) as half:
-        half.write(bytes(1 // len("")))
+    with pytest.raises(ZeroDivisionError), replacing(file, 0o600) as partial:
+        partial.write(bytes(1 // len("")))
     assert file.read_bytes() == b"three"
     file.unlink()
     os.mkfifo(file)
@@ -815,8 +813,8 @@ def test_files_of_ones_own(tmp_path: Path) -> None:
     assert {entry.name for entry in tmp_path.iterdir()} == {"cache", "victim"}
 
 
-def test_a_folder_of_ones_own(tmp_path: Path) -> None:
-    """Made private; a link, and a folder that others may write to, are refused."""
+def test_private_folder_is_created_and_checked(tmp_path: Path) -> None:
+    """A link, a folder that other users may write to, and a folder of another user are rejected."""
     own_folder(tmp_path / "a" / "b", parents=True)
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
     (tmp_path / "link").symlink_to(tmp_path / "a")
@@ -832,18 +830,18 @@ def test_a_folder_of_ones_own(tmp_path: Path) -> None:
             own_folder(tmp_path / "a", parents=False)
 
 
-# Starts and ends #
+# Startup and cleanup #
 
 
-def steps_of(folder: Path) -> list[int]:
-    """Return the steps that the run in a session's folder has checkpointed."""
+def checkpointed_steps(folder: Path) -> list[int]:
+    """Return the checkpointed steps of the run in a session's folder."""
     (found,) = look_for_runs([folder / "nvme0"])[0]
     return [checkpoint.step for checkpoint in complete_checkpoints(published_in(found.in_order[0] / "checkpoints"))]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of a run that nobody disturbs."""
+    """Losses of an uninterrupted run."""
     return reference(tmp_path_factory.mktemp("undisturbed"))
 
 
@@ -857,23 +855,23 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         "run.Peers",
     ],
 )
-def test_a_start_that_fails_removes_nothing_that_was_there(
+def test_failed_resume_removes_no_checkpoint(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: list[float]
 ) -> None:
-    """Neither the run, with `keep = "never"`, nor checkpoints later than the one that was to be resumed from."""
+    """Neither the run, with `keep = "never"`, nor checkpoints later than the one to resume from are removed."""
     kept = {"retained_checkpoints": 3}
     with Session(tmp_path, run=kept) as session:
         session.run(STEPS)
-    before, files = steps_of(tmp_path), tree(tmp_path / "nvme0")
+    before, files = checkpointed_steps(tmp_path), folder_content(tmp_path / "nvme0")
     assert before == [EVERY, 2 * EVERY, STEPS]
     with monkeypatch.context() as patch:
-        patch.setattr(f"infinity.run.{where}", _fails)
+        patch.setattr(f"infinity.run.{where}", _raise_eio)
         with pytest.raises(OSError, match="Input/output error"):
             Session(tmp_path, run={"resume": "latest", "resume_step": EVERY, "keep": "never", **kept})
-    assert tree(tmp_path / "nvme0") == files
+    assert folder_content(tmp_path / "nvme0") == files
     assert not holders(tmp_path / "nvme0")
     with Session(tmp_path, run={"resume": "latest", "resume_step": EVERY, **kept}) as session:
-        assert steps_of(tmp_path) == [EVERY], "it has begun: later ones are gone now"
+        assert checkpointed_steps(tmp_path) == [EVERY], "a successful resume must remove later checkpoints"
         assert session.run() == undisturbed[EVERY:]
 
 
@@ -881,60 +879,60 @@ def test_a_start_that_fails_removes_nothing_that_was_there(
     "where",
     ["space_reservation.reserve", "run.PageStore", "run.open_engine", "checkpointing.checkpoint_bytes", "run.Peers"],
 )
-def test_a_new_run_that_does_not_start_leaves_nothing(
+def test_failed_startup_of_a_new_run_removes_its_files(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "nvme0").mkdir()
     (tmp_path / "nvme0" / "precious").write_text("not ours")
-    monkeypatch.setattr(f"infinity.run.{where}", _fails)
+    monkeypatch.setattr(f"infinity.run.{where}", _raise_eio)
     with pytest.raises(OSError, match="Input/output error"):
         Session(tmp_path, host_cache="all", run={"keep": "always"})
-    assert tree(tmp_path / "nvme0") == {"precious": b"not ours"}
+    assert folder_content(tmp_path / "nvme0") == {"precious": b"not ours"}
 
 
-def test_a_process_of_few_files_leaves_nothing(tmp_path: Path) -> None:
-    """Wherever the limit strikes, the start is refused with the limit's name or goes through, and cleans up."""
-    with Session(tmp_path, host_cache="all") as session:  # everything that is loaded on demand is loaded now
+def test_file_descriptor_limit_at_startup_is_reported_and_cleaned_up(tmp_path: Path) -> None:
+    """At any limit, startup either succeeds or raises an error that mentions open files, and removes its files."""
+    with Session(tmp_path, host_cache="all") as session:  # load all modules that are imported on demand
         session.step()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    refused: list[str] = []
+    errors: list[str] = []
     started = 0
     for more in range(1, 40):
         model = models.build(RECIPE.model)
         optimizer = make_optimizer(RECIPE, model)
         config = settings(tmp_path, Paging(), 64 * MIB)
-        taken = {int(name) for name in os.listdir("/proc/self/fd")}
-        free = [number for number in range(soft) if number not in taken]
+        used = {int(name) for name in os.listdir("/proc/self/fd")}
+        free = [number for number in range(soft) if number not in used]
         resource.setrlimit(resource.RLIMIT_NOFILE, (free[more], hard))
         try:
             infinity.offload(model, optimizer, config).close()
             started += 1
         except (InfinityError, OSError) as error:
-            refused.append(str(error))
+            errors.append(str(error))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert tree(tmp_path / "nvme0") == {}, more
+        assert folder_content(tmp_path / "nvme0") == {}, more
         if started > 2:
             break
-    assert len(refused) >= 3
-    assert all("open" in reason for reason in refused), refused
+    assert len(errors) >= 3
+    assert all("open" in reason for reason in errors), errors
     assert started
 
 
-def test_the_first_cause_is_what_is_raised(
+def test_first_error_is_raised_and_cleanup_errors_are_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the file system is gone at the end, too: what cannot be closed is logged, and everything is given back."""
-    monkeypatch.setattr("infinity.run.run.PageStore.close", _fails)
+    """This holds even if the file system is gone during cleanup, and all resources are released."""
+    monkeypatch.setattr("infinity.run.run.PageStore.close", _raise_eio)
     session = Session(tmp_path)
     session.run(EVERY)
-    monkeypatch.setattr(Path, "unlink", _fails)
+    monkeypatch.setattr(Path, "unlink", _raise_eio)
     with pytest.raises(StorageError, match="read of 1 bytes"), session:
         raise StorageError("read", "somewhere", 0, 1, errno.EIO)
     monkeypatch.undo()
     assert "cleanup: OSError: [Errno 5] Input/output error" in caplog.text
     assert not holders(tmp_path / "nvme0")
-    monkeypatch.setattr("infinity.run.run.PageStore.close", _fails)
+    monkeypatch.setattr("infinity.run.run.PageStore.close", _raise_eio)
     with Session(tmp_path, run={"resume": "latest"}) as session:
         assert session.optimizer.steps == EVERY
         with pytest.raises(OSError, match="Input/output error"):
@@ -942,8 +940,7 @@ def test_the_first_cause_is_what_is_raised(
     assert not holders(tmp_path / "nvme0")
 
 
-def test_paths_in_another_order_are_the_same_run(tmp_path: Path, undisturbed: list[float]) -> None:
-    """It is resumed where it lies, bit for bit."""
+def test_run_is_resumed_with_paths_in_another_order(tmp_path: Path, undisturbed: list[float]) -> None:
     (tmp_path / "nvme1").mkdir()
     paths = [str(tmp_path / "nvme0"), str(tmp_path / "nvme1")]
     with Session(tmp_path, storage={"paths": paths}) as session:
@@ -956,7 +953,7 @@ def test_paths_in_another_order_are_the_same_run(tmp_path: Path, undisturbed: li
     assert (len(runs), passed) == (1, {})
 
 
-def test_a_marker_that_is_gone_is_said(tmp_path: Path) -> None:
+def test_missing_marker_is_reported(tmp_path: Path) -> None:
     with Session(tmp_path) as session:
         session.run(EVERY)
     (root,) = look_for_runs([tmp_path / "nvme0"])[0][0].in_order
@@ -966,13 +963,13 @@ def test_a_marker_that_is_gone_is_said(tmp_path: Path) -> None:
 
 
 @as_root
-def test_a_run_on_a_read_only_mount_goes_on_elsewhere(tmp_path: Path, undisturbed: list[float]) -> None:
-    """What a drive that fails looks like; nothing is opened for writing there, and a stale lock is no obstacle."""
+def test_run_on_a_read_only_mount_is_resumed_on_other_paths(tmp_path: Path, undisturbed: list[float]) -> None:
+    """No file is opened for writing on the read-only mount, and a stale lock there is ignored."""
     with Session(tmp_path) as session:
         session.run(EVERY)
     (tmp_path / "nvme0" / "infinity.lock.0").write_text("{}")
     (tmp_path / "elsewhere").mkdir()
-    with read_only(tmp_path / "nvme0") as place:
+    with read_only_mount(tmp_path / "nvme0") as place:
         with pytest.raises(ConfigError, match="not writable"):
             Session(tmp_path, host_cache="all", storage={"paths": [str(place)]}, run={"resume": "latest"})
         run = {"resume": "latest", "resume_paths": [str(place)]}

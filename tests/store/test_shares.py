@@ -1,7 +1,4 @@
-"""Bandwidths that nobody can have are not taken for shares:
-
-a checkpoint that names them would be refused by its reader.
-"""
+"""Tests of stripe weights: stored and measured bandwidths must be usable, because checkpoints record them."""
 
 from __future__ import annotations
 
@@ -19,8 +16,9 @@ from support.daemon_process import daemon
 @pytest.mark.parametrize(
     "value", ["Infinity", "NaN", "-1", "0", "1e300", "1e-300", "1" + "0" * 400, '"x"', "null", "[]"]
 )
-def test_what_is_remembered_is_checked(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is measured anew, and kept."""
+def test_invalid_stored_bandwidths_are_measured_again(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = [str(tmp_path / "a"), str(tmp_path / "b")]
     runtime = tmp_path / "runtime"
     runtime.mkdir(mode=0o700)
@@ -32,20 +30,20 @@ def test_what_is_remembered_is_checked(value: str, tmp_path: Path, monkeypatch: 
     assert json.loads(file.read_text())["|".join(paths)] == [3.0, 4.0]
 
 
-def answering(answer: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-    """Have a daemon that answers every question so; return what it is asked."""
-    asked: list[tuple[str, dict[str, Any]]] = []
+def answer_every_request(answer: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """Make the daemon answer every request with `answer`; return the list of requests."""
+    requests: list[tuple[str, dict[str, Any]]] = []
 
     def ask(_: NodeDaemon, op: str, **values: Any) -> Any:
-        asked.append((op, values))
+        requests.append((op, values))
         return answer
 
     monkeypatch.setattr(NodeDaemon, "ask", ask)
-    return asked
+    return requests
 
 
-def profile(device: str, read: float | None, write: float | None, mixed: float | None) -> dict[str, Any]:
-    """Return what a daemon says of a path."""
+def path_profile(device: str, read: float | None, write: float | None, mixed: float | None) -> dict[str, Any]:
+    """Return the path_profile of a path as the daemon sends it."""
     return {"device": device, "read": read, "write": write, "mixed": mixed, "measured": 1.0}
 
 
@@ -58,18 +56,18 @@ def profile(device: str, read: float | None, write: float | None, mixed: float |
         ((("a", 1.0, 1.0, 9e9), ("b", 1.0, 1.0, 1e9)), (("a", 1.0, 1.0, 3e9), ("b", 1.0, 1.0, 2e9)), [3e9, 2e9]),
     ],
 )
-def test_the_profile_of_a_daemon_is_used(
+def test_daemon_profile_determines_stripe_weights(
     alone: Any, together: Any, stripe_weights: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of all together counts more than that of each; paths on a drive share it; nothing is measured."""
+    """A joint measurement has precedence, paths on one drive share its bandwidth, and the run measures nothing."""
     paths = [str(tmp_path / f"{number}") for number in range(len(alone))]
 
     def by_path(found: Any) -> Any:
-        return found and {path: profile(*one) for path, one in zip(paths, found, strict=True)}
+        return found and {path: path_profile(*one) for path, one in zip(paths, found, strict=True)}
 
-    asked = answering({"bandwidth": by_path(alone), "together": by_path(together)}, monkeypatch)
+    requests = answer_every_request({"bandwidth": by_path(alone), "together": by_path(together)}, monkeypatch)
     assert path_bandwidth.path_stripe_weights(paths, "threads", tmp_path / "runtime") == pytest.approx(stripe_weights)
-    assert asked == [("bandwidth", {"paths": paths})]
+    assert requests == [("bandwidth", {"paths": paths})]
 
 
 @pytest.mark.parametrize(
@@ -77,32 +75,33 @@ def test_the_profile_of_a_daemon_is_used(
     [None, {}, {"bandwidth": None, "together": None}, {"bandwidth": {}, "together": None}, {"bandwidth": 3},
      {"bandwidth": "b", "together": []}],
 )  # fmt: skip
-def test_whatever_a_daemon_says_a_start_goes_on(answer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It measures, and tells what it found."""
+def test_unusable_daemon_answer_falls_back_to_measurement(
+    answer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run measures the paths itself and reports the result to the daemon."""
     paths = [str(tmp_path / "a"), str(tmp_path / "b")]
-    asked = answering(answer, monkeypatch)
+    requests = answer_every_request(answer, monkeypatch)
     monkeypatch.setattr(path_bandwidth, "quick_mixed", lambda names, engine: dict(zip(names, [3.0, 4.0], strict=True)))
     assert path_bandwidth.path_stripe_weights(paths, "threads", tmp_path / "runtime") == [3.0, 4.0]
     rates = {paths[0]: {"mixed": 3.0}, paths[1]: {"mixed": 4.0}}
-    assert asked[1] == ("record_bandwidth", {"rates": rates, "source": "run"})
+    assert requests[1] == ("record_bandwidth", {"rates": rates, "source": "run"})
 
 
 @pytest.mark.parametrize("known", ["read", "mixed"])
-def test_a_profile_that_says_nothing_of_a_path_is_not_used(
+def test_profile_without_valid_bandwidth_is_ignored(
     known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither is one of zeros and strings."""
     paths = [str(tmp_path / "a"), str(tmp_path / "b")]
     monkeypatch.setattr(path_bandwidth, "quick_mixed", lambda names, engine: dict(zip(names, [3.0, 4.0], strict=True)))
     for value in (None, 0, -1.0, "x", [], float("nan"), 10**400):
         values = {"read": None, "write": 1.0, "mixed": None, known: value}
         found = {path: {"device": "d", **values} for path in paths}
-        answering({"bandwidth": found, "together": None}, monkeypatch)
+        answer_every_request({"bandwidth": found, "together": None}, monkeypatch)
         assert path_bandwidth.path_stripe_weights(paths, "threads", tmp_path / f"{value!r:.5}") == [3.0, 4.0]
 
 
-def test_a_daemon_that_knows_nothing_knows_what_a_run_has_measured(tmp_path: Path) -> None:
-    """And tells the next one, which has another cache or none."""
+def test_daemon_shares_the_measurement_of_a_run(tmp_path: Path) -> None:
+    """A later run without a local cache gets the bandwidths that the first run reported."""
     paths = [str(tmp_path / "a"), str(tmp_path / "b")]
     runtime = tmp_path / "runtime"
     for folder in (*paths, runtime):
@@ -110,7 +109,7 @@ def test_a_daemon_that_knows_nothing_knows_what_a_run_has_measured(tmp_path: Pat
     with daemon(runtime):
         measured = path_bandwidth.path_stripe_weights(paths, "threads", runtime)
         (runtime / path_bandwidth.CACHE_NAME).unlink()
-        told = path_bandwidth.path_stripe_weights(paths, "threads", runtime)
+        received = path_bandwidth.path_stripe_weights(paths, "threads", runtime)
         assert not (runtime / path_bandwidth.CACHE_NAME).exists()
-    assert sum(told) == pytest.approx(sum(measured))
-    assert told[0] == told[1]  # both are on the same drive
+    assert sum(received) == pytest.approx(sum(measured))
+    assert received[0] == received[1]  # both paths are on the same drive

@@ -1,4 +1,4 @@
-"""The store: versions in extents of their own, checked on every read; folders owned by one run."""
+"""Tests of the page store: versions in separate extents, checksums on every read, and folder locks."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ RETAINED = 2
 
 
 def page(index: int, role: Role, nbytes: int) -> Page:
-    """Return a page of its own segment."""
+    """Return a page in a segment of its own."""
     return Page(index=index, role=role, fsdp_module=0, segment=index, start=0, count=1024, nbytes=nbytes)
 
 
 ROLES = (Role.PARAM, Role.UPDATE, Role.GRAD)
 PAGES = tuple(page(index, ROLES[index % 3], (4 + 4 * (index % 2)) * KIB) for index in range(9))
-SHARES = (2.0, 1.0)
-KEPT = [item.index for item in PAGES if item.role is not Role.GRAD]
+STRIPE_WEIGHTS = (2.0, 1.0)
+STATE_PAGES = [item.index for item in PAGES if item.role is not Role.GRAD]
 
 
 class Rig:
-    """A page store on two files, called synchronously."""
+    """Page store on two files with synchronous calls."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Rig:
         checkpointed: dict[int, Any] | None = None,
         hashers: int = 0,
     ) -> None:
-        paths, slots = lay_out(PAGES, SHARES, checkpointed or {}, SPARE, RETAINED)
+        paths, slots = lay_out(PAGES, STRIPE_WEIGHTS, checkpointed or {}, SPARE, RETAINED)
         self.files = [place / f"{index}.pages" for index in range(2)]
         self.sizes = [0, 0]
         self.full = False
@@ -87,25 +87,25 @@ class Rig:
         self._area = mmap.mmap(-1, 64 * KIB)
 
     def allocate(self, slots: Sequence[SlotClass]) -> None:
-        """Make the files long enough for slots."""
+        """Extend the files to hold the slots."""
         if self.full and slots:
-            raise BudgetError("no room")
+            raise BudgetError("the test drive is full")
         for path, size in enumerate(file_sizes(slots, 2)):
             self.sizes[path] = max(self.sizes[path], size)
             reserve(self.files[path], self.sizes[path])
 
     def cut(self, slots: Sequence[SlotClass]) -> None:
-        """Make the files no longer than slots need."""
+        """Truncate the files to the size of the slots."""
         self.sizes = list(file_sizes(slots, 2))
         for file, size in zip(self.files, self.sizes, strict=True):
             os.truncate(file, size)
 
     def write(self, index: int, content: bytes) -> None:
-        """Store a version and wait for it."""
+        """Store a version and wait for the write."""
         self._call(self.store.write, index, content)
 
     def read(self, index: int) -> bytes:
-        """Return the current version's content."""
+        """Return the content of the current version."""
         return self._call(self.store.read, index, bytes(PAGES[index].nbytes))
 
     def _call(self, method: Any, index: int, content: bytes) -> bytes:
@@ -124,7 +124,7 @@ class Rig:
         return bytes(memory)
 
     def on_disk(self, extent: Extent) -> bytes:
-        """Return the bytes of an extent, past the store."""
+        """Return the bytes of an extent, read without the store."""
         with open(self.files[extent.path], "rb") as file:
             file.seek(extent.offset)
             return file.read(extent.length)
@@ -141,7 +141,7 @@ class Rig:
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
-    """A store whose pages all have a first version."""
+    """A store in which every page has a first version."""
     made = Rig(tmp_path)
     for item in PAGES:
         made.write(item.index, content_of(item.index, 0))
@@ -150,18 +150,18 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def content_of(index: int, number: int) -> bytes:
-    """Return a page's content, another for every version."""
-    fsdp_module = f"page {index} version {number:08d} ".encode()
-    return (fsdp_module * (PAGES[index].nbytes // len(fsdp_module) + 1))[: PAGES[index].nbytes]
+    """Return the content of one version of a page; every version differs."""
+    pattern = f"page {index} version {number:08d} ".encode()
+    return (pattern * (PAGES[index].nbytes // len(pattern) + 1))[: PAGES[index].nbytes]
 
 
-def test_pages_are_hashed_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On threads of their own, not on that of the engine; once those have ended, it does."""
+def test_pages_are_hashed_concurrently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checksums run on hash threads; after these threads have ended, they run on the engine's thread."""
     rig = Rig(tmp_path, hashers=2)
     names: list[str] = []
     both = Barrier(2)
 
-    def together(page: int, content: memoryview) -> int:
+    def hash_together(page: int, content: memoryview) -> int:
         names.append(current_thread().name)
         both.wait(300)
         return checksum(page, content)
@@ -174,7 +174,7 @@ def test_pages_are_hashed_side_by_side(tmp_path: Path, monkeypatch: pytest.Monke
         for index in range(2):
             memory[index][:] = content_of(index, 0) if move == rig.store.write else bytes(PAGES[index].nbytes)
         with monkeypatch.context() as patch:
-            patch.setattr(pages_of_store, "checksum", together)
+            patch.setattr(pages_of_store, "checksum", hash_together)
             for index in range(2):
                 move(index, memory[index], found.put)
             assert [found.get(timeout=300) for _ in range(2)] == [None, None]
@@ -184,7 +184,7 @@ def test_pages_are_hashed_side_by_side(tmp_path: Path, monkeypatch: pytest.Monke
     extent = rig.version(2).extent
     with open(rig.files[extent.path], "r+b") as file:
         file.seek(extent.offset)
-        file.write(b"another")
+        file.write(b"different")
     with pytest.raises(CorruptPageError):
         rig.read(2)
     rig.store.close()
@@ -193,7 +193,7 @@ def test_pages_are_hashed_side_by_side(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Writes, failing writes, checkpoints and crashes in any order: what is named is never touched."""
+    """Writes, failing writes, checkpoints and crashes in any order never overwrite a checkpointed version."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,11 +225,11 @@ class StoreMachine(RuleBasedStateMachine):
         del self.current[index]
         assert not self.rig.store.has(index)
 
-    @precondition(lambda self: all(index in self.current for index in KEPT))
+    @precondition(lambda self: all(index in self.current for index in STATE_PAGES))
     @rule(again=st.booleans())
     def save_checkpoint(self, again: bool) -> None:
         self.step += not (again and self.step in self.checkpoints)
-        versions = self.rig.store.versions(KEPT)
+        versions = self.rig.store.versions(STATE_PAGES)
         self.rig.store.adopt(self.step, versions)
         self.checkpoints[self.step] = {index: (version, self.current[index]) for index, version in versions.items()}
         for old in sorted(self.checkpoints)[:-RETAINED]:
@@ -245,7 +245,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.rig.store.expect_gradients(stored)
 
     @rule(index=st.integers(0, len(PAGES) - 1))
-    def lies_on_its_path(self, index: int) -> None:
+    def new_version_is_on_the_assigned_path(self, index: int) -> None:
         self.write(index)
         assert self.rig.version(index).extent.path == self.rig.store.paths[index]
 
@@ -262,13 +262,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.current = {index: content for index, (_, content) in self.checkpoints[self.step].items()}
 
     @invariant()
-    def nothing_that_is_named_was_overwritten(self) -> None:
+    def checkpointed_versions_are_not_overwritten(self) -> None:
         for pages in self.checkpoints.values():
             for version, content in pages.values():
                 assert self.rig.on_disk(version.extent) == content
 
     @invariant()
-    def no_two_versions_share_a_byte(self) -> None:
+    def versions_do_not_overlap(self) -> None:
         named = {index: self.rig.version(index).extent for index in self.current}
         extents = set(named.values())
         extents |= {version.extent for pages in self.checkpoints.values() for version, _ in pages.values()}
@@ -289,7 +289,7 @@ TestStoreMachine.settings = settings(max_examples=30, stateful_step_count=40, de
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Slots taken and given back in any order."""
+    """Slots are taken and returned in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,15 +302,15 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator = ExtentAllocator(self.classes, [used])
         self.held = [used]
 
-    def room(self, item: SlotClass) -> int:
-        """Return how many slots of a class are free."""
+    def free_slots(self, item: SlotClass) -> int:
+        """Return the number of free slots of a class."""
         held = [extent for extent in self.held if (extent.path, extent.length) == (item.path, item.length)]
         return item.count - len(held)
 
     @rule(index=st.integers(0, 2))
     def take(self, index: int) -> None:
         item = self.classes[index]
-        if not self.room(item):
+        if not self.free_slots(item):
             with pytest.raises(StallError, match=str(item.length)):
                 self.allocator.take(item.path, item.length, 0.0)
             return
@@ -333,8 +333,8 @@ TestAllocatorMachine.settings = settings(max_examples=100, deadline=None)
 
 
 @given(layouts(), st.lists(st.integers(1, 20), min_size=1, max_size=4))
-def test_pages_are_spread_in_proportion(layout: Layout, weights: list[int]) -> None:
-    """Each path's bytes of a role are within a page of its share, however far one has come."""
+def test_pages_follow_the_stripe_weights(layout: Layout, weights: list[int]) -> None:
+    """In every prefix of the pages, each path's bytes of a role are within one page of its stripe weight."""
     paths = spread(layout.pages, [float(weight) for weight in weights])
     for role in Role:
         got = [0] * len(weights)
@@ -350,7 +350,7 @@ def test_pages_are_spread_in_proportion(layout: Layout, weights: list[int]) -> N
 
 @given(layouts(), st.integers(1, 3), st.integers(0, 20), st.integers(1, 3))
 def test_slots_do_not_overlap_and_suffice(layout: Layout, paths: int, spare: int, retained: int) -> None:
-    """A version of every page and one more per checkpoint, writes in flight; files are no longer than that."""
+    """Each page has a slot per retained checkpoint, one for its current version and some for writes in flight."""
     state, path_of = state_pages(layout.pages), spread(layout.pages, [1.0] * paths)
     on = [path_of[item.index] for item in state]
     classes = plan_slots(state, on, spare, retained)
@@ -366,14 +366,14 @@ def test_slots_do_not_overlap_and_suffice(layout: Layout, paths: int, spare: int
         in_flight = slots - len(members) - retained * changing
         assert min(spare, 1, changing) <= in_flight <= min(spare, changing / 25 + 1)
     fewer = plan_slots(state, on, spare, retained - 1)
-    assert classes[: len(fewer)] == fewer, "who retains more finds all slots of who retains less"
+    assert classes[: len(fewer)] == fewer, "the slots for more retained checkpoints must include the slots for fewer"
 
 
 @given(
     st.lists(st.dictionaries(st.tuples(st.integers(0, 2), st.sampled_from([4096, 8192, 65536])), st.integers(1, 70)))
 )
-def test_slots_that_come_one_by_one_are_those_of_all_at_once(added: list[dict[tuple[int, int], int]]) -> None:
-    """As many, with room for writes in flight, and none on another."""
+def test_incremental_slots_equal_slots_planned_at_once(added: list[dict[tuple[int, int], int]]) -> None:
+    """Adding pages in several calls yields as many slots as one call, and no slots overlap."""
     slots: tuple[SlotClass, ...] = ()
     members: Counter[tuple[int, int]] = Counter()
     for more in added:
@@ -392,17 +392,17 @@ def test_slots_that_come_one_by_one_are_those_of_all_at_once(added: list[dict[tu
 
 
 class Unlimited:
-    """Data files of any length."""
+    """Data files without a size limit."""
 
     def allocate(self, slots: Sequence[SlotClass]) -> None:
-        """Have room for all slots."""
+        """Accept all slots."""
 
     def cut(self, slots: Sequence[SlotClass]) -> None:
-        """Cut nothing."""
+        """Do nothing."""
 
 
-def test_pages_that_come_one_by_one_take_no_longer_the_more_there_are(tmp_path: Path) -> None:
-    """A forward may have thousands of tensors, each of which has pages of its own."""
+def test_adding_a_page_takes_constant_time(tmp_path: Path) -> None:
+    """A forward may save thousands of tensors, each of which adds its own pages."""
     (tmp_path / "0.pages").touch()
     engine = ThreadEngine(1, 1)
     store = PageStore(
@@ -421,8 +421,8 @@ def test_pages_that_come_one_by_one_take_no_longer_the_more_there_are(tmp_path: 
 
 
 @given(layouts(), st.lists(st.integers(1, 20), min_size=2, max_size=4), st.data())
-def test_as_few_pages_move_as_balance_needs(layout: Layout, before: list[int], data: st.DataObject) -> None:
-    """Each path comes within two pages of its new share of every role, and none both gets and loses."""
+def test_rebalancing_moves_as_few_pages_as_necessary(layout: Layout, before: list[int], data: st.DataObject) -> None:
+    """Each path comes within two pages of its new stripe weight in every role; no path gains and loses pages."""
     after = data.draw(st.lists(st.integers(1, 20), min_size=len(before), max_size=len(before)))
     paths = spread(layout.pages, [float(stripe_weight) for stripe_weight in before])
     moved = respread(layout.pages, paths, [float(stripe_weight) for stripe_weight in after])
@@ -434,79 +434,79 @@ def test_as_few_pages_move_as_balance_needs(layout: Layout, before: list[int], d
             wanted = total * stripe_weight / sum(after)
             assert abs(loads[1] - wanted) <= abs(loads[0] - wanted) + layout.page_bytes
             assert abs(loads[1] - wanted) <= 2 * len(after) * layout.page_bytes
-            gone = any(paths[item.index] == path != moved[item.index] for item in mine)
-            come = any(paths[item.index] != path == moved[item.index] for item in mine)
-            assert not (gone and come)
+            loses = any(paths[item.index] == path != moved[item.index] for item in mine)
+            gains = any(paths[item.index] != path == moved[item.index] for item in mine)
+            assert not (loses and gains)
 
 
-def test_files_grow_no_more_however_often_pages_move(rig: Rig) -> None:
-    """Each way round needs its slots once."""
-    ways = [(0,) * len(PAGES), (1,) * len(PAGES)]
-    rig.store.adopt(1, rig.store.versions(KEPT))
-    for paths in ways:
+def test_repeated_moves_do_not_grow_the_files(rig: Rig) -> None:
+    """Moving the pages back and forth needs additional slots only the first time."""
+    layouts_by_path = [(0,) * len(PAGES), (1,) * len(PAGES)]
+    rig.store.adopt(1, rig.store.versions(STATE_PAGES))
+    for paths in layouts_by_path:
         rig.store.spread_anew(paths)
         for item in PAGES:
             rig.write(item.index, content_of(item.index, 1))
     sizes = list(rig.sizes)
     for number in range(8):
-        rig.store.spread_anew(ways[number % 2])
+        rig.store.spread_anew(layouts_by_path[number % 2])
         for item in PAGES:
             rig.write(item.index, content_of(item.index, number))
-        rig.store.adopt(2 + number, rig.store.versions(KEPT))
+        rig.store.adopt(2 + number, rig.store.versions(STATE_PAGES))
     assert rig.sizes == sizes
 
 
-def test_a_preferred_checkpoint_outlives_newer_ones(rig: Rig) -> None:
-    """Of two that are kept one is the newest, the other the preferred one; without it, the one before."""
+def test_preferred_checkpoint_is_retained(rig: Rig) -> None:
+    """Two checkpoints are retained: the newest one, and the preferred one or else the previous one."""
     kept = []
     for step, prefer in enumerate(([], [], [1], [1], [7], []), 1):
         rig.write(0, content_of(0, step))
         assert rig.store.retained_with(step, prefer)[-1] == step
-        rig.store.adopt(step, rig.store.versions(KEPT), prefer)
+        rig.store.adopt(step, rig.store.versions(STATE_PAGES), prefer)
         kept.append(rig.store.checkpoints)
     assert kept == [(1,), (1, 2), (1, 3), (1, 4), (4, 5), (5, 6)]
 
 
-def grads() -> list[int]:
-    """Return the pages of gradients."""
+def gradient_pages() -> list[int]:
+    """Return the indices of the gradient pages."""
     return [item.index for item in PAGES if item.role is Role.GRAD]
 
 
-def test_gradients_reserve_nothing_until_they_are_stored(tmp_path: Path) -> None:
-    """Then an area behind the state; it is given back when a plan stores none and none are there."""
+def test_gradient_area_is_reserved_on_demand(tmp_path: Path) -> None:
+    """The area is released when the plan stores no gradients and no gradient is stored."""
     rig = Rig(tmp_path)
     bare = list(rig.sizes)
-    assert sum(bare) == sum(file_sizes(lay_out(PAGES, SHARES, {}, SPARE, RETAINED)[1], 2))
+    assert sum(bare) == sum(file_sizes(lay_out(PAGES, STRIPE_WEIGHTS, {}, SPARE, RETAINED)[1], 2))
     rig.store.expect_gradients(False)
     assert rig.sizes == bare
-    for index in grads():
+    for index in gradient_pages():
         rig.write(index, content_of(index, 1))
     grown = list(rig.sizes)
-    assert sum(grown) - sum(bare) >= sum(PAGES[index].nbytes for index in grads())
-    rig.store.expect_gradients(False)  # they are still there
+    assert sum(grown) - sum(bare) >= sum(PAGES[index].nbytes for index in gradient_pages())
+    rig.store.expect_gradients(False)  # gradients are still stored
     assert rig.sizes == grown
-    assert [rig.read(index) for index in grads()] == [content_of(index, 1) for index in grads()]
-    for index in grads():
+    assert [rig.read(index) for index in gradient_pages()] == [content_of(index, 1) for index in gradient_pages()]
+    for index in gradient_pages():
         rig.store.discard(index)
-    assert rig.sizes == grown, "nothing is done to files where somebody may wait"
+    assert rig.sizes == grown, "discard must not change the files, because other threads may be waiting"
     rig.store.expect_gradients(False)
     assert rig.sizes == bare
     assert [file.stat().st_size for file in rig.files] == bare
     rig.store.expect_gradients(True)
     assert rig.sizes == grown
     rig.store.expect_gradients(True)
-    for index in grads():
+    for index in gradient_pages():
         rig.write(index, content_of(index, 2))
-    assert rig.sizes == grown, "grown once, not twice"
+    assert rig.sizes == grown, "the files must grow only once"
     rig.close()
 
 
-def test_a_gradient_may_come_while_the_area_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that departs from its plan stores one after all: it gets an area of its own, and waits for none."""
+def test_gradient_can_be_written_while_the_area_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that departs from its plan stores a gradient in a new area and does not wait for the release."""
     rig = Rig(tmp_path)
-    rig.write(grads()[0], content_of(grads()[0], 1))
-    rig.store.discard(grads()[0])
-    cut, writer = rig.cut, Thread(target=rig.write, args=(grads()[0], content_of(grads()[0], 2)))
+    rig.write(gradient_pages()[0], content_of(gradient_pages()[0], 1))
+    rig.store.discard(gradient_pages()[0])
+    cut, writer = rig.cut, Thread(target=rig.write, args=(gradient_pages()[0], content_of(gradient_pages()[0], 2)))
 
     def late(slots: Sequence[SlotClass]) -> None:
         monkeypatch.setattr(rig, "cut", cut)
@@ -517,62 +517,62 @@ def test_a_gradient_may_come_while_the_area_is_given_back(tmp_path: Path, monkey
     monkeypatch.setattr(rig, "cut", late)
     rig.store.expect_gradients(False)
     writer.join()
-    assert rig.read(grads()[0]) == content_of(grads()[0], 2)
+    assert rig.read(gradient_pages()[0]) == content_of(gradient_pages()[0], 2)
     rig.close()
 
 
-def test_a_file_grows_behind_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some file systems have allocation emulated, by writing to what is allocated; but a hole is filled."""
-    asked, allocate = [], os.posix_fallocate
-    monkeypatch.setattr(os, "posix_fallocate", lambda *call: (asked.append(call[1:]), allocate(*call))[1])
+def test_reserve_allocates_only_the_missing_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems emulate allocation by writing, so only new ranges are allocated; holes are filled."""
+    calls, allocate = [], os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", lambda *call: (calls.append(call[1:]), allocate(*call))[1])
     file = tmp_path / "data"
     reserve(file, MIB)
     reserve(file, 3 * MIB)
     reserve(file, 2 * MIB)
-    assert asked == [(0, MIB), (MIB, 2 * MIB)]
+    assert calls == [(0, MIB), (MIB, 2 * MIB)]
     (tmp_path / "holes").touch()
     os.truncate(tmp_path / "holes", MIB)
     reserve(tmp_path / "holes", 2 * MIB)
-    assert asked[2:] == [(0, 2 * MIB)]
+    assert calls[2:] == [(0, 2 * MIB)]
     assert allocated_bytes(tmp_path / "holes") >= 2 * MIB
 
 
-def test_gradients_without_room_are_refused_and_nothing_is_lost(tmp_path: Path) -> None:
-    """Whether they are expected, or come unexpectedly."""
+def test_gradients_on_a_full_drive_raise_without_data_loss(tmp_path: Path) -> None:
+    """Both an expected and an unexpected gradient raise BudgetError."""
     rig = Rig(tmp_path)
     rig.write(0, content_of(0, 1))
     rig.full = True
-    with pytest.raises(BudgetError, match="no room"):
+    with pytest.raises(BudgetError, match="the test drive is full"):
         rig.store.expect_gradients(True)
-    with pytest.raises(BudgetError, match="no room"):
-        rig.write(grads()[0], content_of(grads()[0], 1))
+    with pytest.raises(BudgetError, match="the test drive is full"):
+        rig.write(gradient_pages()[0], content_of(gradient_pages()[0], 1))
     assert rig.read(0) == content_of(0, 1)
     rig.full = False
-    rig.write(grads()[0], content_of(grads()[0], 1))
-    assert rig.read(grads()[0]) == content_of(grads()[0], 1)
+    rig.write(gradient_pages()[0], content_of(gradient_pages()[0], 1))
+    assert rig.read(gradient_pages()[0]) == content_of(gradient_pages()[0], 1)
     rig.close()
 
 
-def test_a_checkpointed_version_outlives_newer_ones(rig: Rig) -> None:
-    """Until it is no longer retained; then its slot is used again."""
+def test_checkpointed_version_is_kept_until_retention_ends(rig: Rig) -> None:
+    """The slot is reused after the last checkpoint that refers to it has been dropped."""
     first = rig.version(0)
-    rig.store.adopt(1, rig.store.versions(KEPT))
+    rig.store.adopt(1, rig.store.versions(STATE_PAGES))
     extents = set()
     for number in range(1, 20):
         rig.write(0, content_of(0, number))
         extents.add(rig.version(0).extent)
         assert rig.on_disk(first.extent) == content_of(0, 0)
     assert first.extent not in extents
-    rig.store.adopt(2, rig.store.versions(KEPT))
-    rig.store.adopt(3, rig.store.versions(KEPT))
+    rig.store.adopt(2, rig.store.versions(STATE_PAGES))
+    rig.store.adopt(3, rig.store.versions(STATE_PAGES))
     for number in range(20, 40):
         rig.write(0, content_of(0, number))
         extents.add(rig.version(0).extent)
     assert first.extent in extents
 
 
-def test_a_failed_write_leaves_the_old_version(tmp_path: Path) -> None:
-    """The error names the place; content and slots are as before, however often it fails."""
+def test_failed_write_keeps_the_old_version(tmp_path: Path) -> None:
+    """The error reports the file, and repeated failures consume no slots."""
     rig = Rig(tmp_path, (Fault(kind=FaultKind.ENOSPC, at=tuple(range(1, 40))),))
     rig.write(0, content_of(0, 0))
     for number in range(1, 40):
@@ -586,8 +586,7 @@ def test_a_failed_write_leaves_the_old_version(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", [0, 1000, 4095])
-def test_a_flipped_bit_is_named(rig: Rig, where: int) -> None:
-    """Page, file and offset are in the error."""
+def test_flipped_bit_raises_an_error_with_page_and_offset(rig: Rig, where: int) -> None:
     extent = rig.version(3).extent
     with open(rig.files[extent.path], "r+b") as file:
         file.seek(extent.offset + where)
@@ -606,8 +605,8 @@ def test_a_flipped_bit_is_named(rig: Rig, where: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [FaultKind.MISDIRECTED, FaultKind.TORN])
-def test_a_write_that_lied_is_found(tmp_path: Path, kind: FaultKind) -> None:
-    """A write that went elsewhere, or only in part, and reported success."""
+def test_misdirected_or_torn_write_is_detected(tmp_path: Path, kind: FaultKind) -> None:
+    """The next read detects a write that reported success but went elsewhere or was incomplete."""
     rig = Rig(tmp_path, (Fault(kind=kind, at=(1,)),))
     rig.write(0, content_of(0, 0))
     rig.write(0, content_of(0, 1))
@@ -616,32 +615,30 @@ def test_a_write_that_lied_is_found(tmp_path: Path, kind: FaultKind) -> None:
     rig.close()
 
 
-def test_a_page_is_not_mistaken_for_another_of_the_same_content() -> None:
-    """The checksum depends on the page's index."""
+def test_checksum_depends_on_the_page_index() -> None:
     content = memoryview(bytes(4096))
     assert checksum(1, content) != checksum(2, content)
     assert checksum(1, content) == checksum(1, content)
 
 
-def test_a_stall_report_names_the_oldest_request(tmp_path: Path) -> None:
-    """Operation, offset and path of what has been in flight longest."""
+def test_oldest_request_reports_operation_and_file(tmp_path: Path) -> None:
     rig = Rig(tmp_path, (Fault(kind=FaultKind.STUCK, at=(1,)),))
     rig.write(0, content_of(0, 0))
     assert rig.store.oldest_request() is None
     memory = memoryview(mmap.mmap(-1, 4096))
     ended = Event()
     rig.store.read(0, memory, lambda error: ended.set())
-    since, said = rig.store.oldest_request() or (0.0, "")
+    since, description = rig.store.oldest_request() or (0.0, "")
     assert 0 < since <= time.perf_counter()
-    assert "read of 4096 bytes" in said
-    assert str(rig.files[0]) in said
+    assert "read of 4096 bytes" in description
+    assert str(rig.files[0]) in description
     rig.engine.release()
     assert ended.wait(300)
     rig.close()
 
 
-def test_a_held_folder_is_refused_and_says_who(tmp_path: Path) -> None:
-    """Run and process of the holder; free again after release."""
+def test_locked_folder_raises_an_error_with_the_holder(tmp_path: Path) -> None:
+    """The error contains the run and process of the holder, and the folder is free after the release."""
     held = FolderLock.acquire([tmp_path], "20300101-000000-abcdef", 0)
     with pytest.raises(FolderBusyError, match=rf"20300101-000000-abcdef.*process {os.getpid()}"):
         FolderLock.acquire([tmp_path], new_run_id(), 0)
@@ -653,8 +650,7 @@ def test_a_held_folder_is_refused_and_says_who(tmp_path: Path) -> None:
     FolderLock.acquire([tmp_path], new_run_id(), 0).release()
 
 
-def test_a_refused_lock_keeps_none_of_the_paths(tmp_path: Path) -> None:
-    """With several paths it is all or nothing."""
+def test_failed_lock_releases_all_paths(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
@@ -665,8 +661,8 @@ def test_a_refused_lock_keeps_none_of_the_paths(tmp_path: Path) -> None:
     held.release()
 
 
-def test_a_dead_holder_holds_nothing(tmp_path: Path) -> None:
-    """The lock of a killed process is free, although its file is still there."""
+def test_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
+    """The lock file still exists, but the operating system has released the lock."""
     code = (
         "import os, signal; from infinity.store.folder import FolderLock\n"
         f"lock = FolderLock.acquire([{str(tmp_path)!r}], 'dead', 0)\n"
@@ -680,8 +676,8 @@ def test_a_dead_holder_holds_nothing(tmp_path: Path) -> None:
     FolderLock.acquire([tmp_path], new_run_id(), 0).release()
 
 
-def test_a_lock_is_not_taken_on_a_file_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The holder leaves between our open and our lock: nobody else can then get the folder beside us."""
+def test_lock_on_a_removed_file_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the holder removes its file between our open and our lock, a third process must not get the folder as well."""
     holder = FolderLock.acquire([tmp_path], "first", 0)
     original = folders.fcntl.flock
 
@@ -699,15 +695,14 @@ def test_a_lock_is_not_taken_on_a_file_that_is_gone(tmp_path: Path, monkeypatch:
         second.release()
 
 
-def test_an_unwritable_folder_is_named() -> None:
-    """A path that cannot be written is a setting that is wrong."""
+def test_unwritable_folder_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="/proc"):
         FolderLock.acquire(["/proc"], new_run_id(), 0)
 
 
 @contextmanager
-def small_disk(place: Path, size: int) -> Iterator[Path]:
-    """Mount a file system of a few KiB; skip where that is not allowed."""
+def small_file_system(place: Path, size: int) -> Iterator[Path]:
+    """Mount a file system of a few KiB, or skip the test if mounting is not permitted."""
     place.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True, check=False
@@ -720,9 +715,9 @@ def small_disk(place: Path, size: int) -> Iterator[Path]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_full_disk_is_refused_with_sizes(tmp_path: Path) -> None:
-    """What is there and what is needed; no file is left."""
-    with small_disk(tmp_path / "small", 512 * KIB) as place:
+def test_reserve_on_a_full_disk_reports_sizes(tmp_path: Path) -> None:
+    """The error contains the free and the required bytes, and no file remains."""
+    with small_file_system(tmp_path / "small", 512 * KIB) as place:
         with pytest.raises(BudgetError, match=r"has 512 KiB free.*needs 1 MiB") as caught:
             reserve(place / "data", 1024 * KIB)
         assert str(place) in str(caught.value)
@@ -731,14 +726,13 @@ def test_a_full_disk_is_refused_with_sizes(tmp_path: Path) -> None:
         assert (place / "data").stat().st_blocks * 512 >= 256 * KIB
 
 
-def test_a_run_on_a_full_disk_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    """Refused before training, and the folder is free and empty afterwards."""
+def test_run_on_a_full_disk_fails_at_startup_and_cleans_up(tmp_path: Path) -> None:
     import infinity
     from support import models
     from support.train import MIB, Paging, Recipe, make_optimizer
     from support.train import settings as configuration
 
-    with small_disk(tmp_path / "nvme0", 1024 * KIB) as place:
+    with small_file_system(tmp_path / "nvme0", 1024 * KIB) as place:
         model = models.build("toy")
         optimizer = make_optimizer(Recipe(), model)
         with pytest.raises(BudgetError, match=r"KiB free.*needs.*MiB"):

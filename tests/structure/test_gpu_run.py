@@ -1,4 +1,4 @@
-"""`make gpu-test` as far as it goes without a GPU."""
+"""Tests of `make gpu-test` that need no GPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("freed", [True, False])
-def test_the_sanitizer_forgets_all_of_a_block_that_is_freed(freed: bool) -> None:
-    """Else what was done to a view inside of it is held against the next tensor there; a race in a block is seen."""
+def test_the_sanitizer_drops_accesses_within_a_freed_block(freed: bool) -> None:
+    """Otherwise accesses to a view would count against the next tensor at its address; a race within a block is
+    reported.
+    """
     handler = EventHandler()
     handler.tensors_accessed = WholeBlocks()
     handler._handle_memory_allocation(1000)
@@ -26,13 +28,13 @@ def test_the_sanitizer_forgets_all_of_a_block_that_is_freed(freed: bool) -> None
     if freed:
         handler._handle_memory_deallocation(1000)
         handler._handle_memory_allocation(1000)
-    raced = handler._handle_kernel_launch(8, set(), {1500}, {1500}, "writes what is there now", {1500: []})
+    raced = handler._handle_kernel_launch(8, set(), {1500}, {1500}, "writes to the new tensor", {1500: []})
     assert len(raced) == (not freed)
     assert 2000 in handler.tensors_accessed.accesses
 
 
-def test_without_a_gpu_it_fails_and_says_so() -> None:
-    """Nothing is skipped silently: one line, and a status that is not 0."""
+def test_gpu_tests_fail_without_a_gpu() -> None:
+    """The tests are not silently skipped: one line explains the failure."""
     done = subprocess.run(
         ["make", "gpu-test", f"GPU_PYTHON={sys.executable}"],
         cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},

@@ -1,4 +1,4 @@
-"""Imports point downwards only (docs/explanation/architecture.md): the structure of the package as a test."""
+"""Tests of the package structure: imports follow the order in docs/explanation/architecture.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ORDER = (
     "ranks", "daemon_client", "io", "content", "memory", "telemetry", "peer_failures", "store", "schedule", "budget",
     "checkpoint", "fsdp", "optim", "formats", "accumulation", "estimate", "sources", "models", "run", "integrations",
 )  # fmt: skip
-"""Packages and top-level modules of `infinity`, lowest first: each one imports only names to its left."""
+"""Packages and top-level modules of `infinity`, lowest first: each one imports only those listed before it."""
 NO_TORCH = (
     "config", "config_fields", "schema", "errors", "units", "hugepages", "heap", "untrusted_files", "cleanup",
     "referrers", "torchrun", "optional_dependencies", "processor", "deadline", "interrupts", "content.format",
@@ -35,7 +35,7 @@ DAEMON_MAY_ALSO_IMPORT = ("infinity.store.folder.", "infinity.store.marker.")  #
 
 
 def package(name: str) -> str:
-    """Return the package, or top-level module, that a dotted name is in; empty for `infinity` itself."""
+    """Return the package or top-level module of a dotted name, or "" for `infinity` itself."""
     parts = name.split(".")
     return parts[1] if len(parts) > 1 and parts[1] in ORDER else ""
 
@@ -46,14 +46,12 @@ def packages_imported(file: Path) -> set[str]:
     return {package(target) for target in targets} - {""}
 
 
-def test_every_package_has_a_place() -> None:
-    """A new package or top-level module is added to the order."""
+def test_every_package_is_in_the_order() -> None:
     assert {name.split(".")[1] for name in MODULES if "." in name} == set(ORDER)
     assert len(ORDER) == len(set(ORDER))
 
 
-def test_the_document_has_the_same_order() -> None:
-    """The table of packages in docs/explanation/architecture.md names the same packages, in the same order."""
+def test_architecture_page_has_the_same_order() -> None:
     text = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
     table = re.search(r"^\| package \|.*?(?=\n\n)", text, re.MULTILINE | re.DOTALL)
     assert table is not None
@@ -61,8 +59,8 @@ def test_the_document_has_the_same_order() -> None:
     assert tuple(name for cell in cells for name in re.findall(r"`(\w+)`", cell)) == ORDER
 
 
-def test_imports_point_downwards() -> None:
-    """Every module imports only packages that come before its own; cycles are impossible by that."""
+def test_imports_follow_the_order() -> None:
+    """Every module imports only packages that come before its own, so cycles are impossible."""
     wrong = [
         f"{name} imports {target}"
         for name, file in MODULES.items()
@@ -73,8 +71,8 @@ def test_imports_point_downwards() -> None:
     assert wrong == []
 
 
-def test_store_and_schedule_do_not_know_each_other() -> None:
-    """The pager is handed a reader and writer."""
+def test_store_and_schedule_are_independent() -> None:
+    """The pager receives a reader and a writer as arguments."""
     for name, file in MODULES.items():
         if package(name) == "schedule":
             assert "store" not in packages_imported(file), name
@@ -83,15 +81,14 @@ def test_store_and_schedule_do_not_know_each_other() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
-def test_what_is_free_of_torch_does_not_name_it(name: str) -> None:
+def test_torch_free_modules_do_not_import_torch(name: str) -> None:
     """Storage and planning are plain Python."""
     if any(name == f"infinity.{prefix}" or name.startswith(f"infinity.{prefix}.") for prefix in NO_TORCH):
         assert "torch" not in {target.split(".")[0] for target in imported(MODULES[name])}
 
 
 @pytest.mark.parametrize("name", sorted(modules(ROOT / "daemon" / "infinity_daemon", "infinity_daemon")))
-def test_the_daemon_stays_small(name: str) -> None:
-    """It imports telemetry, config, errors, I/O and what tells runs, and never torch."""
+def test_the_daemon_imports_only_allowed_packages(name: str) -> None:
     file = modules(ROOT / "daemon" / "infinity_daemon", "infinity_daemon")[name]
     for target in imported(file):
         head = target.split(".")[0]
@@ -100,22 +97,21 @@ def test_the_daemon_stays_small(name: str) -> None:
         assert head != "infinity" or known or package(target) in DAEMON_MAY_IMPORT, target
 
 
-def test_nothing_imports_the_tools() -> None:
-    """The command line is on top."""
+def test_no_package_imports_the_tools() -> None:
     files = [*MODULES.values(), *(ROOT / "daemon").rglob("*.py")]
     assert not [file for file in files for target in imported(file) if target.startswith("infinity_tools")]
 
 
-def test_loading_them_does_not_load_torch() -> None:
-    """Not by a detour either."""
+def test_importing_torch_free_modules_does_not_load_torch() -> None:
+    """Indirect imports count, too."""
     wanted = [*(f"infinity.{name}" for name in NO_TORCH), "infinity_daemon.main"]
     code = f"import sys, {', '.join(wanted)}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600)
     assert done.stdout.strip() == "False", done.stderr
 
 
-def test_the_package_has_nothing_for_tests_alone() -> None:
-    """Every module is reached from a public name or a command; what only a package re-exports is not."""
+def test_every_module_is_reachable_from_a_public_name() -> None:
+    """A re-export in a package does not count as use."""
     files = MODULES | modules(ROOT / "daemon" / "infinity_daemon", "infinity_daemon")
     files |= modules(ROOT / "tools" / "infinity_tools", "infinity_tools")
     packages = {name for name, file in files.items() if file.name == "__init__.py"}
@@ -128,7 +124,7 @@ def test_the_package_has_nothing_for_tests_alone() -> None:
     started = {"infinity_tools.__main__", "infinity_tools.cli", "infinity_daemon.__main__", "infinity_daemon.main"}
     started |= {place.partition(":")[0] for place in COMMANDS.values()}
     started |= {"infinity_tools.migrate.reference_page"}  # by `make docs`
-    started |= {name for name in files if name.startswith("infinity.integrations.")}  # users name them
+    started |= {name for name in files if name.startswith("infinity.integrations.")}  # imported by users
     reached, left = set(packages), [*public, *started]
     namespaces = {"infinity.torch_private"}  # imported as a whole, and used through its attributes
     while left:
@@ -144,8 +140,8 @@ def test_the_package_has_nothing_for_tests_alone() -> None:
     assert set(files) == reached
 
 
-def test_public_names_can_be_completed() -> None:
-    """An interpreter offers what `dir` names: also what is imported when it is first used."""
+def test_dir_lists_all_public_names() -> None:
+    """Interpreters complete names from `dir`, including names that are imported lazily."""
     program = "import infinity; print(*sorted({*infinity.__all__, '__version__'} - {*dir(infinity)}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "\n"

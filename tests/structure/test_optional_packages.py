@@ -1,4 +1,4 @@
-"""What needs an extra says so in one line where it is not installed; the library itself needs none."""
+"""Tests of optional dependencies: the library needs no extra, and a missing one is reported in one line."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from support.modules import MODULES, ROOT, imported, modules
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = {package for packages in EXTRAS.values() for package in packages}
 WITH_EXTRA = {"infinity.cli_errors", "infinity.content.kernels", "infinity.telemetry.exporter"}
-"""Modules that only the daemon, the command line, who compiles encodings and who serves metrics import."""
+"""Modules that need an extra: the command line, compiled encodings and the metrics exporter."""
 FRAMEWORKS = {name for name in MODULES if name.startswith("infinity.integrations.")}
-"""Modules that only who uses that framework imports."""
+"""Modules that need the framework that they integrate."""
 HIDE = f"""
 import runpy, sys
 
@@ -32,7 +32,7 @@ sys.meta_path.insert(0, Hidden())
 """
 
 
-def hidden(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_without_extras(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run code in a process in which no package of an extra can be imported."""
     return subprocess.run(
         [sys.executable, "-c", HIDE + code, *arguments],
@@ -44,7 +44,7 @@ def hidden(code: str, *arguments: str, **variables: str) -> subprocess.Completed
 
 
 def distributions(extra: str) -> set[str]:
-    """Return the import names of what an extra of pyproject brings, with the extras in it."""
+    """Return the import names of the packages that an extra in pyproject.toml installs, including nested extras."""
     found = set()
     for requirement in PROJECT["optional-dependencies"][extra]:
         name, inner = re.match(r"([\w-]+)(?:\[(.*)\])?", requirement).groups()
@@ -55,27 +55,25 @@ def distributions(extra: str) -> set[str]:
     return found
 
 
-def test_supported_releases_are_said_alike() -> None:
-    """By `infinity.optional_dependencies`, which `infinity doctor` and refusals go by, by pyproject and by the
-    documents.
-    """
+def test_supported_releases_are_consistent() -> None:
+    """`infinity.optional_dependencies`, pyproject.toml and the documents state the same releases."""
     python, torch, transformers = OLDEST["python"], OLDEST["torch"], OLDEST["transformers"]
     assert PROJECT["requires-python"] == f">={python}"
     assert f"torch>={torch}" in PROJECT["dependencies"]
     assert PROJECT["optional-dependencies"]["hf"] == [f"transformers>={transformers}"]
-    said = f"Python {python} or newer, torch {torch} to {NEWEST_TORCH}, and transformers {transformers} or newer"
+    statement = f"Python {python} or newer, torch {torch} to {NEWEST_TORCH}, and transformers {transformers} or newer"
     for page in ("README.md", "docs/tutorials/first-run.md"):
-        assert said in " ".join((ROOT / page).read_text().split()), page
+        assert statement in " ".join((ROOT / page).read_text().split()), page
 
 
 @pytest.mark.parametrize("extra", sorted(EXTRAS))
-def test_messages_name_the_extra_that_brings_the_package(extra: str) -> None:
-    """The table of the messages is that of pyproject; tokenizers come with transformers, llvmlite with numba."""
+def test_extras_match_pyproject(extra: str) -> None:
+    """tokenizers is a dependency of transformers, and llvmlite of numba."""
     assert set(EXTRAS[extra]) - {"tokenizers", "llvmlite"} == distributions(extra)
 
 
-def test_all_is_all_but_what_few_use() -> None:
-    """`[all]` has every extra of users but those of single frameworks; `[dev]` has these too, `[wide]` the rest."""
+def test_the_all_extra_excludes_single_frameworks() -> None:
+    """`[all]` contains every other extra for users; `[dev]` adds the frameworks, and `[wide]` the rest."""
     frameworks = ("accelerate", "lightning", "qlora", "torchtitan", "trainer", "wandb")
     single = set().union(*(distributions(extra) for extra in frameworks))
     assert distributions("all") == (OPTIONAL - {"tokenizers", "llvmlite"} - single) | {"peft", "transformers"}
@@ -84,7 +82,7 @@ def test_all_is_all_but_what_few_use() -> None:
 
 
 def test_every_import_is_declared() -> None:
-    """Standard library, a dependency, or a package of an extra: nothing comes along by chance."""
+    """Imports are from the standard library, a declared dependency or a package of an extra."""
     declared = {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in PROJECT["dependencies"]}
     assert declared == {"torch", "numpy", "xxhash", "safetensors", "psutil"}
     known = {*declared, *OPTIONAL, *sys.stdlib_module_names, "infinity", "infinity_daemon", "infinity_tools"}
@@ -98,23 +96,20 @@ def test_every_import_is_declared() -> None:
 
 
 def test_the_library_needs_no_extra(tmp_path: Path) -> None:
-    """It trains, checkpoints, goes on and exports;
-
-    all of its modules can be imported but those that are for an extra.
-    """
+    """The library trains, checkpoints, resumes and exports, and all modules that need no extra can be imported."""
     program = f"runpy.run_path({bare.__file__!r}, run_name='__main__')\n"
     rest = "".join(f"import {name}\n" for name in sorted(MODULES.keys() - WITH_EXTRA - FRAMEWORKS))
-    done = hidden(program + rest, str(tmp_path))
+    done = run_without_extras(program + rest, str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "2 4\n"), done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"nvme", "weights", "dcp"}
 
 
 @pytest.mark.parametrize(("command", "extra"), [("infinity", "cli"), ("infinityd", "daemon")])
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_command_without_its_extra(command: str, extra: str, rank: str) -> None:
-    """One line that says what to install, and status 2; under torchrun of one rank."""
+def test_a_command_without_its_extra_names_it(command: str, extra: str, rank: str) -> None:
+    """One rank prints one line with the command to install, and the exit status is 2."""
     module, main = PROJECT["scripts"][command].split(":")
-    done = hidden(f"import {module}; {module}.{main}()", "--help", LOCAL_RANK=rank)
+    done = run_without_extras(f"import {module}; {module}.{main}()", "--help", LOCAL_RANK=rank)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     if rank != "0":
@@ -139,8 +134,8 @@ def test_a_command_without_its_extra(command: str, extra: str, rank: str) -> Non
     ],
     ids=["exporter", "accelerate", "lightning", "torchtitan", "export", "trainer", "from_pretrained", "from_config"],
 )
-def test_a_part_of_the_library_without_its_extra(code: str, extra: str) -> None:
-    """What needs one raises an error of one line that says what to install."""
+def test_a_module_without_its_extra_names_it(code: str, extra: str) -> None:
+    """The error has one line with the command to install."""
     caught = f"""
 from infinity.errors import MissingPackageError
 try:
@@ -148,6 +143,6 @@ try:
 except MissingPackageError as error:
     print(error)
 """
-    done = hidden(caught)
+    done = run_without_extras(caught)
     assert done.stdout.endswith(f"pip install 'infinity-offload[{extra}]'\n"), done.stderr
     assert len(done.stdout.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Rules for plain data: one form of errors for settings, manifests, stats pages and requests."""
+"""Tests of validation rules for plain data: settings, manifests, stats files and requests share one form of errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infinity.schema import Mismatch, UnknownKey, brief, integer, one_of, record
 
 @dataclass(frozen=True)
 class Drive:
-    """A result."""
+    """Example record."""
 
     name: str
     slots: tuple[int, ...]
@@ -25,13 +25,13 @@ DRIVES = table(
 )
 
 
-def test_records_become_objects() -> None:
-    """Lists become tuples; what may lack is left to the dataclass."""
+def test_records_become_dataclasses() -> None:
+    """Lists become tuples, and missing optional fields take their defaults."""
     assert DRIVES({"a": {"name": "x", "slots": [1, 2]}}) == {"a": Drive("x", (1, 2))}
 
 
 @pytest.mark.parametrize(
-    ("rule", "value", "said"),
+    ("rule", "value", "message"),
     [
         (DRIVES, {"a": {"name": "x", "slots": [1, 0]}}, "a.slots.1 = 0 is below the minimum of 1"),
         (DRIVES, {"a": {"name": "x", "slots": [10]}}, "a.slots.0 = 10 is above the maximum of 9"),
@@ -50,22 +50,20 @@ def test_records_become_objects() -> None:
         (row(integer(0), text()), [1], "[1] must be a list of 2 items"),
     ],
 )  # fmt: skip
-def test_errors_name_place_value_and_problem(rule: schema.Rule, value: Any, said: str) -> None:
-    """In this order, whatever the rule."""
+def test_errors_report_place_value_and_problem(rule: schema.Rule, value: Any, message: str) -> None:
     with pytest.raises(Mismatch) as caught:
         rule(value)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_an_unknown_key_names_the_nearest() -> None:
-    """With the place of its record, so that whoever reads settings can look for it elsewhere."""
+def test_an_unknown_key_error_suggests_the_nearest_key() -> None:
+    """The exception carries the place of the record, so that callers can search other records for the key."""
     with pytest.raises(UnknownKey, match=r"a = .* has the unknown key 'slot'; did you mean slots\?") as caught:
         DRIVES({"a": {"name": "x", "slots": [], "slot": 1}})
     assert (caught.value.place, caught.value.key) == ("a", "slot")
 
 
-def test_errors_are_short_whatever_the_value() -> None:
-    """Long texts, many items, deep nesting."""
+def test_errors_are_short_for_any_value() -> None:
     deep: Any = []
     for _ in range(100):
         deep = [deep]

@@ -1,20 +1,19 @@
-"""What the tables of the wide suite are made of: one row for everything that was tried, with what is expected of it."""
+"""Rows of the tables in docs/reference/compatibility.md: each row is a test with an expected outcome."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-EQUAL, UNSUPPORTED = "equal", "refused"
+EQUAL, UNSUPPORTED = "equal", "not supported"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One optimizer, model family or habit.
+    """An optimizer, a model family or a training-loop pattern.
 
-    `outcome` is `EQUAL` (the same bits as plain FSDP2 in memory) or `UNSUPPORTED` (an error, before anything is wrong, that
-    says why and what to do). `words` is a regular expression that the error of a refusal matches; `note` is what a
-    reader of the documentation should know. Rows that are `slow`, or need packages that only the wide suite installs,
-    run behind ``make test-wide``.
+    `outcome` is `EQUAL` (bitwise equal to plain FSDP2 in memory) or `UNSUPPORTED` (an error with the reason and a fix,
+    raised before any result is wrong). `words` is a regular expression that matches the error, and `note` is a note
+    for readers of the page. Only ``make test-wide`` runs rows that are `slow` or require additional packages.
     """
 
     name: str

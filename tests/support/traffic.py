@@ -66,5 +66,5 @@ def close(a: float, b: float) -> bool:
 
 
 def as_planned(measured: float, planned: float) -> bool:
-    """Whether no more than 1 % above the plan was moved; less is possible, see `test_measured_bytes_at_every_share`."""
+    """Whether no more than 1 % above the plan was moved; less is possible, see `test_measured_bytes_match_the_plan_at_every_cache_size`."""
     return 0.85 * planned <= measured <= 1.01 * planned

@@ -1,4 +1,4 @@
-"""The model families of transformers that the wide suite trains: rows of the table, and tiny configurations."""
+"""Table of the transformers models that the wide suite trains, with tiny configurations."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ VISION = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRow(Row):
-    """A family: the names of its classes in transformers, a tiny configuration, what its layers are, and its input.
+    """A model family: names of its classes in transformers, a tiny configuration, its layers and its type of input.
 
-    `layers` are the modules that are sharded one by one, as paths that may end in ``*`` for all children of a list.
+    `layers` are paths of the modules to which `fully_shard` is applied. ``*`` selects all children of a list.
     """
 
     family: str
@@ -66,7 +66,7 @@ class ModelRow(Row):
 
 
 def build(row: ModelRow) -> Any:
-    """Return the model of a row, built from its configuration on the current device."""
+    """Create the model of a row from its configuration on the current device."""
     transformers = importlib.import_module("transformers")
     cls = getattr(transformers, row.config or row.family + "Config")
     config = cls(**SUBCONFIGS.get(row.name, dict)(), **row.settings)
@@ -85,11 +85,11 @@ def _llava() -> dict[str, Any]:
 
 
 SUBCONFIGS: dict[str, Callable[[], dict[str, Any]]] = {"CLIP": _clip, "Llava": _llava}
-"""Settings that are themselves configurations, by the row's name."""
+"""Functions that create nested configurations, by name of the row."""
 
 
 def causal(family: str, settings: Mapping[str, Any] = GQA, *, name: str = "", **more: Any) -> ModelRow:
-    """Return the row of a language model."""
+    """Return the row of a causal language model."""
     more.setdefault("layers", ("model.layers.*",))
     return ModelRow(name=name or family, family=family, model=more.pop("model", family + "ForCausalLM"),
                     settings=settings, **more)  # fmt: skip
@@ -98,7 +98,7 @@ def causal(family: str, settings: Mapping[str, Any] = GQA, *, name: str = "", **
 def other(
     family: str, model: str, settings: Mapping[str, Any], layers: tuple[str, ...], inputs: str, **more: Any
 ) -> ModelRow:
-    """Return the row of another model."""
+    """Return the row of a model of another type."""
     return ModelRow(name=more.pop("name", family), family=family, model=model, settings=settings, layers=layers,
                     inputs=inputs, **more)  # fmt: skip
 
@@ -113,7 +113,7 @@ ROWS: tuple[ModelRow, ...] = (
     causal("Llama"),
     causal("Llama", {**GQA, "tie_word_embeddings": True, "rope_parameters": {
         "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32}}, name="Llama 3, tied"),
+        "original_max_position_embeddings": 32}}, name="Llama 3, tied weights"),
     causal("Mistral"),
     causal("Mixtral", {**MOE, "num_local_experts": 4}),
     causal("Qwen2"),
@@ -216,11 +216,11 @@ ROWS: tuple[ModelRow, ...] = (
           "strides": [4, 2], "mlp_ratios": [2, 2], "num_labels": 5}, ("segformer.stages.*",), "image"),
     other("CLIP", "CLIPModel", {}, ("text_model.encoder.layers.*", "vision_model.encoder.layers.*"), "clip",
           outcome=UNSUPPORTED, words="logit_scale of CLIPModel has shape",
-          note="`fully_shard` takes no parameter without dimensions (`logit_scale`)"),
+          note="`fully_shard` does not support 0-dimensional parameters (`logit_scale`)"),
     other("CLIP", "CLIPTextModelWithProjection", {**TEXT, "projection_dim": 16}, ("text_model.encoder.layers.*",),
-          "embeds", name="CLIP, text", config="CLIPTextConfig"),
+          "embeds", name="CLIP text model", config="CLIPTextConfig"),
     other("CLIP", "CLIPVisionModelWithProjection", {**VISION, "projection_dim": 16}, ("vision_model.encoder.layers.*",),
-          "pixels", name="CLIP, vision", config="CLIPVisionConfig"),
+          "pixels", name="CLIP vision model", config="CLIPVisionConfig"),
     other("Wav2Vec2", "Wav2Vec2ForCTC", {**TEXT, "vocab_size": 12, "conv_dim": [8, 8], "conv_kernel": [10, 3],
           "conv_stride": [5, 2], "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4,
           "num_feat_extract_layers": 2, "mask_time_length": 2, "mask_time_prob": 0.05, "ctc_zero_infinity": True},
@@ -269,4 +269,4 @@ ROWS: tuple[ModelRow, ...] = (
 
 LLAVA = other("Llava", "LlavaForConditionalGeneration", {"image_token_index": 95, "vision_feature_layer": -1},
               ("model.vision_tower.encoder.layers.*", "model.language_model.layers.*"), "image and text")  # fmt: skip
-"""A model for two kinds of input."""
+"""A model whose inputs are images and text."""

@@ -1,4 +1,4 @@
-"""What Prometheus sees: golden text, promtool, and the server."""
+"""Tests of the metrics exporter: exposition format, metric table and HTTP server."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def snapshot(rank=0, run_id="run-1", *, world_size=2, devices=("nvme0", "nvme1")):
-    """A page with known counts; nothing in its exposition depends on time or machine."""
+    """Return a snapshot with known values; its exposition does not depend on time or machine."""
     stats = Stats.create(
         None,
         run_id=run_id,
@@ -40,18 +40,18 @@ def snapshot(rank=0, run_id="run-1", *, world_size=2, devices=("nvme0", "nvme1")
     return stats.snapshot()
 
 
-def exposition(pages):
+def exposition(snapshots):
     registry = CollectorRegistry()
-    registry.register(StatsCollector(lambda: pages))
+    registry.register(StatsCollector(lambda: snapshots))
     return generate_latest(registry).decode()
 
 
-def test_exposition_equals_the_golden_text():
-    """After a wanted change: write `exposition([snapshot(0)])` to the golden file and read the difference."""
+def test_exposition_matches_the_golden_file():
+    """After an intended change, write `exposition([snapshot(0)])` to the golden file and review the difference."""
     assert exposition([snapshot(0)]) == GOLDEN.read_text()
 
 
-def test_promtool_finds_nothing_to_say():
+def test_promtool_accepts_the_exposition():
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed")
     text = exposition([snapshot(0), snapshot(1)])
@@ -59,7 +59,7 @@ def test_promtool_finds_nothing_to_say():
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
 
 
-def test_every_metric_of_a_rank_is_served_with_the_prefix_run_and_rank():
+def test_rank_metrics_have_the_prefix_and_rank_labels():
     families = list(text_string_to_metric_families(exposition([snapshot(0), snapshot(1)])))
     served = {family.name for family in families}
     table = {PREFIX + metric.name.removesuffix("_total") for metric in METRICS if metric.server == "rank"}
@@ -85,11 +85,11 @@ def test_histogram_buckets_are_cumulative():
     assert samples["infinity_step_duration_seconds_count"] == 3
 
 
-def test_two_runs_with_the_same_ranks_are_series_of_their_own():
-    pages = [snapshot(rank, run) for run in ("one", "two") for rank in (0, 1)]
+def test_runs_with_equal_ranks_have_separate_series():
+    snapshots = [snapshot(rank, run) for run in ("one", "two") for rank in (0, 1)]
     samples = [
         (sample.name, tuple(sorted(sample.labels.items())))
-        for family in text_string_to_metric_families(exposition(pages))
+        for family in text_string_to_metric_families(exposition(snapshots))
         for sample in family.samples
     ]
     assert len(set(samples)) == len(samples)
@@ -97,10 +97,10 @@ def test_two_runs_with_the_same_ranks_are_series_of_their_own():
     assert len(samples) == 4 * sum(not line.startswith("#") for line in alone.splitlines())
 
 
-def test_what_eight_ranks_on_four_drives_serve_leaves_room_for_the_drives():
-    """At most 1,500 series of a node are wanted; those of drives and daemon are counted in tests/daemon."""
-    pages = [snapshot(rank, world_size=8, devices=[f"nvme{index}" for index in range(4)]) for rank in range(8)]
-    series = [line for line in exposition(pages).splitlines() if not line.startswith("#")]
+def test_the_number_of_series_per_node_is_limited():
+    """The limit of 1,500 per node includes the series of drives and daemon, which tests/daemon counts."""
+    snapshots = [snapshot(rank, world_size=8, devices=[f"nvme{index}" for index in range(4)]) for rank in range(8)]
+    series = [line for line in exposition(snapshots).splitlines() if not line.startswith("#")]
     assert len(series) <= 1_330
 
 
@@ -109,28 +109,28 @@ def get(port, path):
         return answer.status, answer.read()
 
 
-def test_server_serves_metrics_and_health_and_gives_its_port_back():
-    pages = [snapshot()]
-    with serve(0, lambda: pages, host="127.0.0.1") as server:
+def test_server_serves_metrics_and_health_and_releases_its_port():
+    snapshots = [snapshot()]
+    with serve(0, lambda: snapshots, host="127.0.0.1") as server:
         assert get(server.port, "/metrics") == (200, GOLDEN.read_bytes())
         status, body = get(server.port, "/healthz")
         assert (status, json.loads(body)) == (200, {"status": "ok"})
         with pytest.raises(urllib.error.HTTPError, match="404"):
             get(server.port, "/else")
         with pytest.raises(ConfigError, match=f"port {server.port} .*choose another port"):
-            serve(server.port, lambda: pages, host="127.0.0.1")
+            serve(server.port, lambda: snapshots, host="127.0.0.1")
         port = server.port
-    serve(port, lambda: pages, host="127.0.0.1").close()
+    serve(port, lambda: snapshots, host="127.0.0.1").close()
     with pytest.raises(ConfigError, match="0 to 65535"):
-        serve(70000, lambda: pages)
+        serve(70000, lambda: snapshots)
 
 
-def test_the_documentation_is_the_table():
-    """Run `python -m infinity.telemetry.metrics > docs/reference/metrics.md` after a change of the table."""
+def test_the_metrics_page_is_current():
+    """After a change, run `python -m infinity.telemetry.metrics > docs/reference/metrics.md`."""
     assert (ROOT / "docs" / "reference" / "metrics.md").read_text() == markdown()
 
 
-def test_names_follow_the_conventions():
+def test_metric_names_follow_prometheus_conventions():
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     for metric in METRICS:
         assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
@@ -140,7 +140,7 @@ def test_names_follow_the_conventions():
         assert metric.doc.endswith("."), metric.name
 
 
-def test_counting_needs_neither_torch_nor_prometheus():
+def test_telemetry_imports_neither_torch_nor_prometheus():
     code = "import sys, infinity.telemetry; print({'torch', 'prometheus_client'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert found.stdout.strip() == "set()"

@@ -1,4 +1,4 @@
-"""The ledger against a clock of its own: every second in one part, and a timeline that nests."""
+"""Tests of the ledger and the timeline with a simulated clock: every second belongs to one part, and spans nest."""
 
 import json
 
@@ -15,7 +15,7 @@ from infinity.telemetry.timeline import Timeline
 
 
 class Clock:
-    """Stands still until it is told."""
+    """Clock that advances only when a test advances it."""
 
     def __init__(self):
         self.now = 1000.0
@@ -48,7 +48,7 @@ def parts_of(record):
     return {part: getattr(record, f"{part}_seconds") for part in PARTS}
 
 
-def test_each_second_lands_in_its_part(clock):
+def test_each_second_is_attributed_to_one_part(clock):
     ledger, stats = make()
     clock.now += 1  # the user's loop
     with ledger.part("python", name="gather"):
@@ -82,10 +82,10 @@ def test_each_second_lands_in_its_part(clock):
     assert end(ledger).python_seconds == 1
 
 
-def test_time_of_transfers_is_beside_the_parts():
+def test_transfer_time_is_counted_separately():
     ledger, stats = make()
     ledger.moving(3)
-    ledger.restart_step()  # what came before belongs to no step
+    ledger.restart_step()  # earlier transfers belong to no step
     ledger.moving(1)
     ledger.moving(0.5)
     assert end(ledger).transfer_seconds == 1.5
@@ -94,7 +94,7 @@ def test_time_of_transfers_is_beside_the_parts():
     assert stats.snapshot().value("transfer_seconds_total") == 6.5
 
 
-def test_a_transfer_that_was_given_up_is_an_error():
+def test_an_abandoned_transfer_counts_as_an_error():
     ledger, stats = make()
     ledger.gave_up("write", StallError("waited 300 s for a page to be written"))
     page = stats.snapshot()
@@ -102,7 +102,7 @@ def test_a_transfer_that_was_given_up_is_an_error():
     assert found == {"read": 0, "write": 1}
 
 
-def test_what_a_checkpoint_takes_belongs_to_no_step(clock):
+def test_checkpoint_time_is_not_part_of_a_step(clock):
     ledger, stats = make()
     with ledger.phase("checkpoint"):
         clock.now += 5
@@ -127,7 +127,7 @@ ACTIONS = st.recursive(
 )
 
 
-def play(ledger, clock, actions, records):
+def perform(ledger, clock, actions, records):
     for kind, name, *inner in actions:
         clock.now += 0.125
         if kind == "enter":
@@ -139,13 +139,13 @@ def play(ledger, clock, actions, records):
             records.append(end(ledger, len(records) + 1))
         else:
             with getattr(ledger, kind)(name):
-                play(ledger, clock, *inner, records)
+                perform(ledger, clock, *inner, records)
         clock.now += 0.0625
 
 
 @given(actions=st.lists(ACTIONS, max_size=12))
-def test_parts_add_up_and_spans_nest_whatever_happens(tmp_path_factory, actions):
-    """Steps only end where nothing is entered, as in a run; the counters are the sums of the records."""
+def test_parts_add_up_and_spans_nest_for_random_actions(tmp_path_factory, actions):
+    """Steps end only outside of phases and parts, as in a run; the counters are the sums of the records."""
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
         patch.setattr("infinity.telemetry.ledger.time", clock)
@@ -155,7 +155,7 @@ def test_parts_add_up_and_spans_nest_whatever_happens(tmp_path_factory, actions)
         ledger, stats = make(timeline)
         records = []
         for action in actions:
-            play(ledger, clock, [action], records)
+            perform(ledger, clock, [action], records)
             records.append(end(ledger, len(records) + 1))
     for record in records:
         assert sum(parts_of(record).values()) == record.seconds
@@ -167,7 +167,7 @@ def test_parts_add_up_and_spans_nest_whatever_happens(tmp_path_factory, actions)
 
 
 def check_nesting(events):
-    """Of two spans of one thread, one is within the other or they do not overlap."""
+    """Check that two spans of a thread are either nested or disjoint."""
     for thread in {(event["pid"], event["tid"]) for event in events}:
         open_until = []
         spans = [
@@ -182,7 +182,7 @@ def check_nesting(events):
             open_until.append(stop)
 
 
-def test_a_timeline_keeps_the_last_events_and_says_how_many_it_dropped(tmp_path):
+def test_a_timeline_keeps_the_last_events_and_counts_dropped_ones(tmp_path):
     timeline = Timeline(tmp_path / "t.json", rank=3, limit=5, page_name=lambda page: f"page {page}")
     for number in range(8):
         timeline.moved("read", 1, number, 4096, float(number), number + 2.5)

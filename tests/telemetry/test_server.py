@@ -1,4 +1,4 @@
-"""The HTTP server: routes and streams, and that no number of clients keeps the others out."""
+"""Tests of the HTTP server: routes and streams, and that clients do not block each other."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def ask(port: int, path: str, method: str = "GET", token: str | None = None) -> 
 
 
 def open_stream(port: int) -> socket.socket:
-    """Open a stream and read the beginning of it."""
+    """Open a stream and read its status line."""
     peer = socket.create_connection(("127.0.0.1", port), timeout=60)
     peer.sendall(b"GET /stream HTTP/1.0\r\n\r\n")
     assert b" 200 OK\r\n" in peer.recv(1000)
     return peer
 
 
-def test_a_route_is_public_or_needs_the_token():
+def test_only_public_routes_need_no_token():
     with serve_routes(0, ROUTES, token="secret") as server:
         for path, without in (("/open", 200), ("/hello", 401), ("/stream", 401), ("/nothing", 401)):
             assert ask(server.port, path).status == without
@@ -63,22 +63,22 @@ def test_a_route_is_public_or_needs_the_token():
         )
 
 
-def test_head_of_a_stream_has_an_end():
-    """And gives its place back."""
+def test_head_of_a_stream_completes():
+    """A completed request releases its slot."""
     with serve_routes(0, ROUTES) as server:
         for _ in range(module.MAX_STREAMS + 5):
             answer = ask(server.port, "/stream", "HEAD")
             assert (answer.status, answer.headers["Content-Type"], answer.read()) == (200, "text/event-stream", b"")
 
 
-def test_streams_are_bounded_and_keep_nobody_out():
-    """OtherResources as many as there may be, everything else is answered; one more is told so, until one ends."""
+def test_streams_are_limited_and_do_not_block_requests():
+    """A stream above the limit gets status 503 until another stream ends."""
     with serve_routes(0, ROUTES) as server, contextlib.ExitStack() as stack:
         peers = [stack.enter_context(open_stream(server.port)) for _ in range(module.MAX_STREAMS)]
         for _ in range(3):
             assert ask(server.port, "/hello").read() == b"hello"
-        refused = ask(server.port, "/stream")
-        assert (refused.status, "64 streams" in refused.read().decode()) == (503, True)
+        rejected = ask(server.port, "/stream")
+        assert (rejected.status, "64 streams" in rejected.read().decode()) == (503, True)
         for peer in peers:
             peer.recv(1000)  # it is still there
         peers[0].close()
@@ -88,8 +88,8 @@ def test_streams_are_bounded_and_keep_nobody_out():
             time.sleep(0.05)
 
 
-def test_a_stream_that_is_not_read_is_dropped(monkeypatch):
-    """After a time in which not one part was taken; one that is read goes on, and nothing is kept for either."""
+def test_a_stream_that_is_not_read_is_closed(monkeypatch):
+    """Streams that are read continue, and the server buffers nothing for either."""
     monkeypatch.setattr(module, "_ANSWER_SECONDS", 2.0)
     given = []
 
@@ -119,7 +119,7 @@ def test_a_stream_that_is_not_read_is_dropped(monkeypatch):
                 assert reader.recv(1 << 20)
 
 
-def test_closing_ends_the_streams():
+def test_closing_the_server_ends_its_streams():
     with serve_routes(0, ROUTES) as server:
         peer = open_stream(server.port)
     with contextlib.suppress(ConnectionResetError):
@@ -129,7 +129,7 @@ def test_closing_ends_the_streams():
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_a_client_that_leaves_a_stream_is_forgotten(method):
+def test_disconnected_stream_clients_are_removed(method):
     with serve_routes(0, ROUTES) as server:
         for _ in range(10):
             with socket.create_connection(("127.0.0.1", server.port), timeout=60) as peer:

@@ -1,4 +1,4 @@
-"""The stats page: what a rank counts is what a reader sees, whatever happens to the rank or the file."""
+"""Tests of stats files: readers see a rank's counters, whatever happens to the rank or the file."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ def make(folder, rank=0, **changes):
     return Stats.create(folder, **{**arguments, **changes})
 
 
-def test_increments_of_the_writer_are_seen_by_the_reader(tmp_path):
+def test_readers_see_the_increments_of_the_writer(tmp_path):
     stats = make(tmp_path, info={"paths": json.dumps(["/a", "/b"])})
     counter, gauge = stats.counter("io_bytes_total", **LABELS), stats.gauge("cache_slots", status="free")
     histogram = stats.histogram("io_request_duration_seconds", op="write")
@@ -50,7 +50,7 @@ def test_increments_of_the_writer_are_seen_by_the_reader(tmp_path):
     assert sum(page.values) == pytest.approx(4097 + 7 + 3 + 1e9)  # and every other cell is 0
 
 
-def test_file_is_private_named_by_run_and_rank_and_leaves_no_draft(tmp_path):
+def test_stats_file_has_private_mode_and_final_name(tmp_path):
     stats = make(tmp_path / "new" / "folder", rank=3)
     assert stats.path.name == "run-a.rank3.stats"
     assert stat.S_IMODE(stats.path.stat().st_mode) == 0o600
@@ -61,7 +61,7 @@ def test_file_is_private_named_by_run_and_rank_and_leaves_no_draft(tmp_path):
     assert os.listdir(stats.path.parent) == []
 
 
-def test_close_marks_the_page_which_stays_and_late_counting_is_harmless(tmp_path):
+def test_close_keeps_the_file_with_status_ended(tmp_path):
     stats = make(tmp_path)
     counter = stats.counter("steps_total")
     counter.add()
@@ -72,7 +72,7 @@ def test_close_marks_the_page_which_stays_and_late_counting_is_harmless(tmp_path
     assert page.values[CLOSED_CELL] > 0
 
 
-def test_close_does_not_remove_the_page_of_a_successor(tmp_path):
+def test_close_does_not_remove_the_file_of_a_successor(tmp_path):
     first = make(tmp_path)
     second = make(tmp_path)
     first.close(keep=False)
@@ -80,8 +80,8 @@ def test_close_does_not_remove_the_page_of_a_successor(tmp_path):
     assert read_stats_file(second.path).alive
 
 
-def test_pages_that_were_closed_long_ago_go_when_a_rank_of_another_run_makes_its_own(tmp_path, monkeypatch):
-    """Where no daemon runs, nobody else removes them; those of the same run are being replaced, not removed."""
+def test_creation_removes_old_closed_files_of_other_runs(tmp_path, monkeypatch):
+    """Without a daemon, no other process removes them; files of the same run are replaced instead."""
     old, mine, dead = make(tmp_path), make(tmp_path, run_id="run-b", rank=1), make(tmp_path, run_id="run-c")
     old.close()
     mine.close()
@@ -98,8 +98,8 @@ def test_pages_that_were_closed_long_ago_go_when_a_rank_of_another_run_makes_its
     assert [old.path.exists(), mine.path.exists(), dead.path.exists()] == [False, True, True]
 
 
-def test_a_page_under_the_name_of_another_is_refused(tmp_path):
-    """It would be a second sample of a series."""
+def test_a_stats_file_with_a_different_name_is_rejected(tmp_path):
+    """A copy would add a duplicate sample to a series."""
     stats = make(tmp_path)
     copy = tmp_path / "run-a.rank1.stats"
     copy.write_bytes(stats.path.read_bytes())
@@ -107,7 +107,7 @@ def test_a_page_under_the_name_of_another_is_refused(tmp_path):
         read_stats_file(copy)
 
 
-def test_anonymous_page_has_no_file():
+def test_anonymous_stats_have_no_file():
     stats = make(None)
     stats.counter("steps_total").add(2)
     assert stats.path is None
@@ -117,7 +117,7 @@ def test_anonymous_page_has_no_file():
 
 
 @pytest.mark.parametrize(
-    ("ask", "words"),
+    ("request", "message"),
     [
         (lambda s: s.counter("io_byte_total"), "did you mean io_bytes_total?"),
         (
@@ -136,10 +136,10 @@ def test_anonymous_page_has_no_file():
         (lambda s: s.counter("device_read_bytes_total", device="nvme0"), "unknown metric"),
     ],
 )
-def test_unknown_names_are_refused_naming_the_nearest(ask, words):
+def test_unknown_names_are_rejected_with_suggestions(request, message):
     with pytest.raises(ConfigError) as caught:
-        ask(make(None))
-    assert words in str(caught.value)
+        request(make(None))
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -155,23 +155,23 @@ def test_unknown_names_are_refused_naming_the_nearest(ask, words):
         {"info": {"x": "y" * 70000}},
     ],
 )
-def test_malformed_arguments_are_refused(tmp_path, changes):
+def test_invalid_arguments_are_rejected(tmp_path, changes):
     with pytest.raises(ConfigError):
         make(tmp_path, **changes)
     assert os.listdir(tmp_path) == []
 
 
-def test_a_folder_that_cannot_be_written_names_the_setting(tmp_path):
+def test_an_unwritable_folder_error_names_the_setting(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"telemetry\.runtime_dir"):
         make(tmp_path / "file" / "below")
-    with pytest.raises(ConfigError, match="runtime folder instead"):
+    with pytest.raises(ConfigError, match=r"run-a\.rank0\.stats is the path of a stats file"):
         make(tmp_path / "run-a.rank0.stats")
 
 
 @contextlib.contextmanager
 def rank_process(code, *arguments):
-    """A process that runs `code` and has printed ``ready``."""
+    """Run `code` in a process that has printed ``ready``."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", code, *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as rank:
@@ -182,7 +182,7 @@ def rank_process(code, *arguments):
             rank.kill()
 
 
-def test_killed_rank_leaves_its_counts_and_is_dead(tmp_path):
+def test_a_killed_rank_is_dead_and_its_counters_remain(tmp_path):
     code = (
         "import sys, time\n"
         "from infinity.telemetry import Stats\n"
@@ -201,13 +201,13 @@ def test_killed_rank_leaves_its_counts_and_is_dead(tmp_path):
     assert page.status == "dead"
     assert page.value("steps_total") == 11
     make(tmp_path)
-    assert path.exists(), "whoever looks for what has happened finds it for a while"
+    assert path.exists(), "the file of a dead rank is kept for a while"
     os.utime(path, (0, time.time() - KEEP_CLOSED_SECONDS - 1))
     make(tmp_path, rank=1)
     assert not path.exists()
 
 
-def test_a_recycled_process_number_is_not_taken_for_the_rank(tmp_path):
+def test_a_recycled_pid_does_not_count_as_the_rank(tmp_path):
     stats = make(tmp_path)
     data = stats.path.read_bytes()
     at = data.index(b'"process_started": ') + len(b'"process_started": ')
@@ -218,25 +218,25 @@ def test_a_recycled_process_number_is_not_taken_for_the_rank(tmp_path):
     assert read_stats_file(copy).status == "dead"
 
 
-def test_a_rank_of_another_pid_namespace_is_told_by_its_lock(tmp_path, monkeypatch):
+def test_a_rank_in_another_pid_namespace_is_identified_by_its_lock(tmp_path, monkeypatch):
     stats = make(tmp_path)
     monkeypatch.setattr("infinity.telemetry.stats_file.pid_namespace", lambda: 1)
     assert read_stats_file(stats.path).status == "live"
     copy = tmp_path / "copy" / stats.path.name
     copy.parent.mkdir()
-    copy.write_bytes(stats.path.read_bytes())  # the same content, but nobody holds it
+    copy.write_bytes(stats.path.read_bytes())  # the same content, but without a lock
     assert read_stats_file(copy).status == "dead"
 
 
 @pytest.mark.parametrize("content", [b"", b"INFSTATS", b"{}" * 500, b"\0" * 4096, b"INFSTATS" + b"\xff" * 4096])
-def test_foreign_files_are_refused_with_a_named_error(tmp_path, content):
+def test_foreign_files_are_rejected_by_name(tmp_path, content):
     path = tmp_path / "x.stats"
     path.write_bytes(content)
     with pytest.raises(StatsFileError, match=r"x\.stats"):
         read_stats_file(path)
 
 
-def test_what_is_no_regular_file_is_refused_and_does_not_block(tmp_path):
+def test_irregular_files_are_rejected_without_blocking(tmp_path):
     os.mkfifo(tmp_path / "fifo.stats")
     (tmp_path / "folder.stats").mkdir()
     stats = make(tmp_path)
@@ -258,7 +258,7 @@ def intact():
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_random_corruption_is_read_or_refused_but_never_crashes(intact, data):
+def test_random_corruption_is_read_or_rejected(intact, data):
     folder, original = intact
     page = bytearray(original)
     for _ in range(data.draw(st.integers(1, 6))):
@@ -285,7 +285,7 @@ def test_random_corruption_is_read_or_refused_but_never_crashes(intact, data):
         max_leaves=6,
     ),
 )
-def test_any_json_in_the_header_is_read_or_refused(intact, key, value):
+def test_any_json_in_the_header_is_read_or_rejected(intact, key, value):
     folder, original = intact
     length = int.from_bytes(original[12:16], "little")
     tree = json.loads(original[16 : 16 + length])
@@ -302,10 +302,10 @@ def test_any_json_in_the_header_is_read_or_refused(intact, key, value):
     "".join([page.header.run_id, *page.header.devices, *page.header.info.values()]).encode()
 
 
-def test_a_counter_no_counting_can_have_made_is_refused(tmp_path):
+def test_impossible_counter_values_are_rejected(tmp_path):
     stats = make(tmp_path)
     for wrong in (-1.0, float("nan"), float("inf")):
-        stats.gauge("cache_slots", status="free").set(wrong)  # any value is a gauge's own business
+        stats.gauge("cache_slots", status="free").set(wrong)  # a gauge may have any value
         read_stats_file(stats.path)
         counter = stats.counter("steps_total")
         counter.add(wrong)
@@ -314,8 +314,8 @@ def test_a_counter_no_counting_can_have_made_is_refused(tmp_path):
         counter._cells[counter._index] = 0.0
 
 
-def test_a_reader_never_sees_half_a_double(tmp_path):
-    """Two bit patterns that differ in every byte are written in turn; any mixture would be a third value."""
+def test_a_reader_never_sees_a_torn_value(tmp_path):
+    """Two bit patterns that differ in every byte alternate; a mixture would be a third value."""
     code = (
         "import sys\n"
         "from infinity.telemetry import Stats\n"
@@ -335,7 +335,7 @@ def test_a_reader_never_sees_half_a_double(tmp_path):
     assert seen == set(both)
 
 
-def test_error_reason_is_in_the_closed_set():
+def test_error_reasons():
     assert error_reason(StorageError("write", "/x", 0, 1, 28)) == "enospc"
     assert error_reason(StorageError("read", "/x", 0, 1, 5)) == "eio"
     assert error_reason(CorruptPageError("p", "/x", 0, 1, 1, 2)) == "corrupt"

@@ -1,4 +1,4 @@
-"""An empty folder to run commands in."""
+"""Fixture that runs every command test in an empty folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in an empty folder, with the stats pages in its `tmp`."""
+    """Change to an empty folder whose subfolder `tmp` receives the stats files."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)

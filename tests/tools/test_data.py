@@ -1,4 +1,4 @@
-"""Batches: pure functions of seed and step, shared out to ranks."""
+"""Tests of training batches, which depend only on seed and step and are divided among ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _corpus(folder):
     return Corpus.of([folder])
 
 
-def test_reading_crosses_files_and_goes_round(tmp_path):
+def test_corpus_read_crosses_files_and_wraps_around(tmp_path):
     corpus = _corpus(tmp_path)
     assert corpus.size == 200
     assert corpus.read(0, 200) == bytes(range(200))
@@ -29,8 +29,8 @@ def test_reading_crosses_files_and_goes_round(tmp_path):
     assert corpus.read(205, 405) == (bytes(range(200)) * 4)[5:410]
 
 
-def test_the_standard_library_is_without_what_is_installed_beside_it(tmp_path, monkeypatch):
-    """Packages are not even looked at: there may be a hundred times as many files of them."""
+def test_standard_library_corpus_skips_site_packages(tmp_path, monkeypatch):
+    """`site-packages` is not even listed, because it may contain a hundred times as many files."""
     for name in ("b.py", "a/c.py", "a.py", "a/notes", "site-packages/torch/d.py", "e/site-packages/f.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -42,7 +42,7 @@ def test_the_standard_library_is_without_what_is_installed_beside_it(tmp_path, m
     assert not [folder for folder in seen if "site-packages" in folder]
 
 
-def test_batches_depend_on_seed_and_step_alone(tmp_path):
+def test_batches_depend_only_on_seed_and_step(tmp_path):
     corpus = _corpus(tmp_path)
 
     def at(step, *, seed=1, rank=0, world_size=1):
@@ -53,11 +53,11 @@ def test_batches_depend_on_seed_and_step_alone(tmp_path):
     assert torch.equal(at(3), at(3))
     assert not torch.equal(at(3), at(4))
     assert not torch.equal(at(3), at(3, seed=2))
-    shares = [at(3, rank=rank, world_size=2) for rank in range(2)]
-    assert torch.equal(torch.cat(shares), at(3))
+    per_rank = [at(3, rank=rank, world_size=2) for rank in range(2)]
+    assert torch.equal(torch.cat(per_rank), at(3))
 
 
-def test_a_tokenizer_is_fed_until_it_has_given_enough(tmp_path):
+def test_batches_read_text_until_sequence_is_full(tmp_path):
     corpus = _corpus(tmp_path)
     batches = Batches(
         corpus, sequences=1, length=20, seed=0, rank=0, world_size=1, encode=lambda text: [1] * (len(text) // 30)
@@ -65,8 +65,8 @@ def test_a_tokenizer_is_fed_until_it_has_given_enough(tmp_path):
     assert batches.at(0)["input_ids"].tolist() == [[1] * 20]
 
 
-def test_a_tokenizer_that_knows_nothing_of_the_text(tmp_path):
-    """Would be given ever more of it."""
+def test_tokenizer_without_tokens_raises_config_error(tmp_path):
+    """Otherwise, the tokenizer would receive more and more text."""
     batches = Batches(
         _corpus(tmp_path), sequences=1, length=20, seed=0, rank=0, world_size=1, encode=lambda text: [][: len(text)]
     )
@@ -74,7 +74,7 @@ def test_a_tokenizer_that_knows_nothing_of_the_text(tmp_path):
         batches.at(0)
 
 
-def test_too_little_text(tmp_path):
+def test_too_little_text_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match="too little for sequences of 500 tokens"):
         Batches(_corpus(tmp_path), sequences=1, length=500, seed=0, rank=0, world_size=1)
     (tmp_path / "nothing").mkdir()
@@ -82,7 +82,7 @@ def test_too_little_text(tmp_path):
         Corpus.of([tmp_path / "nothing"])
 
 
-def test_file_that_shrinks_is_noticed(tmp_path):
+def test_truncated_file_raises_config_error(tmp_path):
     corpus = _corpus(tmp_path)
     (tmp_path / "a.txt").write_bytes(b"short")
     with pytest.raises(ConfigError, match="has changed"):

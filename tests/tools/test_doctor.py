@@ -1,4 +1,4 @@
-"""`infinity doctor` as it is typed: what it prints, and what its exit status says."""
+"""Tests of the `infinity doctor` command: output formats, exit status and anonymized reports."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from support.command import Finished, run_here
 from support.daemon_process import daemon
 from support.doctor import is_
 
-OF_FOLDERS = [one.name for group in GROUPS for one in group.of_folders]
-OF_THE_MACHINE = [one.name for group in GROUPS for one in group.checks]
+FOLDER_CHECKS = [one.name for group in GROUPS for one in group.of_folders]
+MACHINE_CHECKS = [one.name for group in GROUPS for one in group.checks]
 
 
 def found(done: Finished) -> dict[tuple[str, str | None], dict[str, str]]:
-    """What `--json` prints, by check and folder."""
+    """Return the findings that `--json` prints, by check and folder."""
     return {(one["check"], one["folder"]): one for one in json.loads(done.output)}
 
 
-def finds(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
-    """Let nothing be looked at, and this be found."""
+def fake_findings(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
+    """Replace all checks with the given findings."""
     monkeypatch.setattr(doctor_command, "look", lambda world: iter([("Part", list(findings))]))
 
 
-def of(status: Status) -> Finding:
-    """A finding."""
+def finding_with(status: Status) -> Finding:
+    """Return a finding with this status whose texts contain brackets."""
     return Finding(check="[x]", status=status, value="[red]v[/red] [/]", fix="" if status is Status.OK else "[y]")
 
 
-def test_all_checks_here(tmp_path: Path) -> None:
-    """Each is there once, none fails itself, and nothing but JSON is printed; the folders are left as they were."""
+def test_json_reports_every_check_once(tmp_path: Path) -> None:
+    """No check fails itself, only JSON is printed, and the folders are unchanged."""
     (tmp_path / "a").mkdir()
     done = run_here("doctor", "a", "new", "missing/deeper", "--json")
     listed = json.loads(done.output)
-    expected = [*((name, folder) for folder in ("a", "new") for name in OF_FOLDERS), ("folder", "missing/deeper")]
-    expected += [(name, None) for name in OF_THE_MACHINE]
+    expected = [*((name, folder) for folder in ("a", "new") for name in FOLDER_CHECKS), ("folder", "missing/deeper")]
+    expected += [(name, None) for name in MACHINE_CHECKS]
     assert sorted((one["check"], one["folder"] or "") for one in listed) == sorted((a, b or "") for a, b in expected)
     for one in listed:
         assert list(one) == ["check", "status", "value", "fix", "folder"]
@@ -58,14 +58,14 @@ def test_all_checks_here(tmp_path: Path) -> None:
         assert one["value"]
         assert bool(one["fix"]) == (one["status"] != "ok"), one
         assert "the check " not in one["value"], one
-    assert (done.status, done.errors) == (2, ""), "a folder cannot be made"
+    assert (done.status, done.errors) == (2, ""), "a folder that cannot be created is a problem"
     assert list((tmp_path / "a").iterdir()) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "tmp"]
 
 
-def test_names_and_meanings() -> None:
-    """Names are short, stay apart, and fit the column; meanings are sentences."""
-    names = OF_FOLDERS + OF_THE_MACHINE
+def test_check_names_are_unique_and_short() -> None:
+    """Names fit their column, and meanings are full sentences."""
+    names = FOLDER_CHECKS + MACHINE_CHECKS
     assert len(set(names)) == len(names)
     for group in GROUPS:
         for one in (*group.of_folders, *group.checks):
@@ -83,11 +83,11 @@ def test_names_and_meanings() -> None:
     ],
 )
 @pytest.mark.parametrize("form", [[], ["--json"], ["--report"]])
-def test_the_worst_is_the_exit_status(
+def test_exit_status_is_worst_status(
     statuses: list[Status], exit_status: int, says: str, form: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In every form."""
-    finds(monkeypatch, *map(of, statuses))
+    """The exit status does not depend on the output format."""
+    fake_findings(monkeypatch, *map(finding_with, statuses))
     done = run_here("doctor", ".", *form)
     assert done.status == exit_status, done.errors
     if not form:
@@ -96,10 +96,10 @@ def test_the_worst_is_the_exit_status(
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_lines_fit_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With verdict, check, value and fix; texts with brackets are shown as they are."""
+def test_lines_fit_terminal_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text in brackets is not interpreted as markup."""
     monkeypatch.setenv("COLUMNS", str(width))
-    finds(monkeypatch, of(Status.WARNING), Finding(check="long", status=Status.OK, value="word " * 60))
+    fake_findings(monkeypatch, finding_with(Status.WARNING), Finding(check="long", status=Status.OK, value="word " * 60))
     done = run_here("doctor", ".")
     lines = done.output.splitlines()
     assert max(map(len, lines)) <= width
@@ -109,31 +109,31 @@ def test_lines_fit_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert lines[at + 1].split() == ["fix:", "[y]"]
 
 
-def test_without_folders_it_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is said; not where one is named."""
+def test_doctor_defaults_to_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output mentions the default only if no folder is given."""
     monkeypatch.setattr(doctor_command, "look", lambda world: iter([(world.folders[0].path, [])]))
     assert "current folder" in run_here("doctor").output
     assert "current folder" not in run_here("doctor", ".").output
 
 
-def test_a_check_that_fails_or_hangs_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a warning, and says what happened."""
+def test_failing_or_hanging_check_becomes_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The remaining checks still run."""
     ended = threading.Event()
 
     @check("fails")
     def fails(world: World) -> Verdict:
-        """Divides by zero."""
+        """Raise an exception."""
         raise ZeroDivisionError("by\nzero")
 
     @check("hangs", seconds=0.01)
     def hangs(world: World) -> Verdict:
-        """Waits for ever."""
+        """Wait forever."""
         ended.wait()
         return ok("late")
 
     @check("works")
     def works(world: World) -> Verdict:
-        """Is asked all the same."""
+        """Report a problem."""
         return problem("bad", "do it")
 
     monkeypatch.setattr(check_groups, "GROUPS", (Group("Part", (fails, hangs, works)),))
@@ -146,8 +146,8 @@ def test_a_check_that_fails_or_hangs_ends_no_other(monkeypatch: pytest.MonkeyPat
     assert done.status == 2
 
 
-def test_where_the_kernel_tells_nothing(tmp_path: Path) -> None:
-    """Without /proc and /sys every check answers something."""
+def test_checks_work_without_proc_and_sys(tmp_path: Path) -> None:
+    """Every check still returns a value and, unless it is ok, a fix."""
     (tmp_path / "root").mkdir()
     here = World.of([str(tmp_path)], tmp_path / "runtime", tmp_path / "root")
     for _, findings in check_groups.look(here):
@@ -155,8 +155,8 @@ def test_where_the_kernel_tells_nothing(tmp_path: Path) -> None:
         assert all(one.value and bool(one.fix) == (one.status is not Status.OK) for one in findings), findings
 
 
-def test_a_daemon_that_knows_the_drive(tmp_path: Path) -> None:
-    """Its version, what it has measured and what it has reserved."""
+def test_doctor_shows_data_from_daemon(tmp_path: Path) -> None:
+    """The daemon provides its version, the measured bandwidth and the reserved space."""
     runtime, nvme = tmp_path / "run", tmp_path / "nvme"
     runtime.mkdir(mode=0o700)
     nvme.mkdir()
@@ -166,30 +166,30 @@ def test_a_daemon_that_knows_the_drive(tmp_path: Path) -> None:
         assert asked.ask("record_bandwidth", rates=rates, source="probe")
         with asked.space_reserved(str(nvme), 3 << 20, "begins"):
             listed = found(run_here("doctor", nvme, "--runtime-dir", runtime, "--json"))
-    of_drive = listed["bandwidth", str(nvme)]
-    assert (of_drive["status"], of_drive["value"]) == ("ok", "read 3.21 GB/s, write 1.50 GB/s, mixed 2.00 GB/s")
+    bandwidth = listed["bandwidth", str(nvme)]
+    assert (bandwidth["status"], bandwidth["value"]) == ("ok", "read 3.21 GB/s, write 1.50 GB/s, mixed 2.00 GB/s")
     assert listed["daemon", None]["value"] == f"infinityd {infinity.__version__} is running"
     assert "besides 3 MiB reserved" in listed["space", str(nvme)]["value"]
 
 
-@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="/dev/shm is no file system of its own")
-def test_a_folder_in_memory() -> None:
-    """Is found out with the files of the real kernel."""
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="/dev/shm is not a separate file system")
+def test_tmpfs_folder_is_detected() -> None:
+    """The checks read /proc and /sys of the running kernel."""
     place = tempfile.mkdtemp(dir="/dev/shm")
     try:
         listed = found(run_here("doctor", place, "--json"))
     finally:
-        os.rmdir(place)  # which is empty
+        os.rmdir(place)  # fails unless it is empty
     assert locate("/dev/shm").in_memory
     assert "in memory" in listed["file system", place]["value"]
     assert "in memory" in listed["drive", place]["value"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_folder_of_another_user() -> None:
-    """Is a problem, and the fix gives it to this one."""
+def test_folder_of_another_user_is_a_problem() -> None:
+    """The suggested fix creates the folder for the current user."""
     place = Path(tempfile.mkdtemp(dir="/tmp"))
-    run_here("doctor", place, "--json")  # loads what another user may not read
+    run_here("doctor", place, "--json")  # imports modules that another user cannot read
     os.seteuid(65534)
     try:
         done = run_here("doctor", place, place / "new", "--json")
@@ -206,7 +206,7 @@ def test_a_folder_of_another_user() -> None:
 
 @pytest.fixture
 def alice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The home folder of a user whose name, host and variables are to stay unknown."""
+    """Return the home folder of a user whose name, host and variables must not appear in a report."""
     home = tmp_path / "home" / "alice"
     (home / "run").mkdir(parents=True)
     for name, value in {
@@ -223,8 +223,8 @@ def alice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     return home
 
 
-def test_a_report_names_neither_host_nor_user(alice: Path) -> None:
-    """Nor anything that it was not told to look at; all else is in it."""
+def test_report_omits_host_and_user_names(alice: Path) -> None:
+    """Variables that doctor does not check, such as tokens, are omitted too."""
     done = run_here("doctor", alice / "run", "/srv/node7/alice/run", "--report")
     assert not [word for word in ("node7", "alice", "hf_secret", str(alice)) if word in done.output], done.output
     for text in (
@@ -233,22 +233,22 @@ def test_a_report_names_neither_host_nor_user(alice: Path) -> None:
         "| XDG_RUNTIME_DIR | /run/user/<user> |", "| MEMLOCK | ", "| system | Linux ",
     ):  # fmt: skip
         assert text in done.output, text
-    for name in OF_THE_MACHINE:
+    for name in MACHINE_CHECKS:
         assert f"| {name} | " in done.output
 
 
-def test_a_report_is_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is in the cells, rows of a table have as many as its head."""
+def test_report_tables_are_valid_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cell contents do not change the number of columns."""
     value = "a | b\nc"
-    finds(monkeypatch, Finding(check="x", status=Status.WARNING, value=value, fix="y"))
+    fake_findings(monkeypatch, Finding(check="x", status=Status.WARNING, value=value, fix="y"))
     output = run_here("doctor", ".", "--report").output
     assert "| x | warning | a / b c |" in output
     for table in output.split("\n\n")[1:]:
         assert len({line.count("|") for line in table.strip().splitlines()}) == 1, table
 
 
-def test_names_are_replaced_as_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a short name, not every letter."""
+def test_report_replaces_names_as_full_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short names are not replaced inside other words."""
     monkeypatch.setattr(socket, "gethostname", lambda: "db")
     monkeypatch.setattr(getpass, "getuser", lambda: "root")
     monkeypatch.setenv("HOME", "/home/al")
@@ -256,6 +256,5 @@ def test_names_are_replaced_as_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor_report.without_names("db:/x dbus a-db root") == "<host>:/x dbus a-db root"
 
 
-def test_the_worst_of_nothing_is_ok() -> None:
-    """As there is nothing to do."""
+def test_worst_status_without_findings_is_ok() -> None:
     assert finding.worst([]) is Status.OK

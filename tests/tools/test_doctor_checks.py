@@ -1,4 +1,4 @@
-"""The checks of `infinity doctor`, each in a world that is as it should be and in ones that are not."""
+"""Tests of the `infinity doctor` checks of software, memory, limits, processor and io_uring."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ UNLIMITED = resource.RLIM_INFINITY
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """A good machine."""
+    """Return a machine on which every check passes."""
     return Machine(tmp_path / "root")
 
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets a limit of this process as it is read."""
+    """Return a function that fakes a resource limit of this process."""
 
     def give(name: str, value: int) -> None:
         number = getattr(resource, f"RLIMIT_{name}")
@@ -42,8 +42,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return give
 
 
-def test_python(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That which runs it."""
+def test_python_version(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_(machine.look(software.python), "ok", platform.python_version())
     monkeypatch.setattr(platform, "python_version", lambda: "3.10.4")
     assert is_(machine.look(software.python), "problem", "3.10.4, older than 3.11", "3.11")
@@ -62,10 +61,10 @@ def test_python(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         ("unknown", "warning", "ValueError: 'unknown'", "--report"),
     ],
 )
-def test_torch(
+def test_torch_version(
     version: str | None, status: str, says: str, fix: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compared by numbers, in the range that is tested; a version that is none ends nothing."""
+    """Versions are compared numerically with the tested range; an invalid version is a warning."""
     monkeypatch.setattr(software, "installed", lambda package: version)
     assert is_(machine.look(software.torch), status, says, fix)
 
@@ -73,27 +72,23 @@ def test_torch(
 @pytest.mark.parametrize(
     ("version", "status"), [("5.14.0", "ok"), ("6.0", "ok"), ("4.57.1", "warning"), (None, "note")]
 )
-def test_transformers(version: str | None, status: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is an extra."""
+def test_transformers_is_optional(version: str | None, status: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "installed", lambda package: version)
     assert is_(machine.look(software.transformers), status)
 
 
 @pytest.mark.parametrize(("version", "status"), [("0.68.1", "ok"), (None, "note")])
-def test_numba(version: str | None, status: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is an extra, without which formats are slower."""
+def test_numba_is_optional(version: str | None, status: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "installed", lambda package: version)
     assert is_(machine.look(software.numba), status)
 
 
-def test_what_is_installed_is_not_imported() -> None:
-    """Only asked for."""
+def test_installed_returns_version_or_none() -> None:
     assert software.installed("torch") == metadata.version("torch")
     assert software.installed("no-such-package") is None
 
 
-def test_memory_of_the_machine_and_of_a_group(machine: Machine) -> None:
-    """A group may leave less than the machine has."""
+def test_memory_respects_control_group_limit(machine: Machine) -> None:
     assert is_(machine.look(memory.memory), "ok", "60 GiB available of 64 GiB")
     machine.group(memory_max=str(4 * GIB), memory_current=str(GIB), memory_stat="inactive_file 0\n")
     assert is_(machine.look(memory.memory), "note", "3 GiB within the limit of a control group, of 60 GiB", "--memory")
@@ -103,8 +98,7 @@ def test_memory_of_the_machine_and_of_a_group(machine: Machine) -> None:
     ("available", "status", "says"),
     [(60 * GIB, "ok", "15 GiB"), (GIB // 2, "warning", "128 MiB"), (0, "problem", "0 B")],
 )
-def test_host_cache(available: int, status: str, says: str, machine: Machine) -> None:
-    """A quarter, as a run takes it."""
+def test_host_cache_is_quarter_of_available_memory(available: int, status: str, says: str, machine: Machine) -> None:
     machine.memory(available=available)
     assert is_(machine.look(memory.host_cache), status, says)
 
@@ -113,14 +107,12 @@ def test_host_cache(available: int, status: str, says: str, machine: Machine) ->
     ("swap", "free", "status", "says"),
     [(0, 0, "ok", "none"), (4, 4, "ok", "0 B used of 4 GiB"), (4, 2, "warning", "2 GiB used of 4 GiB")],
 )
-def test_swap(swap: int, free: int, status: str, says: str, machine: Machine) -> None:
-    """Counts where it is used."""
+def test_used_swap_is_a_warning(swap: int, free: int, status: str, says: str, machine: Machine) -> None:
     machine.memory(swap=swap * GIB, free=free * GIB)
     assert is_(machine.look(memory.swap), status, says)
 
 
-def test_overcommit(machine: Machine) -> None:
-    """Told by a sysctl, or not at all."""
+def test_strict_overcommit_is_a_warning(machine: Machine) -> None:
     assert is_(machine.look(memory.overcommit), "ok")
     machine.write("proc/sys/vm/overcommit_memory", "2\n")
     assert is_(machine.look(memory.overcommit), "warning", "vm.overcommit_memory is 2", "sysctl vm.overcommit_memory=0")
@@ -140,7 +132,7 @@ def test_overcommit(machine: Machine) -> None:
 def test_huge_pages(
     text: str, own: str, variable: str, status: str, says: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the kernel, of this process, of torch."""
+    """The settings of the kernel, the process and torch are all considered."""
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", variable)
     machine.write("proc/self/status", f"THP_enabled:\t{own}\n")
     file = "sys/kernel/mm/transparent_hugepage/enabled"
@@ -163,7 +155,7 @@ def test_huge_pages(
 def test_locked_memory(
     limit: int, capabilities: int, uids: str, status: str, says: str, machine: Machine, limits: Callable[..., None]
 ) -> None:
-    """Who may lock all memory has no limit, but for who may it in a user namespace only."""
+    """CAP_IPC_LOCK lifts the limit only in the initial user namespace."""
     limits("MEMLOCK", limit)
     machine.write("proc/self/status", f"CapEff:\t{capabilities:016x}\n")
     machine.write("proc/self/uid_map", f"   {uids}\n")
@@ -183,10 +175,9 @@ def test_locked_memory(
         (memory.address_space, "AS", GIB, "warning", "ulimit -v"),
     ],
 )
-def test_limits(
+def test_resource_limits(
     check: Check[World], name: str, limit: int, status: str, fix: str, machine: Machine, limits: Callable[..., None]
 ) -> None:
-    """Those of `ulimit`."""
     limits(name, limit)
     assert is_(machine.look(check), status, fix=fix)
 
@@ -194,17 +185,16 @@ def test_limits(
 @pytest.mark.parametrize(
     ("hard", "fix"), [(4096, "ulimit -n 4096"), (1 << 20, "ulimit -n 65536"), (UNLIMITED, "65536")]
 )
-def test_a_limit_that_the_user_may_raise(
+def test_fix_depends_on_hard_limit(
     hard: int, fix: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far as the hard one; else it takes root."""
+    """The fix is `ulimit` up to the hard limit, and limits.conf above it."""
     monkeypatch.setattr(resource, "getrlimit", lambda asked: (64, hard))
     assert is_(machine.look(memory.open_files), "warning", "64", fix)
     assert is_(machine.look(memory.locked_memory), "note", "64 B", "ulimit -l" if hard == UNLIMITED else "limits.conf")
 
 
-def test_shared_memory(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As large as a container has it, or not there."""
+def test_small_or_missing_shared_memory_is_a_note(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_(machine.look(memory.shared_memory), "note", "No such file", "/dev/shm")
     for size, status in ((64 << 20, "note"), (8 * GIB, "ok")):
         monkeypatch.setattr(os, "statvfs", lambda path, size=size: SimpleNamespace(f_frsize=1, f_blocks=size))
@@ -234,7 +224,7 @@ def test_cores(
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the affinity, less what a group leaves; against the threads of torch."""
+    """The CPU affinity and the cgroup quota are compared with the number of torch threads."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(affinity)))
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
@@ -242,8 +232,8 @@ def test_cores(
     assert is_(machine.look(processor_check.cores), status, says, fix)
 
 
-def test_quota_of_version_1_and_of_groups_around(machine: Machine) -> None:
-    """The least counts; -1 is no limit."""
+def test_cgroup_v1_quota_is_smallest_of_hierarchy(machine: Machine) -> None:
+    """A quota of -1 means no limit."""
     machine.write("proc/self/cgroup", "1:cpu,cpuacct:/job/step\n")
     machine.write("proc/self/mountinfo", "32 31 0:29 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n")
     here = World.of([], machine.root, machine.root)
@@ -264,16 +254,14 @@ def test_quota_of_version_1_and_of_groups_around(machine: Machine) -> None:
         (None, "note"),
     ],
 )
-def test_bf16(text: str | None, status: str, machine: Machine) -> None:
-    """In the words of x86 and of ARM."""
+def test_bf16_support_on_x86_and_arm(text: str | None, status: str, machine: Machine) -> None:
     machine.write("proc/cpuinfo", text or "")
     if text is None:
         (machine.root / "proc/cpuinfo").unlink()
     assert is_(machine.look(processor_check.bf16), status)
 
 
-def test_numa(machine: Machine) -> None:
-    """One node, or more."""
+def test_several_numa_nodes_are_a_note(machine: Machine) -> None:
     assert is_(machine.look(processor_check.numa), "ok", "one node")
     (machine.root / "sys/devices/system/node/node1").mkdir()
     assert is_(machine.look(processor_check.numa), "note", "2 nodes", "--numa-binding")
@@ -292,7 +280,7 @@ def test_numa(machine: Machine) -> None:
         (errno.ENOMEM, None, "0", "5.10.0", "ulimit -l"),
     ],
 )
-def test_io_uring_is_refused(
+def test_io_uring_failure_reports_reason_and_fix(
     code: int,
     disabled: str | None,
     seccomp: str,
@@ -301,12 +289,10 @@ def test_io_uring_is_refused(
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The engine's own reason, and what lifts it."""
-
-    def refuse(entries: int) -> None:
+    def fail(entries: int) -> None:
         raise RingRefusedError(code)
 
-    monkeypatch.setattr(io_engine, "Ring", refuse)
+    monkeypatch.setattr(io_engine, "Ring", fail)
     monkeypatch.setattr(platform, "release", lambda: kernel)
     machine.write("proc/self/status", f"Seccomp:\t{seccomp}\nSeccomp_filters:\t1\n")
     if disabled is not None:
@@ -314,8 +300,8 @@ def test_io_uring_is_refused(
     assert is_(machine.look(io_engine.io_uring), "warning", f"{errno.errorcode[code]} (", fix)
 
 
-def test_io_uring_is_allowed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ring was made, and is closed."""
+def test_available_io_uring_is_ok(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring created by the check is closed."""
     closed = []
     monkeypatch.setattr(io_engine, "Ring", lambda entries: SimpleNamespace(close=lambda: closed.append(entries)))
     assert is_(machine.look(io_engine.io_uring), "ok", "allowed")

@@ -1,4 +1,4 @@
-"""What `infinity doctor` finds of folders."""
+"""Tests of the `infinity doctor` checks of folders and drives."""
 
 from __future__ import annotations
 
@@ -26,30 +26,29 @@ PROBE = "infinity probe"
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """A good machine."""
+    """Return a machine on which every check passes."""
     return Machine(tmp_path / "root")
 
 
 def look(
     check: Check[Folder], path: str | Path, answer: dict[str, Any] | None = None, root: Path = Path("/")
 ) -> Finding:
-    """Return what a check finds of a folder, with a daemon that answers so to everything."""
+    """Return the finding of `check` for `path`, with a daemon that gives `answer` to every request."""
     at = World.of([str(path)], Path("no-daemon"), root).folders[0]
     at.daemon.__dict__["status"] = answer
     at.daemon._node = SimpleNamespace(ask=lambda op, **values: answer)  # type: ignore[assignment]
     return check.look(at)
 
 
-def test_a_folder_that_is_there_or_can_be_made(tmp_path: Path) -> None:
-    """Nothing is left behind, and nothing is made."""
+def test_existing_or_creatable_folder_is_ok(tmp_path: Path) -> None:
+    """The parent folder is unchanged afterwards."""
     assert is_(look(storage.folder, tmp_path), "ok", "writable")
     before = sorted(tmp_path.iterdir())
     assert is_(look(storage.folder, tmp_path / "new"), "ok", "will be created")
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_folder_that_is_none(tmp_path: Path) -> None:
-    """What it is instead, and what to do."""
+def test_path_that_is_not_a_folder_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     assert is_(look(storage.folder, tmp_path / "file"), "problem", "is not a folder", "another folder")
@@ -58,8 +57,8 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
     assert is_(found, "problem", f"{tmp_path / 'a b'} is not a folder", f"mkdir -p '{tmp_path / 'a b'}'")
 
 
-def test_a_folder_that_is_mounted_read_only(tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mount is named, a bind mount too."""
+def test_read_only_mount_is_a_problem(tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fix names the mount point, even of a bind mount."""
     machine.write(
         "proc/self/mountinfo", f"1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 8:1 /x {tmp_path} ro - ext4 /dev/a rw\n"
     )
@@ -77,22 +76,20 @@ def test_a_folder_that_is_mounted_read_only(tmp_path: Path, machine: Machine, mo
         (errno.EIO, 1000, "another folder"),
     ],
 )
-def test_a_folder_that_takes_no_file(
+def test_unwritable_folder_reports_reason_and_fix(
     code: int, user: int, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Why, and what helps."""
-
-    def refuse(**_: object) -> None:
+    def fail(**_: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(worlds.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(worlds.tempfile, "mkstemp", fail)
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(os, "getegid", lambda: user)
     assert is_(look(storage.folder, tmp_path), "problem", os.strerror(code), fix)
 
 
-def test_a_folder_in_use(tmp_path: Path) -> None:
-    """By whom; until it is given back."""
+def test_locked_folder_reports_its_process(tmp_path: Path) -> None:
+    """After the lock is released, the folder is reported as unused."""
     lock = FolderLock.acquire([tmp_path], new_run_id(), 0)
     try:
         assert is_(look(storage.in_use, tmp_path), "note", f"process {os.getpid()}", "another folder")
@@ -114,20 +111,20 @@ def test_a_folder_in_use(tmp_path: Path) -> None:
         ("btrfs", "note", "copy-on-write"),
     ],
 )
-def test_file_systems(kind: str, status: str, says: str, tmp_path: Path, machine: Machine) -> None:
-    """By their type, of the mount that is on top."""
+def test_file_system_types(kind: str, status: str, says: str, tmp_path: Path, machine: Machine) -> None:
+    """The topmost mount determines the type."""
     machine.write("proc/self/mountinfo", f"1 0 8:1 / / rw - none a rw\n2 1 0:9 / {tmp_path} rw - {kind} a:/b rw\n")
     assert is_(look(storage.file_system, tmp_path, root=machine.root), status, says)
 
 
-def test_a_file_system_without_a_size(tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No run can reserve space there."""
+def test_file_system_without_size_is_a_problem(tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs cannot reserve space on such a file system."""
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=0))
     assert is_(look(storage.file_system, tmp_path, root=machine.root), "problem", "without a size", "NVMe")
 
 
-def opens_as(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
-    """Let files be opened so."""
+def fake_open(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
+    """Open files with the given direct I/O properties."""
 
     def opened(path: str, flags: int) -> AlignedFile:
         return AlignedFile(**{"fd": os.open(path, flags), "direct": True, "alignment": 512, **values})
@@ -135,13 +132,12 @@ def opens_as(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
     monkeypatch.setattr(worlds, "open_aligned", opened)
 
 
-def test_direct_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tried with real bytes."""
-    opens_as(monkeypatch)
+def test_direct_io_alignment_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_open(monkeypatch)
     assert is_(look(storage.direct, tmp_path), "ok", "aligned to 512 bytes")
-    opens_as(monkeypatch, alignment=16384)
+    fake_open(monkeypatch, alignment=16384)
     assert is_(look(storage.direct, tmp_path), "problem", "16384", "ext4")
-    opens_as(monkeypatch, direct=False, alignment=1)
+    fake_open(monkeypatch, direct=False, alignment=1)
     assert is_(look(storage.direct, tmp_path), "warning", "no O_DIRECT", "ext4 or XFS")
     assert list(tmp_path.glob(".infinity*")) == []
 
@@ -150,22 +146,21 @@ def test_direct_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ("code", "status", "says"),
     [(errno.EINVAL, "problem", "Invalid argument"), (errno.ENOSPC, "note", "no space")],
 )
-def test_direct_transfers_that_fail(
+def test_failed_direct_write_is_reported(
     code: int, status: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file system may take the flag, and then refuse the transfer."""
+    """A file system may accept O_DIRECT in open() and still fail in pwrite()."""
 
-    def refuse(*_: object) -> int:
+    def fail(*_: object) -> int:
         raise OSError(code, os.strerror(code))
 
-    opens_as(monkeypatch)
-    monkeypatch.setattr(os, "pwritev", refuse)
+    fake_open(monkeypatch)
+    monkeypatch.setattr(os, "pwritev", fail)
     assert is_(look(storage.direct, tmp_path), status, says)
 
 
-def test_a_drive_that_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read is compared."""
-    opens_as(monkeypatch)
+def test_corrupted_direct_read_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_open(monkeypatch)
     monkeypatch.setattr(os, "preadv", lambda *_: 4096)
     assert is_(look(storage.direct, tmp_path), "problem", "differs", "dmesg")
 
@@ -179,10 +174,10 @@ def test_a_drive_that_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (errno.EFBIG, "problem", "File too large", "ulimit -f"),
     ],
 )
-def test_allocation(
+def test_fallocate_errors(
     code: int, status: str, says: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call of the kernel, as the C library's other one writes where there is none."""
+    """fallocate() is called directly, because posix_fallocate() writes data if it is not supported."""
 
     def fallocate(*_: object) -> int:
         ctypes.set_errno(code)
@@ -192,8 +187,7 @@ def test_allocation(
     assert is_(look(storage.allocation, tmp_path), status, says, fix)
 
 
-def test_allocation_really(tmp_path: Path) -> None:
-    """On this file system a file becomes as long as was asked for."""
+def test_fallocate_extends_file(tmp_path: Path) -> None:
     at = World.of([str(tmp_path)], tmp_path).folders[0]
     with at.trial() as file:
         if storage._libc.fallocate(file.fd, 0, ctypes.c_long(0), ctypes.c_long(1 << 20)) == 0:
@@ -208,8 +202,8 @@ def test_allocation_really(tmp_path: Path) -> None:
         (3, "problem", "0 B free"),
     ],
 )
-def test_space(free: int, status: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less what the daemon has reserved on the same drive."""
+def test_free_space_excludes_reservations(free: int, status: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only reservations on the same drive count."""
     drive = Drive(name="nvme0n1", identity="x")
     monkeypatch.setattr(storage, "locate", lambda path, sysfs: Place(path=path, drive=drive, file_system=1))
     monkeypatch.setattr(storage, "space", lambda path: Space(capacity=1 << 40, free=free * GIB))
@@ -232,7 +226,7 @@ def test_space(free: int, status: str, says: str, tmp_path: Path, monkeypatch: p
         ("nbd0", 0, "", "note", "network drive", PROBE),
     ],
 )
-def test_drive(
+def test_drive_types(
     name: str,
     rotational: int,
     model: str,
@@ -243,7 +237,7 @@ def test_drive(
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By name, model and what the kernel says of it."""
+    """The type depends on the name, the model and the kernel's rotational flag."""
     machine.drive(name, rotational, model)
     drive = Drive(name=name, identity=name)
     monkeypatch.setattr(storage, "locate", lambda path, sysfs: Place(path=path, drive=drive, file_system=1))
@@ -251,17 +245,15 @@ def test_drive(
 
 
 @pytest.mark.parametrize(("in_memory", "says"), [(True, "in memory"), (False, "(nfs-5)")])
-def test_no_drive(
+def test_folder_without_drive_is_a_note(
     in_memory: bool, says: str, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In memory, or elsewhere."""
     place = Place(path="", drive=Drive(name="nfs-5", identity=""), file_system=1, in_memory=in_memory)
     monkeypatch.setattr(storage, "locate", lambda path, sysfs: place)
     assert is_(look(storage.drive, tmp_path, root=machine.root), "note", says)
 
 
-def test_bandwidth(tmp_path: Path) -> None:
-    """As far as a daemon knows it."""
+def test_bandwidth_comes_from_daemon(tmp_path: Path) -> None:
     known = {"read": 3.2e9, "write": 1.5e9, "mixed": None, "device": "nvme0n1"}
     assert is_(
         look(storage.bandwidth, tmp_path, None), "note", "infinityd is not running", "infinityd &, then infinity probe"
@@ -272,8 +264,8 @@ def test_bandwidth(tmp_path: Path) -> None:
     assert "mixed" not in found.value
 
 
-def test_drives_and_the_largest_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders that cannot be used do not count; space of one file system counts once."""
+def test_drives_and_largest_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unusable folders are ignored, and the space of each file system counts once."""
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
     numbers = {"a": 1, "b": 2, "c": 1}
@@ -298,8 +290,7 @@ def test_drives_and_the_largest_model(tmp_path: Path, monkeypatch: pytest.Monkey
         assert is_(found(check, "no/thing"), "note", "no folder", "`folder`")
 
 
-def test_the_mount_of_a_folder(machine: Machine, tmp_path: Path) -> None:
-    """With all its options."""
+def test_mount_of_includes_all_options(machine: Machine, tmp_path: Path) -> None:
     file = machine.root / "proc/self/mountinfo"
     file.write_text("1 0 8:1 / / ro,noatime shared:1 - ext4 /dev/a rw,discard\n")
     assert storage.mount_of(str(tmp_path), file) == Mount(

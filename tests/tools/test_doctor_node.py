@@ -1,4 +1,4 @@
-"""What `infinity doctor` finds of the node and of what computes."""
+"""Tests of the `infinity doctor` checks of the node, its accelerators and torch."""
 
 from __future__ import annotations
 
@@ -22,29 +22,28 @@ from support.doctor import GIB, Machine, is_
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """A good machine."""
+    """Return a machine on which every check passes."""
     return Machine(tmp_path / "root")
 
 
-def daemon(runtime: Path, answer: dict[str, Any] | None) -> Finding:
-    """Return what is found of a daemon that answers so."""
+def daemon_finding(runtime: Path, answer: dict[str, Any] | None) -> Finding:
+    """Return the finding for a daemon that gives `answer`."""
     here = World.of([], runtime)
     here.daemon.__dict__["status"] = answer
     return daemon_check.daemon.look(here)
 
 
-def test_daemon(tmp_path: Path) -> None:
-    """Running, of another version, or not there."""
+def test_daemon_status(tmp_path: Path) -> None:
     runtime = tmp_path / "run time"
-    assert is_(daemon(runtime, {"version": infinity.__version__, "pid": 7}), "ok", f"infinityd {infinity.__version__}")
-    assert is_(daemon(runtime, {"version": "0.0.9", "pid": 7}), "warning", "0.0.9", "kill 7")
-    assert is_(daemon(runtime, None), "note", "not running", f"infinityd --runtime-dir '{runtime}' &")
+    assert is_(daemon_finding(runtime, {"version": infinity.__version__, "pid": 7}), "ok", f"infinityd {infinity.__version__}")
+    assert is_(daemon_finding(runtime, {"version": "0.0.9", "pid": 7}), "warning", "0.0.9", "kill 7")
+    assert is_(daemon_finding(runtime, None), "note", "not running", f"infinityd --runtime-dir '{runtime}' &")
     runtime.mkdir(mode=0o700)
     (runtime / SOCKET_NAME).touch()
-    assert is_(daemon(runtime, None), "note", "answers in")
-    assert is_(daemon(runtime / SOCKET_NAME / "x", None), "warning", "Not a directory", "telemetry.runtime_dir")
+    assert is_(daemon_finding(runtime, None), "note", "answers in")
+    assert is_(daemon_finding(runtime / SOCKET_NAME / "x", None), "warning", "Not a directory", "telemetry.runtime_dir")
     runtime.chmod(0o777)
-    assert is_(daemon(runtime, None), "warning", "mode 0777", "telemetry.runtime_dir")
+    assert is_(daemon_finding(runtime, None), "warning", "mode 0777", "telemetry.runtime_dir")
 
 
 @pytest.mark.parametrize(
@@ -56,10 +55,10 @@ def test_daemon(tmp_path: Path) -> None:
         ([], "warning", "does not resolve"),
     ],
 )
-def test_host_name(
+def test_host_name_must_resolve_to_this_host(
     addresses: list[str], status: str, says: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As gloo looks for an address to listen at."""
+    """gloo listens on the address that the host name resolves to."""
 
     def resolve(*_: object, **__: object) -> list[Any]:
         if not addresses:
@@ -70,19 +69,17 @@ def test_host_name(
     assert is_(machine.look(daemon_check.host_name), status, says)
 
 
-def test_loopback(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tried."""
+def test_missing_loopback_is_a_problem(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_(machine.look(daemon_check.loopback), "ok")
 
-    def refuse(*_: object, **__: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError(99, "Cannot assign requested address")
 
-    monkeypatch.setattr(socket, "create_server", refuse)
+    monkeypatch.setattr(socket, "create_server", fail)
     assert is_(machine.look(daemon_check.loopback), "problem", "Cannot assign", "ip link set lo up")
 
 
-def test_variables_of_ranks(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None, all of them, or what another program has left."""
+def test_rank_variables_must_be_complete(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name in names:
         monkeypatch.delenv(name, raising=False)
@@ -95,7 +92,7 @@ def test_variables_of_ranks(machine: Machine, monkeypatch: pytest.MonkeyPatch) -
 
 
 class FakeTorch:
-    """As much of torch as is looked at."""
+    """Attributes of torch that the checks read."""
 
     def __init__(self, gpus: int = 0, cuda: str | None = None, other: str = "", nccl: bool = True) -> None:
         properties = SimpleNamespace(name="H100", total_memory=80 * GIB)
@@ -133,15 +130,15 @@ def test_accelerator(
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What torch sees, against what there is."""
+    """The devices that torch sees are compared with the devices in /dev."""
     monkeypatch.setattr(accelerator, "_torch", lambda: torch)
     if device:
         machine.write(f"dev/{device}", "")
     assert is_(machine.look(accelerator.accelerator), status, says, fix)
 
 
-def test_host_registration(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a host cache, which ends; without a GPU there is nothing to register for."""
+def test_host_registration_is_tried_and_undone(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, no memory has to be registered."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -151,19 +148,18 @@ def test_host_registration(machine: Machine, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(CudaDevice, "_clear", lambda self: None)
     open_device.cache_clear()
-    given: list[object] = []
+    unregistered: list[object] = []
     for status, verdict in ((0, "ok"), (2, "warning")):
         cudart = SimpleNamespace(
-            cudaHostRegister=lambda address, size, flags, status=status: status, cudaHostUnregister=given.append
+            cudaHostRegister=lambda address, size, flags, status=status: status, cudaHostUnregister=unregistered.append
         )
         monkeypatch.setattr(torch.cuda, "cudart", lambda cudart=cudart: cudart)
         assert is_(machine.look(accelerator.host_registration), verdict, "register")
-    assert len(given) == 1, "what was registered is given back"
+    assert len(unregistered) == 1, "the registered memory is unregistered"
     open_device.cache_clear()
 
 
-def test_collectives(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL only where there are GPUs."""
+def test_nccl_is_required_only_with_gpus(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     for torch, status, says in (
         (FakeTorch(nccl=False), "ok", "gloo"),
         (FakeTorch(gpus=1), "ok", "gloo and NCCL"),
@@ -174,8 +170,7 @@ def test_collectives(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         assert is_(machine.look(accelerator.collectives), status, says)
 
 
-def test_fsdp2(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What infinity attaches to is there, or it says what is missing."""
+def test_missing_fsdp2_apis_are_a_problem(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_(machine.look(accelerator.fsdp2), "ok")
 
     def lacks(name: str) -> None:
@@ -187,8 +182,8 @@ def test_fsdp2(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_(machine.look(accelerator.fsdp2), "note", "not installed")
 
 
-def test_a_torch_that_cannot_be_imported(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that it needs is not there."""
+def test_broken_torch_installation_is_a_problem(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other checks that need torch are skipped."""
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "torch.distributed")
     assert is_(machine.look(accelerator.fsdp2), "problem", "torch cannot be imported", "--force-reinstall")

@@ -1,4 +1,4 @@
-"""`infinity export` on a run that `infinity train` has checkpointed."""
+"""Tests of `infinity export` on runs of `infinity train`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.command import SMALL, Finished, run_here
 
 @pytest.fixture
 def checkpointed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a run with checkpoints of steps 1 and 2."""
+    """Return the folder of a run with checkpoints of steps 1 and 2."""
     monkeypatch.chdir(tmp_path)
     options = ["--steps", "2", "--checkpoint-every", "1", "--retained-checkpoints", "2", "--json", "--out", "o"]
     assert run_here(*SMALL, *options).status == 0
@@ -26,8 +26,8 @@ def _export(*arguments: object) -> Finished:
     return run_here("export", *arguments)
 
 
-def test_transformers_loads_what_was_exported(checkpointed: Path, tmp_path: Path) -> None:
-    """Without a word from the user about the model; and it can be trained on."""
+def test_transformers_loads_exported_model(checkpointed: Path, tmp_path: Path) -> None:
+    """No model configuration has to be given, and training can start from the export."""
     done = _export(checkpointed, "--out", tmp_path / "hf", "--file-size", "300KiB", "--json")
     assert done.status == 0, done.errors
     assert (done.summary["step"], len(done.summary["files"])) == (2, 6)
@@ -41,7 +41,7 @@ def test_transformers_loads_what_was_exported(checkpointed: Path, tmp_path: Path
 
 
 def _pretrained(folder: Path, *, layers: int = 2) -> Path:
-    """Save a small MoE, whose checkpoints are not named as the model is, with a tokenizer of bytes."""
+    """Save a small MoE model, whose stored names differ from its parameter names, with a byte tokenizer."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -62,8 +62,8 @@ def _pretrained(folder: Path, *, layers: int = 2) -> Path:
     return folder
 
 
-def test_a_pretrained_folder_comes_back_as_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trained, and exported as its maker would have saved it, with what lay beside, though that folder is gone."""
+def test_export_restores_pretrained_folder_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The companion files are exported even if the pretrained folder has been removed."""
     monkeypatch.chdir(tmp_path)
     folder = _pretrained(tmp_path / "hf")
     names, files = set(load_file(folder / "model.safetensors")), {file.name for file in folder.iterdir()}
@@ -82,18 +82,18 @@ def test_a_pretrained_folder_comes_back_as_it_came(tmp_path: Path, monkeypatch: 
     assert "--companions" in done.errors
 
 
-def test_a_companion_that_cannot_be_read_is_named(checkpointed: Path, tmp_path: Path) -> None:
-    """In a line; nothing is left of the export."""
-    (tmp_path / "beside").mkdir()
-    (tmp_path / "beside/vocab.json").symlink_to("/proc/self/mem")  # EIO, for root too
-    done = _export(checkpointed, "--out", tmp_path / "hf", "--companions", tmp_path / "beside")
+def test_unreadable_companion_stops_export(checkpointed: Path, tmp_path: Path) -> None:
+    """The message names the file, and no partial export remains."""
+    (tmp_path / "companions").mkdir()
+    (tmp_path / "companions/vocab.json").symlink_to("/proc/self/mem")  # EIO, for root too
+    done = _export(checkpointed, "--out", tmp_path / "hf", "--companions", tmp_path / "companions")
     assert done.status == 2
-    assert "beside/vocab.json cannot be read: Input/output error" in done.errors
+    assert "companions/vocab.json cannot be read: Input/output error" in done.errors
     assert not list(tmp_path.glob("*hf*"))
 
 
-def test_weights_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Are listed and refused; `--no-strict` initializes what is missing and says so."""
+def test_missing_weights_require_no_strict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missing weights are listed; with `--no-strict` they are initialized."""
     monkeypatch.chdir(tmp_path)
     folder = _pretrained(tmp_path / "hf", layers=2)
     config = json.loads((folder / "config.json").read_text())
@@ -110,16 +110,15 @@ def test_weights_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "--model tiny" in done.errors
 
 
-def test_another_step_and_dtype(checkpointed: Path, tmp_path: Path) -> None:
-    """Half the bytes, of the checkpoint before; the person is told where."""
+def test_export_selects_step_and_dtype(checkpointed: Path, tmp_path: Path) -> None:
     done = _export(checkpointed, "--out", tmp_path / "hf", "--step", 1, "--dtype", "bf16")
     assert done.status == 0, done.errors
     assert "step 1 of" in done.output
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_everything_for_plain_fsdp2(checkpointed: Path, tmp_path: Path) -> None:
-    """Weights, moments and what `infinity train` had checkpointed beside them, in several files."""
+def test_dcp_export_contains_model_and_optimizer(checkpointed: Path, tmp_path: Path) -> None:
+    """The export is split into several files."""
     done = _export(checkpointed, "--out", tmp_path / "dcp", "--to", "dcp", "--file-size", "300KiB", "--json")
     assert done.status == 0, done.errors
     assert str(tmp_path / "dcp" / ".metadata") in done.summary["files"]
@@ -143,16 +142,15 @@ def test_everything_for_plain_fsdp2(checkpointed: Path, tmp_path: Path) -> None:
         (("--model-config", "missing.json"), "missing.json"),
     ],
 )
-def test_nonsense_is_refused(options: tuple[object, ...], message: str, checkpointed: Path, tmp_path: Path) -> None:
-    """With the value; nothing is written."""
+def test_invalid_options_are_rejected(options: tuple[object, ...], message: str, checkpointed: Path, tmp_path: Path) -> None:
+    """The message contains the value, and nothing is written."""
     done = _export(checkpointed, "--out", tmp_path / "hf", *options)
     assert done.status == 2
     assert message in done.errors
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_folder_without_runs(tmp_path: Path) -> None:
-    """Is an error."""
+def test_folder_without_runs_is_rejected(tmp_path: Path) -> None:
     done = _export(tmp_path, "--out", tmp_path / "hf")
     assert done.status == 2
     assert "no checkpoint of any run" in done.errors

@@ -1,4 +1,4 @@
-"""Every key of the table of DeepSpeed's keys does what the table says."""
+"""Tests of every key in the table of DeepSpeed keys."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
     f"{PARAM}.": {f"{PARAM}.device": "nvme"},
     f"{OPTIMIZER}.": {f"{OPTIMIZER}.device": "nvme"},
 }  # fmt: skip
-"""What else a configuration says for a key to be in use, by how its name begins; the longest counts."""
+"""Other keys that a key requires, by the longest matching prefix of its name."""
 EFFECTS: dict[str, tuple[Any, str]] = {
     "train_batch_size": (64, "batch_size=64 // mesh.size()"),
     "train_micro_batch_size_per_gpu": (7, "batch_size=7"),
@@ -102,18 +102,18 @@ EFFECTS: dict[str, tuple[Any, str]] = {
     f"{OPTIMIZER}.device": ("cpu", 'host_bytes = "64GiB"'),
     f"{PARAM}.nvme_path": ("/a", 'paths = ["/a"]'),
     f"{OPTIMIZER}.nvme_path": ("/a", 'paths = ["/a"]'),
-    f"{PARAM}.max_in_cpu": (1 << 30, 'host_bytes = "6004MiB"'),  # with DeepSpeed's defaults of the others
+    f"{PARAM}.max_in_cpu": (1 << 30, 'host_bytes = "6004MiB"'),  # with DeepSpeed's defaults for the other keys
     f"{PARAM}.buffer_count": (0, 'host_bytes = "3815MiB"'),
     f"{PARAM}.buffer_size": (0, 'host_bytes = "3815MiB"'),
     "activation_checkpointing.cpu_checkpointing": (True, 'tier = "host"'),
     "aio.block_size": (8192, 'request_bytes = "8KiB"'),
     "aio.queue_depth": (7, "queue_depth = 7"),
 }  # fmt: skip
-"""Of keys with a counterpart: a value, and what is then in the settings or the code."""
+"""A value for each translated key, and the resulting text in the settings or the code."""
 
 
-def flat(values: dict[str, Any]) -> dict[str, Any]:
-    """A configuration from names with dots."""
+def nested(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a nested configuration from dotted names."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *sections, leaf = name.split(".")
@@ -124,21 +124,21 @@ def flat(values: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def of(values: dict[str, Any]) -> Migration:
-    """What a configuration becomes."""
-    Path("ds.json").write_text(json.dumps(flat({"steps_per_print": 1, **values})))
+def translated(values: dict[str, Any]) -> Migration:
+    """Return the translation of a configuration."""
+    Path("ds.json").write_text(json.dumps(nested({"steps_per_print": 1, **values})))
     return migrate(read_config(Path("ds.json")), "ds.json", "infinity.toml")
 
 
 def context(name: str) -> dict[str, Any]:
-    """What else is said for a key to be in use."""
+    """Return the other keys that a key requires."""
     found = CONTEXT[max((begin for begin in CONTEXT if name.startswith(begin)), key=len, default="")] if any(
         name.startswith(begin) for begin in CONTEXT) else {}  # fmt: skip
     return {key: value for key, value in found.items() if key != name}
 
 
-def used(key: Key) -> Any:
-    """A value with which DeepSpeed does what the key is for."""
+def enabling_value(key: Key) -> Any:
+    """Return a value that enables the key's feature in DeepSpeed."""
     if key.switch == "nested":
         return {"part": {"shared_parameters": {"enabled": True}}}
     if key.switch:
@@ -147,68 +147,64 @@ def used(key: Key) -> Any:
 
 
 def row(done: Migration, name: str) -> Any:
-    """What became of a key."""
+    """Return the row of a key."""
     return next(row for row in done.rows if row.key == name)
 
 
 def with_status(status: Status) -> Any:
-    """The keys of which this becomes."""
+    """Parametrize a test over the keys with this status."""
     keys = [key for key in TABLE.keys.values() if key.status is status]
     return pytest.mark.parametrize("key", keys, ids=lambda key: key.name)
 
 
 @with_status(Status.TRANSLATED)
-def test_what_is_translated_is_there(key: Key) -> None:
-    """In the settings or the code, and not without the key; rows say so."""
+def test_translated_keys_change_settings_or_code(key: Key) -> None:
     value, text = EFFECTS[key.name]
-    done, without = of({**context(key.name), key.name: value}), of(context(key.name) if "lr" not in key.name else {})
+    done, without = translated({**context(key.name), key.name: value}), translated(context(key.name) if "lr" not in key.name else {})
     found = row(done, key.name)
     assert found.status is Status.TRANSLATED
     assert found.becomes
     assert text in done.toml + done.code
-    if text and key.name not in ("zero_optimization.stage", "scheduler.params.cycle_momentum"):  # as without
+    if text and key.name not in ("zero_optimization.stage", "scheduler.params.cycle_momentum"):  # these set the default
         assert text not in without.toml + without.code
     assert not done.refusals
     compile(done.code, key.name, "exec")
 
 
 @with_status(Status.NOT_NEEDED)
-def test_what_is_not_needed_changes_nothing(key: Key) -> None:
-    """Settings and code are as without it, whatever its value is."""
+def test_unneeded_keys_change_nothing(key: Key) -> None:
     if key.name == "optimizer.params.torch_adam":  # which changes a default
         return
-    without = of(context(key.name))
+    without = translated(context(key.name))
     for value in (True, 5, "text", {"enabled": True}):
-        done = of({**context(key.name), key.name: value})
+        done = translated({**context(key.name), key.name: value})
         assert row(done, key.name).status is Status.NOT_NEEDED
         assert row(done, key.name).why == key.why
         assert (done.toml, done.code, done.refusals) == (without.toml, without.code, without.refusals)
 
 
 @with_status(Status.NO_COUNTERPART)
-def test_what_has_no_counterpart_is_refused_if_it_changes_training(key: Key) -> None:
-    """And only then; with what to do instead."""
-    done = of({**context(key.name), key.name: used(key)})
+def test_keys_without_counterpart_fail_only_if_training_changes(key: Key) -> None:
+    done = translated({**context(key.name), key.name: enabling_value(key)})
     found = row(done, key.name)
     assert found.status is Status.NO_COUNTERPART
     assert found.becomes
     assert (found in done.refusals) == key.changes
     for value in (*key.off, *([{}, {"enabled": False, "part": {"enabled": True}}] if key.switch else [])):
-        assert not [one for one in of({**context(key.name), key.name: value}).refusals if one.key == key.name]
+        assert not [one for one in translated({**context(key.name), key.name: value}).refusals if one.key == key.name]
 
 
 @pytest.mark.parametrize("key", TABLE.keys.values(), ids=lambda key: key.name)
-def test_every_key_may_be_left_open(key: Key) -> None:
-    """As null, and as `auto`: neither is refused."""
+def test_every_key_accepts_null_and_auto(key: Key) -> None:
     for value in (None, "auto"):
         around = {} if key.name.startswith("scheduler.params.cycle") else context(key.name)
-        done = of({**around, key.name: value})
+        done = translated({**around, key.name: value})
         assert row(done, key.name).why
         assert key.name not in [one.key for one in done.refusals]
 
 
-def test_texts_are_sentences_without_an_end() -> None:
-    """So that they can be joined; and no key is there twice."""
+def test_texts_have_no_trailing_period() -> None:
+    """Texts are joined with others, and no key occurs in two groups."""
     assert len(TABLE.keys) == sum(map(len, GROUPS.values()))
     for keys in GROUPS.values():
         for key in keys:
@@ -217,8 +213,7 @@ def test_texts_are_sentences_without_an_end() -> None:
             assert "\n" not in key.why + key.becomes, key.name
 
 
-def test_every_setting_that_is_named_exists() -> None:
-    """In the table and in what is written."""
+def test_settings_named_in_table_exist() -> None:
     sections = vars(Config())
     for key in TABLE.keys.values():
         for word in f"{key.becomes} {key.why}".replace(",", " ").replace(")", " ").replace("(", " ").split():
@@ -228,8 +223,7 @@ def test_every_setting_that_is_named_exists() -> None:
 
 
 @pytest.mark.parametrize("kind", TAKEN)
-def test_every_optimizer_takes_what_it_is_given(kind: str) -> None:
-    """All its arguments, by torch."""
+def test_optimizer_arguments_exist_in_torch(kind: str) -> None:
     import inspect
 
     import torch
@@ -241,8 +235,7 @@ def test_every_optimizer_takes_what_it_is_given(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_every_parameter_of_a_scheduler_is_a_key(kind: str) -> None:
-    """And the other way round."""
+def test_scheduler_parameters_match_table_keys(kind: str) -> None:
     for name in SCHEDULERS[kind].defaults:
         assert f"scheduler.params.{name}" in TABLE.keys
     for name in TABLE.keys:
@@ -264,10 +257,10 @@ RATES: dict[str, tuple[dict[str, Any], list[float]]] = {
 
 
 @pytest.mark.parametrize("kind", RATES)
-def test_rates_are_those_of_deepspeed(kind: str) -> None:
-    """In each step: what its own schedulers give, in small numbers worked out from its formulas."""
+def test_learning_rates_match_deepspeed(kind: str) -> None:
+    """The expected rates are computed by hand from DeepSpeed's formulas."""
     parameters, rates = RATES[kind]
-    code = of({"optimizer.type": "AdamW", "optimizer.params.lr": 0.5, "scheduler.type": kind,
+    code = translated({"optimizer.type": "AdamW", "optimizer.params.lr": 0.5, "scheduler.type": kind,
                **{f"scheduler.params.{name}": value for name, value in parameters.items()}}).code  # fmt: skip
     begin, end = code.index(f"# {kind}"), code.index("for group in optimizer.param_groups")
     names: dict[str, Any] = {}
@@ -277,7 +270,6 @@ def test_rates_are_those_of_deepspeed(kind: str) -> None:
         assert [names["beta_at"](step) for step in range(5)] == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9])
 
 
-def test_the_settings_of_every_key_are_taken() -> None:
-    """All of the keys with a counterpart at once."""
-    done = of({name: value for name, (value, _) in EFFECTS.items() if name.startswith(("aio", "zero"))})
+def test_settings_of_all_keys_are_valid() -> None:
+    done = translated({name: value for name, (value, _) in EFFECTS.items() if name.startswith(("aio", "zero"))})
     load_config(tomllib.loads(done.toml))

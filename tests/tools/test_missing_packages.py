@@ -1,4 +1,4 @@
-"""A package that only some commands or options need is asked for when they are used, before any work."""
+"""Tests of commands that need an optional package that is not installed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from support.command import SMALL, run_here
     ],
     ids=["metrics", "model", "list"],
 )
-def test_one_line_and_nothing_is_trained(
+def test_missing_package_names_extra(
     package: str, arguments: list[str], extra: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It names the package and the extra that brings it; the status is 2."""
+    """The message is one line, the status is 2, and nothing is trained."""
     monkeypatch.setitem(sys.modules, package, None)  # which makes the import fail
     monkeypatch.delitem(sys.modules, "infinity.telemetry.exporter", raising=False)
     monkeypatch.delattr("infinity.telemetry.exporter", raising=False)
@@ -36,8 +36,7 @@ def test_one_line_and_nothing_is_trained(
     assert not [*tmp_path.glob("out/nvme/*")]
 
 
-def test_versions_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`infinity version` says that it is not installed."""
+def test_version_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib import metadata
 
     def version(name: str) -> str:

@@ -1,4 +1,4 @@
-"""`infinity plan`: what it prints, writes and refuses."""
+"""Tests of the `infinity plan` command: output, files and options."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ QUICK = (
 
 
 def planned(line: str) -> dict[str, Any]:
-    """Return what it says as JSON."""
+    """Return the JSON output of a command line."""
     done = run_here(*shlex.split(line), "--json")
     answer = json.loads(done.output)
     assert done.status == (0 if answer["fits"] else 1)
     return answer
 
 
-def test_the_line_of_the_help_works_as_it_is_printed() -> None:
-    """For 70e9 parameters, without anything of that size."""
+def test_help_example_runs_unchanged() -> None:
+    """It plans 70e9 parameters without allocating them."""
     text = " ".join(run_here("plan", "-h").output.replace("│", " ").split())
     assert f"infinity {LARGE}" in text
     found = planned(f"{LARGE} --no-changes")
@@ -50,10 +50,10 @@ def test_the_line_of_the_help_works_as_it_is_printed() -> None:
 
 
 @pytest.mark.parametrize("width", ["60", "80", "120"])
-def test_a_terminal_of_any_width_has_all_figures(monkeypatch: pytest.MonkeyPatch, width: str) -> None:
-    """No line is longer, but those to paste; no number is cut."""
+def test_report_fits_any_terminal_width(monkeypatch: pytest.MonkeyPatch, width: str) -> None:
+    """No number is truncated; only the settings, which are meant to be copied, may be wider."""
     monkeypatch.setenv("COLUMNS", width)
-    done = run_here(*QUICK.split(), "--gpu-memory", "4GiB")  # with more nothing would be left to be said
+    done = run_here(*QUICK.split(), "--gpu-memory", "4GiB")  # with more memory, there would be no changes to suggest
     assert done.status == 0
     report, _, toml = done.output.partition("# Settings for infinity")
     assert max(map(len, report.splitlines())) <= int(width)
@@ -70,8 +70,8 @@ def test_a_terminal_of_any_width_has_all_figures(monkeypatch: pytest.MonkeyPatch
     assert 'host_bytes = "512MiB"' in toml
 
 
-def test_what_is_written_is_what_is_said_and_a_run_takes_it(tmp_path: Path) -> None:
-    """JSON, picture and settings."""
+def test_out_files_match_json_and_actual_run(tmp_path: Path) -> None:
+    """A run with the written settings transfers and stores the planned bytes."""
     out = tmp_path / "plan"
     said = planned(f"plan --model tiny --host-memory 2MiB --nvme {tmp_path} --tflops 0.05 --batch-tokens 512 --seq 64 "
                    f"--retained-checkpoints 2 --update in_forward --out {out}")  # fmt: skip
@@ -95,8 +95,8 @@ def test_what_is_written_is_what_is_said_and_a_run_takes_it(tmp_path: Path) -> N
     assert trained.summary["stored_bytes"] == said["drive_bytes"]
 
 
-def test_what_lives_on_the_accelerator_is_in_the_table() -> None:
-    """OtherResources what stays in host memory; storage that nothing moves over is hidden whatever the batch."""
+def test_table_shows_state_on_accelerator() -> None:
+    """Columns for device memory are shown only if state is kept there."""
     line = "plan --model llama-1b --gpu h100 --host-memory 4GiB --nvme-bandwidth 7GB/5GB --no-changes"
     words = run_here(*line.split()).output.split()
     text = " ".join(words)
@@ -120,8 +120,8 @@ def test_what_lives_on_the_accelerator_is_in_the_table() -> None:
 DRIVES = "--nvme-bandwidth 7e9/5e9 --host-memory 2MiB --gpu h100 --no-changes"
 
 
-def trains(line: str) -> dict[str, Any]:
-    """Return what `infinity train` is asked for by the last line that `infinity plan` prints."""
+def train_arguments(line: str) -> dict[str, Any]:
+    """Return the arguments of the `infinity train` command that `infinity plan` prints last."""
     done = run_here(*shlex.split(line))
     assert done.status == 0, done.errors
     infinity_, train, *words = shlex.split(done.output.splitlines()[-1])
@@ -132,8 +132,8 @@ def trains(line: str) -> dict[str, Any]:
     return {name: value for name, value in context.params.items() if name in said}
 
 
-def test_the_last_line_trains_what_was_planned(tmp_path: Path) -> None:
-    """With everything that `infinity train` names otherwise, or does otherwise unless it is told."""
+def test_train_command_matches_plan(tmp_path: Path) -> None:
+    """The command includes every option whose default in `infinity train` differs."""
     config = tmp_path / "some.toml"
     config.write_text("[memory]\npage_bytes = 65536\n")
     every = (
@@ -149,10 +149,10 @@ def test_the_last_line_trains_what_was_planned(tmp_path: Path) -> None:
         "model": "tiny", "dtype": "bf16", "batch_tokens": 512, "seq": 64, "micro_tokens": 64, "loss_tokens": 32,
         "activation_checkpointing": True, "max_grad_norm": 1.0, "lora": "r=4", "nproc": 2,
     }  # fmt: skip
-    assert trains(every) == workload | settings
+    assert train_arguments(every) == workload | settings
     out = tmp_path / "out"
-    assert trains(f"{every} --out {out}") == workload | {"config": out / "infinity.toml"}
-    plain = trains(f"plan --model tiny --batch-tokens 512 --seq 64 --no-activation-checkpointing {DRIVES}")
+    assert train_arguments(f"{every} --out {out}") == workload | {"config": out / "infinity.toml"}
+    plain = train_arguments(f"plan --model tiny --batch-tokens 512 --seq 64 --no-activation-checkpointing {DRIVES}")
     assert plain == {
         "model": "tiny", "dtype": "bf16", "batch_tokens": 512, "seq": 64, "nvme": [Path("/nvme0/infinity")],
         "host_memory": "2MiB",
@@ -170,13 +170,13 @@ def test_the_last_line_trains_what_was_planned(tmp_path: Path) -> None:
         ("--model tiny --batch-tokens 8192 --seq 8192", "max_position_embeddings"),
     ],
 )
-def test_what_train_does_otherwise_is_said(options: str, says: str) -> None:
-    """In place of a line that would train something else."""
+def test_options_unsupported_by_train_are_reported(options: str, says: str) -> None:
+    """The last line names the option instead of a command that would train something else."""
     assert says in run_here(*shlex.split(f"plan {options} {DRIVES}")).output.splitlines()[-1]
 
 
-def test_this_processor_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
-    """Where no accelerator is named: by three layers, trained for a moment."""
+def test_cpu_is_measured_without_gpu_option(tmp_path: Path) -> None:
+    """Three layers are trained briefly, and their files are removed."""
     nvme = tmp_path / "nvme"
     nvme.mkdir()
     said = planned(f"plan --model tiny --host-memory 4MiB --nvme {nvme} --batch-tokens 128 --seq 64 --no-changes")
@@ -186,8 +186,8 @@ def test_this_processor_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
     assert list(nvme.iterdir()) == []
 
 
-def test_the_profile_of_the_daemon_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what it knows of wear; garbage is no profile."""
+def test_daemon_bandwidth_and_wear_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the profile is invalid, the drive is measured instead."""
     profile = {"device": "d", "read": 3e9, "write": 2e9, "mixed": None}
     wear = {"device": "d", "rated_bytes": 10**15, "left_bytes": 5 * 10**14, "daily_share": 0}
     answer: dict[str, Any] = {"bandwidth": {str(tmp_path): profile}, "together": None, "wear": {str(tmp_path): wear}}
@@ -203,8 +203,8 @@ def test_the_profile_of_the_daemon_is_taken(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("named", ["option", "config", "neither"])
-def test_the_daemon_of_another_folder_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
-    """Of --runtime-dir, or of the settings, whose folders are looked at; the settings of the run have it then."""
+def test_runtime_folder_selects_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    """The folder comes from `--runtime-dir` or the settings file, and is kept in the planned settings."""
     asked: list[Path] = []
 
     def ask(self: NodeDaemon, op: str, **values: object) -> None:
@@ -226,8 +226,8 @@ def test_the_daemon_of_another_folder_is_asked(tmp_path: Path, monkeypatch: pyte
     )
 
 
-def test_what_does_not_fit_ends_with_a_status(tmp_path: Path) -> None:
-    """1, after all that it has to say; a host cache that is too small is an error of one table."""
+def test_plan_that_does_not_fit_exits_with_status_1(tmp_path: Path) -> None:
+    """The report is still printed in full; a host cache that is too small for the model is an error instead."""
     done = run_here(*QUICK.split(), "--nvme-size", "1GB", "--no-changes")
     assert done.status == 1
     text = " ".join(done.output.split())
@@ -238,23 +238,22 @@ def test_what_does_not_fit_ends_with_a_status(tmp_path: Path) -> None:
     assert "the host cache is too small for this model" in small.errors
 
 
-def test_micro_batches_are_as_many_as_the_memory_needs() -> None:
-    """Unless their number is given."""
+def test_micro_batches_default_to_memory_need() -> None:
+    """An explicit number is used even if the run does not fit."""
     assert planned(f"{QUICK} --no-changes")["workload"]["micro_batches"] == 1
     assert planned(f"{QUICK} --no-changes --gpu-memory 2GiB")["workload"]["micro_batches"] == 2
     assert not planned(f"{QUICK} --no-changes --gpu-memory 2GiB --micro-batches 1")["fits"]
 
 
-def test_accelerators_are_listed() -> None:
-    """By name, as a table and as JSON."""
+def test_gpu_list_prints_table_and_json() -> None:
     names = [one["name"] for one in json.loads(run_here("plan", "--gpu", "list", "--json").output)]
     assert "h100" in names
     shown = run_here("plan", "--gpu", "list").output
     assert all(name in shown for name in names)
 
 
-def test_a_model_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its id; nothing is fetched."""
+def test_model_from_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is found by its id, and nothing is downloaded."""
     from infinity_tools import presets
 
     (tmp_path / "config.json").write_text(json.dumps({

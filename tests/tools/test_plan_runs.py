@@ -1,4 +1,4 @@
-"""What `infinity plan` plans is what a run does: the same pages, events, update schedule, plan and space."""
+"""Tests that `infinity plan` matches actual runs: pages, events, update schedule, plan and drive space."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def plan_and_run(
     frozen: tuple[str, ...] = (),
     **settings: Any,
 ) -> None:
-    """Plan a run, then take two of its steps and compare; on every rank."""
+    """Plan a run, train two steps and compare both on every rank."""
     dotted = {"memory.host_bytes": host_cache, "memory.page_bytes": "64KiB"}
     dotted |= {name.replace("__", "."): value for name, value in settings.items()}
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
@@ -103,30 +103,29 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen": (CONFIGS["qwen"], {}),
     "experts": (CONFIGS["experts"], {}),
     "clipping": (CONFIGS["llama"], {"clip": True}),
-    "a loop": (CONFIGS["llama"], {"passes": 3}),
+    "loop": (CONFIGS["llama"], {"passes": 3}),
     "split": (CONFIGS["llama"], {"state__format": "split"}),
     "8bit": (CONFIGS["gpt2"], {"state__format": "8bit"}),
     "after backward": (CONFIGS["llama"], {"update__schedule": "after_backward"}),
     "frozen root": (CONFIGS["llama"], {"frozen": ("model.embed", "lm_head", "model.norm")}),
     "frozen layers": (CONFIGS["llama"], {"frozen": ("model.embed", "model.layers.0", "model.layers.1")}),
-    "a frozen embedding": (CONFIGS["llama"], {"frozen": ("model.embed",)}),
+    "frozen embedding": (CONFIGS["llama"], {"frozen": ("model.embed",)}),
     "two checkpoints": (CONFIGS["llama"], {"run__retained_checkpoints": 2}),
-    "a large host cache": (CONFIGS["llama"], {"host_cache": "64MiB"}),
-    "a thread for updates": (CONFIGS["llama"], {"update__cores": 1}),
+    "large host cache": (CONFIGS["llama"], {"host_cache": "64MiB"}),
+    "update thread": (CONFIGS["llama"], {"update__cores": 1}),
 }
-FURTHER = ("fp32", "qwen", "8bit", "after backward", "frozen root", "two checkpoints", "a large host cache")
+FURTHER = ("fp32", "qwen", "8bit", "after backward", "frozen root", "two checkpoints", "large host cache")
 
 
 @pytest.mark.parametrize("name", all_but(CASES, *FURTHER))
-def test_one_rank(name: str) -> None:
-    """Of all kinds of steps."""
+def test_plan_matches_run_on_one_rank(name: str) -> None:
     model, arguments = CASES[name]
     plan_and_run(model, **arguments)
 
 
 @pytest.mark.parametrize("name", ["tied", "clipping"])
-def test_two_ranks(pair: RankPool, name: str) -> None:
-    """Uneven rows, gradients that are reduced."""
+def test_plan_matches_run_on_two_ranks(pair: RankPool, name: str) -> None:
+    """Rows are divided unevenly, and gradients are reduced."""
     model, arguments = CASES[name]
     pair.run(_call, model, arguments)
 
@@ -135,8 +134,8 @@ def _call(model: dict[str, Any], arguments: dict[str, Any]) -> None:
     plan_and_run(model, **arguments)
 
 
-def test_experts_are_used_in_part() -> None:
-    """A token goes to two of four: half of their operations."""
+def test_plan_counts_only_active_experts() -> None:
+    """Each token uses two of four experts, and therefore half of their operations."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "config.json")
         file.write_text(json.dumps(CONFIGS["experts"]))
@@ -147,8 +146,8 @@ def test_experts_are_used_in_part() -> None:
 
 
 @pytest.mark.parametrize("slices", [0, 2])
-def test_activations_are_kept_and_moved_as_planned(slices: int, tmp_path: Path) -> None:
-    """Whole batches with checkpointing, or slices; their bytes, their space, and those of the state beside them."""
+def test_planned_activations_match_run(slices: int, tmp_path: Path) -> None:
+    """Bytes and drive space match for full batches with checkpointing and for micro-batches."""
     source = find_model(str(_written(tmp_path, CONFIGS["llama"])))
     model = on_meta(source)
     shape = shape_of_module(model, source.config, "model")

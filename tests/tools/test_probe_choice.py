@@ -1,4 +1,4 @@
-"""Which settings `infinity probe` recommends, and that infinity takes them."""
+"""Tests of the settings that `infinity probe` recommends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ USUAL = (StorageConfig().request_bytes, StorageConfig().queue_depth)
 
 
 def measured(load: Load, block: int, depth: int, read: float, write: float) -> Measurement:
-    """Return what a path did."""
+    """Return a measurement."""
     return Measurement(
         point=Point(load=load, block_bytes=block, depth=depth),
         read_bytes_per_second=read,
@@ -32,31 +32,30 @@ def measured(load: Load, block: int, depth: int, read: float, write: float) -> M
 @pytest.mark.parametrize(
     ("speeds", "best"),
     [
-        ({USUAL: 100.0, (MIB, 1): 102.9}, USUAL),  # the same: the defaults
+        ({USUAL: 100.0, (MIB, 1): 102.9}, USUAL),  # equal: the defaults
         ({USUAL: 100.0, (MIB, 1): 104.0}, (MIB, 1)),
-        ({USUAL: 50.0, (MIB, 8): 98.0, (MIB, 32): 100.0}, (MIB, 8)),  # the smallest that is as fast
+        ({USUAL: 50.0, (MIB, 8): 98.0, (MIB, 32): 100.0}, (MIB, 8)),  # the smallest that is equally fast
         ({USUAL: 50.0, (MIB, 8): 96.0, (MIB, 32): 100.0}, (MIB, 32)),
-        ({(4 * MIB, 2): 100.0, (MIB, 8): 100.0}, (MIB, 8)),  # as many bytes in flight: the smaller request
+        ({(4 * MIB, 2): 100.0, (MIB, 8): 100.0}, (MIB, 8)),  # equal bytes in flight: the smaller request
         ({(MIB, 1): 0.0}, (MIB, 1)),
     ],
 )
-def test_the_smallest_that_is_as_fast_but_rather_the_defaults(
+def test_best_size_prefers_defaults_then_smallest(
     speeds: dict[tuple[int, int], float], best: tuple[int, int]
 ) -> None:
-    """Within 3 % is as fast."""
+    """Speeds within 3 % count as equal."""
     assert usual_size() == USUAL
     assert best_size(speeds) == best
 
 
-def test_what_counts_is_mixed_and_of_all_folders() -> None:
-    """Reads and writes together."""
+def test_mixed_speeds_sum_reads_and_writes_of_all_folders() -> None:
     a = [measured(Load.BOTH, MIB, 8, 1.0, 2.0), measured(Load.READ, MIB, 8, 50.0, 0.0)]
     b = [measured(Load.BOTH, MIB, 8, 3.0, 4.0), measured(Load.BOTH, MIB, 1, 0.5, 0.5)]
     assert mixed_speeds([a, b]) == {(MIB, 8): 10.0, (MIB, 1): 1.0}
 
 
-def test_two_ways_are_measured_in_turn() -> None:
-    """One round is luck: the median of the rounds counts, and more than 3 %."""
+def test_alternating_rounds_compare_medians() -> None:
+    """A difference counts only if the ratio of the medians exceeds 1.03."""
     order: list[str] = []
     speeds = iter([100.0, 90.0, 1.0, 100.0, 104.0, 100.0])
 
@@ -64,17 +63,17 @@ def test_two_ways_are_measured_in_turn() -> None:
         order.append(name)
         return next(speeds)
 
-    turns = alternate(lambda: way("a"), lambda: way("b"))
+    rounds = alternate(lambda: way("a"), lambda: way("b"))
     assert order == ["a", "b"] * ROUNDS
-    assert turns.ratio == pytest.approx(1.0)
-    assert not turns.is_first_faster()
+    assert rounds.ratio == pytest.approx(1.0)
+    assert not rounds.is_first_faster()
     assert not AlternatingRounds(first=(103.0,), second=(100.0,)).is_first_faster()
     assert AlternatingRounds(first=(103.1,), second=(100.0,)).is_first_faster()
     assert AlternatingRounds(first=(1.0,), second=(0.0,)).ratio == 0.0
 
 
 def choice(path: str, **values: object) -> Choice:
-    """Return one that recommends the defaults, but for `values`."""
+    """Return a choice that recommends the defaults, except for `values`."""
     usual: dict[str, object] = {
         "paths": (path,), "block_bytes": USUAL[0], "depth": USUAL[1], "engine": "auto", "bytes_per_second": 1e9,
         "usual_measured": True, "sizes": None, "engines": None,
@@ -83,8 +82,8 @@ def choice(path: str, **values: object) -> Choice:
 
 
 @pytest.mark.parametrize("name", ["plain", 'qu"o\\te', "umläut 🚀", "tab\tnew\nline", "del\x7f", "[x]"])
-def test_the_settings_are_read_back(name: str, tmp_path: Path) -> None:
-    """Whatever the folder is called."""
+def test_recommended_settings_can_be_loaded(name: str, tmp_path: Path) -> None:
+    """Folder names may contain any character."""
     folder = tmp_path / name
     folder.mkdir()
     text = choice(str(folder), block_bytes=3 * MIB + 4096, depth=7, engine="threads").toml()
@@ -104,15 +103,13 @@ def test_the_settings_are_read_back(name: str, tmp_path: Path) -> None:
         ({"paths": ("missing/deep/er",)}, "cannot be created"),
     ],
 )
-def test_settings_that_infinity_refuses_are_not_recommended(values: dict[str, object], says: str) -> None:
-    """Neither printed."""
-    refused = choice("x", **values)
+def test_invalid_recommendation_raises_config_error(values: dict[str, object], says: str) -> None:
+    invalid = choice("x", **values)
     with pytest.raises(ConfigError, match=says):
-        settings_block(refused.paths, refused.block_bytes, refused.depth, refused.engine)
+        settings_block(invalid.paths, invalid.block_bytes, invalid.depth, invalid.engine)
 
 
-def test_it_says_why(tmp_path: Path) -> None:
-    """And where there is nothing to change."""
+def test_reasons_explain_recommendation(tmp_path: Path) -> None:
     path = str(tmp_path)
     faster, slower = AlternatingRounds(first=(2.0,), second=(1.0,)), AlternatingRounds(first=(1.0,), second=(2.0,))
     said = " ".join(choice(path, engines=slower).reasons())

@@ -1,4 +1,4 @@
-"""`infinity probe` as it is typed: what it says before and after, in every form, and that it leaves nothing."""
+"""Tests of the `infinity probe` command: output formats, measurements and cleanup."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ NO_FIO = [*TINY, "--no-fio"]
 
 @pytest.fixture
 def places(tmp_path: Path) -> list[Path]:
-    """Two empty folders."""
+    """Return two empty folders."""
     folders = [tmp_path / "drives" / name for name in ("a", "b[x]")]
     for folder in folders:
         folder.mkdir(parents=True)
     return folders
 
 
-def test_json_has_all_of_it(places: list[Path], tmp_path: Path) -> None:
-    """Together, alone, latency, sustained writes, the settings; and nothing else is printed."""
+def test_json_contains_all_measurements(places: list[Path], tmp_path: Path) -> None:
+    """Nothing else is printed."""
     done = run_here("probe", *places, *NO_FIO, "--sustained", "--sustained-bytes", "2MiB", "--json")
     assert done.status == 0, done.errors
     assert not done.errors
@@ -46,7 +46,7 @@ def test_json_has_all_of_it(places: list[Path], tmp_path: Path) -> None:
         assert [one["load"] for one in found["alone"][name]] == ["read", "write", "mixed"]
         assert found["sustained"][name]["written_bytes"] == 2 * MIB
         assert 0 < found["written_bytes"][name] <= found["plan"]["written"][name]
-        assert found["written_bytes"][name] >= 3 * MIB  # the file, and what was sustained
+        assert found["written_bytes"][name] >= 3 * MIB  # the file and the sustained writes
     for one in found["paths"][names[0]] + found["alone"][names[0]]:
         took = one["latency_seconds"]
         assert 0 < took["p50"] <= took["p95"] <= took["p99"] <= took["longest"]
@@ -58,8 +58,8 @@ def test_json_has_all_of_it(places: list[Path], tmp_path: Path) -> None:
     assert [list(place.iterdir()) for place in places] == [[], []]
 
 
-def test_together_is_compared_with_the_sum_of_each_alone(places: list[Path]) -> None:
-    """At the recommended settings."""
+def test_together_is_relative_to_sum_of_single_folders(places: list[Path]) -> None:
+    """The comparison uses the recommended settings."""
     found = run_here("probe", *places, *NO_FIO, "--json").summary
     size = found["recommended"]["request_bytes"], found["recommended"]["queue_depth"]
 
@@ -76,15 +76,15 @@ def test_together_is_compared_with_the_sum_of_each_alone(places: list[Path]) -> 
 
 
 @pytest.mark.parametrize(("alone", "points"), [("point", 3), ("all", 12), ("no", 0)])
-def test_how_much_is_measured_alone(alone: str, points: int, places: list[Path]) -> None:
-    """As it is asked for; one folder is alone anyway."""
+def test_alone_option_selects_measurements(alone: str, points: int, places: list[Path]) -> None:
+    """With a single folder, the option has no effect."""
     found = run_here("probe", *places, *NO_FIO, "--alone", alone, "--json").summary
     assert [len(one) for one in found["alone"].values()] == ([points, points] if points else [])
     assert run_here("probe", places[0], *NO_FIO, "--alone", alone, "--json").summary["alone"] == {}
 
 
-def test_the_files_of_out(places: list[Path], tmp_path: Path) -> None:
-    """JSON, settings that infinity reads, and a picture; the same settings are printed."""
+def test_out_writes_json_settings_and_plot(places: list[Path], tmp_path: Path) -> None:
+    """The settings in the file are also printed."""
     out = tmp_path / "out" / "here"
     done = run_here("probe", *places, *NO_FIO, "--sustained", "--sustained-bytes", "2MiB", "--out", out)
     assert done.status == 0, done.errors
@@ -102,8 +102,8 @@ def test_the_files_of_out(places: list[Path], tmp_path: Path) -> None:
     )
 
 
-def test_the_defaults_are_measured(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The size and depth that infinity has are among those of a probe without options, and pages of 8 MiB."""
+def test_default_sizes_include_default_settings(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They also include requests of 8 MiB."""
     asked = []
     monkeypatch.setattr("infinity_tools.probe.probe_command.check", lambda ask: asked.append(ask))
     monkeypatch.setattr("infinity_tools.probe.probe_command.probe_all", lambda ask, view: sys.exit(7))
@@ -114,8 +114,8 @@ def test_the_defaults_are_measured(places: list[Path], monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_it_fits_the_terminal(width: int, places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No line is longer, and no number is cut; settings and paths are whole, to be copied."""
+def test_report_fits_terminal_width(width: int, places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers, settings and paths are not truncated."""
     monkeypatch.chdir(places[0].parent)
     words = ["probe", "a", "b[x]", *NO_FIO, "--sustained", "--sustained-bytes", "2MiB"]
     done = CliRunner().invoke(app, words, env={"COLUMNS": str(width)}, catch_exceptions=False)
@@ -131,23 +131,23 @@ def test_it_fits_the_terminal(width: int, places: list[Path], monkeypatch: pytes
     assert f"paths = [{', '.join(json.dumps(str(place)) for place in places)}]" in done.stdout
 
 
-def test_how_long_and_how_much_is_said_before(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And it is no more, whatever the drive."""
+def test_time_and_bytes_are_announced_first(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are upper bounds."""
     monkeypatch.setenv("COLUMNS", "500")
     done = run_here("probe", *places, *NO_FIO, "--sustained", "--sustained-bytes", "2MiB", "--sustained-seconds", "5")
     said = " ".join(done.errors.split())
     # 12 points together, 3 alone in each folder, 3 rounds of 2 to confirm the size, and the same for the engines.
     assert "30 measurements of 0.02 s: 0.6 s" in said
     assert "sustained writes: up to 2 MiB per folder, for up to 5 s" in said
-    # The file, 8 measurements that write together, 2 alone, 12 in turn, each 1 MiB; and 2 MiB sustained.
+    # The file, 8 measurements that write together, 2 alone, 12 in rounds, 1 MiB each; and 2 MiB of sustained writes.
     assert f"writes up to 25 MiB to {places[0]}" in said
     one = run_here("probe", places[0], *NO_FIO, "--engine", "threads", "--alone", "all")
     assert "18 measurements of 0.02 s" in " ".join(one.errors.split())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_however_it_ends(number: int, places: list[Path], tmp_path: Path) -> None:
-    """While it measures: its file has no name by then."""
+def test_stopped_probe_removes_its_files(number: int, places: list[Path], tmp_path: Path) -> None:
+    """The signal arrives during a measurement, when the file has already been unlinked."""
     (tmp_path / "tmp").mkdir(exist_ok=True)
     words = ["probe", *map(str, places), "--size", "4MiB", "--block", "64KiB", "--depth", "1", "--seconds", "600"]
     process = subprocess.Popen(
@@ -172,13 +172,12 @@ def _open_without_name(pid: int, folder: Path) -> bool:
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
             links.append(os.readlink(link))
-        except OSError:  # closed meanwhile
+        except OSError:  # closed in the meantime
             continue
     return any(link.startswith(str(folder)) and link.endswith("(deleted)") for link in links)
 
 
-def test_words_for_times() -> None:
-    """Short ones."""
+def test_durations_are_formatted_compactly() -> None:
     assert [duration(one) for one in (0.05, 9.7, 59.4, 61, 3725)] == [
         "0.05 s",
         "9.7 s",

@@ -1,4 +1,4 @@
-"""fio beside infinity: the same file, what it says, and what is said where it fails."""
+"""Tests of the comparison with fio in `infinity probe`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SMALL = ["--size", "1MiB", "--block", "64KiB", "--depth", "2", "--seconds", "0.0
 needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 
 
-def fio(folder: Path, text: str) -> str:
-    """Make a program called fio, put its folder first in PATH, and return it."""
+def fake_fio(folder: Path, text: str) -> str:
+    """Create an executable named fio and return its path."""
     program = folder / "fio"
     program.write_text(f"#!/bin/sh\n{text}\n")
     program.chmod(0o755)
@@ -29,13 +29,13 @@ def fio(folder: Path, text: str) -> str:
 
 
 def job(**values: object) -> str:
-    """Return fio's JSON of one job."""
+    """Return fio's JSON output for one job."""
     sides = {"read": {"bw_bytes": 5, "io_bytes": 9}, "write": {"bw_bytes": 7, "io_bytes": 11}}
     return json.dumps({"jobs": [{"error": 0, **sides, **values}]})
 
 
-def test_what_fio_says_is_read() -> None:
-    """Both directions, behind whatever it warns of."""
+def test_fio_output_is_parsed() -> None:
+    """Both directions are added, and warnings before the JSON are skipped."""
     assert found_in(job()) == FioRun(bytes_per_second=12.0, written=11)
     assert found_in("fio: this kernel is old\n" + job()) == FioRun(bytes_per_second=12.0, written=11)
 
@@ -45,15 +45,14 @@ def test_what_fio_says_is_read() -> None:
     ["", "nonsense", "{", "{}", '{"jobs": []}', '{"jobs": 5}', job(error=5), job(read=None),
      job(read={"bw_bytes": "x"}), job(read={"bw_bytes": 0}, write={"bw_bytes": 0, "io_bytes": 0}), '{"jobs": [' * 3000],
 )  # fmt: skip
-def test_what_is_no_measurement_is_said(output: str) -> None:
-    """In a sentence that names fio."""
+def test_invalid_fio_output_raises_fio_error(output: str) -> None:
     with pytest.raises(FioError, match="fio"):
         found_in(output)
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """An empty folder."""
+    """Return an empty folder."""
     (tmp_path / "data").mkdir()
     return tmp_path / "data"
 
@@ -61,12 +60,12 @@ def place(tmp_path: Path) -> Path:
 @needs_fio
 @pytest.mark.parametrize("load", list(Load))
 @pytest.mark.parametrize("depth", [1, 4])
-def test_fio_measures_the_same_file(load: Load, depth: int, place: Path) -> None:
-    """Which has no name; it writes no more than it may, and the file stays as long as it was."""
+def test_fio_measures_unlinked_file(load: Load, depth: int, place: Path) -> None:
+    """fio respects its write limit and does not change the size of the file."""
     (point,) = points_of([load], [64 << 10], [depth])
     with open_target(str(place), [point], 4 * MIB, "threads", threading.Event()) as target:
         if not target.file.direct:
-            pytest.skip("fio's asynchronous engines need O_DIRECT, which this file system has not")
+            pytest.skip("fio's asynchronous engines need O_DIRECT, which this file system does not support")
         done = run_fio("fio", target, point, 0.2, 4 * MIB)
         assert os.fstat(target.file.fd).st_size == 4 * MIB
         assert os.listdir(place) == []
@@ -77,15 +76,15 @@ def test_fio_measures_the_same_file(load: Load, depth: int, place: Path) -> None
 
 
 @needs_fio
-def test_the_command_compares(place: Path) -> None:
-    """Every load, in rounds."""
+def test_probe_compares_every_load_with_fio(place: Path) -> None:
+    """Each load is measured in alternating rounds."""
     done = run_here("probe", place, *SMALL, "--fio", "--json")
     found = done.summary
     assert found["fio_error"] == ""
     assert set(found["fio"]) == {"read", "write", "mixed"}
-    for turns in found["fio"].values():
-        assert len(turns["infinity"]) == len(turns["fio"]) == 3
-        assert turns["ratio"] == pytest.approx(sorted(turns["infinity"])[1] / sorted(turns["fio"])[1])
+    for rounds in found["fio"].values():
+        assert len(rounds["infinity"]) == len(rounds["fio"]) == 3
+        assert rounds["ratio"] == pytest.approx(sorted(rounds["infinity"])[1] / sorted(rounds["fio"])[1])
     assert found["written_bytes"][str(place)] <= found["plan"]["written"][str(place)]
     assert "infinity fio ratio" in " ".join(run_here("probe", place, *SMALL).output.split())
     assert os.listdir(place) == []
@@ -95,13 +94,13 @@ def test_the_command_compares(place: Path) -> None:
     ("program", "says"),
     [("echo no engine >&2; exit 1", "status 1: no engine"), ("echo hello", "fio did not print")],
 )
-def test_its_failure_is_said_and_ends_nothing(
+def test_fio_failure_does_not_stop_probe(
     program: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All else is measured."""
+    """The report contains the reason and all other measurements."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "data").mkdir()
-    fio(tmp_path / "bin", program)
+    fake_fio(tmp_path / "bin", program)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     done = run_here("probe", tmp_path / "data", *SMALL)
     assert done.status == 0
@@ -114,8 +113,7 @@ def test_its_failure_is_said_and_ends_nothing(
     assert run_here("probe", tmp_path / "data", *SMALL, "--json", "--no-fio").summary["fio_error"] == ""
 
 
-def test_fio_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is refused if it was asked for, and not missed otherwise."""
+def test_missing_fio_fails_only_with_fio_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     done = run_here("probe", tmp_path, *SMALL, "--fio")
     assert done.status == 2

@@ -1,4 +1,4 @@
-"""What `infinity probe` measures is known to the node's daemon from then on."""
+"""Tests that `infinity probe` stores its results in infinityd."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from support.command import run_here
 from support.daemon_process import daemon
 
 
-def test_the_daemon_knows_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best of each direction, by drive."""
+def test_daemon_stores_best_bandwidth_per_direction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session, place = tmp_path / "session", tmp_path / "place"
     for folder in (session, session / "infinity", place):
         folder.mkdir(mode=0o700)
@@ -31,8 +30,7 @@ def test_the_daemon_knows_what_was_measured(tmp_path: Path, monkeypatch: pytest.
         assert profile[op] == pytest.approx(best, abs=1)
 
 
-def test_the_daemon_of_another_folder_is_told(tmp_path: Path) -> None:
-    """That of --runtime-dir."""
+def test_runtime_dir_selects_daemon(tmp_path: Path) -> None:
     runtime, place = tmp_path / "runtime", tmp_path / "place"
     for folder in (runtime, place):
         folder.mkdir(mode=0o700)
@@ -42,8 +40,7 @@ def test_the_daemon_of_another_folder_is_told(tmp_path: Path) -> None:
         assert not run_here("probe", place, *options).summary["daemon"]["kept"]
 
 
-def test_it_says_whether_the_daemon_has_kept_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it; and that there is none."""
+def test_output_reports_whether_results_were_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session, places = tmp_path / "session", [tmp_path / "place", tmp_path / "other"]
     for folder in (session, session / "infinity", *places):
         folder.mkdir(mode=0o700)
@@ -58,8 +55,8 @@ def test_it_says_whether_the_daemon_has_kept_it(tmp_path: Path, monkeypatch: pyt
     assert "no infinityd" in gone["says"]
 
 
-def test_what_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All at once first, then each alone; only once where there is one."""
+def test_all_folders_then_each_folder_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single folder is recorded once."""
     asked = []
 
     def ask(_: NodeDaemon, op: str, **values: object) -> object:
@@ -73,7 +70,7 @@ def test_what_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     options = ["--size", "8MiB", "--block", "1MiB", "--depth", "2", "--seconds", "0.05", "--no-fio", "--json"]
     found = run_here("probe", *places, *options).summary
     names = [str(place) for place in places]
-    assert asked.pop(0) == ("bandwidth", {"paths": names})  # which ends a measurement of the daemon itself
+    assert asked.pop(0) == ("bandwidth", {"paths": names})  # stops a measurement by the daemon itself
     assert [list(values["rates"]) for _, values in asked] == [names, names[:1], names[1:]]
     assert {(op, values["source"]) for op, values in asked} == {("record_bandwidth", "probe")}
     for values, kind in zip(asked, ("paths", "alone", "alone"), strict=True):

@@ -1,4 +1,4 @@
-"""The order of a probe: what seems better has to show it in turn with the defaults; and the picture of it."""
+"""Tests of the steps of a probe: comparison with the defaults, space check and plot."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POINTS = points_of(list(Load), [MIB, USUAL[0]], [1, USUAL[1]])
 
 
 def measured(point: Point, speed: float) -> Measurement:
-    """Return what a path did."""
+    """Return a measurement."""
     return Measurement(
         point=point,
         read_bytes_per_second=speed,
@@ -41,7 +41,7 @@ def measured(point: Point, speed: float) -> Measurement:
 
 
 class FakeBench:
-    """Has the speeds that it is given: by size, engine, and how often that was asked for."""
+    """Bench with scripted speeds, by size, engine and number of measurements."""
 
     def __init__(self, speed: Callable[[tuple[int, int], str, int], float], engine: str = "io_uring") -> None:
         self.speed, self.engine = speed, engine
@@ -49,7 +49,6 @@ class FakeBench:
         self.asked: Counter[tuple[tuple[int, int], str]] = Counter()
 
     def measure(self, point: Point, *, seconds: float, most_written: int, paths: Sequence[str]) -> Any:
-        """Return what is scripted."""
         assert most_written >= point.flight
         size = point.block_bytes, point.depth
         if point.load is Load.BOTH:
@@ -58,14 +57,14 @@ class FakeBench:
 
     @contextmanager
     def through(self, engine: str, point: Point) -> Iterator[FakeBench]:
-        """The same with another engine."""
+        """Yield a bench that uses a different engine."""
         other = FakeBench(self.speed, engine)
         other.asked = self.asked
         yield other
 
 
 def ask_for(**values: object) -> Ask:
-    """Return a probe of one folder."""
+    """Return the parameters of a probe of one folder."""
     usual: dict[str, object] = {
         "paths": ("d",), "file_bytes": MIB, "points": POINTS, "seconds": 1.0, "engine": "auto", "alone": "point",
         "sustained_bytes": None, "sustained_seconds": 1.0, "fio": None, "runtime": Path("none"),
@@ -74,15 +73,15 @@ def ask_for(**values: object) -> Ask:
 
 
 def chosen(bench: FakeBench, **values: object) -> Choice:
-    """Measure everything on a bench, and return the choice."""
+    """Return the choice after all measurements on `bench`."""
     ask = ask_for(**values)
     view = SimpleNamespace(step=lambda what, seconds: None)
     work = _Work(ask, view, bench)  # type: ignore[arg-type]
     return work.choice(work.measured(ask.points))
 
 
-def test_the_defaults_are_kept_without_further_ado() -> None:
-    """Where nothing is faster, only the engines are compared."""
+def test_defaults_are_kept_if_nothing_is_faster() -> None:
+    """Only the engines are compared."""
     bench = FakeBench(lambda size, engine, time: 100.0)
     choice = chosen(bench)
     assert (choice.block_bytes, choice.depth, choice.engine) == (*USUAL, "auto")
@@ -92,15 +91,14 @@ def test_the_defaults_are_kept_without_further_ado() -> None:
     assert bench.asked[USUAL, "io_uring"] == 4
 
 
-def test_what_was_luck_is_not_recommended() -> None:
-    """Fast once, and not again."""
+def test_single_fast_measurement_is_not_recommended() -> None:
     choice = chosen(FakeBench(lambda size, engine, time: 200.0 if size == SMALL and time == 1 else 100.0))
     assert choice.is_usual
     assert choice.sizes is None
 
 
-def test_what_is_faster_again_is_recommended() -> None:
-    """By how much is what the rounds had."""
+def test_confirmed_faster_size_is_recommended() -> None:
+    """The reported gain comes from the confirmation rounds."""
     choice = chosen(FakeBench(lambda size, engine, time: (200.0 if time == 1 else 150.0) if size == SMALL else 100.0))
     assert (choice.block_bytes, choice.depth) == SMALL
     assert choice.sizes is not None
@@ -108,31 +106,29 @@ def test_what_is_faster_again_is_recommended() -> None:
 
 
 @pytest.mark.parametrize(("speed", "engine"), [(102.0, "auto"), (104.0, "threads"), (50.0, "auto")])
-def test_threads_have_to_be_faster(speed: float, engine: str) -> None:
-    """By more than 3 %."""
+def test_threads_must_be_3_percent_faster(speed: float, engine: str) -> None:
     choice = chosen(FakeBench(lambda size, engine, time: speed if engine == "threads" else 100.0))
     assert choice.engine == engine
     assert choice.engines is not None
 
 
 @pytest.mark.parametrize(("asked", "used"), [("threads", "threads"), ("io_uring", "io_uring"), ("auto", "threads")])
-def test_engines_are_not_compared_where_there_is_no_choice(asked: str, used: str) -> None:
-    """It was asked for, or the kernel refuses the other."""
+def test_fixed_engine_is_not_compared(asked: str, used: str) -> None:
+    """The engine was requested, or the kernel does not allow io_uring."""
     choice = chosen(FakeBench(lambda size, engine, time: 100.0, used), engine=asked)
     assert choice.engine == asked
     assert choice.engines is None
 
 
-def test_only_what_is_measured_is_recommended() -> None:
-    """The defaults are not, where they were not measured."""
+def test_unmeasured_defaults_are_not_recommended() -> None:
     choice = chosen(FakeBench(lambda size, engine, time: 100.0), points=points_of(list(Load), [MIB], [1, 4]))
     assert (choice.block_bytes, choice.depth) == SMALL
     assert not choice.usual_measured
     assert choice.sizes is None
 
 
-def test_space_is_needed_for_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system may free the first one only when the second one is there."""
+def test_space_check_counts_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may free the first file only after the second one has been created."""
     monkeypatch.setattr(targets, "free_space", lambda folder: 100 * MIB)
     ask = ask_for(paths=(str(tmp_path),), points=points_of([Load.BOTH], [MIB], [1]), file_bytes=40 * MIB)
     check(ask)
@@ -142,7 +138,7 @@ def test_space_is_needed_for_both_files(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def report(sustained: dict[str, Sustained]) -> Report:
-    """Return one of two folders."""
+    """Return a report of two folders."""
     found = {path: tuple(measured(point, 1e9) for point in POINTS) for path in ("a $x$ y", "b")}
     choice = chosen(FakeBench(lambda size, engine, time: 100.0))
     return Report(
@@ -152,8 +148,8 @@ def report(sustained: dict[str, Sustained]) -> Report:
 
 
 @pytest.mark.parametrize("falls", [True, False])
-def test_the_picture_has_a_panel_for_each(falls: bool) -> None:
-    """Loads and latency; sustained writes where they were measured, with a line at the cliff."""
+def test_plot_has_panel_for_each_measurement(falls: bool) -> None:
+    """Sustained writes have a panel only if they were measured, with a line where the rate drops."""
     drawn = figure(report({}))
     assert [len(axes.lines) for axes in drawn.axes] == [2, 2, 2, 4] * 2
     slices = (100,) * 20 + ((10,) * 20 if falls else ())

@@ -1,4 +1,4 @@
-"""Commands start quickly: what takes long to import is imported when it is used, and not to print help."""
+"""Tests of command startup: slow packages are imported only when they are used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ print(*sorted(set(sys.modules) & set({SLOW!r})), file=sys.stderr)
 
 
 def imported(*words: str) -> list[str]:
-    """Run a command in a process of its own; return which of the slow packages it has imported."""
+    """Return the slow packages that a command imports in a separate process."""
     done = subprocess.run([sys.executable, "-c", COUNT, *words], capture_output=True, text=True, check=True)
     return done.stderr.splitlines()[-1].split()
 
@@ -46,6 +46,6 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_what_needs_no_torch_does_not_import_it(words: str) -> None:
-    """`make bench-commands` has the seconds."""
+def test_commands_do_not_import_slow_packages(words: str) -> None:
+    """`make bench-commands` measures the time."""
     assert imported(*words.split()) == []

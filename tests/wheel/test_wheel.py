@@ -1,4 +1,4 @@
-"""What is installed from the wheel, as a stranger finds it: run by `make test-wheel`."""
+"""Tests of the package installed from the wheel, as another user. Run by `make test-wheel`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ NAME = f"infinity_offload-{infinity.__version__}"
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[Path]:
-    """A folder that every user may enter, and write into its `tmp` and `nvme`."""
+def work_folder() -> Iterator[Path]:
+    """Folder that every user may enter, with writable subfolders `tmp` and `nvme`."""
     folder = Path(tempfile.mkdtemp(prefix="infinity-wheel-"))
     folder.chmod(0o755)
     for name in ("tmp", "nvme"):
@@ -44,66 +44,65 @@ def place() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def built(place: Path) -> Path:
-    """The folder of sdist and wheel, which is built from the sdist; both without what is in the test environment."""
+def distributions(work_folder: Path) -> Path:
+    """Folder with the sdist and the wheel built from it, without the modules of the test environment."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
-    for name in filter(None, listed.split("\0")):  # a folder of builds has what earlier ones left
+    for name in filter(None, listed.split("\0")):  # `build` may contain files of earlier builds
         if (ROOT / name).is_file():
-            (place / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, place / "source" / name)
+            (work_folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, work_folder / "source" / name)
     done = subprocess.run(
-        [sys.executable, "-m", "build", "--outdir", str(place / "dist"), str(place / "source")],
+        [sys.executable, "-m", "build", "--outdir", str(work_folder / "dist"), str(work_folder / "source")],
         capture_output=True, text=True, check=False, env=without_checkout(),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return place / "dist"
+    return work_folder / "dist"
 
 
 @pytest.fixture(scope="module")
-def wheel(built: Path) -> Path:
-    """The wheel."""
-    return built / f"{NAME}-py3-none-any.whl"
+def wheel(distributions: Path) -> Path:
+    return distributions / f"{NAME}-py3-none-any.whl"
 
 
 @pytest.fixture(scope="module")
-def described(wheel: Path) -> Message:
-    """The metadata of the wheel."""
+def metadata(wheel: Path) -> Message:
+    """Metadata of the wheel."""
     with zipfile.ZipFile(wheel) as archive:
         return email.message_from_bytes(archive.read(f"{NAME}.dist-info/METADATA"))
 
 
 @pytest.fixture(scope="module")
-def bare(place: Path, wheel: Path, described: Message) -> Environment:
-    """An environment with the wheel and what it always needs."""
-    made = Environment.make(place / "bare", *public_python(place / "python"))
-    made.link(described.get_all("Requires-Dist", ()))
+def bare(work_folder: Path, wheel: Path, metadata: Message) -> Environment:
+    """Environment with the wheel and its required dependencies."""
+    made = Environment.make(work_folder / "bare", *public_python(work_folder / "python"))
+    made.link(metadata.get_all("Requires-Dist", ()))
     made.pip("install", "--quiet", "--no-deps", "--no-index", str(wheel))
     return made
 
 
 @pytest.fixture(scope="module")
-def whole(bare: Environment, described: Message) -> Environment:
-    """The same environment, later, with what the extra `all` brings."""
-    extras = described.get_all("Provides-Extra", ())
+def full_environment(bare: Environment, metadata: Message) -> Environment:
+    """The same environment, with the packages of the extra `all` added."""
+    extras = metadata.get_all("Provides-Extra", ())
     assert set(extras) == {*EXTRAS, "all", "dev", "wide"}
-    bare.link(described.get_all("Requires-Dist", ()), ("cli", "daemon", "data", "hf", "peft", "tensorboard"))
+    bare.link(metadata.get_all("Requires-Dist", ()), ("cli", "daemon", "data", "hf", "peft", "tensorboard"))
     return bare
 
 
-def test_the_sdist_is_what_the_wheel_is_built_from(built: Path) -> None:
-    """Sources, license and README; no tests, benchmarks or settings of this checkout."""
-    with tarfile.open(built / f"{NAME}.tar.gz") as archive:
+def test_the_sdist_contains_the_sources_only(distributions: Path) -> None:
+    """It contains sources, license and README, but no tests, benchmarks or local files."""
+    with tarfile.open(distributions / f"{NAME}.tar.gz") as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     sources = {f"{PACKAGES[module.partition('/')[0]].relative_to(ROOT) / module}" for module in MODULES}
     assert names >= sources | {"LICENSE", "README.md", "pyproject.toml", "infinity/py.typed"}
     assert not [name for name in names if name.startswith(("tests", "benchmarks", "docs", "docker", "."))]
 
 
-def test_the_wheel_has_every_package_and_no_tests(wheel: Path) -> None:
-    """Exactly the modules of this checkout, the files of the page, the mark of types, the license."""
+def test_the_wheel_contains_every_package_and_no_tests(wheel: Path) -> None:
+    """It contains exactly the modules of this checkout, the web page, the py.typed marker and the license."""
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.startswith(f"{NAME}.dist-info/")}
         license = archive.read(f"{NAME}.dist-info/licenses/LICENSE")
@@ -111,26 +110,26 @@ def test_the_wheel_has_every_package_and_no_tests(wheel: Path) -> None:
     assert license == (ROOT / "LICENSE").read_bytes()
 
 
-def test_what_the_wheel_says_of_itself(described: Message) -> None:
-    """One version, the license, the authors; torch is asked for, extras are not."""
-    assert described["Version"] == infinity.__version__
-    assert described["License-Expression"] == "Apache-2.0"
-    assert described["Author"] == "The infinity authors"
-    always = [line for line in described.get_all("Requires-Dist", ()) if "extra ==" not in line]
+def test_the_wheel_metadata_is_correct(metadata: Message) -> None:
+    """Only required dependencies are unconditional."""
+    assert metadata["Version"] == infinity.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Author"] == "The infinity authors"
+    always = [line for line in metadata.get_all("Requires-Dist", ()) if "extra ==" not in line]
     names = {re.match(r"[\w-]+", line)[0] for line in always}
     assert names == {"torch", "numpy", "xxhash", "safetensors", "psutil"}
 
 
-def test_the_library_alone(bare: Environment, place: Path) -> None:
-    """It trains, checkpoints, goes on and exports for a stranger; commands say what they need."""
+def test_the_library_runs_without_extras(bare: Environment, work_folder: Path) -> None:
+    """It trains, checkpoints, resumes and exports as another user; the commands name their missing extra."""
     bare.pip("check")
     optional = sorted({package for packages in EXTRAS.values() for package in packages})
     find = f"from importlib.util import find_spec as find; print(find('infinity').origin, *filter(find, {optional}))"
     found = bare.run("python", "-c", find)
     assert found.stdout == f"{bare.site / 'infinity' / '__init__.py'}\n", found.stderr
-    shutil.copy(program.__file__, place / "program.py")
-    (place / "program.py").chmod(0o644)
-    done = bare.run("python", str(place / "program.py"), str(place / "nvme"))
+    shutil.copy(program.__file__, work_folder / "program.py")
+    (work_folder / "program.py").chmod(0o644)
+    done = bare.run("python", str(work_folder / "program.py"), str(work_folder / "nvme"))
     assert (done.returncode, done.stdout) == (0, "2 4\n"), done.stderr
     for command, extra in (("infinity", "cli"), ("infinityd", "daemon")):
         done = bare.run(command, "--help")
@@ -139,34 +138,32 @@ def test_the_library_alone(bare: Environment, place: Path) -> None:
         assert len(done.stderr.splitlines()) == 1
 
 
-def test_everything_is_declared(whole: Environment) -> None:
-    """Nothing that the extras need is missing or too old."""
-    whole.pip("check")
+def test_the_extras_declare_all_dependencies(full_environment: Environment) -> None:
+    full_environment.pip("check")
 
 
-def test_commands_of_a_stranger(whole: Environment, place: Path) -> None:
-    """Training in a folder that is not his own writes where he says, and nowhere else; the other commands start."""
-    out = place / "tmp" / "out"
+def test_commands_run_as_another_user(full_environment: Environment, work_folder: Path) -> None:
+    """Training in a read-only folder writes only to `--out`."""
+    out = work_folder / "tmp" / "out"
     train = ["infinity", "train", "--model", "tiny", "--steps", "3", "--threads", "1", "--json"]
-    refused = whole.run(*train)
-    assert refused.returncode == 2
-    assert "--out" in refused.stderr
-    assert len(refused.stderr.splitlines()) == 1, refused.stderr
-    done = whole.run(*train, "--out", str(out))
+    failed = full_environment.run(*train)
+    assert failed.returncode == 2
+    assert "--out" in failed.stderr
+    assert len(failed.stderr.splitlines()) == 1, failed.stderr
+    done = full_environment.run(*train, "--out", str(out))
     assert done.returncode == 0, done.stderr
     assert {file.name for file in out.iterdir()} >= {"summary.json", "summary.png", "steps.jsonl"}
-    assert not [*(place / "readonly").iterdir()]
+    assert not [*(work_folder / "readonly").iterdir()]
     assert out.stat().st_uid == (65534 if os.geteuid() == 0 else os.geteuid())
-    for command, said in ((["infinity", "version"], infinity.__version__), (["infinityd", "--help"], "--port")):
-        done = whole.run(*command)
+    for command, expected in ((["infinity", "version"], infinity.__version__), (["infinityd", "--help"], "--port")):
+        done = full_environment.run(*command)
         assert done.returncode == 0, done.stderr
-        assert said in done.stdout
+        assert expected in done.stdout
 
 
-def test_the_snippet_of_the_readme(whole: Environment, place: Path) -> None:
-    """As printed, where its user may write."""
+def test_the_readme_program_runs(full_environment: Environment, work_folder: Path) -> None:
     snippet = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
-    (place / "snippet.py").write_text(snippet)
-    (place / "snippet.py").chmod(0o644)
-    done = whole.run("python", str(place / "snippet.py"), folder="tmp")
+    (work_folder / "snippet.py").write_text(snippet)
+    (work_folder / "snippet.py").chmod(0o644)
+    done = full_environment.run("python", str(work_folder / "snippet.py"), folder="tmp")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Families of transformers, from config: first values, weights in, training, checkpoint, weights out."""
+"""Tests of transformers model families: initialization from config, import, training, checkpoint and export."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FP32 = MixedPrecisionPolicy()
 
 
 def output_of(row: ModelRow, model: nn.Module) -> torch.Tensor:
-    """Return the loss of a batch as an evaluation has it."""
+    """Return the loss of one batch in evaluation mode."""
     model.eval()
     with torch.no_grad():
         return loss_of(row, model, 77)
@@ -43,20 +43,20 @@ def offloaded(row: ModelRow, folder: Path, model: nn.Module) -> Iterator[tuple[n
         yield model, optimizer
 
 
-def first_values(row: ModelRow, folder: Path, expected: nn.Module) -> list[str]:
-    """Return what of a model's first values is unlike those of a model built in memory."""
+def initialization_differences(row: ModelRow, folder: Path, expected: nn.Module) -> list[str]:
+    """Return the differences between a model's initial values and those of a model built in memory."""
     made = infinity.from_config(expected.config, auto_class=row.model, mp_policy=FP32, mesh=infinity.mesh("cpu"))
     with offloaded(row, folder, made) as (model, _):
         params = {name: whole(param) for name, param in model.named_parameters()}
-        wrong = wrong_buffers(model, expected)
+        differing_buffer_names = differing_buffers(model, expected)
     wanted = dict(expected.named_parameters())
     assert params.keys() == wanted.keys()
     found = ((name, unlike(wanted[name].detach(), value)) for name, value in params.items())
-    return [f"{name}: {words}" for name, words in found if words] + wrong
+    return [f"{name}: {words}" for name, words in found if words] + differing_buffer_names
 
 
-def wrong_buffers(model: nn.Module, expected: nn.Module) -> list[str]:
-    """Return the buffers that are not those of a model in memory, bit by bit."""
+def differing_buffers(model: nn.Module, expected: nn.Module) -> list[str]:
+    """Return the buffers that are not bitwise equal to those of a model in memory."""
     found = dict(model.named_buffers())
     wanted = dict(expected.named_buffers())
     assert found.keys() == wanted.keys()
@@ -64,8 +64,8 @@ def wrong_buffers(model: nn.Module, expected: nn.Module) -> list[str]:
 
 
 def trained_in_memory(row: ModelRow, saved: Path) -> tuple[Outcome, nn.Module]:
-    """Return what training gives under plain FSDP2, and the model."""
-    model = build(row)  # what transformers loads may train what it freezes when it builds
+    """Train under plain FSDP2; return the outcome and the model."""
+    model = build(row)  # a loaded model may train parameters that are frozen when it is built
     model.load_state_dict(load(row, saved).state_dict())
     shard(row, model, FP32)
     optimizer, outcome = adamw(model), Outcome()
@@ -75,17 +75,17 @@ def trained_in_memory(row: ModelRow, saved: Path) -> tuple[Outcome, nn.Module]:
 
 
 def trained_paged(row: ModelRow, saved: Path, folder: Path) -> tuple[Outcome, list[str]]:
-    """Return what training from a folder's weights gives when it is paged, and wrong buffers; export it."""
+    """Train and export a paged model from the weights in a folder; return the outcome and differing buffers."""
     outcome = Outcome()
     made = infinity.from_pretrained(saved, mp_policy=FP32, mesh=infinity.mesh("cpu"), attn_implementation="eager")
     with offloaded(row, folder, made) as (model, optimizer):
-        wrong = wrong_buffers(model, load(row, saved))
+        differing_buffer_names = differing_buffers(model, load(row, saved))
         train(row, model.train(), optimizer, outcome)
         outcome.state = state_on_nvme(model, optimizer)
         optimizer.save_checkpoint()
         reader = CheckpointReader(optimizer.run.folder)
         export_safetensors(reader, folder / "exported", file_bytes=1 << 30)
-    return outcome, wrong
+    return outcome, differing_buffer_names
 
 
 @pytest.fixture(autouse=True)
@@ -95,19 +95,19 @@ def _quiet() -> None:
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS])
-def test_a_family(row: ModelRow, tmp_path: Path) -> None:
-    """From config: as transformers initializes it. From weights: trains, is exported and loaded, bit for bit."""
+def test_model_family_is_bitwise_equal(row: ModelRow, tmp_path: Path) -> None:
+    """Initialization, training and the exported model match transformers and plain FSDP2."""
     seed(1)
     source = build(row)
     if row.outcome == UNSUPPORTED:
         with pytest.raises(InfinityError, match=row.words):
-            first_values(row, tmp_path / "first", source)
+            initialization_differences(row, tmp_path / "first", source)
         return
-    assert first_values(row, tmp_path / "first", source) == []
+    assert initialization_differences(row, tmp_path / "first", source) == []
     source.save_pretrained(tmp_path / "saved")
     expected, trained = trained_in_memory(row, tmp_path / "saved")
-    found, wrong = trained_paged(row, tmp_path / "saved", tmp_path / "paged")
-    assert wrong == []
+    found, differing_buffer_names = trained_paged(row, tmp_path / "saved", tmp_path / "paged")
+    assert differing_buffer_names == []
     assert differences(expected, found) == []
     assert len(set(found.losses)) > 1
     loaded = load(row, tmp_path / "paged" / "exported")

@@ -1,4 +1,4 @@
-"""Optimizers of many packages, bit by bit against memory."""
+"""Tests of optimizers from many packages: bitwise equal to training in memory, or rejected."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ BY_NAME = {row.name: row for row in ROWS}
 COUNTING = [row.name for row in ROWS if row.counting]
 
 
-def found(name: str) -> OptimizerRow:
-    """Return a row, or skip where its package is not there."""
+def row_or_skip(name: str) -> OptimizerRow:
+    """Return a row, or skip the test if its package is not installed."""
     row = BY_NAME[name]
     package = row.package.partition(".")[0]
     if package not in sys.modules:
@@ -29,9 +29,8 @@ def found(name: str) -> OptimizerRow:
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_equal_or_refused(name: str, tmp_path: Path) -> None:
-    """What the table says, and nothing else."""
-    row = found(name)
+def test_optimizer_has_the_stated_outcome(name: str, tmp_path: Path) -> None:
+    row = row_or_skip(name)
     if row.outcome == EQUAL:
         assert compare(row.make, tmp_path, page=row.page) == []
         return
@@ -42,15 +41,15 @@ def test_equal_or_refused(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", COUNTING)
-def test_what_is_counted_is_counted_in_every_update_schedule_and_resumed(name: str, tmp_path: Path) -> None:
-    """Updates in backward, or after `step` returned and from a checkpoint: the same bits."""
-    row = found(name)
+def test_counting_optimizers_match_in_every_update_schedule(name: str, tmp_path: Path) -> None:
+    """This includes resuming from a checkpoint between `step()` and a deferred update."""
+    row = row_or_skip(name)
     assert compare(row.make, tmp_path, page=row.page, update_schedule="in_backward") == []
     assert compare(row.make, tmp_path, page=row.page, update_schedule="in_forward", checkpoint=4) == []
 
 
-def test_the_table_is_as_long_as_it_should_be() -> None:
-    """At least 60 classes, 40 of them of pytorch_optimizer."""
+def test_the_table_has_at_least_sixty_optimizers() -> None:
+    """At least 40 of them are from pytorch_optimizer."""
     kinds = {(row.package, row.kind) for row in ROWS}
     assert len(kinds) >= 60
     assert sum(package == "pytorch_optimizer" for package, _ in kinds) >= 40

@@ -309,7 +309,7 @@ def _home_without_order(name: str) -> Iterator[None]:
         found = original(self, *args)
         gpu_resident_pages = self if name == "contents" else self._gpu_resident_pages
         if name == "_bring":
-            for home in gpu_resident_pages.of(args[0]).values():
+            for home in gpu_resident_pages.resident_pages(args[0]).values():
                 home.used = _Late(home.used)
         return found
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 from support import models
-from support.habit import EARLY, LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDULE, Loop, habit
+from support.loop_pattern import EARLY, LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDULE, Loop, pattern
 from support.train import OPTIMIZERS, batch
 
 
@@ -29,31 +29,31 @@ def with_scheduler(loop: Loop, make: Any, *, before: bool, optimizer: str = "ada
         scheduler.step(loss.item()) if metric else scheduler.step()
         trained.zero_grad()
         group = trained.param_groups[0]
-        loop.see("settings", [group["lr"], group.get("momentum"), group.get("betas"), given.param_groups[0]["lr"]])
-        loop.see("last", scheduler.get_last_lr())
+        loop.record("settings", [group["lr"], group.get("momentum"), group.get("betas"), given.param_groups[0]["lr"]])
+        loop.record("last", scheduler.get_last_lr())
 
 
-@habit("LambdaLR made before offload")
+@pattern("LambdaLR created before offload()")
 def lambda_before(loop: Loop) -> None:
     with_scheduler(loop, lambda opt: schedulers.LambdaLR(opt, lambda step: 1 / (1 + step)), before=True)
 
 
-@habit("LambdaLR made after offload", slow=True)
+@pattern("LambdaLR created after offload()", slow=True)
 def lambda_after(loop: Loop) -> None:
     with_scheduler(loop, lambda opt: schedulers.LambdaLR(opt, lambda step: 1 / (1 + step)), before=False)
 
 
-@habit("OneCycleLR, which cycles betas too")
+@pattern("OneCycleLR, which cycles betas too")
 def one_cycle(loop: Loop) -> None:
     with_scheduler(loop, lambda opt: schedulers.OneCycleLR(opt, 1e-2, total_steps=10), before=True)
 
 
-@habit("CosineAnnealingWarmRestarts", slow=True)
+@pattern("CosineAnnealingWarmRestarts", slow=True)
 def restarts(loop: Loop) -> None:
     with_scheduler(loop, lambda opt: schedulers.CosineAnnealingWarmRestarts(opt, 2), before=False)
 
 
-@habit("CyclicLR, which cycles momentum")
+@pattern("CyclicLR, which cycles momentum")
 def cyclic(loop: Loop) -> None:
     def make(optimizer: torch.optim.Optimizer) -> Any:
         return schedulers.CyclicLR(optimizer, 1e-3, 1e-1, step_size_up=2)
@@ -61,7 +61,7 @@ def cyclic(loop: Loop) -> None:
     with_scheduler(loop, make, before=False, optimizer="sgd_nesterov")
 
 
-@habit("ReduceLROnPlateau", slow=True)
+@pattern("ReduceLROnPlateau", slow=True)
 def plateau(loop: Loop) -> None:
     def make(optimizer: torch.optim.Optimizer) -> Any:
         return schedulers.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.2)
@@ -69,7 +69,7 @@ def plateau(loop: Loop) -> None:
     with_scheduler(loop, make, before=True, metric=True)
 
 
-@habit("SequentialLR of a warm-up and a cosine", slow=True)
+@pattern("SequentialLR with warm-up and cosine annealing", slow=True)
 def sequential(loop: Loop) -> None:
     def make(optimizer: torch.optim.Optimizer) -> Any:
         parts = [schedulers.LinearLR(optimizer, 0.1, total_iters=2), schedulers.CosineAnnealingLR(optimizer, 4)]
@@ -78,17 +78,17 @@ def sequential(loop: Loop) -> None:
     with_scheduler(loop, make, before=False)
 
 
-@habit("a scheduler on a tensor learning rate", slow=True)
+@pattern("a scheduler with a tensor learning rate", slow=True)
 def tensor_lr(loop: Loop) -> None:
     model, optimizer = loop.begin(optimizer="adamw_tensor")
     scheduler = schedulers.ExponentialLR(optimizer, 0.5)
     for step in range(STEPS):
         loop.step(model, optimizer, step)
         scheduler.step()
-        loop.see("lr", float(optimizer.param_groups[0]["lr"]))
+        loop.record("lr", float(optimizer.param_groups[0]["lr"]))
 
 
-@habit("scheduler.step() before optimizer.step()", early="changed")
+@pattern("scheduler.step() before optimizer.step()", in_backward_error="changed")
 def scheduler_first(loop: Loop) -> None:
     model, optimizer = loop.begin()
     scheduler = schedulers.ExponentialLR(optimizer, 0.5)
@@ -99,7 +99,7 @@ def scheduler_first(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a scheduler's state_dict saved and loaded into a new one", slow=True)
+@pattern("a scheduler's state_dict loaded into a new scheduler", slow=True)
 def scheduler_state(loop: Loop) -> None:
     model, optimizer = loop.begin()
     scheduler = schedulers.CosineAnnealingLR(optimizer, 10)
@@ -109,10 +109,10 @@ def scheduler_state(loop: Loop) -> None:
         state = scheduler.state_dict()
         scheduler = schedulers.CosineAnnealingLR(optimizer, 10)
         scheduler.load_state_dict(state)
-        loop.see("lr", scheduler.get_last_lr())
+        loop.record("lr", scheduler.get_last_lr())
 
 
-@habit("lr set by hand before forward")
+@pattern("lr set before forward")
 def lr_by_hand(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -121,7 +121,7 @@ def lr_by_hand(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("lr set by hand between forward and backward", slow=True)
+@pattern("lr set between forward and backward", slow=True)
 def lr_before_backward(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -132,7 +132,7 @@ def lr_before_backward(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("lr set by hand between backward and step()", update_schedules=LATE)
+@pattern("lr set between backward and step()", update_schedules=LATE)
 def lr_after_backward(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -142,18 +142,19 @@ def lr_after_backward(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-habit(
-    "lr set by hand between backward and step(); in_backward is asked for",
+pattern(
+    "lr set between backward and step(); update.schedule = in_backward",
     UNSUPPORTED,
     "lr was changed.*before backward",
     update_schedules=EARLY,
 )(lr_after_backward)
 
 
-@habit(
-    "lr set by hand between backward and step() now and then; update schedule auto",
+@pattern(
+    "lr set between backward and step() in a single step; update.schedule = auto",
     UNSUPPORTED,
     "lr was changed",
+    note="set `in_forward` or `after_backward`",
     update_schedules=("auto",),
 )
 def lr_now_and_then(loop: Loop) -> None:
@@ -166,7 +167,7 @@ def lr_now_and_then(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("lr set through the optimizer that was passed in", slow=True)
+@pattern("lr set on the base optimizer", slow=True)
 def lr_of_base(loop: Loop) -> None:
     model = models.build("toy")
     given = OPTIMIZERS["adamw"](model.parameters())
@@ -177,7 +178,7 @@ def lr_of_base(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("lr of zero for some steps", slow=True)
+@pattern("lr = 0 in some steps", slow=True)
 def lr_zero(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -185,7 +186,7 @@ def lr_zero(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("weight decay and betas scheduled by hand")
+@pattern("weight decay and betas set in every step")
 def decay_schedule(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -193,7 +194,7 @@ def decay_schedule(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("a group for each layer, with a learning rate of its own")
+@pattern("a param group with its own lr for each layer")
 def groups(loop: Loop) -> None:
     model = models.build("toy")
     parts = [model.embedding, *model.blocks, model.head]
@@ -205,7 +206,7 @@ def groups(loop: Loop) -> None:
         scheduler.step()
 
 
-@habit("a group for each parameter", slow=True)
+@pattern("a param group for each parameter", slow=True)
 def group_each(loop: Loop) -> None:
     model = models.build("toy")
     given = [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for p in model.parameters()]
@@ -214,16 +215,16 @@ def group_each(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("groups with names of their own (named_parameters)", slow=True)
+@pattern("an optimizer created with named_parameters()", slow=True)
 def named_groups(loop: Loop) -> None:
     model = models.build("toy")
     optimizer = loop.offload(model, OPTIMIZERS["adamw"](model.named_parameters()))
     for step in range(STEPS):
         loop.step(model, optimizer, step)
-    loop.see("names", optimizer.param_groups[0]["param_names"])
+    loop.record("names", optimizer.param_groups[0]["param_names"])
 
 
-@habit("extra keys of the loop's own in param_groups", slow=True)
+@pattern("user-defined keys in param_groups", slow=True)
 def extra_keys(loop: Loop) -> None:
     model = models.build("toy")
     given = [{"params": list(model.parameters()), "lr_scale": 0.5, "name": "all"}]
@@ -234,7 +235,9 @@ def extra_keys(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("add_param_group after offload", UNSUPPORTED, "before offload|offload")
+@pattern(
+    "add_param_group after offload()", UNSUPPORTED, "before offload|offload", note="add all groups before `offload()`"
+)
 def add_group(loop: Loop) -> None:
     model = models.build("toy")
     model.head.requires_grad_(False)
@@ -247,7 +250,13 @@ def add_group(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("add_param_group on the optimizer that was passed in", UNSUPPORTED, "before offload|offload", slow=True)
+@pattern(
+    "add_param_group on the base optimizer",
+    UNSUPPORTED,
+    "before offload|offload",
+    note="add all groups before `offload()`",
+    slow=True,
+)
 def add_group_to_base(loop: Loop) -> None:
     model = models.build("toy")
     model.head.requires_grad_(False)
@@ -260,7 +269,13 @@ def add_group_to_base(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("groups appended to param_groups by hand", UNSUPPORTED, "offload", slow=True)
+@pattern(
+    "a group appended to the list param_groups",
+    UNSUPPORTED,
+    "offload",
+    note="add all groups before `offload()`",
+    slow=True,
+)
 def append_group(loop: Loop) -> None:
     model = models.build("toy")
     model.head.requires_grad_(False)
@@ -273,7 +288,13 @@ def append_group(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("parameters moved from one group to another", UNSUPPORTED, "offload", slow=True)
+@pattern(
+    "a parameter moved to another param group",
+    UNSUPPORTED,
+    "offload",
+    note="param groups are fixed after `offload()`",
+    slow=True,
+)
 def move_between_groups(loop: Loop) -> None:
     model = models.build("toy")
     head = list(model.head.parameters())
@@ -286,7 +307,12 @@ def move_between_groups(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("parameters taken out of their group", UNSUPPORTED, "offload")
+@pattern(
+    "a parameter removed from its param group",
+    UNSUPPORTED,
+    "offload",
+    note="param groups are fixed after `offload()`; set lr to 0 instead",
+)
 def out_of_group(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -295,7 +321,7 @@ def out_of_group(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("parameters frozen in the middle of training")
+@pattern("parameters frozen during training")
 def freeze(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -305,7 +331,7 @@ def freeze(loop: Loop) -> None:
     model.requires_grad_(True)
 
 
-@habit("parameters frozen and unfrozen in turns")
+@pattern("blocks frozen and unfrozen alternately")
 def freeze_in_turns(loop: Loop) -> None:
     model, optimizer = loop.begin(policy="fp32")
     for step in range(STEPS):
@@ -315,7 +341,7 @@ def freeze_in_turns(loop: Loop) -> None:
     model.requires_grad_(True)
 
 
-@habit("embedding or single matrices frozen and unfrozen in turns", slow=True)
+@pattern("the embedding and a matrix frozen and unfrozen alternately", slow=True)
 def freeze_some(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -325,7 +351,7 @@ def freeze_some(loop: Loop) -> None:
     model.requires_grad_(True)
 
 
-@habit("parameters in the optimizer that are unfrozen after offload", UNSUPPORTED, "offload")
+@pattern("parameters unfrozen after offload()", UNSUPPORTED, "offload", note="freeze them after `offload()` instead")
 def unfreeze(loop: Loop) -> None:
     model = models.build("toy", policy="fp32")
     model.blocks[0].requires_grad_(False)
@@ -336,7 +362,13 @@ def unfreeze(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("everything frozen but the head, then everything unfrozen", UNSUPPORTED, "offload", slow=True)
+@pattern(
+    "all parameters except the head frozen at offload() and unfrozen later",
+    UNSUPPORTED,
+    "offload",
+    note="freeze them after `offload()` instead",
+    slow=True,
+)
 def unfreeze_all(loop: Loop) -> None:
     model = models.build("toy", policy="fp32")
     model.requires_grad_(False)
@@ -348,7 +380,7 @@ def unfreeze_all(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("frozen at offload, never trained, all given to the optimizer", slow=True)
+@pattern("frozen parameters in the optimizer", slow=True)
 def frozen_base(loop: Loop) -> None:
     model = models.build("toy")
     model.blocks[0].requires_grad_(False)
@@ -357,7 +389,7 @@ def frozen_base(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("step() with a closure")
+@pattern("step() with a closure")
 def closure(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -368,10 +400,10 @@ def closure(loop: Loop) -> None:
             loss.backward()
             return loss
 
-        loop.see("returned", optimizer.step(evaluate))
+        loop.record("returned", optimizer.step(evaluate))
 
 
-@habit("step() with a closure, gradients clipped in it", early=UPDATE_SCHEDULE)
+@pattern("step() with a closure that clips gradients", in_backward_error=UPDATE_SCHEDULE)
 def closure_clipped(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -380,13 +412,13 @@ def closure_clipped(loop: Loop) -> None:
             optimizer.zero_grad()
             loss = loop.loss(model, step)
             loss.backward()
-            loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
             return loss
 
         optimizer.step(evaluate)
 
 
-@habit("LBFGS", UNSUPPORTED, "LBFGS")
+@pattern("LBFGS", UNSUPPORTED, "LBFGS", note="requires a closure")
 def lbfgs(loop: Loop) -> None:
     model = models.build("toy")
     optimizer = loop.offload(model, torch.optim.LBFGS(model.parameters(), max_iter=2))
@@ -402,7 +434,9 @@ def lbfgs(loop: Loop) -> None:
     loop.trained.clear()
 
 
-@habit("step() twice with the same gradients", UNSUPPORTED, "zero_grad")
+@pattern(
+    "step() twice with the same gradients", UNSUPPORTED, "zero_grad", note="call `zero_grad()` after each `step()`"
+)
 def step_twice(loop: Loop) -> None:
     """In memory the gradients are applied twice."""
     model, optimizer = loop.begin()
@@ -414,7 +448,7 @@ def step_twice(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("step() without any gradient", slow=True)
+@pattern("step() without gradients", slow=True)
 def step_for_nothing(loop: Loop) -> None:
     model, optimizer = loop.begin()
     optimizer.step()
@@ -423,7 +457,7 @@ def step_for_nothing(loop: Loop) -> None:
         optimizer.step()
 
 
-@habit("step() before the first backward of a new epoch, zero_grad at its end", slow=True)
+@pattern("step() and zero_grad() before forward instead of after backward", slow=True)
 def step_early(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -433,7 +467,12 @@ def step_early(loop: Loop) -> None:
     optimizer.step()
 
 
-@habit("step() of the optimizer that was passed in", UNSUPPORTED, "offload")
+@pattern(
+    "step() of the base optimizer",
+    UNSUPPORTED,
+    "offload",
+    note="call `step()` of the optimizer that `offload()` returns",
+)
 def step_of_base(loop: Loop) -> None:
     model = models.build("toy")
     given = OPTIMIZERS["adamw"](model.parameters())
@@ -444,7 +483,7 @@ def step_of_base(loop: Loop) -> None:
         given.zero_grad()
 
 
-@habit("zero_grad() of the optimizer that was passed in", slow=True)
+@pattern("zero_grad() of the base optimizer", slow=True)
 def zero_of_base(loop: Loop) -> None:
     model = models.build("toy")
     given = OPTIMIZERS["adamw"](model.parameters())
@@ -455,7 +494,12 @@ def zero_of_base(loop: Loop) -> None:
         given.zero_grad()
 
 
-@habit("two optimizers over one model", UNSUPPORTED, "optimizer")
+@pattern(
+    "a second optimizer for some parameters of the model",
+    UNSUPPORTED,
+    "optimizer",
+    note="pass a list of optimizers to `offload()`",
+)
 def two_optimizers(loop: Loop) -> None:
     model = models.build("toy")
     body = [p for part in (model.embedding, model.blocks) for p in part.parameters()]
@@ -468,27 +512,27 @@ def two_optimizers(loop: Loop) -> None:
         model.zero_grad()
 
 
-@habit("hooks around step(): register_step_pre_hook, register_step_post_hook")
+@pattern("register_step_pre_hook and register_step_post_hook")
 def step_hooks(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    optimizer.register_step_pre_hook(lambda opt, args, kwargs: loop.see("before", len(opt.param_groups)))
-    optimizer.register_step_post_hook(lambda opt, args, kwargs: loop.see("after", len(opt.param_groups)))
+    optimizer.register_step_pre_hook(lambda opt, args, kwargs: loop.record("before", len(opt.param_groups)))
+    optimizer.register_step_post_hook(lambda opt, args, kwargs: loop.record("after", len(opt.param_groups)))
     for step in range(STEPS):
         loop.step(model, optimizer, step)
 
 
-@habit("hooks around step() that were registered before offload")
+@pattern("step hooks registered before offload()")
 def step_hooks_before(loop: Loop) -> None:
     model = models.build("toy")
     given = OPTIMIZERS["adamw"](model.parameters())
-    given.register_step_pre_hook(lambda opt, args, kwargs: loop.see("before", 1))
-    given.register_step_post_hook(lambda opt, args, kwargs: loop.see("after", 1))
+    given.register_step_pre_hook(lambda opt, args, kwargs: loop.record("before", 1))
+    given.register_step_post_hook(lambda opt, args, kwargs: loop.record("after", 1))
     optimizer = loop.offload(model, given)
     for step in range(STEPS):
         loop.step(model, optimizer, step)
 
 
-@habit("an entry of optimizer.state set", UNSUPPORTED, "state", slow=True)
+@pattern("an entry of optimizer.state[p] replaced", UNSUPPORTED, "state", note="modify the tensors in place", slow=True)
 def set_state(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -498,7 +542,7 @@ def set_state(loop: Loop) -> None:
             state["exp_avg"] = torch.zeros_like(state["exp_avg"])
 
 
-@habit("optimizer.state = defaultdict(dict)", UNSUPPORTED, "state")
+@pattern("optimizer.state = defaultdict(dict)", UNSUPPORTED, "state", note="modify the tensors in place")
 def replace_state(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -507,19 +551,19 @@ def replace_state(loop: Loop) -> None:
             optimizer.state = defaultdict(dict)
 
 
-@habit("optimizer.state[p] read: moments and step counts")
+@pattern("moments and step counts read from optimizer.state[p]")
 def read_state(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
         state = optimizer.state[model.blocks[1].up.weight]
-        loop.see("keys", sorted(state))
-        loop.see("step", float(state["step"]))
-        loop.see("moment", state["exp_avg"])
-        loop.see("second", state["exp_avg_sq"].sqrt().mean())
+        loop.record("keys", sorted(state))
+        loop.record("step", float(state["step"]))
+        loop.record("moment", state["exp_avg"])
+        loop.record("second", state["exp_avg_sq"].sqrt().mean())
 
 
-@habit("optimizer.state written: moments of a layer set to zero, step counts too")
+@pattern("moments and step counts in optimizer.state[p] modified in place")
 def write_state(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -531,7 +575,7 @@ def write_state(loop: Loop) -> None:
                 optimizer.state[param]["step"] -= 1
 
 
-@habit("optimizer.state cleared, for a fresh start of the moments", UNSUPPORTED, "state")
+@pattern("optimizer.state.clear() to reset the moments", UNSUPPORTED, "state", note="modify the tensors in place")
 def clear_state(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -540,10 +584,10 @@ def clear_state(loop: Loop) -> None:
             optimizer.state.clear()
 
 
-@habit(
-    "a new optimizer of torch made over the model in the middle of training",
+@pattern(
+    "a new torch optimizer created for the model during training",
     update_schedules=("in_forward", "after_backward"),
-    note="it updates weights one by one, in memory",
+    note="the new optimizer keeps its state in memory",
 )
 def new_optimizer(loop: Loop) -> None:
     model, optimizer = loop.begin()
@@ -553,24 +597,26 @@ def new_optimizer(loop: Loop) -> None:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-habit(
-    "a new optimizer of torch made over the model in the middle of training; updates run in backward",
+pattern(
+    "a new torch optimizer created for the model during training; updates in backward",
     UNSUPPORTED,
     r"step\(\) has not been|update\.schedule",
     update_schedules=("auto", *EARLY),
 )(new_optimizer)
 
 
-@habit("optimizer.state_dict()", UNSUPPORTED, "checkpoint")
+@pattern(
+    "optimizer.state_dict()", UNSUPPORTED, "checkpoint", note="use `save_checkpoint()`, `save_dcp()` or `read_state()`"
+)
 def state_dict(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
         if step == 2:
-            loop.see("state", len(optimizer.state_dict()["state"]))
+            loop.record("state", len(optimizer.state_dict()["state"]))
 
 
-@habit("optimizer.load_state_dict()", UNSUPPORTED, "resume|dcp")
+@pattern("optimizer.load_state_dict()", UNSUPPORTED, "resume|dcp", note="set `run.resume`")
 def load_state_dict(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -581,7 +627,12 @@ def load_state_dict(loop: Loop) -> None:
             optimizer.load_state_dict({"state": {}, "param_groups": [{**group, "params": numbers}]})
 
 
-@habit("get_state_dict of torch.distributed.checkpoint", UNSUPPORTED, "checkpoint")
+@pattern(
+    "torch.distributed.checkpoint.state_dict.get_state_dict",
+    UNSUPPORTED,
+    "checkpoint",
+    note="use `save_checkpoint()`, `save_dcp()` or `read_state()`",
+)
 def distributed_state(loop: Loop) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -589,10 +640,10 @@ def distributed_state(loop: Loop) -> None:
     for step in range(STEPS):
         loop.step(model, optimizer, step)
         if step == 2:
-            loop.see("keys", len(get_state_dict(model, optimizer)[1]["state"]))
+            loop.record("keys", len(get_state_dict(model, optimizer)[1]["state"]))
 
 
-@habit("a loss that is not finite is skipped before backward")
+@pattern("batches with a non-finite loss skipped before backward")
 def skip_before(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -604,7 +655,7 @@ def skip_before(loop: Loop) -> None:
         optimizer.step()
 
 
-@habit("a step of a loss that is not finite is taken as it is")
+@pattern("step() with NaN gradients")
 def take_nan(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -613,7 +664,7 @@ def take_nan(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("an infinite loss is taken as it is", slow=True)
+@pattern("step() with an infinite loss", slow=True)
 def take_inf(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -622,7 +673,7 @@ def take_inf(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("an error in forward is caught, and the loop goes on")
+@pattern("an exception in forward, after which training continues")
 def error_in_forward(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -632,7 +683,7 @@ def error_in_forward(loop: Loop) -> None:
             loop.loss(model, step).backward()
             optimizer.step()
         except ValueError:
-            loop.see("error", step)
+            loop.record("error", step)
         finally:
             model.blocks[1].__dict__.pop("forward", None)
         optimizer.zero_grad()
@@ -642,7 +693,7 @@ def _fail(*_: Any) -> Any:
     raise ValueError("a bad batch")
 
 
-@habit("an error in forward before any FSDP module is gathered is caught", slow=True)
+@pattern("an exception in forward before FSDP2 gathers a module", slow=True)
 def error_at_once(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -651,11 +702,11 @@ def error_at_once(loop: Loop) -> None:
             if step in (1, 3):
                 tokens = tokens + 1000
             loss = model(tokens)
-            loop.see("loss", loss)
+            loop.record("loss", loss)
             loss.backward()
             optimizer.step()
         except IndexError:
-            loop.see("error", step)
+            loop.record("error", step)
         optimizer.zero_grad()
 
 
@@ -694,7 +745,7 @@ def retried(loop: Loop, *, sequences: int) -> None:
         try:
             loop.loss(model, step, 4).backward()
         except MemoryError:
-            loop.see("error", step)
+            loop.record("error", step)
             optimizer.zero_grad()
             for part in range(4 // sequences):
                 loop.loss(model, 10 * step + part, sequences).backward()
@@ -702,25 +753,29 @@ def retried(loop: Loop, *, sequences: int) -> None:
         optimizer.zero_grad()
 
 
-@habit("a backward that fails is tried again", update_schedules=("in_forward", "after_backward"))
+@pattern(
+    "an exception in backward, after which the batch is repeated", update_schedules=("in_forward", "after_backward")
+)
 def retry(loop: Loop) -> None:
     retried(loop, sequences=4)
 
 
-habit(
-    "a backward that fails is tried again; updates run in backward",
+pattern(
+    "an exception in backward, after which the batch is repeated; updates in backward",
     UNSUPPORTED,
     UPDATE_SCHEDULE,
     update_schedules=("auto", *EARLY),
 )(retry)
 
 
-@habit("out of memory in backward: again with half a batch, twice", update_schedules=("in_forward", "after_backward"))
+@pattern(
+    "out of memory in backward: the batch is repeated as two halves", update_schedules=("in_forward", "after_backward")
+)
 def retry_halved(loop: Loop) -> None:
     retried(loop, sequences=2)
 
 
-@habit("KeyboardInterrupt in forward is caught, the state checkpointed, training goes on")
+@pattern("KeyboardInterrupt in forward, after which the loop saves a checkpoint and continues")
 def interrupt(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -731,7 +786,7 @@ def interrupt(loop: Loop) -> None:
             optimizer.step()
             optimizer.zero_grad()
         except KeyboardInterrupt:
-            loop.see("interrupted", step)
+            loop.record("interrupted", step)
             loop.save_checkpoint(optimizer)
         finally:
             model.blocks[2].__dict__.pop("forward", None)
@@ -741,7 +796,7 @@ def _interrupt(*_: Any) -> Any:
     raise KeyboardInterrupt
 
 
-@habit("backward in another thread")
+@pattern("backward in another thread")
 def in_a_thread(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -753,7 +808,7 @@ def in_a_thread(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("the whole loop in another thread", slow=True)
+@pattern("the training loop in another thread", slow=True)
 def loop_in_a_thread(loop: Loop) -> None:
     model, optimizer = loop.begin()
 
@@ -766,7 +821,7 @@ def loop_in_a_thread(loop: Loop) -> None:
     thread.join()
 
 
-@habit("torch.profiler around steps", slow=True)
+@pattern("torch.profiler", slow=True)
 def profiler(loop: Loop) -> None:
     from torch.profiler import ProfilerActivity, profile
 
@@ -777,7 +832,7 @@ def profiler(loop: Loop) -> None:
             profiled.step()
 
 
-@habit("anomaly detection", slow=True)
+@pattern("torch.autograd.set_detect_anomaly", slow=True)
 def anomaly(loop: Loop) -> None:
     model, optimizer = loop.begin()
     with torch.autograd.set_detect_anomaly(True):
@@ -785,7 +840,7 @@ def anomaly(loop: Loop) -> None:
             loop.step(model, optimizer, step)
 
 
-@habit("torch.set_default_dtype(float64) while training", slow=True)
+@pattern("torch.set_default_dtype(torch.float64) during training", slow=True)
 def default_dtype(loop: Loop) -> None:
     model, optimizer = loop.begin()
     torch.set_default_dtype(torch.float64)
@@ -793,7 +848,7 @@ def default_dtype(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("torch.use_deterministic_algorithms", slow=True)
+@pattern("torch.use_deterministic_algorithms", slow=True)
 def deterministic(loop: Loop) -> None:
     model, optimizer = loop.begin()
     torch.use_deterministic_algorithms(True)
@@ -804,7 +859,7 @@ def deterministic(loop: Loop) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-@habit("with torch.device(...) and torch.set_default_device around the loop", slow=True)
+@pattern("with torch.device(...) around the loop", slow=True)
 def default_device(loop: Loop) -> None:
     model, optimizer = loop.begin()
     with torch.device("cpu"):
@@ -812,7 +867,7 @@ def default_device(loop: Loop) -> None:
             loop.step(model, optimizer, step)
 
 
-@habit("two models with an optimizer each, trained against each other", slow=True)
+@pattern("two models, each with its own optimizer, and one loss", slow=True)
 def adversaries(loop: Loop) -> None:
     one, first = loop.begin()
     other, second = loop.begin(seed=1)
@@ -853,14 +908,14 @@ def gan(loop: Loop, *, frozen: bool, drop: str) -> None:
         fake = maker(batch(maker, step))
         real = torch.nn.functional.one_hot(batch(maker, 40 + step), 131).float()
         loss = judge(fake.detach()) - judge(real)
-        loop.see("judge", loss)
+        loop.record("judge", loss)
         loss.backward()
         second.step()
         second.zero_grad()
         if frozen:
             judge.requires_grad_(False)
         loss = -judge(maker(batch(maker, step)))
-        loop.see("maker", loss)
+        loop.record("maker", loss)
         loss.backward()
         first.step()
         first.zero_grad()
@@ -872,21 +927,21 @@ def gan(loop: Loop, *, frozen: bool, drop: str) -> None:
             second.zero_grad()
 
 
-@habit("GAN, the discriminator frozen while the generator is trained")
+@pattern("GAN: the discriminator is frozen during the generator's step")
 def gan_frozen(loop: Loop) -> None:
     gan(loop, frozen=True, drop="")
 
 
-@habit(
-    "GAN, the discriminator's gradients of the generator's loss dropped",
+@pattern(
+    "GAN: gradients of the discriminator discarded with its optimizer's zero_grad()",
     update_schedules=("in_forward", "after_backward"),
 )
 def gan_dropped(loop: Loop) -> None:
     gan(loop, frozen=False, drop="optimizer")
 
 
-@habit(
-    "GAN, the discriminator's gradients of the generator's loss dropped by its zero_grad()",
+@pattern(
+    "GAN: gradients of the discriminator discarded with model.zero_grad()",
     update_schedules=("in_forward", "after_backward"),
     slow=True,
 )
@@ -894,15 +949,15 @@ def gan_dropped_by_model(loop: Loop) -> None:
     gan(loop, frozen=False, drop="model")
 
 
-habit(
-    "GAN, the discriminator's gradients of the generator's loss dropped; updates run in backward",
+pattern(
+    "GAN: gradients of the discriminator discarded with its optimizer's zero_grad(); updates in backward",
     UNSUPPORTED,
     UPDATE_SCHEDULE,
     update_schedules=("auto", *EARLY),
 )(gan_dropped)
 
 
-@habit("a frozen reference model in memory next to it", slow=True)
+@pattern("a frozen reference model in memory", slow=True)
 def reference(loop: Loop) -> None:
     model, optimizer = loop.begin()
     frozen = models.build("toy", seed=3).requires_grad_(False)
@@ -914,7 +969,7 @@ def reference(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a training loop resumed in the same process", ranks=(1,))
+@pattern("training resumed in the same process", ranks=(1,))
 def resume(loop: Loop) -> None:
     from pathlib import Path
 
@@ -932,7 +987,7 @@ def resume(loop: Loop) -> None:
             optimizer = loop.offload(model, given, storage={"paths": paths}, run={"resume": "latest"})
 
 
-@habit("a checkpoint after every step", slow=True)
+@pattern("a checkpoint after every step", slow=True)
 def checkpoints(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -940,11 +995,11 @@ def checkpoints(loop: Loop) -> None:
         loop.save_checkpoint(optimizer)
 
 
-@habit("other things drawn from the global generator: offload and training leave it as memory does", slow=True)
+@pattern("random numbers drawn from the global generator between steps", slow=True)
 def generator(loop: Loop) -> None:
     torch.manual_seed(5)
     model, optimizer = loop.begin("gpt2")
-    loop.see("drawn", torch.rand(3))
+    loop.record("drawn", torch.rand(3))
     for step in range(STEPS):
         loop.step(model, optimizer, step)
-        loop.see("drawn", torch.rand(3))
+        loop.record("drawn", torch.rand(3))

@@ -1,4 +1,4 @@
-"""The page for people in a browser: it shows what ranks count, as they count, to whoever looks and however they do."""
+"""Tests of the daemon's web page in a browser: it shows the ranks' metrics live, and is accessible on any screen."""
 
 from __future__ import annotations
 
@@ -46,41 +46,41 @@ CONTRAST = """(() => {
   }
   return found;
 })()"""
-"""Ratios of contrast of all texts that are seen, with the texts."""
+"""JavaScript that returns the contrast ratio and the text of every visible text node."""
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+def shared_tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
     """One browser for all tests."""
     with browser(tmp_path_factory.mktemp("browser")) as tab:
         yield tab
 
 
 @pytest.fixture
-def tab(shared: Tab) -> Iterator[Tab]:
-    """The browser with a page of its own, which must have nothing to complain of in the end."""
-    shared.look_like()
-    shared.errors.clear()
-    yield shared
-    shared.open("about:blank")
-    assert not shared.errors
+def tab(shared_tab: Tab) -> Iterator[Tab]:
+    """Tab on a blank page; fails at the end if the page has logged an error."""
+    shared_tab.look_like()
+    shared_tab.errors.clear()
+    yield shared_tab
+    shared_tab.open("about:blank")
+    assert not shared_tab.errors
 
 
-def look(tab: Tab, port: int) -> None:
-    """Open the page, and leave a mark that a reload would remove."""
+def open_page(tab: Tab, port: int) -> None:
+    """Open the page and set a variable that a reload would clear."""
     tab.open(f"http://127.0.0.1:{port}/")
     tab.until("document.querySelector('#status')?.innerText === 'live'")
-    tab.value("window.mark = 'not reloaded'")
+    tab.value("window.marker = 'not reloaded'")
 
 
 def figure(name: str, run: int = 0) -> str:
-    """Return an expression: the value beside a name among the figures of a run."""
+    """Return a JavaScript expression for a labeled figure of a run."""
     return f"""([...document.querySelectorAll("#runs > article")[{run}].querySelectorAll(".figures dt")]
         .find((name) => name.innerText === {name!r} && name.checkVisibility())?.nextElementSibling.innerText)"""
 
 
 def train(folder: Path, *options: str) -> subprocess.Popen[bytes]:
-    """Start a training of the smallest model that counts in a folder."""
+    """Start training the smallest model, with its stats files in `folder`."""
     (folder / "run.toml").write_text(f'[telemetry]\nruntime_dir = "{folder}"\n')
     command = [sys.executable, "-m", "infinity_tools", "train", "--config", str(folder / "run.toml"), *options]
     path = os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(Path(__file__).parents[2] / "tools")])
@@ -89,13 +89,13 @@ def train(folder: Path, *options: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.slow
-def test_the_numbers_of_a_training_run_change_on_it(tab, tmp_path):
-    """Steps, loss and tokens of a real run, without a reload; and they are those that it has counted."""
+def test_the_page_follows_a_training_run(tab, tmp_path):
+    """The page shows the steps, loss and tokens of a real run without a reload, and they match its stats file."""
     options = ["--model", "tiny", "--steps", "1000000", "--batch-tokens", "64", "--seq", "32", "--host-memory", "8MiB"]
     run = train(tmp_path, *options, "--checkpoint-every", "20", "--keep", "never", "--out", str(tmp_path / "out"))
     try:
         with daemon(tmp_path) as process:
-            look(tab, process.port)
+            open_page(tab, process.port)
             tab.until(f"document.querySelector('#runs > article') && {figure('Loss')}")
             first = tab.value(f"[{figure('Steps')}, {figure('Loss')}]")
             tab.until(f"{figure('Steps')} !== {first[0]!r} && {figure('Loss')} !== {first[1]!r}")
@@ -108,16 +108,13 @@ def test_the_numbers_of_a_training_run_change_on_it(tab, tmp_path):
             counted = read_stats_file(page)
             tab.until(f"{figure('Steps')} === {format(int(counted.value('steps_total')), ',')!r}")
             assert float(tab.value(figure("Loss"))) == pytest.approx(counted.value("training_loss"), rel=1e-3)
-            assert tab.value("window.mark") == "not reloaded"
+            assert tab.value("window.marker") == "not reloaded"
     finally:
         run.kill()
         run.wait()
 
 
-def test_every_part_is_shown(tab, tmp_path):
-    """Runs beside one another, ranks, host cache, drives and their profile, wear, reservations, in words and FSDP
-    modules.
-    """
+def test_the_page_shows_runs_ranks_drives_and_reservations(tab, tmp_path):
     settings = tmp_path / "infinityd.toml"
     settings.write_text(f'[drives]\npaths = ["{tmp_path}"]\nendurance = {{ "{tmp_path}" = "600TB" }}\n')
     ranks = [CountedRank(tmp_path, run="one", rank=rank, world_size=2, paths=[tmp_path]) for rank in (0, 1)]
@@ -134,7 +131,7 @@ def test_every_part_is_shown(tab, tmp_path):
         }
         reserve = {"op": "reserve", "path": str(tmp_path), "bytes": 3 << 20, "run_id": "one"}
         assert all(answer["ok"] for answer in talk(tmp_path, measured, reserve))
-        look(tab, process.port)
+        open_page(tab, process.port)
         assert tab.value("[...document.querySelectorAll('#runs h3')].map((e) => e.innerText).sort()") == ["one", "two"]
         run = 0 if tab.value("document.querySelector('#runs h3').innerText") == "one" else 1
         assert tab.value(figure("Tokens per second", run)) == "4,000"
@@ -164,11 +161,11 @@ def test_every_part_is_shown(tab, tmp_path):
         tab.until("document.querySelector('#no-space').checkVisibility()")
 
 
-def test_what_is_not_known_is_not_shown_as_nothing(tab, tmp_path):
-    """A run that begins has no loss, no speed and no curves."""
+def test_unknown_values_are_not_shown_as_zero(tab, tmp_path):
+    """A run before its first step has no loss, speed or curves."""
     rank = CountedRank(tmp_path, paths=[tmp_path])
     with daemon(tmp_path) as process:
-        look(tab, process.port)
+        open_page(tab, process.port)
         tab.until("document.querySelector('#drives article')")
         shown = tab.text("#runs")
         for name in ("Loss\n", "Tokens per second\n", "Step time\n", "Host cache:"):
@@ -182,13 +179,12 @@ def test_what_is_not_known_is_not_shown_as_nothing(tab, tmp_path):
         assert "The loss is not finite." in tab.text("#runs")
 
 
-def test_texts_of_others_are_shown_as_texts(tab, tmp_path):
-    """Not run: whatever a page or a path says."""
+def test_markup_in_names_is_shown_as_text(tab, tmp_path):
     odd = "<img src=x onerror=document.title='taken'><b>bold</b>"
     (tmp_path / odd).mkdir(parents=True)
     CountedRank(tmp_path, paths=[tmp_path / odd], version=f"<script>document.title='taken'</script>{odd}").step()
     with daemon(tmp_path) as process:
-        look(tab, process.port)
+        open_page(tab, process.port)
         tab.until("document.querySelector('#drives article')")
         assert odd in tab.text("#drives")
         assert odd in tab.text("#runs")
@@ -196,17 +192,17 @@ def test_texts_of_others_are_shown_as_texts(tab, tmp_path):
         assert "taken" not in tab.value("document.title")
 
 
-def test_themes_differ_and_all_texts_can_be_read(tab, tmp_path):
-    """The ratio of contrast is 4.5 or more, as WCAG asks (level AA)."""
+def test_both_themes_have_sufficient_contrast(tab, tmp_path):
+    """The contrast ratio is at least 4.5 (WCAG level AA)."""
     rank = CountedRank(tmp_path, paths=[tmp_path])
     rank.step(loss=float("inf"))
     rank.step()
     rank.stats.counter("io_retries_total", op="read").add()
     pictures = []
     with daemon(tmp_path) as process:
-        look(tab, process.port)
+        open_page(tab, process.port)
         tab.until("document.querySelector('#drives article')")
-        tab.value("document.querySelector('#pause').click()")  # so that only the theme differs
+        tab.value("document.querySelector('#pause').click()")  # so that the screenshots differ only in the theme
         for dark in (False, True):
             tab.look_like(dark=dark)
             pictures.append(tab.picture())
@@ -218,8 +214,8 @@ def test_themes_differ_and_all_texts_can_be_read(tab, tmp_path):
 
 
 @pytest.mark.parametrize("width", [360, 768, 1280])
-def test_the_page_is_never_wider_than_the_screen(width, tab, tmp_path):
-    """Long names break, and tables scroll inside."""
+def test_the_page_fits_the_screen_width(width, tab, tmp_path):
+    """Long names wrap, and tables scroll inside their cards."""
     name = "a-run-with-a-name-as-long-as-it-may-be-" + "x" * 80
     folder = tmp_path / ("folder" * 20)
     folder.mkdir()
@@ -229,7 +225,7 @@ def test_the_page_is_never_wider_than_the_screen(width, tab, tmp_path):
             rank.step(loss=1e-9, tokens=10**9)
     with daemon(tmp_path) as process:
         tab.look_like(width=width, height=780)
-        look(tab, process.port)
+        open_page(tab, process.port)
         tab.until("document.querySelector('#drives article')")
         assert tab.value("document.documentElement.scrollWidth") <= width
         inside = tab.value(
@@ -243,14 +239,14 @@ def test_the_page_is_never_wider_than_the_screen(width, tab, tmp_path):
         )
 
 
-def test_everything_is_reached_by_keyboard(tab, tmp_path):
-    """In the order of the page, seen where it is; tables too, so that they can be scrolled; and the focus stays."""
+def test_the_page_can_be_used_by_keyboard(tab, tmp_path):
+    """Focus moves in page order, is visible, reaches tables so that they can be scrolled, and survives updates."""
     rank = CountedRank(tmp_path, run="one")
     CountedRank(tmp_path, run="two").step()
     rank.step()
     focused = "document.activeElement"
     with daemon(tmp_path) as process:
-        look(tab, process.port)
+        open_page(tab, process.port)
         seen, tops = [], []
         while True:
             tab.press("Tab")
@@ -278,11 +274,11 @@ def test_everything_is_reached_by_keyboard(tab, tmp_path):
         assert tab.value(f"{focused}.ariaLabel") in tables, before
 
 
-def test_what_assistive_programs_are_told(tab, tmp_path):
-    """Landmarks, headings, headers of tables, names of pictures; one place whose changes are read out, and rarely."""
+def test_the_page_exposes_accessible_names_and_roles(tab, tmp_path):
+    """Only one live region exists, and it is not announced at every update."""
     rank = CountedRank(tmp_path, run="one", paths=[tmp_path])
     with daemon(tmp_path) as process:
-        look(tab, process.port)
+        open_page(tab, process.port)
         for number in (1, 2, 3):
             rank.step(loss=4.0 - number)
             tab.until(f"{figure('Steps')} === '{number}'")
@@ -307,14 +303,14 @@ def test_what_assistive_programs_are_told(tab, tmp_path):
             new MutationObserver((all) => { window.changes += all.length; })
               .observe(document.querySelector('#status'), { childList: true, characterData: true, subtree: true });
             setTimeout(done, 3000); })""")
-        assert tab.value("window.changes") == 0  # three states have come, and nothing was read out
+        assert tab.value("window.changes") == 0  # several updates arrived without an announcement
 
 
-def test_what_moves_can_be_stopped(tab, tmp_path):
+def test_updates_can_be_paused(tab, tmp_path):
     rank = CountedRank(tmp_path)
     rank.step()
     with daemon(tmp_path) as process:
-        look(tab, process.port)
+        open_page(tab, process.port)
         tab.value("document.querySelector('#pause').click()")
         assert tab.text("#status") == "paused"
         assert tab.value("document.querySelector('#pause').ariaPressed") == "true"
@@ -325,23 +321,23 @@ def test_what_moves_can_be_stopped(tab, tmp_path):
         assert tab.text("#status") == "live"
 
 
-def test_a_token_is_asked_for_and_kept_for_the_tab(tab, tmp_path):
-    """A wrong one is said to be; the right one is not in the address, and can be forgotten."""
+def test_the_page_prompts_for_a_token_and_stores_it_per_tab(tab, tmp_path):
+    """A wrong token is reported; the right one does not appear in the URL, and can be cleared."""
     token = tmp_path / "token"
     token.write_text("0123456789abcdef\n")
     token.chmod(0o600)
     CountedRank(tmp_path, run="one").step()
-    asks = "document.querySelector('#ask')?.checkVisibility() && !document.querySelector('#state').checkVisibility()"
+    prompts = "document.querySelector('#ask')?.checkVisibility() && !document.querySelector('#state').checkVisibility()"
     with daemon(tmp_path, "--token-file", str(token)) as process:
         tab.open(f"http://127.0.0.1:{process.port}/")
-        tab.until(asks)
+        tab.until(prompts)
         assert tab.text("#status") == "token required"
         assert not tab.value("document.querySelector('#ask-wrong').checkVisibility()")
-        for given in ("wrong", "0123456789abcdef"):
+        for typed in ("wrong", "0123456789abcdef"):
             tab.until("document.activeElement.id === 'token'")
-            tab.write(given)
+            tab.write(typed)
             tab.press("Enter")
-            if given == "wrong":
+            if typed == "wrong":
                 tab.until("document.querySelector('#ask-wrong').checkVisibility()")
         tab.until("document.querySelector('#runs h3')?.innerText === 'one'")
         assert not tab.value("document.querySelector('#ask').checkVisibility()")
@@ -349,21 +345,21 @@ def test_a_token_is_asked_for_and_kept_for_the_tab(tab, tmp_path):
         tab.until("document.querySelector('#runs h3')?.innerText === 'one'")
         assert "0123" not in tab.value("location.href + document.documentElement.outerHTML + document.cookie")
         tab.value("document.querySelector('#forget').click()")
-        tab.until(asks)
+        tab.until(prompts)
         assert tab.value("sessionStorage.length") == 0
     assert tab.errors
-    assert all("401" in error for error in tab.errors), tab.errors  # which the browser tells by itself
+    assert all("401" in error for error in tab.errors), tab.errors  # the browser logs the status itself
     tab.errors.clear()
 
 
-def test_a_daemon_that_comes_back_is_found_again(tab, tmp_path):
-    """Without a reload; until then it is said that nothing is known, and the last figures stay."""
+def test_the_page_reconnects_to_a_restarted_daemon(tab, tmp_path):
+    """Until then, the page reports the lost connection and keeps the last figures."""
     rank = CountedRank(tmp_path)
     rank.step()
     with contextlib.ExitStack() as stack:
         process = stack.enter_context(daemon(tmp_path))
         port = process.port
-        look(tab, port)
+        open_page(tab, port)
         stack.close()
         tab.until("document.querySelector('#status').innerText === 'not connected, retrying'")
         assert tab.value(figure("Steps")) == "1"
@@ -371,16 +367,17 @@ def test_a_daemon_that_comes_back_is_found_again(tab, tmp_path):
         with daemon(tmp_path, "--port", str(port)):
             tab.until("document.querySelector('#status').innerText === 'live'")
             tab.until(f"{figure('Steps')} === '2'")
-            assert tab.value("window.mark") == "not reloaded"
-    gone = ("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_INCOMPLETE")  # what was asked for as it ended, too
-    assert all(any(word in error for word in gone) for error in tab.errors), tab.errors
+            assert tab.value("window.marker") == "not reloaded"
+    # Requests in flight at shutdown fail, too.
+    connection_errors = ("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_INCOMPLETE")
+    assert all(any(word in error for word in connection_errors) for error in tab.errors), tab.errors
     tab.errors.clear()
 
 
-def test_the_browser_says_what_is_wrong(tab, tmp_path):
-    """The tests above would see an error of the page: here is one."""
+def test_the_browser_fixture_reports_page_errors(tab, tmp_path):
+    """This verifies that the other tests would notice an error."""
     with daemon(tmp_path) as process:
-        look(tab, process.port)
+        open_page(tab, process.port)
         tab.value("setTimeout(() => { throw new Error('on purpose'); })")
         until(lambda: tab.value("1") and tab.errors)
         assert "on purpose" in tab.errors[0]

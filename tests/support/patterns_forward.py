@@ -9,30 +9,30 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from support import models
-from support.habit import EARLY, LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDULE, Loop, habit
+from support.loop_pattern import EARLY, LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDULE, Loop, pattern
 from support.train import OPTIMIZERS, batch, evaluate
 
 BETWEEN = r"between backward and step|" + UPDATE_SCHEDULE
 """What a refusal says where weights are wanted that updates in backward have changed already."""
 
 
-@habit("evaluation under no_grad between steps")
+@pattern("evaluation under no_grad between steps")
 def evaluation(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
-        loop.see("evaluation", evaluate(model))
+        loop.record("evaluation", evaluate(model))
 
 
-@habit("evaluation before the first step", slow=True)
+@pattern("evaluation before the first step", slow=True)
 def sanity(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    loop.see("evaluation", evaluate(model))
+    loop.record("evaluation", evaluate(model))
     for step in range(STEPS):
         loop.step(model, optimizer, step)
 
 
-@habit("evaluation under inference_mode", slow=True)
+@pattern("evaluation under inference_mode", slow=True)
 def inference(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -41,7 +41,7 @@ def inference(loop: Loop) -> None:
             loop.loss(model, 90)
 
 
-@habit("evaluation with gradients enabled, and no backward")
+@pattern("evaluation with gradients enabled and without backward")
 def with_gradients(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -49,7 +49,7 @@ def with_gradients(loop: Loop) -> None:
         loop.loss(model, 90 + step)
 
 
-@habit("evaluation with gradients enabled before the first step, and every second step", slow=True)
+@pattern("evaluation with gradients enabled before every second step", slow=True)
 def with_gradients_seldom(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -58,7 +58,7 @@ def with_gradients_seldom(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("a forward with gradients between forward and backward")
+@pattern("another forward with gradients enabled between forward and backward")
 def between_forward_and_backward(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -69,7 +69,7 @@ def between_forward_and_backward(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("evaluation between forward and backward", slow=True)
+@pattern("evaluation after every step with reshard_after_forward=False", slow=True)
 def evaluation_in_between(loop: Loop) -> None:
     model, optimizer = loop.begin(reshard=False)
     for step in range(STEPS):
@@ -77,28 +77,32 @@ def evaluation_in_between(loop: Loop) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        loop.see("evaluation", evaluate(model))
+        loop.record("evaluation", evaluate(model))
 
 
-@habit("evaluation between backward and step()", update_schedules=LATE)
+@pattern("evaluation between backward and step()", update_schedules=LATE)
 def before_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
-        loop.see("evaluation", evaluate(model))
+        loop.record("evaluation", evaluate(model))
         optimizer.step()
         optimizer.zero_grad()
 
 
-habit("evaluation between backward and step(); in_backward is asked for", UNSUPPORTED, BETWEEN, update_schedules=EARLY)(
-    before_step
-)
-
-
-@habit(
-    "evaluation between backward and step() now and then; update schedule auto",
+pattern(
+    "evaluation between backward and step(); update.schedule = in_backward",
     UNSUPPORTED,
     BETWEEN,
+    update_schedules=EARLY,
+)(before_step)
+
+
+@pattern(
+    "evaluation between backward and step() in a single step; update.schedule = auto",
+    UNSUPPORTED,
+    BETWEEN,
+    note="set `in_forward` or `after_backward`",
     update_schedules=("auto",),
 )
 def before_step_seldom(loop: Loop) -> None:
@@ -106,34 +110,34 @@ def before_step_seldom(loop: Loop) -> None:
     for step in range(STEPS):
         loop.loss(model, step).backward()
         if step == 3:
-            loop.see("evaluation", evaluate(model))
+            loop.record("evaluation", evaluate(model))
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("evaluation between clipping and step()", early=UPDATE_SCHEDULE, slow=True)
+@pattern("evaluation between clipping and step()", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def clip_evaluate_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
-        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        loop.see("evaluation", evaluate(model))
+        loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        loop.record("evaluation", evaluate(model))
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("a forward with gradients between clipping and step()", early=UPDATE_SCHEDULE)
+@pattern("a forward with gradients enabled between clipping and step()", in_backward_error=UPDATE_SCHEDULE)
 def clip_forward_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
-        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         loop.loss(model, 90 + step)
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("a forward with gradients between the optimizer's clipping and step()", update_schedules=LATE)
+@pattern("a forward with gradients enabled between the optimizer's clip_grad_norm_ and step()", update_schedules=LATE)
 def clip_paged_forward_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -142,13 +146,13 @@ def clip_paged_forward_step(loop: Loop) -> None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         else:
             norm = optimizer.clip_grad_norm_(0.5)
-        loop.see("norm", norm)
+        loop.record("norm", norm)
         loop.loss(model, 90 + step)
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("a forward with gradients between backward and step()", update_schedules=LATE)
+@pattern("a forward with gradients enabled between backward and step()", update_schedules=LATE)
 def forward_before_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -158,15 +162,15 @@ def forward_before_step(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-habit(
-    "a forward with gradients between backward and step(); in_backward is asked for",
+pattern(
+    "a forward with gradients enabled between backward and step(); update.schedule = in_backward",
     UNSUPPORTED,
     BETWEEN,
     update_schedules=EARLY,
 )(forward_before_step)
 
 
-@habit("the next batch's forward runs before step()", update_schedules=LATE)
+@pattern("forward of the next batch before step()", update_schedules=LATE)
 def forward_ahead(loop: Loop) -> None:
     """Its loss is that of the old weights, its backward comes after the update."""
     model, optimizer = loop.begin()
@@ -178,26 +182,26 @@ def forward_ahead(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-habit(
-    "the next batch's forward runs before step(); in_backward is asked for",
+pattern(
+    "forward of the next batch before step(); update.schedule = in_backward",
     UNSUPPORTED,
     BETWEEN,
     update_schedules=EARLY,
 )(forward_ahead)
 
 
-@habit("evaluation in the middle of accumulation", early="second gradient|" + BETWEEN, slow=True)
+@pattern("evaluation during gradient accumulation", in_backward_error="second gradient|" + BETWEEN, slow=True)
 def in_accumulation(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         for part in range(3):
             (loop.loss(model, 10 * step + part) / 3).backward()
-            loop.see("evaluation", evaluate(model))
+            loop.record("evaluation", evaluate(model))
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("generate() during training", slow=True)
+@pattern("generate() during training", slow=True)
 def generate(loop: Loop) -> None:
     model, optimizer = loop.begin("llama")
     for step in range(STEPS):
@@ -205,11 +209,11 @@ def generate(loop: Loop) -> None:
         model.eval()
         with torch.no_grad():
             found = model.generate(batch(model, 90)[:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
-        loop.see("generated", found)
+        loop.record("generated", found)
         model.train()
 
 
-@habit("dropout, evaluation with model.train() left on")
+@pattern("dropout, and evaluation in training mode")
 def dropout(loop: Loop) -> None:
     model, optimizer = loop.begin(Dropout())
     for step in range(STEPS):
@@ -238,21 +242,21 @@ class Dropout(models.Toy):
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
 
 
-@habit("dropout under checkpoint(use_reentrant=True)")
+@pattern("dropout under checkpoint(use_reentrant=True)")
 def dropout_reentrant(loop: Loop) -> None:
     model, optimizer = loop.begin(Dropout("reentrant"))
     for step in range(STEPS):
         loop.step(model, optimizer, step)
 
 
-@habit("dropout under checkpoint(use_reentrant=False)", slow=True)
+@pattern("dropout under checkpoint(use_reentrant=False)", slow=True)
 def dropout_not_reentrant(loop: Loop) -> None:
     model, optimizer = loop.begin(Dropout("not reentrant"))
     for step in range(STEPS):
         loop.step(model, optimizer, step)
 
 
-@habit("checkpointing of every second batch only", slow=True)
+@pattern("activation checkpointing in every second step", slow=True)
 def checkpoint_seldom(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -261,7 +265,7 @@ def checkpoint_seldom(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("blocks skipped at random")
+@pattern("blocks skipped at random (stochastic depth)")
 def stochastic_depth(loop: Loop) -> None:
     model, optimizer = loop.begin()
     generator = random.Random(0)
@@ -270,19 +274,19 @@ def stochastic_depth(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("blocks skipped at random, gradients clipped by torch", early=UPDATE_SCHEDULE, slow=True)
+@pattern("blocks skipped at random, with clip_grad_norm_ of torch", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def stochastic_depth_clipped(loop: Loop) -> None:
     model, optimizer = loop.begin()
     generator = random.Random(0)
     for step in range(STEPS + 2):
         model.order = tuple(index for index in range(3) if generator.random() < 0.6)
         loop.loss(model, step).backward()
-        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("blocks in another order in every step, some of them twice")
+@pattern("blocks in a different order in every step, some of them used twice")
 def shuffled(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step, order in enumerate([(0, 1, 2), (2, 1, 0), (1, 1, 2), (0, 2), (2, 0, 2, 1), (0, 1, 2)]):
@@ -290,7 +294,7 @@ def shuffled(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("layers grow in number: progressive stacking", slow=True)
+@pattern("growing number of layers (progressive stacking)", slow=True)
 def grow(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS + 1):
@@ -298,7 +302,7 @@ def grow(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("tied weights", slow=True)
+@pattern("tied weights", slow=True)
 def tied(loop: Loop) -> None:
     model, optimizer = loop.begin("tied")
     for step in range(STEPS):
@@ -318,7 +322,7 @@ class Experts(models.Toy):
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
 
 
-@habit("experts that get tokens in some steps only", ranks=(1,))
+@pattern("experts that receive tokens in some steps only", ranks=(1,))
 def experts(loop: Loop) -> None:
     model, optimizer = loop.begin(Experts())
     for step in range(STEPS):
@@ -327,7 +331,7 @@ def experts(loop: Loop) -> None:
             tokens = tokens // 4 * 4 + step % 3
             tokens = tokens.clamp(max=130)
         loss = model(tokens)
-        loop.see("loss", loss)
+        loop.record("loss", loss)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -351,7 +355,7 @@ class TwoHeads(models.Toy):
         return sum(nn.functional.cross_entropy(y.float().flatten(0, 1), tokens.flatten()) for y in found)
 
 
-@habit("tasks in turns, each with a head of its own")
+@pattern("alternating tasks, each with its own head")
 def alternate(loop: Loop) -> None:
     model, optimizer = loop.begin(TwoHeads())
     for step in range(STEPS + 1):
@@ -359,7 +363,7 @@ def alternate(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("losses of two heads, a backward each", slow=True)
+@pattern("two heads, with one backward for each loss", slow=True)
 def backward_each(loop: Loop) -> None:
     model, optimizer = loop.begin(TwoHeads())
     for step in range(STEPS):
@@ -370,7 +374,7 @@ def backward_each(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("part of the model under no_grad or detached in some steps")
+@pattern("activations detached in some steps")
 def detached(loop: Loop) -> None:
     model, optimizer = loop.begin(Cut())
     for step in range(STEPS):
@@ -403,14 +407,14 @@ class Frozen(models.Toy):
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
 
 
-@habit("first layers under no_grad inside of forward, though they are in the optimizer", slow=True)
+@pattern("first layers under no_grad in forward, with their parameters in the optimizer", slow=True)
 def no_grad_inside(loop: Loop) -> None:
     model, optimizer = loop.begin(Frozen())
     for step in range(STEPS):
         loop.step(model, optimizer, step)
 
 
-@habit("a loss of zero times the output", slow=True)
+@pattern("a loss multiplied by zero", slow=True)
 def zero_loss(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -419,7 +423,7 @@ def zero_loss(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("an empty batch: a loss that needs no gradient, and no backward")
+@pattern("an empty batch: a loss without gradient, and no backward")
 def empty_batch(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -430,13 +434,13 @@ def empty_batch(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a batch of no sequences")
+@pattern("a batch of zero sequences")
 def no_sequences(loop: Loop) -> None:
     model, optimizer = loop.begin(Generative())
     for step in range(STEPS):
         tokens = batch(model, step, 0 if step == 2 else 2)
         loss = model(tokens).float().square().sum()
-        loop.see("loss", loss)
+        loop.record("loss", loss)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -452,18 +456,18 @@ class Generative(models.Toy):
         return self.head(x)
 
 
-@habit("batches of any size and length", slow=True)
+@pattern("batches of different sizes and lengths", slow=True)
 def any_shape(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step, (sequences, length) in enumerate([(2, 24), (1, 7), (5, 3), (2, 24), (3, 1)]):
         loss = model(batch(model, step, sequences)[:, :length])
-        loop.see("loss", loss)
+        loop.record("loss", loss)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("ranks with batches of different size, the loss weighted", ranks=(2,), slow=True)
+@pattern("batches of different sizes on the ranks, with a weighted loss", ranks=(2,), slow=True)
 def uneven_ranks(loop: Loop) -> None:
     import torch.distributed as dist
 
@@ -475,7 +479,7 @@ def uneven_ranks(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a rank that has no data in some steps takes part with a loss of zero", ranks=(2,), slow=True)
+@pattern("a rank without data in some steps uses a loss of zero", ranks=(2,), slow=True)
 def idle_rank(loop: Loop) -> None:
     import torch.distributed as dist
 
@@ -487,7 +491,7 @@ def idle_rank(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("layers used by one rank only where the other does not need their gradient", ranks=(2,), slow=True)
+@pattern("output multiplied by zero on one rank, so that its gradients are zero", ranks=(2,), slow=True)
 def unused_on_one_rank(loop: Loop) -> None:
     """Both gather them; on one rank the output is multiplied by zero."""
     import torch.distributed as dist
@@ -496,13 +500,13 @@ def unused_on_one_rank(loop: Loop) -> None:
     for step in range(STEPS):
         y = model(batch(model, step)).float().square().mean()
         loss = y * 0 if dist.get_rank() else y
-        loop.see("loss", loss)
+        loop.record("loss", loss)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("a loss in float64", slow=True)
+@pattern("float64 loss", slow=True)
 def double_loss(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -512,7 +516,7 @@ def double_loss(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("autocast around forward", slow=True)
+@pattern("autocast around forward", slow=True)
 def autocast(loop: Loop) -> None:
     model, optimizer = loop.begin(policy="fp32")
     for step in range(STEPS):
@@ -523,34 +527,36 @@ def autocast(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("forward hooks that look at and change activations", slow=True)
+@pattern("forward hooks that read and modify activations", slow=True)
 def forward_hooks(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    model.blocks[1].register_forward_hook(lambda module, args, out: loop.see("activation", out.float().norm()))
+    model.blocks[1].register_forward_hook(lambda module, args, out: loop.record("activation", out.float().norm()))
     model.blocks[2].register_forward_hook(lambda module, args, out: out * 0.5)
     model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
     for step in range(STEPS):
         loop.step(model, optimizer, step)
 
 
-@habit("forward hooks that read the weights of their layer")
+@pattern("forward hooks that read the weights of their layer")
 def hooks_read_weights(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    model.blocks[1].register_forward_hook(lambda module, args, out: loop.see("weight", module.up.weight.float().norm()))
+    model.blocks[1].register_forward_hook(
+        lambda module, args, out: loop.record("weight", module.up.weight.float().norm())
+    )
     for step in range(STEPS):
         loop.step(model, optimizer, step)
 
 
-@habit("full backward hooks that look at and change gradients of activations")
+@pattern("full backward hooks that read and modify gradients of activations")
 def backward_hooks(loop: Loop) -> None:
     model, optimizer = loop.begin()
-    model.blocks[1].register_full_backward_hook(lambda module, ins, outs: loop.see("slope", outs[0].float().norm()))
+    model.blocks[1].register_full_backward_hook(lambda module, ins, outs: loop.record("slope", outs[0].float().norm()))
     model.blocks[2].register_full_backward_hook(lambda module, ins, outs: (ins[0] * 0.5,))
     for step in range(STEPS):
         loop.step(model, optimizer, step)
 
 
-@habit("tensor hooks on activations", slow=True)
+@pattern("tensor hooks on activations", slow=True)
 def activation_hooks(loop: Loop) -> None:
     model, optimizer = loop.begin(Generative())
     for step in range(STEPS):
@@ -558,12 +564,12 @@ def activation_hooks(loop: Loop) -> None:
         y.register_hook(lambda grad: grad * 0.5)
         y.retain_grad()
         y.float().square().mean().backward()
-        loop.see("slope", y.grad)
+        loop.record("slope", y.grad)
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("torch.compile of every layer before offload", slow=True, ranks=(1,))
+@pattern("torch.compile of every layer before offload", slow=True, ranks=(1,))
 def compile_layers(loop: Loop) -> None:
     torch._dynamo.reset()
     model = models.build("toy")
@@ -574,20 +580,20 @@ def compile_layers(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("torch.compile of the model after offload", slow=True, ranks=(1,))
+@pattern("torch.compile of the model after offload", slow=True, ranks=(1,))
 def compile_model(loop: Loop) -> None:
     torch._dynamo.reset()
     model, optimizer = loop.begin()
     compiled = torch.compile(model, backend="aot_eager")
     for step in range(3):
         loss = compiled(batch(model, step))
-        loop.see("loss", loss)
+        loop.record("loss", loss)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("layers wrapped by checkpoint_wrapper", slow=True)
+@pattern("layers wrapped by checkpoint_wrapper", slow=True)
 def wrapped(loop: Loop) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
@@ -636,24 +642,24 @@ def adapted() -> nn.Module:
     return model
 
 
-@habit("adapters on a frozen base")
+@pattern("adapters on a frozen base")
 def adapters(loop: Loop) -> None:
     model, optimizer = loop.begin(adapted())
     for step in range(STEPS):
         loop.step(model, optimizer, step)
 
 
-@habit("adapters on a frozen base, gradients clipped by torch", early=UPDATE_SCHEDULE, slow=True)
+@pattern("adapters on a frozen base, with clip_grad_norm_ of torch", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def adapters_clipped(loop: Loop) -> None:
     model, optimizer = loop.begin(adapted())
     for step in range(STEPS):
         loop.loss(model, step).backward()
-        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("preference loss: the model with adapters against itself without", slow=True)
+@pattern("preference loss: the model with adapters compared with the same model without them", slow=True)
 def preference(loop: Loop) -> None:
     model, optimizer = loop.begin(adapted())
     for step in range(STEPS):
@@ -666,7 +672,7 @@ def preference(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("random states taken and given back around a forward", slow=True)
+@pattern("random state saved before a forward and restored after it", slow=True)
 def random_states(loop: Loop) -> None:
     model, optimizer = loop.begin(Dropout())
     for step in range(STEPS):
@@ -677,15 +683,15 @@ def random_states(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("buffers that forward changes, batch statistics", ranks=(1,))
+@pattern("buffers that forward modifies, such as batch statistics", ranks=(1,))
 def buffers(loop: Loop) -> None:
     model, optimizer = loop.begin("buffered")
     for step in range(STEPS):
         loop.step(model, optimizer, step)
-        loop.look(model)
+        loop.record_weights(model)
 
 
-@habit("set_reshard_after_forward, set_reshard_after_backward switched in the middle", slow=True)
+@pattern("set_reshard_after_forward called during training", slow=True)
 def reshard_switched(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -694,8 +700,10 @@ def reshard_switched(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit(
-    "gradients kept gathered: set_reshard_after_backward(False)", early="second gradient|" + UPDATE_SCHEDULE, slow=True
+@pattern(
+    "set_reshard_after_backward(False) during gradient accumulation",
+    in_backward_error="second gradient|" + UPDATE_SCHEDULE,
+    slow=True,
 )
 def reshard_after_backward(loop: Loop) -> None:
     model, optimizer = loop.begin()
@@ -707,25 +715,25 @@ def reshard_after_backward(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("reshard_after_forward=False")
+@pattern("reshard_after_forward=False")
 def not_resharded(loop: Loop) -> None:
     model, optimizer = loop.begin(reshard=False)
     for step in range(STEPS):
         loop.step(model, optimizer, step)
 
 
-@habit("unshard() and reshard() by hand to read whole weights")
+@pattern("explicit unshard() and reshard() to read full weights")
 def unshard(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
         block = model.blocks[1]
         block.unshard()
-        loop.see("weight", block.up.weight)
+        loop.record("weight", block.up.weight)
         block.reshard()
 
 
-@habit("prefetching by hand: set_modules_to_forward_prefetch, set_modules_to_backward_prefetch", slow=True)
+@pattern("explicit prefetching: set_modules_to_forward_prefetch, set_modules_to_backward_prefetch", slow=True)
 def prefetch(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for first, second in zip(model.blocks, list(model.blocks)[1:], strict=False):
@@ -735,7 +743,7 @@ def prefetch(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("set_gradient_divide_factor", slow=True, ranks=(1,))
+@pattern("set_gradient_divide_factor", slow=True, ranks=(1,))
 def divide_factor(loop: Loop) -> None:
     model, optimizer = loop.begin()
     model.set_gradient_divide_factor(3.0)
@@ -743,7 +751,7 @@ def divide_factor(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("all-reduce hooks and custom reduce scatter: set_force_sum_reduction_for_comms", slow=True)
+@pattern("set_force_sum_reduction_for_comms", slow=True)
 def sum_reduction(loop: Loop) -> None:
     model, optimizer = loop.begin()
     model.set_force_sum_reduction_for_comms(True)
@@ -751,19 +759,19 @@ def sum_reduction(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("functional_call with other weights", slow=True)
+@pattern("torch.func.functional_call", slow=True)
 def functional(loop: Loop) -> None:
     model, optimizer = loop.begin(Generative())
     bias = torch.randn(131, generator=torch.Generator().manual_seed(0))
     for step in range(STEPS):
         y = torch.func.functional_call(model, {}, (batch(model, step),))
         (y.float() + bias).square().mean().backward()
-        loop.see("y", y)
+        loop.record("y", y)
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("a layer called by itself", slow=True)
+@pattern("a layer called outside of the model", slow=True)
 def layer_alone(loop: Loop) -> None:
     """For example to warm up a part, or for a loss on features."""
     model, optimizer = loop.begin()
@@ -773,7 +781,7 @@ def layer_alone(loop: Loop) -> None:
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            loop.see("features", model.blocks[1](x))
+            loop.record("features", model.blocks[1](x))
 
 
 class Normed(models.Toy):
@@ -791,20 +799,20 @@ class Normed(models.Toy):
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
 
 
-@habit("batch norm, and update_bn of torch.optim.swa_utils", ranks=(1,))
+@pattern("batch norm, and torch.optim.swa_utils.update_bn", ranks=(1,))
 def update_batch_norm(loop: Loop) -> None:
     from torch.optim.swa_utils import update_bn
 
     model, optimizer = loop.begin(Normed(), policy="fp32")
     for step in range(STEPS):
         loop.step(model, optimizer, step)
-        loop.look(model)
+        loop.record_weights(model)
         if step == 3:
             update_bn([batch(model, 80 + number) for number in range(3)], model)
-    loop.look(model)
+    loop.record_weights(model)
 
 
-@habit("parametrizations: weight_norm and spectral_norm", slow=True)
+@pattern("parametrizations: weight_norm and spectral_norm", slow=True)
 def parametrized(loop: Loop) -> None:
     torch.manual_seed(0)
     model = models.Toy()
@@ -815,7 +823,7 @@ def parametrized(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("requires_grad switched off between backward and step()", slow=True)
+@pattern("requires_grad disabled between backward and step()", slow=True)
 def switched_off(loop: Loop) -> None:
     """In memory gradients that are there are used all the same."""
     model, optimizer = loop.begin()

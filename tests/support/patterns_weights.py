@@ -11,38 +11,41 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from support import models
-from support.habit import EARLY, LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDULE, Loop, habit
-from support.habits_forwards import BETWEEN
+from support.loop_pattern import EARLY, LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDULE, Loop, pattern
+from support.patterns_forward import BETWEEN
 from support.train import OPTIMIZERS
 
 
-@habit("weights read between steps")
+@pattern("weights read between steps")
 def read(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
-        loop.look(model)
-        loop.see("local", model.head.weight.to_local())
-        loop.see("data", model.head.weight.data)
-        loop.see("norm", model.head.weight.norm())
+        loop.record_weights(model)
+        loop.record("local", model.head.weight.to_local())
+        loop.record("data", model.head.weight.data)
+        loop.record("norm", model.head.weight.norm())
 
 
-@habit("weights read between backward and step()", update_schedules=LATE)
+@pattern("weights read between backward and step()", update_schedules=LATE)
 def read_before_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
-        loop.look(model)
+        loop.record_weights(model)
         optimizer.step()
         optimizer.zero_grad()
 
 
-habit(
-    "weights read between backward and step(); in_backward is asked for", UNSUPPORTED, BETWEEN, update_schedules=EARLY
+pattern(
+    "weights read between backward and step(); update.schedule = in_backward",
+    UNSUPPORTED,
+    BETWEEN,
+    update_schedules=EARLY,
 )(read_before_step)
 
 
-@habit("ratio of update to weight logged", update_schedules=LATE)
+@pattern("ratio of update norm to weight norm logged", update_schedules=LATE)
 def update_ratio(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -50,20 +53,20 @@ def update_ratio(loop: Loop) -> None:
         before = [param.detach().clone() for param in model.parameters()]
         optimizer.step()
         for old, new in zip(before, model.parameters(), strict=True):
-            loop.see("ratio", ((new - old).norm() / old.norm()))
+            loop.record("ratio", ((new - old).norm() / old.norm()))
         optimizer.zero_grad()
 
 
-@habit("norm of all weights: parameters_to_vector, sums of squares")
+@pattern("norm of all weights: sum of squares, get_total_norm")
 def weight_norm(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
-        loop.see("norm", sum(param.detach().pow(2).sum() for param in model.parameters()) ** 0.5)
-        loop.see("norms", nn.utils.get_total_norm(list(model.parameters())))
+        loop.record("norm", sum(param.detach().pow(2).sum() for param in model.parameters()) ** 0.5)
+        loop.record("norms", nn.utils.get_total_norm(list(model.parameters())))
 
 
-@habit("a penalty on weights of layers, outside of forward, added to the loss")
+@pattern("a weight penalty computed outside of forward and added to the loss")
 def weight_penalty(loop: Loop) -> None:
     """Autograd gives sharded parameters gradients, beside those that FSDP2 reduces."""
     model, optimizer = loop.begin(policy="fp32")
@@ -75,17 +78,17 @@ def weight_penalty(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a penalty on weights alone: a backward without any forward", early=UPDATE_SCHEDULE)
+@pattern("a weight penalty alone: backward without forward", in_backward_error=UPDATE_SCHEDULE)
 def penalty_alone(loop: Loop) -> None:
     model, optimizer = loop.begin(policy="fp32")
     for _ in range(STEPS):
         sum(param.to_local().square().sum() for param in model.parameters()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    loop.look(model)
+    loop.record_weights(model)
 
 
-@habit("moving average of weights in a loop of one's own")
+@pattern("moving average of weights")
 def ema(loop: Loop) -> None:
     model, optimizer = loop.begin()
     mean = [param.detach().clone() for param in model.parameters()]
@@ -95,10 +98,10 @@ def ema(loop: Loop) -> None:
             for old, param in zip(mean, model.parameters(), strict=True):
                 old.mul_(0.9).add_(param.detach(), alpha=0.1)
     for value in mean:
-        loop.see("mean", value)
+        loop.record("mean", value)
 
 
-@habit("moving average with torch._foreach_lerp_", slow=True)
+@pattern("moving average of weights with torch._foreach_lerp_", slow=True)
 def ema_foreach(loop: Loop) -> None:
     model, optimizer = loop.begin()
     mean = [param.detach().clone() for param in model.parameters()]
@@ -107,10 +110,10 @@ def ema_foreach(loop: Loop) -> None:
         with torch.no_grad():
             torch._foreach_lerp_(mean, [param.detach() for param in model.parameters()], 0.1)
     for value in mean:
-        loop.see("mean", value)
+        loop.record("mean", value)
 
 
-@habit("weights swapped with their average for an evaluation, and back")
+@pattern("weights replaced by their average for an evaluation and then restored")
 def ema_swapped(loop: Loop) -> None:
     model, optimizer = loop.begin()
     mean = [param.detach().clone() for param in model.parameters()]
@@ -128,7 +131,7 @@ def ema_swapped(loop: Loop) -> None:
                 param.copy_(value)
 
 
-@habit("lookahead: weights set back to slow ones every second step")
+@pattern("lookahead: slow weights copied to the weights in every second step")
 def lookahead(loop: Loop) -> None:
     model, optimizer = loop.begin()
     slow = [param.detach().clone() for param in model.parameters()]
@@ -141,11 +144,11 @@ def lookahead(loop: Loop) -> None:
                     param.copy_(value)
 
 
-@habit(
-    "AveragedModel of torch.optim.swa_utils",
+@pattern(
+    "torch.optim.swa_utils.AveragedModel created after offload()",
     UNSUPPORTED,
     "FSDP does not support deepcopy",
-    note="by FSDP2 itself",
+    note="FSDP2 raises the error",
     slow=True,
 )
 def averaged(loop: Loop) -> None:
@@ -156,7 +159,7 @@ def averaged(loop: Loop) -> None:
         mean.update_parameters(model)
 
 
-@habit("AveragedModel made before offload, fed with the weights after it", slow=True)
+@pattern("an averaged model created before offload() and updated from the weights", slow=True)
 def averaged_before(loop: Loop) -> None:
     model = models.build("toy")
     mean = models.build("toy")
@@ -166,10 +169,15 @@ def averaged_before(loop: Loop) -> None:
         with torch.no_grad():
             for value, param in zip(mean.parameters(), model.parameters(), strict=True):
                 value.lerp_(param, 0.5)
-    loop.look(mean)
+    loop.record_weights(mean)
 
 
-@habit("deepcopy of the model, for a teacher", UNSUPPORTED, "FSDP does not support deepcopy", note="by FSDP2 itself")
+@pattern(
+    "copy.deepcopy(model), for example for a teacher",
+    UNSUPPORTED,
+    "FSDP does not support deepcopy",
+    note="FSDP2 raises the error",
+)
 def teacher(loop: Loop) -> None:
     model, optimizer = loop.begin()
     loop.step(model, optimizer, 0)
@@ -182,17 +190,17 @@ def teacher(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("deepcopy of one parameter")
+@pattern("copy.deepcopy of a parameter")
 def copy_of_parameter(loop: Loop) -> None:
     model, optimizer = loop.begin()
     loop.step(model, optimizer, 0)
     kept = copy.deepcopy(model.head.weight.detach())
     for step in range(1, STEPS):
         loop.step(model, optimizer, step)
-    loop.see("kept", kept)
+    loop.record("kept", kept)
 
 
-@habit("best weights kept with clone() and put back with load_state_dict")
+@pattern("best weights cloned and restored with load_state_dict")
 def best(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -203,9 +211,9 @@ def best(loop: Loop) -> None:
             model.load_state_dict(kept)
 
 
-@habit(
-    "best weights kept with a plain state_dict(), whose tensors continue to change",
-    note="of a moment in memory too",
+@pattern(
+    "best weights kept as a state_dict() without clone()",
+    note="the tensors continue to change, as in memory",
     slow=True,
 )
 def best_not_cloned(loop: Loop) -> None:
@@ -216,10 +224,10 @@ def best_not_cloned(loop: Loop) -> None:
         if step == 1:
             kept = model.state_dict()
         for name, value in kept.items():
-            loop.see(name, value)
+            loop.record(name, value)
 
 
-@habit("best weights kept with copy.deepcopy(model.state_dict())", slow=True)
+@pattern("best weights kept as copy.deepcopy(model.state_dict())", slow=True)
 def best_copied(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -230,7 +238,7 @@ def best_copied(loop: Loop) -> None:
             model.load_state_dict(kept)
 
 
-@habit("load_state_dict(assign=True)", UNSUPPORTED, "assign|copy_")
+@pattern("load_state_dict(assign=True)", UNSUPPORTED, "assign|copy_", note="use `assign=False`")
 def assign(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -242,17 +250,17 @@ def assign(loop: Loop) -> None:
     loop.trained.clear()
 
 
-@habit("torch.save(model.state_dict())")
+@pattern("torch.save(model.state_dict())")
 def torch_save(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
         file = io.BytesIO()
         torch.save(model.state_dict(), file)
-        loop.see("saved", len(file.getvalue()) > 1000)
+        loop.record("saved", len(file.getvalue()) > 1000)
 
 
-@habit("torch.save of whole tensors (full_tensor()) and torch.load", slow=True)
+@pattern("torch.save and torch.load of full tensors (full_tensor())", slow=True)
 def torch_save_whole(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -261,10 +269,10 @@ def torch_save_whole(loop: Loop) -> None:
         torch.save({name: value.full_tensor() for name, value in model.state_dict().items()}, file)
         file.seek(0)
         for name, value in torch.load(file).items():
-            loop.see(name, value)
+            loop.record(name, value)
 
 
-@habit("get_model_state_dict, whole and on the CPU", slow=True)
+@pattern("get_model_state_dict with full_state_dict=True and cpu_offload=True", slow=True)
 def model_state(loop: Loop) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -273,10 +281,10 @@ def model_state(loop: Loop) -> None:
         loop.step(model, optimizer, step)
         found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         for name, value in found.items():
-            loop.see(name, value)
+            loop.record(name, value)
 
 
-@habit("set_model_state_dict in the middle of training", slow=True)
+@pattern("set_model_state_dict during training", slow=True)
 def set_state(loop: Loop) -> None:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
@@ -299,37 +307,37 @@ def in_place(loop: Loop, change: Any) -> None:
                 change(model)
 
 
-@habit("weights clamped in place: p.clamp_")
+@pattern("weights modified with p.clamp_")
 def clamp(loop: Loop) -> None:
     in_place(loop, lambda model: [p.clamp_(-0.1, 0.1) for p in model.parameters()])
 
 
-@habit("weights clamped through .data: p.data.clamp_")
+@pattern("weights modified with p.data.clamp_")
 def clamp_data(loop: Loop) -> None:
     in_place(loop, lambda model: [p.data.clamp_(-0.1, 0.1) for p in model.parameters()])
 
 
-@habit("weights decayed by hand: p.mul_, torch._foreach_mul_", slow=True)
+@pattern("weights modified with torch._foreach_mul_", slow=True)
 def decay(loop: Loop) -> None:
     in_place(loop, lambda model: torch._foreach_mul_(list(model.parameters()), 0.9))
 
 
-@habit("weights changed by p.copy_(...)")
+@pattern("weights modified with p.copy_(...)")
 def copied(loop: Loop) -> None:
     in_place(loop, lambda model: [p.copy_(p.clamp(-0.1, 0.1)) for p in model.parameters()])
 
 
-@habit("weights changed by p.data.copy_(...)", slow=True)
+@pattern("weights modified with p.data.copy_(...)", slow=True)
 def copied_data(loop: Loop) -> None:
     in_place(loop, lambda model: [p.data.copy_(p.clamp(-0.1, 0.1)) for p in model.parameters()])
 
 
-@habit("weights changed by p.to_local().copy_(...)", slow=True)
+@pattern("weights modified with p.to_local().copy_(...)", slow=True)
 def copied_local(loop: Loop) -> None:
     in_place(loop, lambda model: [p.to_local().copy_(p.to_local() * 0.5) for p in model.parameters()])
 
 
-@habit("weights changed by p.data = value")
+@pattern("weights modified with p.data = value")
 def data_set(loop: Loop) -> None:
     def change(model: nn.Module) -> None:
         for param in model.parameters():
@@ -338,23 +346,23 @@ def data_set(loop: Loop) -> None:
     in_place(loop, change)
 
 
-@habit("weights replaced: module.weight = nn.Parameter(...)")
+@pattern("a weight replaced: module.weight = nn.Parameter(...)")
 def replaced(loop: Loop) -> None:
     """In memory FSDP2 goes on with the old one, the module shows the new one: nothing that should be done."""
     in_place(loop, lambda model: setattr(model.head, "bias", nn.Parameter(model.head.bias.detach() * 0.5)))
 
 
-@habit("an element or a row set: p.to_local()[3] = 0")
+@pattern("a row modified: p.to_local()[3].zero_()")
 def element(loop: Loop) -> None:
     in_place(loop, lambda model: model.head.weight.to_local()[3].zero_())
 
 
-@habit("an element set through a flat view", slow=True)
+@pattern("elements modified through a flat view", slow=True)
 def element_of_view(loop: Loop) -> None:
     in_place(loop, lambda model: model.head.weight.to_local().view(-1)[5:50].fill_(0.5))
 
 
-@habit("weights changed through .numpy()", UNSUPPORTED, "read-only", note="the array is a copy")
+@pattern("weights modified through .numpy()", UNSUPPORTED, "read-only", note="the array is a read-only copy")
 def through_numpy(loop: Loop) -> None:
     def change(model: nn.Module) -> None:
         model.head.bias.to_local().detach().numpy()[:] = 0.25
@@ -362,22 +370,22 @@ def through_numpy(loop: Loop) -> None:
     in_place(loop, change)
 
 
-@habit("weights changed through a detached or transposed view", slow=True)
+@pattern("weights modified through a detached, transposed view", slow=True)
 def through_transposed(loop: Loop) -> None:
     in_place(loop, lambda model: model.head.weight.to_local().detach().t()[1].mul_(0.5))
 
 
-@habit("weights initialized again: nn.init.normal_", slow=True)
+@pattern("a weight reinitialized: nn.init.zeros_", slow=True)
 def reinit(loop: Loop) -> None:
     in_place(loop, lambda model: nn.init.zeros_(model.blocks[2].up.weight))
 
 
-@habit("a layer's reset_parameters()")
+@pattern("reset_parameters() of a layer")
 def reset(loop: Loop) -> None:
     in_place(loop, lambda model: model.blocks[2].norm.reset_parameters())
 
 
-@habit("noise added to weights by p.copy_", slow=True)
+@pattern("noise added to weights with p.copy_", slow=True)
 def noise(loop: Loop) -> None:
     def change(model: nn.Module) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -387,17 +395,17 @@ def noise(loop: Loop) -> None:
     in_place(loop, change)
 
 
-@habit("weights pruned by a mask with p.copy_", slow=True)
+@pattern("weights pruned with a mask and p.copy_", slow=True)
 def pruned(loop: Loop) -> None:
     in_place(loop, lambda model: [p.copy_(p * (p.abs() > 0.01)) for p in model.parameters()])
 
 
-@habit("one parameter copied onto another", slow=True)
+@pattern("one parameter copied to another", slow=True)
 def copied_over(loop: Loop) -> None:
     in_place(loop, lambda model: model.blocks[0].up.weight.copy_(model.blocks[1].up.weight))
 
 
-@habit("vector_to_parameters", slow=True)
+@pattern("vector_to_parameters", slow=True)
 def vector(loop: Loop) -> None:
     def change(model: nn.Module) -> None:
         parts = [p.to_local() for p in model.head.parameters()]
@@ -406,7 +414,7 @@ def vector(loop: Loop) -> None:
     in_place(loop, change)
 
 
-@habit("weights of a layer changed between forward and backward")
+@pattern("a bias modified in place between forward and backward")
 def between(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -419,7 +427,7 @@ def between(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("weights changed by p.copy_ between forward and backward")
+@pattern("weights modified with p.copy_ between forward and backward")
 def between_copied(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -433,7 +441,7 @@ def between_copied(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("weights changed by p.copy_ between backward and step()", update_schedules=("in_forward", "after_backward"))
+@pattern("weights modified with p.copy_ between backward and step()", update_schedules=("in_forward", "after_backward"))
 def copied_before_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -446,33 +454,35 @@ def copied_before_step(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-habit(
-    "weights changed by p.copy_ between backward and step(); updates run in backward",
+pattern(
+    "weights modified with p.copy_ between backward and step(); updates in backward",
     UNSUPPORTED,
     BETWEEN,
     update_schedules=("auto", *EARLY),
 )(copied_before_step)
 
 
-@habit("model.to(bfloat16) after training", UNSUPPORTED, "offload")
+@pattern("model.to(torch.bfloat16) after training", UNSUPPORTED, "offload", note="convert the model before `offload()`")
 def to_bf16(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
     model.to(torch.bfloat16)
-    loop.look(model)
+    loop.record_weights(model)
 
 
-@habit("model.double() after training", UNSUPPORTED, "offload", slow=True)
+@pattern(
+    "model.double() after training", UNSUPPORTED, "offload", note="convert the model before `offload()`", slow=True
+)
 def to_double(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
     model.double()
-    loop.look(model)
+    loop.record_weights(model)
 
 
-@habit('model.to("cpu"), model.float() where nothing changes')
+@pattern('model.to("cpu") and model.float() without effect')
 def to_same(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -480,30 +490,30 @@ def to_same(loop: Loop) -> None:
         model.to("cpu").float().train()
 
 
-@habit("model.apply and modules() that only look", slow=True)
+@pattern("model.apply and modules() without modifications", slow=True)
 def apply(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
         model.apply(lambda module: module.train())
-        loop.see("parameters", sum(param.numel() for param in model.parameters()))
-        loop.see("bytes", sum(param.numel() * param.element_size() for param in model.parameters()))
-        loop.see("text", len(str(model)) > 100)
+        loop.record("parameters", sum(param.numel() for param in model.parameters()))
+        loop.record("bytes", sum(param.numel() * param.element_size() for param in model.parameters()))
+        loop.record("text", len(str(model)) > 100)
 
 
-@habit("printing a parameter", ranks=(1,), slow=True)
+@pattern("print(parameter)", ranks=(1,), slow=True)
 def printing(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
-        loop.see("length", len(f"{model.head.bias} {model.head.bias.full_tensor()}") > 10)
+        loop.record("length", len(f"{model.head.bias} {model.head.bias.full_tensor()}") > 10)
 
 
-@habit("two forwards share weights that were copied out: a fresh local model", slow=True)
+@pattern("full weights loaded into a local copy of the model", slow=True)
 def exported(loop: Loop) -> None:
     model, optimizer = loop.begin()
     twin = models.Toy()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
         twin.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
-        loop.see("twin", next(twin.parameters()))
+        loop.record("twin", next(twin.parameters()))

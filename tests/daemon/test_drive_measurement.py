@@ -1,4 +1,4 @@
-"""Drives are measured by the daemon itself: only while nobody uses them, within bounds, and nothing is left."""
+"""Tests of drive measurements by the daemon: only idle drives are measured, within limits, and no files remain."""
 
 from __future__ import annotations
 
@@ -31,22 +31,21 @@ from support.daemon_process import daemon, get, talk, until
 MIB = 1 << 20
 DRIVE = Drive(name="a", identity="wwid-a")
 SMALL = MeasureConfig(idle_seconds=0, most_bytes=96 * MIB)
-"""16 MiB at a time."""
+"""Settings for short measurements, with chunks of 16 MiB."""
 
 
 def own_bytes(side: str) -> int:
-    """Return what this process has read from drives or written to them, past the page cache."""
+    """Return the number of bytes that this process has read from or written to drives, bypassing the page cache."""
     found = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(found[f"{side}_bytes"])
 
 
-def counted(read: int, written: int) -> DriveCounters:
-    """Return counters of a drive."""
+def make_counters(read: int, written: int) -> DriveCounters:
     return DriveCounters(read=read, written=written, reads=0, writes=0, read_seconds=0, write_seconds=0, busy_seconds=0)
 
 
 class Node:
-    """A node with a drive for every folder, which nobody uses but this process."""
+    """Node with one drive per folder, used only by this process."""
 
     def __init__(self, folder: Path, names: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.paths = [folder / name for name in names]
@@ -59,14 +58,14 @@ class Node:
         self.measuring.settings = SMALL
         self.measuring.paths = tuple(map(str, self.paths))
         self.in_memory = False
-        self.counters: Callable[[Drive], DriveCounters | None] = lambda drive: counted(
+        self.counters: Callable[[Drive], DriveCounters | None] = lambda drive: make_counters(
             own_bytes("read"), own_bytes("write")
         )
         monkeypatch.setattr(drive_measurement, "locate", self.locate)
         monkeypatch.setattr(drive_measurement, "counters", lambda drive, sysfs: self.counters(drive))
 
     def locate(self, path: str, _: Path) -> Place:
-        """Each folder is on a drive of its name."""
+        """Place each folder on a drive of the same name."""
         number = os.stat(path).st_dev
         name = Path(path).name
         return Place(
@@ -74,104 +73,102 @@ class Node:
         )
 
     def look(self, times: int = 1) -> None:
-        """As the daemon does every second."""
+        """Run the daemon's periodic check; no files or reservations may remain."""
         for _ in range(times):
             self.measuring.look()
         assert [os.listdir(path) for path in self.paths] == [[]] * len(self.paths)
         assert self.reservations.entries() == ()
 
-    def measured(self, drives: str) -> float:
-        """When the daemon measured these drives together, 0 if never."""
+    def last_measured(self, drives: str) -> float:
+        """Return the time at which the daemon last measured these drives together, or 0."""
         return self.profiles.measured({f"wwid-{name}" for name in drives}, "daemon")
 
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
-    """A node with one drive."""
+    """Node with one drive."""
     return Node(tmp_path, "a", monkeypatch)
 
 
-def test_an_idle_drive_is_measured_within_bounds_and_not_again(node: Node) -> None:
-    """Of one drive alone, half of the bytes are written: the other half is for all together."""
+def test_an_idle_drive_is_measured_once_within_limits(node: Node) -> None:
+    """A single drive gets half of the write budget; the other half is for measuring all drives together."""
     before = own_bytes("write")
     node.look()
     written = own_bytes("write") - before
-    assert 16 * MIB <= written <= 48 * MIB + 4 * MIB  # the file system's own records beside
+    assert 16 * MIB <= written <= 48 * MIB + 4 * MIB  # plus the file system's metadata
     profile = node.profiles.of(DRIVE)
     assert profile is not None
     assert all(speed is not None and speed > 0 for speed in (profile.read, profile.write, profile.mixed))
-    assert node.measured("a") == profile.measured
+    assert node.last_measured("a") == profile.measured
     node.look(3)
-    assert node.measured("a") == profile.measured
+    assert node.last_measured("a") == profile.measured
 
 
-def test_it_is_measured_again_when_that_is_old(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the clock of the wall, since it has to outlast restarts."""
+def test_an_old_measurement_is_repeated(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wall clock decides, because the age must survive restarts."""
     node.look()
-    first = node.measured("a")
+    first = node.last_measured("a")
     node.profiles = Profiles(node.state)
     node.profiles.load()
     node.measuring = Measuring(node.profiles, node.reservations)
     node.measuring.settings, node.measuring.paths = SMALL, tuple(map(str, node.paths))
     node.look()
-    assert node.measured("a") == first
+    assert node.last_measured("a") == first
     with monkeypatch.context() as patch:
         patch.setattr(drive_measurement.time, "time", lambda: first + SMALL.every_seconds + 1)
         node.look()
-    assert node.measured("a") == first + SMALL.every_seconds + 1
+    assert node.last_measured("a") == first + SMALL.every_seconds + 1
 
 
-def test_several_drives_are_measured_alone_and_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other."""
+def test_drives_are_measured_separately_then_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(tmp_path, "ab", monkeypatch)
     node.look(2)
-    assert all(map(node.measured, ("a", "b")))
-    assert not node.measured("ab")
-    # Each has half of what this process moves.
-    node.counters = lambda drive: counted(own_bytes("read") // 2, own_bytes("write") // 2)
+    assert all(map(node.last_measured, ("a", "b")))
+    assert not node.last_measured("ab")
+    # Attribute half of this process's traffic to each drive.
+    node.counters = lambda drive: make_counters(own_bytes("read") // 2, own_bytes("write") // 2)
     node.look(3)
-    assert node.measured("ab")
+    assert node.last_measured("ab")
     together = node.profiles.together({"wwid-a", "wwid-b"})
     assert together is not None
     assert all(profile.mixed for profile in together.values())
 
 
-def busy(node: Node) -> None:
-    """Somebody reads from the drive, as much as counts."""
+def make_busy(node: Node) -> None:
+    """Simulate another process that reads from the drive just fast enough to count as use."""
     read = 0
 
     def grow(_: Drive) -> DriveCounters:
         nonlocal read
         read += 5 * MIB
-        return counted(read, 0)
+        return make_counters(read, 0)
 
     node.counters = grow
 
 
-def test_noise_is_no_use_and_more_is(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A measurement comes when nobody has used the drive for as long as is set."""
-    begun: list[Any] = []
-    monkeypatch.setattr(node.measuring, "_measure", lambda target, settings: begun.append(target))
+def test_only_traffic_above_the_noise_counts_as_use(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drive is measured when it has been unused for `idle_seconds`."""
+    started: list[Any] = []
+    monkeypatch.setattr(node.measuring, "_measure", lambda target, settings: started.append(target))
     node.measuring.settings = MeasureConfig(idle_seconds=5)
     now, read = 1000.0, 0
     monkeypatch.setattr(drive_measurement.time, "monotonic", lambda: now)
-    node.counters = lambda drive: counted(read, 0)
+    node.counters = lambda drive: make_counters(read, 0)
     for second in range(20):
         node.measuring.look()
-        assert bool(begun) == (second >= 15), second
+        assert bool(started) == (second >= 15), second
         now += 1
         read += 5 * MIB if second < 10 else MIB
 
 
 @pytest.mark.parametrize("use", ["rank", "disabled", "memory", "uncounted", "busy", "gone"])
-def test_what_is_used_or_cannot_be_known_is_left_alone(node: Node, use: str) -> None:
-    """Nothing is written."""
+def test_busy_or_unobservable_drives_are_not_measured(node: Node, use: str) -> None:
     node.measuring.settings = MeasureConfig(idle_seconds=1, most_bytes=96 * MIB, enabled=use != "disabled")
     node.in_memory = use == "memory"
     if use == "uncounted":
         node.counters = lambda drive: None
     elif use == "busy":
-        busy(node)
+        make_busy(node)
     elif use == "gone":
         node.measuring.paths = (str(node.paths[0] / "gone"),)
     before = own_bytes("write")
@@ -184,8 +181,8 @@ def test_what_is_used_or_cannot_be_known_is_left_alone(node: Node, use: str) -> 
     assert node.profiles.of(DRIVE) is None
 
 
-def test_a_run_that_comes_ends_a_measurement(node: Node, caplog: pytest.LogCaptureFixture) -> None:
-    """And its space is free for the run."""
+def test_a_starting_run_stops_a_measurement(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    """The space reserved for the measurement is released for the run."""
     node.measuring.settings = MeasureConfig(idle_seconds=0)
     caplog.set_level(logging.INFO)
     thread = threading.Thread(target=node.measuring.look)
@@ -201,8 +198,8 @@ def test_a_run_that_comes_ends_a_measurement(node: Node, caplog: pytest.LogCaptu
     assert node.profiles.of(DRIVE) is None
 
 
-def test_the_end_of_the_daemon_ends_a_measurement(node: Node) -> None:
-    """And none begins after it."""
+def test_shutdown_stops_a_measurement(node: Node) -> None:
+    """No measurement starts afterward."""
     node.measuring.settings = MeasureConfig(idle_seconds=0)
     thread = Background("measure", node.measuring.look, 0.01)
     thread.start()
@@ -214,46 +211,45 @@ def test_the_end_of_the_daemon_ends_a_measurement(node: Node) -> None:
     assert node.profiles.of(DRIVE) is None
 
 
-def test_one_that_others_have_disturbed_is_thrown_away(node: Node, caplog: pytest.LogCaptureFixture) -> None:
-    """Its result would be theirs."""
+def test_a_disturbed_measurement_is_discarded(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    node.counters = lambda drive: counted(2 * own_bytes("read"), 2 * own_bytes("write"))
+    node.counters = lambda drive: make_counters(2 * own_bytes("read"), 2 * own_bytes("write"))
     node.look()
     assert re.search(r'measure\.disturbed devices=a by=".* a"', caplog.text)
     assert node.profiles.of(DRIVE) is None
 
 
-def test_what_does_not_reach_the_drive_is_no_bandwidth(node: Node, caplog: pytest.LogCaptureFixture) -> None:
-    """It is said, and not tried again at once."""
-    node.counters = lambda drive: counted(0, 0)
+def test_cached_io_is_not_recorded_as_bandwidth(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    """The failure is logged, and the measurement is not retried immediately."""
+    node.counters = lambda drive: make_counters(0, 0)
     node.look(5)
     assert caplog.text.count("measure.failed") == 1
     assert "cached" in caplog.text
     assert node.profiles.of(DRIVE) is None
 
 
-def test_what_comes_to_nothing_is_tried_ever_more_rarely(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each time writes to the drive: after ten minutes, twice as long each time, and once a day in the end."""
-    passed, tried, ends = 0.0, list[float](), [True]
+def test_failed_measurements_are_retried_with_backoff(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Because each attempt writes to the drive, the pause grows from ten minutes to one day."""
+    elapsed, attempts, raise_defect = 0.0, list[float](), [True]
     monotonic = time.monotonic
-    monkeypatch.setattr(drive_measurement.time, "monotonic", lambda: monotonic() + passed)
+    monkeypatch.setattr(drive_measurement.time, "monotonic", lambda: monotonic() + elapsed)
 
     def results(*_: Any) -> Any:
-        tried.append(passed)
-        raise RuntimeError("a defect") if ends[0] else ProbeStoppedError("a run has come")
+        attempts.append(elapsed)
+        raise RuntimeError("a defect") if raise_defect[0] else ProbeStoppedError("a run has started")
 
     monkeypatch.setattr(node.measuring, "_results", results)
     for _ in range(4 * 24 * 12):  # four days, every five minutes
         with suppress(RuntimeError):
             node.look()
-        ends[0] = not ends[0]
-        passed += 300
-    pauses = [round(later - before) for before, later in pairwise(tried)]
+        raise_defect[0] = not raise_defect[0]
+        elapsed += 300
+    pauses = [round(later - before) for before, later in pairwise(attempts)]
     assert pauses == [600, 1200, 2400, 4800, 9600, 19200, 38400, 76800, 86400, 86400]
 
 
-def test_there_must_be_room_beside_what_runs_have_reserved(node: Node, caplog: pytest.LogCaptureFixture) -> None:
-    """A measurement is refused as a run is."""
+def test_measurements_respect_the_reservations_of_runs(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    """A measurement is rejected in the same way as a run if space is insufficient."""
     place = node.locate(str(node.paths[0]), Path())
     owner, free = Owner(pid=1, process_started=1), os.statvfs(place.path).f_bavail * os.statvfs(place.path).f_frsize
     node.reservations.reserve(owner, "r", place, free - 20 * MIB, free)
@@ -263,8 +259,8 @@ def test_there_must_be_room_beside_what_runs_have_reserved(node: Node, caplog: p
     assert node.profiles.of(DRIVE) is None
 
 
-def test_what_a_killed_daemon_left_is_removed_at_the_next_start(node: Node) -> None:
-    """Nothing else is."""
+def test_files_of_a_killed_daemon_are_removed_at_startup(node: Node) -> None:
+    """Recent files and files with other names are kept."""
     node.measuring.settings = MeasureConfig(idle_seconds=1000)
     old, young, other = (node.paths[0] / name for name in (".infinity-probe-x", ".infinity-probe-y", "infinity-probe"))
     for file in (old, young, other):
@@ -276,8 +272,8 @@ def test_what_a_killed_daemon_left_is_removed_at_the_next_start(node: Node) -> N
 
 
 @pytest.fixture
-def drive_of_its_own(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """A drive that nobody else uses, by name, and a folder on it; skip where none can be made."""
+def loop_drive(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the name of a loop device and a folder on it, or skip if none can be created."""
     image, folder = tmp_path / "image", tmp_path / "drive"
     with image.open("wb") as file:
         file.truncate(400 * MIB)
@@ -295,9 +291,9 @@ def drive_of_its_own(tmp_path: Path) -> Iterator[tuple[str, Path]]:
         yield Path(device).name, folder
 
 
-def test_a_daemon_measures_by_the_counters_of_the_kernel(drive_of_its_own: tuple[str, Path], tmp_path: Path) -> None:
-    """It answers meanwhile, ends in order, leaves the drive of a live rank alone, and serves what it has found."""
-    name, folder = drive_of_its_own
+def test_the_daemon_measures_a_real_drive(loop_drive: tuple[str, Path], tmp_path: Path) -> None:
+    """It answers requests meanwhile, exits cleanly, skips the drive of a live rank, and serves the results."""
+    name, folder = loop_drive
     runtime, config = tmp_path / "run", tmp_path / "infinityd.toml"
     runtime.mkdir(mode=0o700)
     config.write_text(f'[drives]\npaths = ["{folder}"]\n[measure]\nidle_seconds = 1\nmost_bytes = "96MiB"\n')
@@ -305,13 +301,13 @@ def test_a_daemon_measures_by_the_counters_of_the_kernel(drive_of_its_own: tuple
         until(lambda: "I/O engine" in process.log.read_text())
         assert f'infinity_device_free_bytes{{device="{name}"}}' in get(process.port, "/metrics")
     assert os.listdir(folder) == ["lost+found"]
-    (runtime / FILE_NAME).unlink(missing_ok=True)  # it may have come to its end
+    (runtime / FILE_NAME).unlink(missing_ok=True)  # the first measurement may have completed
     info = {"paths": json.dumps([str(folder)])}
     rank = Stats.create(runtime, run_id="r", rank=0, local_rank=0, world_size=1, devices=["nvme0"], info=info)
     with daemon(runtime, "--config", str(config)) as process:
-        for _ in range(40):  # four times as long as an idle drive has to wait
+        for _ in range(40):  # four times `idle_seconds`
             time.sleep(0.1)
-            # Looks at ranks come a little later on a busy machine: one that has begun is ended then.
+            # On a busy machine, a measurement may start before the daemon sees the rank, but it is then stopped.
             assert "measure.done" not in process.log.read_text()
     rank.close()
     with daemon(runtime, "--config", str(config)) as process:

@@ -1,4 +1,4 @@
-"""What the daemon serves to people: the page, the state, its stream; to whom, and how many."""
+"""Tests of the daemon's HTTP interface for people: the web page, the state and its stream, with tokens and limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILES = {
 }
 
 
-def asked(
+def request(
     port: int, path: str, *, method: str = "GET", token: str | None = None
 ) -> tuple[int, http.client.HTTPMessage, bytes]:
     peer = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -36,7 +36,7 @@ def asked(
 
 @contextlib.contextmanager
 def stream(port: int, token: str = ""):
-    """An open stream, as a file; at its first line."""
+    """Yield the response of an open stream as a file, positioned at its first line."""
     with socket.create_connection(("127.0.0.1", port), timeout=60) as peer, peer.makefile("rb") as answer:
         peer.sendall(f"GET /api/events HTTP/1.0\r\nAuthorization: Bearer {token}\r\n\r\n".encode())
         yield answer
@@ -46,31 +46,31 @@ def next_state(answer) -> dict:
     while line := answer.readline():
         if line.startswith(b"data: "):
             return json.loads(line[6:])
-    raise AssertionError("the stream has ended")
+    raise AssertionError("the stream ended")
 
 
-def test_the_page_and_its_parts_are_served_as_they_are(tmp_path):
-    """With a policy under which nothing else is loaded, and that allows what they do."""
+def test_the_page_and_its_files_are_served_unchanged(tmp_path):
+    """The content security policy blocks all other sources."""
     with daemon(tmp_path) as process:
         for path, name in FILES.items():
-            status, headers, content = asked(process.port, path)
+            status, headers, content = request(process.port, path)
             assert (status, content) == (200, (SITE / name).read_bytes())
             policy = headers["Content-Security-Policy"]
             assert "default-src 'none'" in policy
             assert "unsafe" not in policy
             assert headers["X-Content-Type-Options"] == "nosniff"
-            assert asked(process.port, path, method="HEAD")[::2] == (200, b"")
+            assert request(process.port, path, method="HEAD")[::2] == (200, b"")
         for method in ("POST", "PUT", "DELETE", "OPTIONS"):
             for path in ("/", "/metrics", "/api/events", "/none"):
-                status, headers, _ = asked(process.port, path, method=method)
+                status, headers, _ = request(process.port, path, method=method)
                 assert (status, headers["Allow"]) == (405, "GET, HEAD")
-        assert asked(process.port, "/icon.svg")[1]["Content-Type"] == "image/svg+xml"
+        assert request(process.port, "/icon.svg")[1]["Content-Type"] == "image/svg+xml"
         for path in ("/state.py", "/../service.py", "/site/page.js", "/index.html"):
-            assert asked(process.port, path)[0] == 404
+            assert request(process.port, path)[0] == 404
 
 
-def test_the_page_has_nothing_from_elsewhere():
-    """No address of another host, no code or style in the markup, and no markup made from texts."""
+def test_the_page_has_no_external_or_inline_code():
+    """The files contain no other host's URL, no inline script or style, and no HTML built from strings."""
     assert {path.name for path in SITE.iterdir()} == {*FILES.values(), "icon.svg"}
     for path in SITE.iterdir():
         text = path.read_text().replace("http://www.w3.org/2000/svg", "")
@@ -83,8 +83,7 @@ def test_the_page_has_nothing_from_elsewhere():
         )
 
 
-def test_the_stream_tells_what_a_rank_counts(tmp_path):
-    """The state at once, and then as it changes; the same that can be asked for."""
+def test_the_stream_sends_the_state_and_its_changes(tmp_path):
     rank = CountedRank(tmp_path, paths=[tmp_path])
     rank.step(loss=3.5)
     with daemon(tmp_path) as process, stream(process.port) as answer:
@@ -95,7 +94,7 @@ def test_the_stream_tells_what_a_rank_counts(tmp_path):
         while (state := next_state(answer))["runs"][0]["steps"] < 2:
             pass
         assert state["runs"][0]["loss"] == 3.25
-        status, headers, content = asked(process.port, "/api/state")
+        status, headers, content = request(process.port, "/api/state")
         assert (status, headers["Content-Type"]) == (200, "application/json")
         assert json.loads(content)["runs"][0]["steps"] == 2
         while not (state := next_state(answer))["drives"]:
@@ -104,29 +103,29 @@ def test_the_stream_tells_what_a_rank_counts(tmp_path):
         rank.stats.close()
         while (state := next_state(answer))["runs"][0]["status"] != "ended":
             pass
-        assert state["runs"][0]["loss"] == 3.25  # as long as its page is served
+        assert state["runs"][0]["loss"] == 3.25  # as long as its stats file is served
 
 
-def test_whoever_looks_must_have_the_token_but_for_the_empty_page(tmp_path):
+def test_only_the_empty_page_is_served_without_a_token(tmp_path):
     token = tmp_path / "token"
     token.write_text("0123456789abcdef\n")
     token.chmod(0o600)
     CountedRank(tmp_path, run="secret-run").step()
     with daemon(tmp_path, "--token-file", str(token)) as process:
         for path in (*FILES, "/icon.svg"):
-            status, _, content = asked(process.port, path)
+            status, _, content = request(process.port, path)
             assert (status, b"secret-run" in content) == (200, False)
         for path in ("/api/state", "/api/events"):
             for wrong in (None, "", "0123456789abcde"):
-                assert asked(process.port, path, token=wrong, method="HEAD")[0] == 401
-            assert b"secret-run" not in asked(process.port, path)[2]
-            assert asked(process.port, path, token="0123456789abcdef", method="HEAD")[0] == 200
+                assert request(process.port, path, token=wrong, method="HEAD")[0] == 401
+            assert b"secret-run" not in request(process.port, path)[2]
+            assert request(process.port, path, token="0123456789abcdef", method="HEAD")[0] == 200
         with stream(process.port, "0123456789abcdef") as answer:
             assert next_state(answer)["runs"][0]["id"] == "secret-run"
 
 
-def test_fifty_who_look_block_nobody(tmp_path):
-    """And who does not read what it is sent neither; above the limit one is told so."""
+def test_fifty_streams_do_not_block_other_requests(tmp_path):
+    """Streams that are not read do not block either; above the limit, the response has status 503."""
     CountedRank(tmp_path).step()
     with daemon(tmp_path) as process, contextlib.ExitStack() as stack:
         answers = [stack.enter_context(stream(process.port)) for _ in range(50)]
@@ -139,14 +138,14 @@ def test_fifty_who_look_block_nobody(tmp_path):
             assert next_state(answer)["runs"]
         for _ in range(MAX_STREAMS - 50):
             assert b" 200 OK" in stack.enter_context(stream(process.port)).readline()
-        status, _, content = asked(process.port, "/api/events")
+        status, _, content = request(process.port, "/api/events")
         assert (status, b"64 streams" in content) == (503, True)
         assert "infinity_daemon_build_info" in get(process.port, "/metrics")
     assert "Traceback" not in process.log.read_text()
 
 
-def test_names_that_would_be_markup_are_only_text(tmp_path):
-    """A path may hold anything printable; in JSON it is what it is."""
+def test_the_state_contains_paths_unescaped(tmp_path):
+    """A path may contain any printable characters."""
     odd = tmp_path / "<img src=x onerror=alert(1)>\"'&"
     odd.mkdir()
     rank = CountedRank(tmp_path, paths=[odd])

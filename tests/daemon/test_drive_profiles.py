@@ -1,4 +1,4 @@
-"""What drives can do: a history that outlasts restarts, and the profiles that are made of it."""
+"""Tests of drive bandwidth profiles: the persistent history of measurements, and profiles derived from it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from infinity_daemon.drive_bandwidth import FILE_NAME, RECENT, Measured, Profile
 
 
 def drive(identity: str) -> Drive:
-    """Return a drive, under whatever name."""
+    """Return a drive; its device name is arbitrary."""
     return Drive(name="nvme0n1", identity=identity)
 
 
-def alone(read: float, when: float, source: str = "daemon", on: str = "a", **others: float) -> Measured:
+def measurement(read: float, when: float, source: str = "daemon", on: str = "a", **others: float) -> Measured:
     """Return a measurement of one drive."""
     return Measured(rates={on: Rates(read=read, **others)}, source=source, measured=when)
 
 
-def history(folder: Path, *measurements: Measured) -> Profiles:
-    """Return the profiles of some measurements."""
+def profiles_of(folder: Path, *measurements: Measured) -> Profiles:
+    """Return profiles with some recorded measurements."""
     profiles = Profiles(folder)
     for one in measurements:
         profiles.record(one)
     return profiles
 
 
-def test_they_are_kept_across_restarts(tmp_path: Path) -> None:
-    """In one file."""
+def test_profiles_persist_across_restarts(tmp_path: Path) -> None:
     assert Profiles(tmp_path).of(drive("a")) is None
-    history(tmp_path, alone(2e9, 1.0, write=1e9))
+    profiles_of(tmp_path, measurement(2e9, 1.0, write=1e9))
     again = Profiles(tmp_path)
     again.load()
     found = again.of(drive("a"))
@@ -43,13 +42,13 @@ def test_they_are_kept_across_restarts(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [FILE_NAME]
 
 
-def test_a_profile_is_the_median_of_the_newest_whoever_took_them(tmp_path: Path) -> None:
-    """One that was disturbed changes nothing; one that is old is forgotten."""
-    times = [alone(speed, when, source) for when, (speed, source) in enumerate(
+def test_a_profile_is_the_median_of_recent_measurements(tmp_path: Path) -> None:
+    """All sources count; one outlier changes nothing, and old measurements are dropped."""
+    times = [measurement(speed, when, source) for when, (speed, source) in enumerate(
         [(9e9, "probe"), (9e9, "probe"), (9e9, "run"), (3e9, "daemon"), (1e6, "probe"), (2e9, "run"), (4e9, "daemon"),
          (2.5e9, "daemon")], 1,
     )]  # fmt: skip
-    profiles = history(tmp_path, *times, alone(1.0, 8.5, on="b"))
+    profiles = profiles_of(tmp_path, *times, measurement(1.0, 8.5, on="b"))
     found = profiles.of(drive("a"))
     assert found is not None
     assert found.read == 2.5e9
@@ -57,18 +56,20 @@ def test_a_profile_is_the_median_of_the_newest_whoever_took_them(tmp_path: Path)
     assert profiles.measured({"a"}, "probe") == 5
 
 
-def test_each_load_has_its_own_newest(tmp_path: Path) -> None:
-    """Who measured only one load says nothing of the others."""
-    profiles = history(tmp_path, alone(1.0, 1, "probe", write=7.0), *(alone(2.0, 2 + when) for when in range(RECENT)))
+def test_each_load_has_its_own_recent_measurements(tmp_path: Path) -> None:
+    """A measurement of one load does not displace those of other loads."""
+    profiles = profiles_of(
+        tmp_path, measurement(1.0, 1, "probe", write=7.0), *(measurement(2.0, 2 + when) for when in range(RECENT))
+    )
     found = profiles.of(drive("a"))
     assert found is not None
     assert (found.read, found.write) == (2.0, 7.0)
 
 
-def test_together_are_those_that_were_measured_together(tmp_path: Path) -> None:
-    """Not more, and not fewer; who is known only so has those."""
+def test_joint_rates_need_a_measurement_of_the_same_drives(tmp_path: Path) -> None:
+    """A drive that was only measured jointly takes its own profile from that measurement."""
     both = Measured(rates={"a": Rates(read=2.0), "b": Rates(read=3.0)}, source="run", measured=5)
-    profiles = history(tmp_path, alone(4.0, 1), both)
+    profiles = profiles_of(tmp_path, measurement(4.0, 1), both)
     found = profiles.together({"a", "b"})
     assert found is not None
     assert {name: profile.read for name, profile in found.items()} == {"a": 2.0, "b": 3.0}
@@ -77,8 +78,8 @@ def test_together_are_those_that_were_measured_together(tmp_path: Path) -> None:
     assert [profile and profile.read for profile in map(profiles.of, map(drive, "abc"))] == [4.0, 3.0, None]
 
 
-def test_the_history_is_bounded(tmp_path: Path) -> None:
-    """However much is told; the newest stay."""
+def test_the_history_size_is_limited(tmp_path: Path) -> None:
+    """The newest measurements are kept."""
     profiles = Profiles(tmp_path)
     for number in range(150):
         rates = {f"{'x' * 3000}{index}": Rates(read=1.0) for index in range(3)}
@@ -89,7 +90,7 @@ def test_the_history_is_bounded(tmp_path: Path) -> None:
     assert again.of(drive("drive149")) is not None
     assert again.of(drive("drive0")) is None
     for number in range(3 * RECENT):
-        profiles.record(alone(1.0, 1000 + number))
+        profiles.record(measurement(1.0, 1000 + number))
     kept = json.loads((tmp_path / FILE_NAME).read_text())["measurements"]
     assert sum(list(one["rates"]) == ["a"] for one in kept) == RECENT
 
@@ -101,36 +102,35 @@ def test_the_history_is_bounded(tmp_path: Path) -> None:
      '{"measurements": [{"rates": {"a": {"read": 1}}, "source": "me", "measured": 1}]}', "\xff" * 9, "[" * 99999,
      '{"measurements": [' + "1," * 600 + "1]}", " " * (2 << 20)],
 )  # fmt: skip
-def test_garbage_is_an_empty_history_and_said_once(
+def test_an_invalid_history_is_replaced_with_one_warning(
     content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The next measurement begins a new one."""
     (tmp_path / FILE_NAME).write_text(content)
     profiles = Profiles(tmp_path)
     profiles.load()
     assert profiles.of(drive("a")) is None
-    profiles.record(alone(1.0, 1))
+    profiles.record(measurement(1.0, 1))
     again = Profiles(tmp_path)
     again.load()
     assert again.of(drive("a")) is not None
     assert caplog.text.count("bandwidth.unreadable") == 1
 
 
-def test_a_folder_that_cannot_be_written_costs_the_history_only(tmp_path: Path) -> None:
-    """What was measured is known until the daemon ends."""
+def test_an_unwritable_folder_loses_only_the_history(tmp_path: Path) -> None:
+    """Measurements stay in memory until the daemon exits."""
     profiles = Profiles(tmp_path / "gone")
     with pytest.raises(FileNotFoundError):
-        profiles.record(alone(5.0, 1))
+        profiles.record(measurement(5.0, 1))
     found = profiles.of(drive("a"))
     assert found is not None
     assert found.read == 5.0
 
 
-def test_threads_share_them(tmp_path: Path) -> None:
-    """The file has what the last of them knew."""
+def test_concurrent_recording_keeps_every_measurement(tmp_path: Path) -> None:
     profiles = Profiles(tmp_path)
     threads = [
-        threading.Thread(target=profiles.record, args=(alone(1.0, 1 + number, on=str(number)),)) for number in range(20)
+        threading.Thread(target=profiles.record, args=(measurement(1.0, 1 + number, on=str(number)),))
+        for number in range(20)
     ]
     for thread in threads:
         thread.start()

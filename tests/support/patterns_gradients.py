@@ -10,21 +10,21 @@ from torch import nn
 
 from infinity.errors import InfinityError
 from support import models
-from support.habit import EARLY, LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDULE, Loop, habit
+from support.loop_pattern import EARLY, LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDULE, Loop, pattern
 from support.train import OPTIMIZERS, batch
 
 USED = r"step\(\).*zero_grad\(\)"
 """What a refusal says where gradients of the step before are wanted."""
 
 
-@habit("zero_grad after step")
+@pattern("zero_grad after step")
 def after_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
 
 
-@habit("zero_grad before forward")
+@pattern("zero_grad before forward")
 def before_forward(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -33,7 +33,7 @@ def before_forward(loop: Loop) -> None:
         optimizer.step()
 
 
-@habit("zero_grad between forward and backward")
+@pattern("zero_grad between forward and backward")
 def before_backward(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -43,7 +43,7 @@ def before_backward(loop: Loop) -> None:
         optimizer.step()
 
 
-@habit("model.zero_grad() instead of the optimizer's")
+@pattern("model.zero_grad() instead of optimizer.zero_grad()")
 def of_the_model(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -52,7 +52,7 @@ def of_the_model(loop: Loop) -> None:
         model.zero_grad()
 
 
-@habit("p.grad = None instead of zero_grad")
+@pattern("p.grad = None instead of zero_grad()")
 def set_to_none(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -62,7 +62,7 @@ def set_to_none(loop: Loop) -> None:
             param.grad = None
 
 
-@habit("zero_grad(set_to_none=False)")
+@pattern("zero_grad(set_to_none=False)")
 def to_zero(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -71,7 +71,7 @@ def to_zero(loop: Loop) -> None:
         optimizer.zero_grad(set_to_none=False)
 
 
-@habit("zero_grad(set_to_none=False), and layers that a step does not use")
+@pattern("zero_grad(set_to_none=False), with layers that some steps do not use")
 def to_zero_and_skipped(loop: Loop) -> None:
     """In memory their gradients are zero, not None: moments decay and weights move."""
     model, optimizer = loop.begin()
@@ -82,7 +82,7 @@ def to_zero_and_skipped(loop: Loop) -> None:
         optimizer.zero_grad(set_to_none=False)
 
 
-@habit("model.zero_grad(set_to_none=False), and layers that a step does not use", slow=True)
+@pattern("model.zero_grad(set_to_none=False), with layers that some steps do not use", slow=True)
 def model_to_zero_and_skipped(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step, order in enumerate([(0, 1, 2), (0, 2), (0, 1, 2), (1, 2), (0, 2)]):
@@ -92,8 +92,8 @@ def model_to_zero_and_skipped(loop: Loop) -> None:
         model.zero_grad(set_to_none=False)
 
 
-@habit(
-    "zero_grad(set_to_none=False) between backward and step() drops a bad batch",
+@pattern(
+    "zero_grad(set_to_none=False) between backward and step(), to discard a batch",
     update_schedules=("in_forward", "after_backward"),
 )
 def dropped_to_zero(loop: Loop) -> None:
@@ -106,15 +106,20 @@ def dropped_to_zero(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-habit(
-    "zero_grad(set_to_none=False) between backward and step() drops a bad batch; updates run in backward",
+pattern(
+    "zero_grad(set_to_none=False) between backward and step(), to discard a batch; updates in backward",
     UNSUPPORTED,
     UPDATE_SCHEDULE,
     update_schedules=("auto", *EARLY),
 )(dropped_to_zero)
 
 
-@habit("never zero_grad: gradients of all steps add up", UNSUPPORTED, USED)
+@pattern(
+    "no zero_grad(): gradients accumulate over all steps",
+    UNSUPPORTED,
+    USED,
+    note="gradients cannot accumulate across steps",
+)
 def never(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -122,7 +127,7 @@ def never(loop: Loop) -> None:
         optimizer.step()
 
 
-@habit("zero_grad after every second step", UNSUPPORTED, USED)
+@pattern("zero_grad() after every second step", UNSUPPORTED, USED, note="gradients cannot accumulate across steps")
 def seldom(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -132,7 +137,13 @@ def seldom(loop: Loop) -> None:
             optimizer.zero_grad()
 
 
-@habit("zero_grad only of half of the parameters", UNSUPPORTED, USED, slow=True)
+@pattern(
+    "gradients of half of the parameters set to None",
+    UNSUPPORTED,
+    USED,
+    note="gradients cannot accumulate across steps",
+    slow=True,
+)
 def in_part(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -142,12 +153,12 @@ def in_part(loop: Loop) -> None:
             param.grad = None
 
 
-@habit("which p.grad is None is looked at before backward, after it and after zero_grad")
+@pattern("p.grad compared with None before backward, after backward and after step()")
 def none_or_not(loop: Loop) -> None:
     model, optimizer = loop.begin("spare")
 
     def look() -> None:
-        loop.see("None", [param.grad is None for param in model.parameters()])
+        loop.record("None", [param.grad is None for param in model.parameters()])
 
     for step in range(STEPS):
         look()
@@ -158,48 +169,48 @@ def none_or_not(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch", early=UPDATE_SCHEDULE)
+@pattern("clip_grad_norm_ of torch", in_backward_error=UPDATE_SCHEDULE)
 def clip(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
-        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch, weights frozen in part", early=UPDATE_SCHEDULE, slow=True)
+@pattern("clip_grad_norm_ of torch, with frozen parameters", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def clip_frozen(loop: Loop) -> None:
     model, optimizer = loop.begin("frozen")
     for step in range(STEPS):
         loop.loss(model, step).backward()
-        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+        loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.05))
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch, pure bf16", early=UPDATE_SCHEDULE, slow=True)
+@pattern("clip_grad_norm_ of torch, with bf16 parameters", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def clip_bf16(loop: Loop) -> None:
     model, optimizer = loop.begin(policy="pure_bf16")
     for step in range(STEPS):
         loop.loss(model, step).backward()
-        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch over those with a gradient", early=UPDATE_SCHEDULE)
+@pattern("clip_grad_norm_ of torch for the parameters that have a gradient", in_backward_error=UPDATE_SCHEDULE)
 def clip_filtered(loop: Loop) -> None:
     model, optimizer = loop.begin("spare")
     for step in range(STEPS):
         loop.loss(model, step).backward()
         given = [param for param in model.parameters() if param.requires_grad and param.grad is not None]
-        loop.see("norm", nn.utils.clip_grad_norm_(given, 0.5))
+        loop.record("norm", nn.utils.clip_grad_norm_(given, 0.5))
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch over the optimizer's groups, one by one", early=UPDATE_SCHEDULE)
+@pattern("clip_grad_norm_ of torch for each param group", in_backward_error=UPDATE_SCHEDULE)
 def clip_groups(loop: Loop) -> None:
     model = models.build("toy")
     matrices = [param for param in model.parameters() if param.ndim > 1]
@@ -209,50 +220,50 @@ def clip_groups(loop: Loop) -> None:
     for step in range(STEPS):
         loop.loss(model, step).backward()
         for group in optimizer.param_groups:
-            loop.see("norm", nn.utils.clip_grad_norm_(group["params"], 0.3))
+            loop.record("norm", nn.utils.clip_grad_norm_(group["params"], 0.3))
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch layer by layer", early=UPDATE_SCHEDULE, slow=True)
+@pattern("clip_grad_norm_ of torch for each layer", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def clip_layers(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
         for block in model.blocks:
-            loop.see("norm", nn.utils.clip_grad_norm_(block.parameters(), 0.1))
+            loop.record("norm", nn.utils.clip_grad_norm_(block.parameters(), 0.1))
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch for each parameter", early=UPDATE_SCHEDULE, slow=True)
+@pattern("clip_grad_norm_ of torch for each parameter", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def clip_each(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
         for param in model.parameters():
-            loop.see("norm", nn.utils.clip_grad_norm_(param, 0.05))
+            loop.record("norm", nn.utils.clip_grad_norm_(param, 0.05))
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of torch twice in a step", early=UPDATE_SCHEDULE)
+@pattern("clip_grad_norm_ of torch twice per step", in_backward_error=UPDATE_SCHEDULE)
 def clip_twice(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
         for most in (0.5, 0.2):
-            loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), most))
+            loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), most))
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ with foreach=False", early=UPDATE_SCHEDULE, slow=True)
+@pattern("clip_grad_norm_ of torch with foreach=False", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def clip_one_by_one(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
-        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False))
+        loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -262,27 +273,27 @@ def clipped_with(loop: Loop, order: float) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
-        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=order))
+        loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=order))
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ with the norm of order infinity", early=UPDATE_SCHEDULE)
+@pattern("clip_grad_norm_ of torch with norm_type=inf", in_backward_error=UPDATE_SCHEDULE)
 def clip_infinity(loop: Loop) -> None:
     clipped_with(loop, float("inf"))
 
 
-@habit("clip_grad_norm_ with the norm of order 1", early=UPDATE_SCHEDULE, slow=True)
+@pattern("clip_grad_norm_ of torch with norm_type=1", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def clip_one(loop: Loop) -> None:
     clipped_with(loop, 1.0)
 
 
-@habit("clip_grad_norm_ with the norm of order 3", early=UPDATE_SCHEDULE, slow=True)
+@pattern("clip_grad_norm_ of torch with norm_type=3", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def clip_three(loop: Loop) -> None:
     clipped_with(loop, 3.0)
 
 
-@habit("clip_grad_norm_ of the optimizer, order infinity", update_schedules=LATE)
+@pattern("optimizer.clip_grad_norm_ with norm_type=inf", update_schedules=LATE)
 def clip_paged_infinity(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -291,24 +302,24 @@ def clip_paged_infinity(loop: Loop) -> None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=float("inf"))
         else:
             norm = optimizer.clip_grad_norm_(0.1, norm_type=float("inf"))
-        loop.see("norm", norm)
+        loop.record("norm", norm)
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("norms logged by clipping at infinity", early=UPDATE_SCHEDULE, slow=True)
+@pattern("gradient norm logged with clip_grad_norm_ and max_norm=inf", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def clip_at_infinity(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
-        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
+        loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit(
-    "clipping begins in the middle of training",
-    early=UPDATE_SCHEDULE,
+@pattern(
+    "clipping starts during training",
+    in_backward_error=UPDATE_SCHEDULE,
     update_schedules=("in_forward", "after_backward"),
 )
 def clip_late(loop: Loop) -> None:
@@ -316,59 +327,62 @@ def clip_late(loop: Loop) -> None:
     for step in range(STEPS):
         loop.loss(model, step).backward()
         if step >= 3:
-            loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         optimizer.step()
         optimizer.zero_grad()
 
 
-habit(
-    "clipping begins in the middle of training; update schedule auto",
+pattern(
+    "clipping starts during training; update.schedule = auto",
     UNSUPPORTED,
     UPDATE_SCHEDULE,
     update_schedules=("auto",),
 )(clip_late)
 
 
-@habit("clip_grad_norm_ with error_if_nonfinite, the error caught and the batch dropped", early=UPDATE_SCHEDULE)
+@pattern(
+    "clip_grad_norm_ with error_if_nonfinite=True; the error is caught and the step skipped",
+    in_backward_error=UPDATE_SCHEDULE,
+)
 def clip_not_finite(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loss = loop.loss(model, step)
         (loss * float("inf") if step == 2 else loss).backward()
         try:
-            loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5, error_if_nonfinite=True))
+            loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5, error_if_nonfinite=True))
             optimizer.step()
         except InfinityError:
             raise
         except RuntimeError:
-            loop.see("not finite", step)
+            loop.record("not finite", step)
         optimizer.zero_grad()
 
 
-@habit("clip_grad_norm_ of a norm that is not finite, and the step taken", early=UPDATE_SCHEDULE)
+@pattern("clip_grad_norm_ with a non-finite norm, followed by step()", in_backward_error=UPDATE_SCHEDULE)
 def clip_nan_and_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loss = loop.loss(model, step)
         (loss * float("inf") if step == 2 else loss).backward()
-        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("get_total_norm and clip_grads_with_norm_", early=UPDATE_SCHEDULE, slow=True)
+@pattern("get_total_norm and clip_grads_with_norm_", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def clip_in_two_calls(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        loop.see("norm", norm)
+        loop.record("norm", norm)
         nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("clip_grad_value_", early=UPDATE_SCHEDULE)
+@pattern("clip_grad_value_", in_backward_error=UPDATE_SCHEDULE)
 def clip_value(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -378,7 +392,7 @@ def clip_value(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("clip_grad_value_ with foreach=False", early=UPDATE_SCHEDULE, slow=True)
+@pattern("clip_grad_value_ with foreach=False", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def clip_value_one_by_one(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -388,56 +402,56 @@ def clip_value_one_by_one(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a step is skipped where the norm leaps", early=UPDATE_SCHEDULE)
+@pattern("step skipped if the gradient norm is too large", in_backward_error=UPDATE_SCHEDULE)
 def skip_leaps(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loss = loop.loss(model, step)
         (loss * 100 if step == 3 else loss).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        loop.see("norm", norm)
+        loop.record("norm", norm)
         if step != 3:
             optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("p.grad.norm() logged for every parameter", early=UPDATE_SCHEDULE)
+@pattern("p.grad.norm() logged for every parameter", in_backward_error=UPDATE_SCHEDULE)
 def log_norms(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
         for name, param in model.named_parameters():
-            loop.see(name, param.grad.norm())
+            loop.record(name, param.grad.norm())
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("p.grad.norm() logged every second step", early=UPDATE_SCHEDULE, slow=True)
+@pattern("p.grad.norm() logged in every second step", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def log_norms_seldom(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
         if step % 2 == 0:
-            loop.see("norm", sum(param.grad.norm() ** 2 for param in model.parameters()) ** 0.5)
+            loop.record("norm", sum(param.grad.norm() ** 2 for param in model.parameters()) ** 0.5)
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("largest, mean and NaN of p.grad logged", early=UPDATE_SCHEDULE, slow=True)
+@pattern("maximum, mean and NaN of p.grad logged", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def log_extremes(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
         for name, param in model.named_parameters():
-            loop.see(name, param.grad.abs().max())
-            loop.see(name, param.grad.mean())
-            loop.see(name, param.grad.isnan().any())
-            loop.see(name, (param.grad == 0).sum())
+            loop.record(name, param.grad.abs().max())
+            loop.record(name, param.grad.mean())
+            loop.record(name, param.grad.isnan().any())
+            loop.record(name, (param.grad == 0).sum())
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("p.grad looked at only after step()", UNSUPPORTED, "read it before")
+@pattern("p.grad read after step()", UNSUPPORTED, "read it before", note="read it before `step()`")
 def log_after_step(loop: Loop) -> None:
     """In memory it is still there."""
     model, optimizer = loop.begin()
@@ -445,36 +459,38 @@ def log_after_step(loop: Loop) -> None:
         loop.loss(model, step).backward()
         optimizer.step()
         for name, param in model.named_parameters():
-            loop.see(name, param.grad)
+            loop.record(name, param.grad)
         optimizer.zero_grad()
 
 
-@habit("clipped gradients looked at after clip_grad_norm_", early=UPDATE_SCHEDULE, slow=True)
+@pattern("clipped gradients read after clip_grad_norm_", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def look_at_clipped(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        loop.see("gradient", model.head.weight.grad)
+        loop.record("gradient", model.head.weight.grad)
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("shape, dtype, device, full_tensor() and to_local() of p.grad", early=UPDATE_SCHEDULE)
+@pattern("shape, dtype, device, full_tensor() and to_local() of p.grad", in_backward_error=UPDATE_SCHEDULE)
 def whole_and_local(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
         grad = model.head.weight.grad
-        loop.see("form", (tuple(grad.shape), str(grad.dtype), str(grad.device), grad.numel(), grad.ndim))
-        loop.see("whole", grad.full_tensor())
-        loop.see("local", grad.to_local())
-        loop.see("copy", grad.detach().cpu().clone().full_tensor())
+        loop.record("form", (tuple(grad.shape), str(grad.dtype), str(grad.device), grad.numel(), grad.ndim))
+        loop.record("whole", grad.full_tensor())
+        loop.record("local", grad.to_local())
+        loop.record("copy", grad.detach().cpu().clone().full_tensor())
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("gradients kept for a comparison with the next step's", early=UPDATE_SCHEDULE, slow=True)
+@pattern(
+    "gradients cloned and compared with the gradients of the next step", in_backward_error=UPDATE_SCHEDULE, slow=True
+)
 def keep_clones(loop: Loop) -> None:
     model, optimizer = loop.begin()
     before: list[torch.Tensor] = []
@@ -482,13 +498,13 @@ def keep_clones(loop: Loop) -> None:
         loop.loss(model, step).backward()
         now = [param.grad.detach().clone() for param in model.parameters()]
         for a, b in zip(before, now, strict=False):
-            loop.see("alike", (a * b).sum())
+            loop.record("alike", (a * b).sum())
         before = now
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("a reference to p.grad kept beyond step and zero_grad", UNSUPPORTED, "clone")
+@pattern("a reference to p.grad kept after step() and zero_grad()", UNSUPPORTED, "clone", note="clone the gradient")
 def keep_references(loop: Loop) -> None:
     """In memory the tensor stays as it was, since zero_grad only lets go of it."""
     model, optimizer = loop.begin()
@@ -496,13 +512,13 @@ def keep_references(loop: Loop) -> None:
     for step in range(STEPS):
         loop.loss(model, step).backward()
         for grad in kept:
-            loop.see("before", grad)
+            loop.record("before", grad)
         kept = [model.blocks[0].up.weight.grad, model.head.bias.grad]
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("noise added to gradients", early=UPDATE_SCHEDULE, slow=True)
+@pattern("noise added to gradients", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def noise(loop: Loop) -> None:
     model, optimizer = loop.begin()
     generator = torch.Generator().manual_seed(3)
@@ -515,7 +531,7 @@ def noise(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("torch.randn_like(p.grad) added to gradients", early=UPDATE_SCHEDULE, ranks=(1,))
+@pattern("torch.randn_like(p.grad) added to gradients", in_backward_error=UPDATE_SCHEDULE, ranks=(1,))
 def noise_like(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -527,7 +543,7 @@ def noise_like(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients divided by the number of tokens", early=UPDATE_SCHEDULE, slow=True)
+@pattern("gradients divided by the number of tokens", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def divide(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -539,7 +555,7 @@ def divide(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("p.grad = p.grad * factor", early=UPDATE_SCHEDULE)
+@pattern("p.grad = p.grad * factor", in_backward_error=UPDATE_SCHEDULE)
 def assign(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -550,7 +566,7 @@ def assign(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("p.grad.data changed: mul_, clamp_", early=UPDATE_SCHEDULE, slow=True)
+@pattern("p.grad.data modified: mul_, clamp_", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def data(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -562,7 +578,7 @@ def data(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients of a layer set to zero or None before step()", early=UPDATE_SCHEDULE)
+@pattern("gradients of a layer set to zero or None before step()", in_backward_error=UPDATE_SCHEDULE)
 def cancel(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -575,7 +591,7 @@ def cancel(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("torch._foreach_mul_ of all gradients", early=UPDATE_SCHEDULE, slow=True)
+@pattern("torch._foreach_mul_ of all gradients", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def foreach(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -585,7 +601,11 @@ def foreach(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients of matrices centralised, signs taken", early=UPDATE_SCHEDULE, slow=True)
+@pattern(
+    "gradients centralized (matrices) or replaced by their signs (vectors)",
+    in_backward_error=UPDATE_SCHEDULE,
+    slow=True,
+)
 def centralise(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -599,7 +619,7 @@ def centralise(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("an element, a row or a local view of p.grad written", early=UPDATE_SCHEDULE)
+@pattern("in-place writes to rows and elements of p.grad", in_backward_error=UPDATE_SCHEDULE)
 def views(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -611,7 +631,7 @@ def views(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients of two tasks taken apart and combined", early=UPDATE_SCHEDULE)
+@pattern("gradients of two tasks computed separately and combined", in_backward_error=UPDATE_SCHEDULE)
 def surgery(loop: Loop) -> None:
     model, optimizer = loop.begin()
     params = list(model.parameters())
@@ -646,17 +666,27 @@ def added_by_hand(loop: Loop, *, clone: bool) -> None:
         optimizer.zero_grad()
 
 
-@habit("clones of gradients added up by hand, and given back before step()", early=UPDATE_SCHEDULE, slow=True)
+@pattern(
+    "clones of gradients summed in the loop and assigned to p.grad before step()",
+    in_backward_error=UPDATE_SCHEDULE,
+    slow=True,
+)
 def by_hand(loop: Loop) -> None:
     added_by_hand(loop, clone=True)
 
 
-@habit("references to gradients kept over p.grad = None, added up and given back", UNSUPPORTED, "clone", slow=True)
+@pattern(
+    "references to gradients kept after p.grad = None, summed and assigned to p.grad",
+    UNSUPPORTED,
+    "clone",
+    note="clone the gradients",
+    slow=True,
+)
 def by_hand_referenced(loop: Loop) -> None:
     added_by_hand(loop, clone=False)
 
 
-@habit("gradients given without any backward", early=UPDATE_SCHEDULE)
+@pattern("gradients assigned to p.grad without backward", in_backward_error=UPDATE_SCHEDULE)
 def given(loop: Loop) -> None:
     """As where another process has computed them, or an evolution strategy."""
     model, optimizer = loop.begin()
@@ -670,7 +700,7 @@ def given(loop: Loop) -> None:
             loop.loss(model, step)
 
 
-@habit("SGD by hand: p -= lr * p.grad, in place")
+@pattern("SGD in the loop: p -= lr * p.grad")
 def sgd_in_place(loop: Loop) -> None:
     model, _ = loop.begin()
     for step in range(STEPS):
@@ -681,7 +711,7 @@ def sgd_in_place(loop: Loop) -> None:
         model.zero_grad()
 
 
-@habit("SGD by hand: p.copy_(p - lr * p.grad)")
+@pattern("SGD in the loop: p.copy_(p - lr * p.grad)")
 def sgd_copied(loop: Loop) -> None:
     model, _ = loop.begin()
     for step in range(STEPS):
@@ -692,8 +722,9 @@ def sgd_copied(loop: Loop) -> None:
         model.zero_grad()
 
 
-@habit(
-    "sharpness-aware: weights moved along the gradient, a second backward, weights moved back", early=UPDATE_SCHEDULE
+@pattern(
+    "sharpness-aware minimization: weights perturbed along the gradient, second backward, weights restored",
+    in_backward_error=UPDATE_SCHEDULE,
 )
 def sharpness(loop: Loop) -> None:
     model, optimizer = loop.begin()
@@ -701,7 +732,7 @@ def sharpness(loop: Loop) -> None:
     for step in range(STEPS):
         loop.loss(model, step).backward()
         norm = nn.utils.get_total_norm([param.grad for param in params])
-        loop.see("norm", norm)
+        loop.record("norm", norm)
         before = [param.detach().clone() for param in params]
         with torch.no_grad():
             for param in params:
@@ -715,7 +746,7 @@ def sharpness(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("GradScaler on the CPU", early=UPDATE_SCHEDULE, slow=True)
+@pattern("GradScaler on the CPU", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def scaler(loop: Loop) -> None:
     model, optimizer = loop.begin()
     scaling = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -724,11 +755,11 @@ def scaler(loop: Loop) -> None:
         scaling.scale(loss * float("inf") if step == 2 else loss).backward()
         scaling.step(optimizer)
         scaling.update()
-        loop.see("scale", scaling.get_scale())
+        loop.record("scale", scaling.get_scale())
         optimizer.zero_grad()
 
 
-@habit("GradScaler on the CPU, an optimizer that is not fused", early=UPDATE_SCHEDULE)
+@pattern("GradScaler on the CPU, with an optimizer that is not fused", in_backward_error=UPDATE_SCHEDULE)
 def scaler_not_fused(loop: Loop) -> None:
     model, optimizer = loop.begin(optimizer="adamw_foreach")
     scaling = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -737,11 +768,11 @@ def scaler_not_fused(loop: Loop) -> None:
         scaling.scale(loss * float("inf") if step == 2 else loss).backward()
         scaling.step(optimizer)
         scaling.update()
-        loop.see("scale", scaling.get_scale())
+        loop.record("scale", scaling.get_scale())
         optimizer.zero_grad()
 
 
-@habit("GradScaler on the CPU, unscale_ and clip", early=UPDATE_SCHEDULE)
+@pattern("GradScaler on the CPU, with unscale_ and clipping", in_backward_error=UPDATE_SCHEDULE)
 def scaler_and_clip(loop: Loop) -> None:
     model, optimizer = loop.begin(optimizer="adamw_foreach")
     scaling = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -749,14 +780,14 @@ def scaler_and_clip(loop: Loop) -> None:
         loss = loop.loss(model, step)
         scaling.scale(loss * float("inf") if step == 2 else loss).backward()
         scaling.unscale_(optimizer)
-        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         scaling.step(optimizer)
         scaling.update()
-        loop.see("scale", scaling.get_scale())
+        loop.record("scale", scaling.get_scale())
         optimizer.zero_grad()
 
 
-@habit("gradients of batches added up", early="second gradient|" + UPDATE_SCHEDULE)
+@pattern("gradient accumulation", in_backward_error="second gradient|" + UPDATE_SCHEDULE)
 def accumulate(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -766,29 +797,29 @@ def accumulate(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients of batches added up, clipped by torch", early=UPDATE_SCHEDULE)
+@pattern("gradient accumulation, with clip_grad_norm_ of torch", in_backward_error=UPDATE_SCHEDULE)
 def accumulate_and_clip(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         for part in range(3):
             (loop.loss(model, 10 * step + part) / 3).backward()
-        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("gradients looked at in the middle of accumulation", early=UPDATE_SCHEDULE)
+@pattern("gradients read during accumulation", in_backward_error=UPDATE_SCHEDULE)
 def accumulate_and_look(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         for part in range(3):
             (loop.loss(model, 10 * step + part) / 3).backward()
-            loop.see("norm", model.blocks[1].up.weight.grad.norm())
+            loop.record("norm", model.blocks[1].up.weight.grad.norm())
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("gradients scaled in the middle of accumulation", early=UPDATE_SCHEDULE, slow=True)
+@pattern("gradients scaled during accumulation", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def accumulate_and_scale(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -800,7 +831,7 @@ def accumulate_and_scale(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("set_requires_gradient_sync(False) for all batches but the last")
+@pattern("set_requires_gradient_sync(False) for all micro-batches except the last")
 def without_sync(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -811,8 +842,10 @@ def without_sync(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit(
-    "set_is_last_backward(False) for all batches but the last", early="second gradient|" + UPDATE_SCHEDULE, slow=True
+@pattern(
+    "set_is_last_backward(False) for all micro-batches except the last",
+    in_backward_error="second gradient|" + UPDATE_SCHEDULE,
+    slow=True,
 )
 def last_backward(loop: Loop) -> None:
     model, optimizer = loop.begin()
@@ -824,7 +857,9 @@ def last_backward(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("as many batches per step as come: 2, 3, 1, 1, 2", early="second gradient|" + UPDATE_SCHEDULE)
+@pattern(
+    "a varying number of micro-batches per step: 2, 3, 1, 1, 2", in_backward_error="second gradient|" + UPDATE_SCHEDULE
+)
 def uneven(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step, parts in enumerate((2, 3, 1, 1, 2)):
@@ -834,7 +869,7 @@ def uneven(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("one batch per step, then several", update_schedules=("in_forward", "after_backward"), slow=True)
+@pattern("one micro-batch per step, later several", update_schedules=("in_forward", "after_backward"), slow=True)
 def more_batches(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step, parts in enumerate((1, 1, 1, 2, 2)):
@@ -844,15 +879,17 @@ def more_batches(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-habit(
-    "one batch per step, then several; updates run in backward",
+pattern(
+    "one micro-batch per step, later several; updates in backward",
     UNSUPPORTED,
     UPDATE_SCHEDULE,
     update_schedules=("auto", *EARLY),
 )(more_batches)
 
 
-@habit("two losses of one forward, two backwards with retain_graph", early="second gradient|" + UPDATE_SCHEDULE)
+@pattern(
+    "two backward passes of one forward with retain_graph=True", in_backward_error="second gradient|" + UPDATE_SCHEDULE
+)
 def retain(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -863,7 +900,7 @@ def retain(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("two forwards, one backward of the sum")
+@pattern("two forward passes and one backward of the sum of their losses")
 def two_forwards(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -872,7 +909,7 @@ def two_forwards(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("torch.autograd.backward of two losses", slow=True)
+@pattern("torch.autograd.backward with two losses", slow=True)
 def backward_of_two(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -892,21 +929,21 @@ class Penalised(models.Toy):
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
 
 
-@habit("adversarial embeddings: autograd.grad without backward, then a second forward")
+@pattern("adversarial embeddings: torch.autograd.grad, then a second forward and backward")
 def adversarial(loop: Loop) -> None:
     model, optimizer = loop.begin(Penalised())
     for step in range(STEPS):
         loss = loop.loss(model, step)
         (slope,) = torch.autograd.grad(loss, model.embedded)
-        loop.see("slope", slope)
+        loop.record("slope", slope)
         moved = model(batch(model, step), slope.sign() * 1e-2)
-        loop.see("moved", moved)
+        loop.record("moved", moved)
         moved.backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("an unused backward before the actual one, dropped by zero_grad", early=UPDATE_SCHEDULE, slow=True)
+@pattern("gradients of a first backward discarded with zero_grad()", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def dropped(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -917,9 +954,9 @@ def dropped(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit(
-    "model.zero_grad() drops a bad batch after backward",
-    early=UPDATE_SCHEDULE,
+@pattern(
+    "gradients discarded with model.zero_grad() instead of step()",
+    in_backward_error=UPDATE_SCHEDULE,
     update_schedules=("in_forward", "after_backward"),
 )
 def drop_bad(loop: Loop) -> None:
@@ -933,15 +970,15 @@ def drop_bad(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-habit(
-    "model.zero_grad() drops a bad batch after backward; update schedule auto",
+pattern(
+    "gradients discarded with model.zero_grad() instead of step(); update.schedule = auto",
     UNSUPPORTED,
     UPDATE_SCHEDULE,
     update_schedules=("auto",),
 )(drop_bad)
 
 
-@habit("post-accumulate hooks that look at the gradient")
+@pattern("post-accumulate-grad hooks that read the gradient")
 def hooks_look(loop: Loop) -> None:
     model, optimizer = loop.begin()
     norms: dict[str, Any] = {}
@@ -950,10 +987,10 @@ def hooks_look(loop: Loop) -> None:
     for step in range(STEPS):
         loop.step(model, optimizer, step)
         for name in sorted(norms):
-            loop.see(name, norms[name])
+            loop.record(name, norms[name])
 
 
-@habit("post-accumulate hooks that scale the gradient")
+@pattern("post-accumulate-grad hooks that scale the gradient")
 def hooks_scale(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for param in model.parameters():
@@ -962,7 +999,7 @@ def hooks_scale(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("post-accumulate hooks that were registered before offload", slow=True)
+@pattern("post-accumulate-grad hooks registered before offload()", slow=True)
 def hooks_before(loop: Loop) -> None:
     model = models.build("toy")
     for param in model.parameters():
@@ -972,7 +1009,7 @@ def hooks_before(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("post-accumulate hooks that replace or drop the gradient")
+@pattern("post-accumulate-grad hooks that replace the gradient or set it to None")
 def hooks_replace(loop: Loop) -> None:
     model, optimizer = loop.begin()
 
@@ -988,7 +1025,7 @@ def hooks_replace(loop: Loop) -> None:
         loop.step(model, optimizer, step)
 
 
-@habit("p.register_hook on parameters")
+@pattern("p.register_hook on parameters")
 def tensor_hooks(loop: Loop) -> None:
     """FSDP2 gives gradients to sharded parameters without autograd: in memory it is never called either."""
     model, optimizer = loop.begin()
@@ -996,10 +1033,10 @@ def tensor_hooks(loop: Loop) -> None:
     model.head.weight.register_hook(lambda grad: calls.append(1))
     for step in range(STEPS):
         loop.step(model, optimizer, step)
-        loop.see("calls", len(calls))
+        loop.record("calls", len(calls))
 
 
-@habit("zeroed as old code does: p.grad.detach_(), p.grad.zero_()")
+@pattern("gradients zeroed with p.grad.detach_() and p.grad.zero_()")
 def zeroed_by_hand(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -1011,7 +1048,9 @@ def zeroed_by_hand(loop: Loop) -> None:
                 param.grad.zero_()
 
 
-@habit("weights added to gradients: p.grad.add_(p, alpha=...), torch._foreach_add_", early=UPDATE_SCHEDULE)
+@pattern(
+    "weight decay added to gradients: p.grad.add_(p, alpha=...), torch._foreach_add_", in_backward_error=UPDATE_SCHEDULE
+)
 def decay_by_hand(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -1026,7 +1065,7 @@ def decay_by_hand(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("gradients scaled by the ratio of norms of weight and gradient", early=UPDATE_SCHEDULE, slow=True)
+@pattern("gradients scaled by the ratio of weight norm and gradient norm", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def trust_ratio(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -1039,7 +1078,7 @@ def trust_ratio(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("slow part of gradients amplified with a moving average of them", early=UPDATE_SCHEDULE)
+@pattern("moving average of gradients added to gradients", in_backward_error=UPDATE_SCHEDULE)
 def amplified(loop: Loop) -> None:
     model, optimizer = loop.begin()
     means: dict[str, torch.Tensor] = {}
@@ -1053,7 +1092,7 @@ def amplified(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("moving average of gradients with torch._foreach_lerp_", early=UPDATE_SCHEDULE, slow=True)
+@pattern("moving average of gradients with torch._foreach_lerp_", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def averaged(loop: Loop) -> None:
     model, optimizer = loop.begin()
     params = list(model.parameters())
@@ -1064,22 +1103,22 @@ def averaged(loop: Loop) -> None:
         optimizer.step()
         optimizer.zero_grad()
     for mean in means:
-        loop.see("mean", mean)
+        loop.record("mean", mean)
 
 
-@habit("all gradients as one vector: torch.cat of full_tensor()", early=UPDATE_SCHEDULE)
+@pattern("all gradients concatenated into one vector: torch.cat of full_tensor()", in_backward_error=UPDATE_SCHEDULE)
 def one_vector(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
         vector = torch.cat([param.grad.full_tensor().flatten() for param in model.parameters()])
-        loop.see("vector", vector)
-        loop.see("median", vector.abs().median())
+        loop.record("vector", vector)
+        loop.record("median", vector.abs().median())
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("the gradient of one parameter assigned to another", early=UPDATE_SCHEDULE, slow=True)
+@pattern("the gradient of one parameter assigned to another", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def exchanged(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -1090,7 +1129,7 @@ def exchanged(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("torch.mul(p.grad, factor, out=p.grad)", early=UPDATE_SCHEDULE)
+@pattern("torch.mul(p.grad, factor, out=p.grad)", in_backward_error=UPDATE_SCHEDULE)
 def out(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
@@ -1102,7 +1141,7 @@ def out(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("a factor changed after gradients were multiplied by it", early=UPDATE_SCHEDULE, slow=True)
+@pattern("gradients multiplied by a tensor that is modified later", in_backward_error=UPDATE_SCHEDULE, slow=True)
 def factor(loop: Loop) -> None:
     model, optimizer = loop.begin()
     scale = torch.tensor(0.5)
@@ -1115,7 +1154,7 @@ def factor(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-@habit("loss.backward(inputs=...) of some parameters", ranks=(1,), slow=True)
+@pattern("loss.backward(inputs=...) with an activation in some steps", ranks=(1,), slow=True)
 def some_inputs(loop: Loop) -> None:
     """FSDP2 reduces what there is; what was not asked for gets nothing."""
     model, optimizer = loop.begin(Penalised())
@@ -1145,32 +1184,32 @@ class Tempered(models.Toy):
         return nn.functional.cross_entropy(y.flatten(0, 1), tokens.flatten())
 
 
-@habit("parameters of one element, looked at and clipped", early=UPDATE_SCHEDULE)
+@pattern("one-element parameters whose gradients are read and clipped", in_backward_error=UPDATE_SCHEDULE)
 def one_element(loop: Loop) -> None:
     model, optimizer = loop.begin(Tempered())
     for step in range(STEPS):
         loop.loss(model, step).backward()
-        loop.see("gradient", model.temperature.grad)
-        loop.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        loop.record("gradient", model.temperature.grad)
+        loop.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         model.temperature.grad.mul_(2.0)
         optimizer.step()
         optimizer.zero_grad()
-        loop.see("temperature", model.temperature)
+        loop.record("temperature", model.temperature)
 
 
-@habit("one rank alone looks at its part of gradients and weights", update_schedules=LATE, ranks=(2,), slow=True)
+@pattern("local gradients and weights read on one rank only", update_schedules=LATE, ranks=(2,), slow=True)
 def one_rank_looks(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
         if dist.get_rank() == 0:
-            loop.see("gradient", model.head.weight.grad.to_local().norm())
-            loop.see("weight", model.blocks[1].up.weight.to_local().norm())
+            loop.record("gradient", model.head.weight.grad.to_local().norm())
+            loop.record("weight", model.blocks[1].up.weight.to_local().norm())
         optimizer.step()
         optimizer.zero_grad()
 
 
-@habit("tensors of any size among the settings of a group")
+@pattern("a tensor in a param group")
 def tensor_settings(loop: Loop) -> None:
     model = models.build("toy")
     given = [{"params": list(model.parameters()), "mask": torch.ones(3)}]
