@@ -1,4 +1,4 @@
-"""What is done to the optimizers and to parameters between the calls of a step: as in memory, or refused."""
+"""Tests of user code that acts on optimizers and parameters between the calls of a step: as in memory, or rejected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.ranks import RankPool
 from support.train import Paging, Recipe, batch, build, local, make_optimizer, offloaded, settings
 
 RECIPE = Recipe(model="toy")
-KEPT = ("after_backward", "in_forward")
+STORED_GRADIENTS = ("after_backward", "in_forward")
 
 
 def backward(model: nn.Module, number: int = 0) -> None:
@@ -49,7 +49,7 @@ def evaluate(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("update_schedule", ["in_backward"])
 @pytest.mark.parametrize(
-    "look",
+    "read",
     [
         lambda model, _: evaluate(model),
         lambda model, _: model.head.weight.full_tensor().clone(),
@@ -60,19 +60,19 @@ def evaluate(model: nn.Module) -> None:
     ],
     ids=["evaluation", "weights", "forward", "writing", "read_state", "state"],
 )
-def test_weights_that_are_a_step_ahead_are_refused(look: Any, update_schedule: str, tmp_path: Path) -> None:
-    """After `step()` they are what they are in memory."""
+def test_reading_weights_updated_in_backward_is_rejected(read: Any, update_schedule: str, tmp_path: Path) -> None:
+    """After `step()` the weights match those in memory."""
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule=update_schedule), tmp_path) as (model, optimizer):
         step(model, optimizer)
         backward(model, 1)
         with pytest.raises(
             InfinityError, match=r"weights of FSDP module root were updated in backward.*update\.schedule"
         ):
-            look(model, optimizer)
+            read(model, optimizer)
 
 
-class Grown(torch.optim.SGD):
-    """Has a setting whose default, infinity, means that there is no limit."""
+class GrowthSGD(torch.optim.SGD):
+    """SGD with a setting whose default is infinity, which means no limit."""
 
     def __init__(self, params: Any, lr: float = 0.1, growth: float = math.inf) -> None:
         super().__init__(params, lr)
@@ -81,25 +81,25 @@ class Grown(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("settings_of", "refused"), [({}, ""), ({"lr": float("inf")}, "lr"), ({"growth": float("nan")}, "growth")]
+    ("settings_of", "rejected"), [({}, ""), ({"lr": float("inf")}, "lr"), ({"growth": float("nan")}, "growth")]
 )
-def test_infinity_is_no_setting_but_where_it_is_the_default(
-    settings_of: dict[str, float], refused: str, tmp_path: Path
+def test_nonfinite_settings_are_rejected_unless_default(
+    settings_of: dict[str, float], rejected: str, tmp_path: Path
 ) -> None:
-    """Refused with its name, before the optimizer is tried out."""
+    """The error contains the name of the setting and is raised before the slicing check."""
     model = build(RECIPE)
-    optimizer = Grown(model.parameters(), **settings_of)
+    optimizer = GrowthSGD(model.parameters(), **settings_of)
     config = settings(tmp_path, Paging(), 64 << 20)
-    if refused:
-        with pytest.raises(ConfigError, match=f"{refused} = .*finite"):
+    if rejected:
+        with pytest.raises(ConfigError, match=f"{rejected} = .*finite"):
             infinity.offload(model, optimizer, config)
     else:
         with infinity.offload(model, optimizer, config) as paged:
             step(model, paged)
 
 
-def test_training_does_not_go_on_behind_drain(tmp_path: Path) -> None:
-    """It says so, at once; closing works."""
+def test_training_after_drain_raises(tmp_path: Path) -> None:
+    """The error is raised immediately, and close() still works."""
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule="in_forward"), tmp_path) as (model, optimizer):
         step(model, optimizer)
         optimizer.drain()
@@ -107,12 +107,12 @@ def test_training_does_not_go_on_behind_drain(tmp_path: Path) -> None:
             step(model, optimizer)
 
 
-# The optimizer that was given #
+# The base optimizer #
 
 
-@pytest.mark.parametrize("update_schedule", ["auto", *KEPT])
-def test_a_step_of_the_optimizer_that_was_given_is_refused(update_schedule: str, tmp_path: Path) -> None:
-    """Also through a scheduler's or scaler's call; the other one goes on as if nothing had been."""
+@pytest.mark.parametrize("update_schedule", ["auto", *STORED_GRADIENTS])
+def test_step_of_the_base_optimizer_raises(update_schedule: str, tmp_path: Path) -> None:
+    """The optimizer that infinity.offload() returned still works afterwards."""
     model = build(RECIPE)
     optimizer = make_optimizer(RECIPE, model)
     with infinity.offload(
@@ -125,7 +125,7 @@ def test_a_step_of_the_optimizer_that_was_given_is_refused(update_schedule: str,
 
 
 def test_param_groups_cannot_be_added(tmp_path: Path) -> None:
-    """To neither of the two optimizers, nor by hand."""
+    """This holds for both optimizers, and for parameters appended to a group."""
     with offloaded(RECIPE, Paging(update_schedule="after_backward"), tmp_path) as (model, optimizer):
         extra = nn.Parameter(torch.zeros(3))
         for each in (optimizer, optimizer._base_optimizer):
@@ -139,8 +139,8 @@ def test_param_groups_cannot_be_added(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("meta", [False, True])
-def test_parameters_that_are_unfrozen_later_are_refused(meta: bool, tmp_path: Path) -> None:
-    """By name, in the next forward; an evaluation needs no states."""
+def test_parameters_unfrozen_after_offload_are_unsupported(meta: bool, tmp_path: Path) -> None:
+    """The error in the next forward contains the parameter name."""
     model = models.build("toy", meta=meta)
     model.blocks[1].up.weight.requires_grad_(False)
     optimizer = make_optimizer(RECIPE, model)
@@ -151,29 +151,29 @@ def test_parameters_that_are_unfrozen_later_are_refused(meta: bool, tmp_path: Pa
             backward(model)
 
 
-def freezing(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
-    """Freeze parameters between steps, and unfreeze them; return the weights."""
+def train_with_freezing(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    """Freeze and unfreeze parameters between steps; return the weights."""
     for number in range(4):
         model.blocks[1].requires_grad_(number not in (1, 2))
         step(model, optimizer, number)
     return [local(param) for param in model.parameters()]
 
 
-@pytest.mark.parametrize("update_schedule", [*KEPT, "in_backward"])
-def test_parameters_that_are_frozen_later_are_as_in_memory(update_schedule: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("update_schedule", [*STORED_GRADIENTS, "in_backward"])
+def test_parameters_frozen_after_offload_match_training_in_memory(update_schedule: str, tmp_path: Path) -> None:
     """They keep their values and states, and are trained again when they are unfrozen."""
     model = build(RECIPE)
-    expected = freezing(model, make_optimizer(RECIPE, model))
+    expected = train_with_freezing(model, make_optimizer(RECIPE, model))
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule=update_schedule), tmp_path) as (paged, optimizer):
-        found = freezing(paged, optimizer)
+        found = train_with_freezing(paged, optimizer)
     assert all(map(torch.equal, expected, found))
 
 
 # States #
 
 
-def states_differ(folder: str, name: str, update_schedule: str) -> list[str]:
-    """Return where `optimizer.state` is not what it is in memory, step by step. Runs on every rank."""
+def list_state_differences(folder: str, name: str, update_schedule: str) -> list[str]:
+    """Return the differences between `optimizer.state` and the state in memory, step by step. Runs on every rank."""
     recipe = Recipe(model="toy" if name == "adagrad" else "spare", optimizer=name)
     reference = build(recipe)
     in_memory = make_optimizer(recipe, reference)
@@ -185,7 +185,7 @@ def states_differ(folder: str, name: str, update_schedule: str) -> list[str]:
         for number in range(3):
             for each in (optimizer, optimizer._base_optimizer):
                 if number or name != "adagrad":
-                    listed += differing(reference, in_memory, model, each, number)
+                    listed += differing_states(reference, in_memory, model, each, number)
                 else:
                     with pytest.raises(InfinityError, match=r"head\.weight .*never updated"):
                         each.state.get(model.head.weight)
@@ -198,7 +198,7 @@ def states_differ(folder: str, name: str, update_schedule: str) -> list[str]:
     return listed
 
 
-def differing(reference: nn.Module, in_memory: Any, model: nn.Module, optimizer: Any, number: int) -> list[str]:
+def differing_states(reference: nn.Module, in_memory: Any, model: nn.Module, optimizer: Any, number: int) -> list[str]:
     """Return the states that differ."""
     listed = []
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
@@ -217,21 +217,21 @@ def differing(reference: nn.Module, in_memory: Any, model: nn.Module, optimizer:
 
 @pytest.mark.parametrize("update_schedule", ["in_forward", "in_backward"])
 @pytest.mark.parametrize("name", ["adamw", "sgd_nesterov", "adagrad", "sgd"])
-def test_states_are_those_of_memory(name: str, update_schedule: str, tmp_path: Path) -> None:
-    """Sharded like the parameter; none where there was never a gradient."""
-    assert states_differ(str(tmp_path), name, update_schedule) == []
+def test_states_match_training_in_memory(name: str, update_schedule: str, tmp_path: Path) -> None:
+    """States are sharded like the parameter, and parameters without gradients have none."""
+    assert list_state_differences(str(tmp_path), name, update_schedule) == []
 
 
-def test_states_on_two_ranks(tmp_path: Path, pair: RankPool) -> None:
-    """Each rank has its part."""
-    assert pair.run(states_differ, str(tmp_path), "adamw", "in_forward") == [[], []]
+def test_states_on_two_ranks_match_training_in_memory(tmp_path: Path, pair: RankPool) -> None:
+    """Each rank has its shard."""
+    assert pair.run(list_state_differences, str(tmp_path), "adamw", "in_forward") == [[], []]
 
 
 # Models on the meta device #
 
 
-def test_hooks_on_a_model_on_the_meta_device_come_along(tmp_path: Path) -> None:
-    """The parameters are replaced; handles that the user has still remove."""
+def test_hooks_on_meta_parameters_are_transferred(tmp_path: Path) -> None:
+    """The parameters are replaced, and existing handles still remove the hooks."""
     model = models.build("toy", meta=True)
     seen: list[int] = []
     handles = [param.register_post_accumulate_grad_hook(lambda p: seen.append(p.ndim)) for param in model.parameters()]
@@ -248,8 +248,8 @@ def test_hooks_on_a_model_on_the_meta_device_come_along(tmp_path: Path) -> None:
 # Settings and attributes #
 
 
-class Scaled(torch.optim.SGD):
-    """Scales updates by settings that can be changed in place, and by an attribute."""
+class ScaledSGD(torch.optim.SGD):
+    """SGD that scales updates by settings that can change in place, and by an attribute."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)
@@ -268,35 +268,35 @@ class Scaled(torch.optim.SGD):
 
 
 def replace_group(optimizer: Any) -> None:
-    """Put another dictionary in the place of a param group."""
+    """Replace a parameter group by another dictionary."""
     optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.03}
 
 
 def replace_groups(optimizer: Any) -> None:
-    """Put another list in the place of the param groups."""
+    """Replace the list of parameter groups."""
     optimizer.param_groups = [{**group, "lr": 0.03} for group in optimizer.param_groups]
 
 
 def change_list(optimizer: Any) -> None:
-    """Change a setting in place."""
+    """Change a list setting in place."""
     optimizer.param_groups[0]["scales"][0] *= 0.5
 
 
 def change_tensor(optimizer: Any) -> None:
-    """Change a tensor in a setting in place."""
+    """Change a tensor setting in place."""
     optimizer.param_groups[0]["inner"]["scale"].mul_(0.5)
 
 
 def change_attribute(optimizer: Any) -> None:
-    """Set an attribute that updates read."""
+    """Change an attribute that updates read."""
     optimizer.noise = optimizer.noise * 0.5
 
 
 CHANGES = [replace_group, replace_groups, change_list, change_tensor, change_attribute]
 
 
-def changing(model: nn.Module, optimizer: Any, change: Any, before_step: bool) -> list[torch.Tensor]:
-    """Train, with a change in every step before or after `step()`; return the weights after each step."""
+def train_with_changes(model: nn.Module, optimizer: Any, change: Any, before_step: bool) -> list[torch.Tensor]:
+    """Train with a change before or after each `step()`; return the final weights."""
     found = []
     for number in range(4):
         backward(model, number)
@@ -311,25 +311,25 @@ def changing(model: nn.Module, optimizer: Any, change: Any, before_step: bool) -
 
 
 @pytest.mark.parametrize("before_step", [False, True], ids=["after", "before"])
-@pytest.mark.parametrize("update_schedule", ["auto", *KEPT])
+@pytest.mark.parametrize("update_schedule", ["auto", *STORED_GRADIENTS])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_set_counts_as_in_memory(change: Any, update_schedule: str, before_step: bool, tmp_path: Path) -> None:
-    """Also what is replaced, or changed in place while the updates of the last step have still to run."""
+def test_changed_settings_match_training_in_memory(change: Any, update_schedule: str, before_step: bool, tmp_path: Path) -> None:
+    """This includes settings that are replaced or changed in place while updates of the last step are pending."""
     model = build(RECIPE)
-    expected = changing(model, Scaled(model.parameters()), change, before_step)
+    expected = train_with_changes(model, ScaledSGD(model.parameters()), change, before_step)
     paged = build(RECIPE)
-    given = Scaled(paged.parameters())
+    given = ScaledSGD(paged.parameters())
     with infinity.offload(
         paged, given, settings(tmp_path, Paging(update_schedule=update_schedule), 64 << 20)
     ) as optimizer:
-        found = changing(paged, optimizer, change, before_step)
+        found = train_with_changes(paged, optimizer, change, before_step)
         assert given.param_groups is optimizer.param_groups
         optimizer.save_checkpoint()
     assert all(map(torch.equal, expected, found))
 
 
-def test_a_checkpoint_has_the_settings_that_hold(tmp_path: Path) -> None:
-    """Those of the groups that were put in the place of others."""
+def test_checkpoint_contains_the_current_settings(tmp_path: Path) -> None:
+    """This includes replaced parameter groups."""
     with offloaded(RECIPE, Paging(), tmp_path) as (model, optimizer):
         step(model, optimizer)
         replace_groups(optimizer)
@@ -339,10 +339,10 @@ def test_a_checkpoint_has_the_settings_that_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_settings_that_change_after_updates_in_backward_are_refused(change: Any, tmp_path: Path) -> None:
-    """Some weights were updated with those from before."""
+def test_settings_changed_after_updates_in_backward_are_rejected(change: Any, tmp_path: Path) -> None:
+    """Some weights have already been updated with the previous settings."""
     model = build(RECIPE)
-    optimizer = Scaled(model.parameters())
+    optimizer = ScaledSGD(model.parameters())
     with infinity.offload(
         model, optimizer, settings(tmp_path, Paging(update_schedule="in_backward"), 64 << 20)
     ) as paged:
@@ -353,8 +353,7 @@ def test_settings_that_change_after_updates_in_backward_are_refused(change: Any,
             paged.step()
 
 
-def test_a_setting_that_cannot_be_copied_is_refused(tmp_path: Path) -> None:
-    """By its name."""
+def test_uncopyable_setting_is_unsupported(tmp_path: Path) -> None:
     with offloaded(RECIPE, Paging(update_schedule="after_backward"), tmp_path) as (model, optimizer):
         step(model, optimizer)
         optimizer.param_groups[0]["lock"] = threading.Lock()
@@ -363,10 +362,10 @@ def test_a_setting_that_cannot_be_copied_is_refused(tmp_path: Path) -> None:
             optimizer.step()
 
 
-def test_attributes_without_effect_are_refused(tmp_path: Path) -> None:
-    """Those that updates would not see; what torch leaves there is kept."""
+def test_attributes_without_effect_are_unsupported(tmp_path: Path) -> None:
+    """Attributes that updates would not see are rejected; attributes that PyTorch sets are permitted."""
     model = build(RECIPE)
-    given = Scaled(model.parameters())
+    given = ScaledSGD(model.parameters())
     with infinity.offload(model, given, settings(tmp_path, Paging(), 64 << 20)) as optimizer:
         optimizer.noise = 0.25
         assert given.noise == optimizer.noise == 0.25
@@ -374,7 +373,7 @@ def test_attributes_without_effect_are_refused(tmp_path: Path) -> None:
         optimizer.defaults = {**optimizer.defaults, "lr": 7.0}
         assert given.defaults["lr"] == 7.0
         for name, value in (("noise", object()), ("another", 1.0)):
-            with pytest.raises(UnsupportedError, match=f"{name} of Scaled cannot be set after infinity"):
+            with pytest.raises(UnsupportedError, match=f"{name} of ScaledSGD cannot be set after infinity"):
                 setattr(optimizer, name, value)
         with pytest.raises(AttributeError):
             optimizer.steps = 3
@@ -385,10 +384,10 @@ def test_attributes_without_effect_are_refused(tmp_path: Path) -> None:
         assert optimizer.steps == 1
 
 
-def test_a_wrapper_whose_groups_part_from_the_inner_ones_is_refused(tmp_path: Path) -> None:
-    """In memory the inner optimizer would go on with those from before."""
+def test_wrapper_with_diverging_param_groups_is_unsupported(tmp_path: Path) -> None:
+    """In memory the inner optimizer would continue with the previous groups."""
     model = build(RECIPE)
-    given = Outer(torch.optim.SGD(model.parameters(), lr=0.1))
+    given = OuterOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     with infinity.offload(model, given, settings(tmp_path, Paging(), 64 << 20)) as optimizer:
         replace_group(optimizer)
         step(model, optimizer)
@@ -397,8 +396,8 @@ def test_a_wrapper_whose_groups_part_from_the_inner_ones_is_refused(tmp_path: Pa
             step(model, optimizer, 1)
 
 
-class Outer(torch.optim.Optimizer):
-    """Leaves updates to an optimizer inside."""
+class OuterOptimizer(torch.optim.Optimizer):
+    """Delegates updates to an inner optimizer."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, inner.defaults)
@@ -409,11 +408,11 @@ class Outer(torch.optim.Optimizer):
         self.inner.step()
 
 
-# What is loaded, written beside, copied #
+# Loading, replacing and copying #
 
 
-def test_loading_and_replacing_states_is_refused(tmp_path: Path) -> None:
-    """On both optimizers; what is there stays."""
+def test_loading_or_replacing_states_is_unsupported(tmp_path: Path) -> None:
+    """This holds for both optimizers, and the existing state is unchanged."""
     with offloaded(RECIPE, Paging(update_schedule="after_backward"), tmp_path) as (model, optimizer):
         given = optimizer._base_optimizer
         other = make_optimizer(RECIPE, build(RECIPE))
@@ -429,8 +428,7 @@ def test_loading_and_replacing_states_is_refused(tmp_path: Path) -> None:
             optimizer.step()
 
 
-def test_gradients_that_the_given_optimizer_drops_are_dropped(tmp_path: Path) -> None:
-    """Before a step with others."""
+def test_zero_grad_of_the_base_optimizer_drops_gradients(tmp_path: Path) -> None:
     model = build(RECIPE)
     with offloaded(RECIPE, Paging(update_schedule="in_forward"), tmp_path) as (paged, optimizer):
         in_memory = make_optimizer(RECIPE, model)
@@ -441,8 +439,8 @@ def test_gradients_that_the_given_optimizer_drops_are_dropped(tmp_path: Path) ->
         assert all(torch.equal(local(a), local(b)) for a, b in zip(model.parameters(), paged.parameters(), strict=True))
 
 
-def test_states_that_would_be_lost_are_refused(tmp_path: Path) -> None:
-    """What is there is returned, copies are plain."""
+def test_adding_state_entries_is_unsupported(tmp_path: Path) -> None:
+    """Existing entries are returned."""
     with offloaded(RECIPE, Paging(update_schedule="in_forward"), tmp_path) as (model, optimizer):
         weight = model.head.weight
         for put in (
@@ -461,28 +459,28 @@ def test_states_that_would_be_lost_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("copying", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_optimizers_are_not_copied(copying: Any, tmp_path: Path) -> None:
-    """Neither of the two, nor the states of all: the copy would train nothing."""
+def test_copying_an_optimizer_is_unsupported(copying: Any, tmp_path: Path) -> None:
+    """This holds for both optimizers and for the states, because a copy would train nothing."""
     with offloaded(RECIPE, Paging(), tmp_path) as (model, optimizer):
         step(model, optimizer)
         for each in (optimizer, optimizer.state, optimizer._base_optimizer):
             if copying is copy.copy and each is optimizer._base_optimizer:
-                continue  # shares all that it has, as in memory
+                continue  # a shallow copy shares its attributes, as in memory
             with pytest.raises(UnsupportedError, match=r"optimizer\.save_checkpoint\(\).*run\.resume"):
                 copying(each)
 
 
-def test_the_given_optimizer_does_not_keep_a_closed_run(tmp_path: Path) -> None:
-    """Its host cache and pages are free; it is still not to be used."""
+def test_base_optimizer_does_not_keep_a_closed_run_alive(tmp_path: Path) -> None:
+    """The host cache and the pages are freed, and the base optimizer remains unusable."""
     model = build(RECIPE)
     given = make_optimizer(RECIPE, model)
     optimizer = infinity.offload(model, given, settings(tmp_path, Paging(), 64 << 20))
     step(model, optimizer)
-    left = [weakref.ref(each) for each in (optimizer, optimizer.run, optimizer.run.pager, optimizer.run.host_cache)]
+    references = [weakref.ref(each) for each in (optimizer, optimizer.run, optimizer.run.pager, optimizer.run.host_cache)]
     optimizer.close()
     del optimizer
     gc.collect()
-    assert [each() for each in left] == [None] * len(left)
+    assert [each() for each in references] == [None] * len(references)
     with pytest.raises(InfinityError, match="closed"):
         len(given.state)
     with pytest.raises(UnsupportedError, match="cannot be added"):

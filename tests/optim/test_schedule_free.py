@@ -1,4 +1,4 @@
-"""Optimizers with modes: the weights that are trained become those that are evaluated, page by page."""
+"""Tests of optimizers with train and eval modes: pages are converted between training and evaluation weights."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def train(model: nn.Module, optimizer: Any, first: int, last: int) -> Found:
         if step % 2:
             optimizer.eval()
             found.append(evaluate(model))
-            model.reshard()  # FSDP2 leaves the root's weights gathered behind a forward without gradients
+            model.reshard()  # FSDP2 leaves the root's weights gathered after a forward without gradients
             found += [local(param) for param in model.parameters()]
     return found
 
 
-def same(expected: Found, found: Found) -> bool:
-    """Whether all is equal, to the bit."""
+def bitwise_equal(expected: Found, found: Found) -> bool:
+    """Return whether all items are bitwise equal."""
     return len(expected) == len(found) and all(
         torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(expected, found, strict=True)
     )
 
 
 def in_memory(name: str) -> Found:
-    """Train under plain FSDP2."""
+    """Train with plain FSDP2."""
     model = build()
     return train(model, MAKES[name](groups_of(model)), 0, 6)
 
@@ -66,22 +66,19 @@ def in_memory(name: str) -> Found:
         ("sgd", "after_backward", "fp32"),
     ],
 )
-def test_what_is_evaluated_is_what_memory_evaluates(
+def test_evaluation_weights_match_training_in_memory(
     name: str, update_schedule: str, format: str, tmp_path: Path
 ) -> None:
-    """Weights, losses, and what is trained further:
-
-    in every update schedule; the optimizer is passed in without a mode.
-    """
+    """Evaluation losses and further training match with every update schedule."""
     model = build()
     tree = settings(tmp_path, Paging(update_schedule=update_schedule, format=format), 4 << 20)
     with infinity.offload(model, MAKES[name](groups_of(model)), tree) as optimizer:
-        assert same(in_memory(name), train(model, optimizer, 0, 6))
+        assert bitwise_equal(in_memory(name), train(model, optimizer, 0, 6))
         assert optimizer.update_schedule == update_schedule
 
 
-def test_a_run_goes_on_from_a_checkpoint_of_evaluated_weights(tmp_path: Path) -> None:
-    """The mode is in the checkpoint, so an export of it has the averaged weights, and `train()` finds what to undo."""
+def test_run_resumes_from_a_checkpoint_in_eval_mode(tmp_path: Path) -> None:
+    """The checkpoint records the mode, so exports contain averaged weights and `train()` can revert them."""
     found: Found = []
     for first, last in ((0, 4), (4, 6)):
         model = build()
@@ -91,11 +88,11 @@ def test_a_run_goes_on_from_a_checkpoint_of_evaluated_weights(tmp_path: Path) ->
             assert [group["train_mode"] for group in optimizer.param_groups] == [False, False]
             found += train(model, optimizer, first, last)
             optimizer.save_checkpoint()
-    assert same(in_memory("adamw"), found)
+    assert bitwise_equal(in_memory("adamw"), found)
 
 
-def test_a_step_in_the_wrong_mode_is_refused_before_anything_is_updated(tmp_path: Path) -> None:
-    """In the optimizer's own words; so is another mode between backward and step. Training goes on."""
+def test_step_in_eval_mode_raises_before_any_update(tmp_path: Path) -> None:
+    """A mode change between backward and step raises as well, and training can continue afterwards."""
     model = build()
     with infinity.offload(
         model, MAKES["adamw"](groups_of(model)), settings(tmp_path, Paging(update_schedule="after_backward"), 4 << 20)
@@ -108,15 +105,15 @@ def test_a_step_in_the_wrong_mode_is_refused_before_anything_is_updated(tmp_path
         with pytest.raises(InfinityError, match=r"train\(\) .*between backward and step\(\)"):
             optimizer.train()
         optimizer.zero_grad()
-        assert same(before, [local(param) for param in model.parameters()])
+        assert bitwise_equal(before, [local(param) for param in model.parameters()])
         train(model, optimizer, 2, 4)
 
 
-@pytest.mark.parametrize("where", ["behind some pages", "behind all"])
-def test_a_change_of_mode_that_is_interrupted_is_never_checkpointed(
+@pytest.mark.parametrize("where", ["after some pages", "after all pages"])
+def test_interrupted_mode_change_is_never_checkpointed(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some weights would be those that are evaluated, and the mode would say that all are those that are trained."""
+    """The recorded mode would not match some of the weights."""
     model = build()
     with infinity.offload(model, MAKES["adamw"](groups_of(model)), settings(tmp_path, Paging(), 4 << 20)) as optimizer:
         train(model, optimizer, 0, 1)
@@ -127,49 +124,49 @@ def test_a_change_of_mode_that_is_interrupted_is_never_checkpointed(
         def interrupt() -> None:
             raise KeyboardInterrupt
 
-        def interrupted(self: Any, opened: Any) -> None:
+        def run_and_interrupt(self: Any, opened: Any) -> None:
             run(self, opened)
             calls.append(len(opened))
             if len(calls) == 2:
                 interrupt()
 
-        if where == "behind all":
+        if where == "after all pages":
             monkeypatch.setattr(UpdateKernel, "switch", lambda *_: interrupt())
         else:
-            monkeypatch.setattr(Update, "run", interrupted)
+            monkeypatch.setattr(Update, "run", run_and_interrupt)
         with pytest.raises(KeyboardInterrupt):
             optimizer.eval()
         monkeypatch.undo()
-        for look in (optimizer.save_checkpoint, optimizer.eval, lambda: evaluate(model)):
+        for call in (optimizer.save_checkpoint, optimizer.eval, lambda: evaluate(model)):
             with pytest.raises(
                 InfinityError, match="interrupted by KeyboardInterrupt; resume from the last checkpoint"
             ):
-                look()
+                call()
 
 
-def test_two_ranks(tmp_path: Path, pair: RankPool) -> None:
-    """Each changes its own pages."""
+def test_mode_change_on_two_ranks(tmp_path: Path, pair: RankPool) -> None:
+    """Each rank converts its own pages."""
     assert pair.run(compare, str(tmp_path)) == [True, True]
 
 
 def compare(folder: str) -> bool:
-    """Runs on every rank."""
+    """Return whether paged training matches training in memory. Runs on every rank."""
     model = build()
     with infinity.offload(model, MAKES["adamw"](groups_of(model)), settings(Path(folder), Paging(), 4 << 20)) as found:
-        return same(in_memory("adamw"), train(model, found, 0, 6))
+        return bitwise_equal(in_memory("adamw"), train(model, found, 0, 6))
 
 
-class Mixing(torch.optim.SGD):
-    """Has a mode of other weights, by a rule that pages cannot follow one by one."""
+class MixingSGD(torch.optim.SGD):
+    """Optimizer whose evaluation weights depend on all parameters, so pages cannot be converted one by one."""
 
     def train(self) -> None:
-        self._turn("train", 1.0)
+        self._set_mode("train", 1.0)
 
     def eval(self) -> None:
-        self._turn("eval", -1.0)
+        self._set_mode("eval", -1.0)
 
     @torch.no_grad()
-    def _turn(self, mode: str, sign: float) -> None:
+    def _set_mode(self, mode: str, sign: float) -> None:
         total = sum(float(param.sum()) for group in self.param_groups for param in group["params"])
         for group in self.param_groups:
             group["mode"] = mode
@@ -177,14 +174,14 @@ class Mixing(torch.optim.SGD):
                 param.add_(sign * total)
 
 
-def test_modes_that_mix_parameters_are_refused_when_they_are_to_be_changed(tmp_path: Path) -> None:
-    """The probe evaluates in the middle of its training, whole and in slices; loops may call the mode that is set."""
+def test_mode_change_that_mixes_parameters_is_unsupported(tmp_path: Path) -> None:
+    """The slicing check converts modes during its trial; setting the current mode again is permitted."""
     assert make_kernel(schedulefree.SGDScheduleFree([nn.Parameter(torch.ones(2, 3))])).modes
     model = build()
-    given = Mixing(groups_of(model), lr=0.1)
+    given = MixingSGD(groups_of(model), lr=0.1)
     given.train()
     with infinity.offload(model, given, settings(tmp_path, Paging(), 4 << 20)) as optimizer:
         optimizer.train()
-        with pytest.raises(UnsupportedError, match=r"eval\(\) of Mixing would have to change weights"):
+        with pytest.raises(UnsupportedError, match=r"eval\(\) of MixingSGD would have to change weights"):
             optimizer.eval()
         assert [group["mode"] for group in optimizer.param_groups] == ["train", "train"]

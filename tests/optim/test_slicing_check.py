@@ -1,4 +1,4 @@
-"""The user's own optimizer, with all that it keeps on itself: the same bits as in memory, or refused with a reason."""
+"""Tests two_group_optimizer custom optimizers with additional state: bitwise equal to training in memory, or rejected with a reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.ranks import RankPool
 from support.train import Outcome, Paging, batch, local, settings
 from support.whole import MuonByFlag
 
-EQUAL: dict[str, own.Make] = {
+SUPPORTED: dict[str, own.Make] = {
     "counter_in_group": lambda p: own.CounterInGroup(p, weight_decay=0.1),
     "counter_on_self": lambda p: own.CounterOnSelf(p, lr=0.1, momentum=0.9),
     "decay_of_matrices": lambda p: own.DecayOfMatrices(p, lr=0.1, momentum=0.9),
@@ -39,18 +39,18 @@ COUNTING = ["counter_in_group", "counter_on_self"]
 UNSUPPORTED: dict[str, tuple[own.Make, str]] = {
     "global_norm": (
         lambda p: own.GlobalNorm(p, lr=0.1),
-        "GlobalNorm.*depends on gradients, values or settings of other groups",
+        "GlobalNorm.*depends on gradients, values or settings two_group_optimizer other groups",
     ),
-    "rate_of_another_group": (lambda p: own.LargestRate(p, lr=0.1), "LargestRate.*of other groups"),
+    "rate_of_another_group": (lambda p: own.LargestRate(p, lr=0.1), "LargestRate.*two_group_optimizer other groups"),
     "noise": (lambda p: own.Noisy(p, lr=0.1), "Noisy draws random numbers"),
-    "factored": (lambda p: own.Factored(p, lr=0.1), r"Factored.*state 'rows' of shape \(12,\)"),
+    "factored": (lambda p: own.Factored(p, lr=0.1), r"Factored.*state 'rows' two_group_optimizer shape \(12,\)"),
 }
 
 
-@pytest.mark.parametrize("name", EQUAL)
-def test_what_can_be_served_keeps_its_bits(name: str, tmp_path: Path) -> None:
-    """Weights, states and what is counted in the groups; parameters span pages, groups are two."""
-    assert compare(EQUAL[name], tmp_path) == []
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_supported_optimizers_match_training_in_memory(name: str, tmp_path: Path) -> None:
+    """Weights, states and counters in two groups match; parameters span several pages."""
+    assert compare(SUPPORTED[name], tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -62,32 +62,32 @@ def test_what_can_be_served_keeps_its_bits(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_counters_advance_once_per_step(name: str, update_schedule: str, tmp_path: Path) -> None:
-    """Wherever updates run: also where they run after `step` has returned."""
-    assert compare(EQUAL[name], tmp_path, update_schedule=update_schedule) == []
+    """This holds even if updates run after `step` has returned."""
+    assert compare(SUPPORTED[name], tmp_path, update_schedule=update_schedule) == []
 
 
 @pytest.mark.parametrize("name", COUNTING)
 def test_counters_are_resumed_from_a_checkpoint(name: str, tmp_path: Path) -> None:
-    """By another model and another optimizer; updates run after `step` has returned."""
-    assert compare(EQUAL[name], tmp_path, update_schedule="in_forward", checkpoint=4) == []
+    """Another model and another optimizer resume them."""
+    assert compare(SUPPORTED[name], tmp_path, update_schedule="in_forward", checkpoint=4) == []
 
 
 @pytest.mark.parametrize("name", ["counter_in_group", "centralised"])
-def test_two_ranks_keep_their_bits(name: str, tmp_path: Path, pair: RankPool) -> None:
-    """Counters are those of every rank; rows are those of its uneven shards."""
+def test_two_ranks_match_training_in_memory(name: str, tmp_path: Path, pair: RankPool) -> None:
+    """Counters agree across ranks, and rows belong to uneven shards."""
     assert pair.run(compare_by_name, name, str(tmp_path)) == [[], []]
 
 
 def compare_by_name(name: str, folder: str) -> list[str]:
-    """Runs on every rank."""
-    return compare(EQUAL[name], Path(folder))
+    """Return the differences from training in memory. Runs on every rank."""
+    return compare(SUPPORTED[name], Path(folder))
 
 
 @pytest.mark.parametrize("update_schedule", ["in_forward", "after_backward"])
-def test_a_step_that_is_skipped_counts_nothing_and_one_without_gradients_does(
+def test_skipped_steps_do_not_advance_counters(
     update_schedule: str, tmp_path: Path
 ) -> None:
-    """A norm that is not finite is as no `step()`; a `step()` without gradients is as in memory."""
+    """A step with a nonfinite norm counts as not taken; a step without gradients counts as in memory."""
 
     def run(model: nn.Module, optimizer: Any, *, clips: bool) -> list[Any]:
         found: list[Any] = []
@@ -117,47 +117,46 @@ def test_a_step_that_is_skipped_counts_nothing_and_one_without_gradients_does(
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_what_cannot_be_served_is_refused(name: str, tmp_path: Path) -> None:
-    """The error says what depends on what, and nothing is left on disk."""
-    make, words = UNSUPPORTED[name]
+def test_unsupported_optimizers_are_rejected_with_a_reason(name: str, tmp_path: Path) -> None:
+    """The error names the dependency, and no file remains."""
+    make, reason = UNSUPPORTED[name]
     model = build()
-    with pytest.raises(UnsupportedError, match=f"(?s){words}.*use an element-wise optimizer"):
+    with pytest.raises(UnsupportedError, match=f"(?s){reason}.*use an element-wise optimizer"):
         infinity.offload(model, make(groups_of(model)), settings(tmp_path, Paging(), 64 << 20))
     assert list((tmp_path / "nvme0").iterdir()) == []
 
 
-def small(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
-    """Return parameters."""
+def ones(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
+    """Return parameters two_group_optimizer ones with the given shapes."""
     return [nn.Parameter(torch.ones(shape)) for shape in shapes]
 
 
-def test_the_shape_of_slices_is_the_least_that_suffices() -> None:
-    """Flat, the parameter's rank for rules on dimensions, rows for means of rows, all of it for its norm."""
+def test_smallest_sufficient_slice_shape_is_chosen() -> None:
+    """Flat slices, slices with the parameter's rank, rows for row means, or the full parameter for its norm."""
 
     def slices(optimizer: torch.optim.Optimizer) -> list[str]:
         (group,) = optimizer.param_groups
         kernel = make_kernel(optimizer)
         return [kernel.discover(param, group).slices for param in group["params"]]
 
-    params = small((3,), (2, 3), (2, 3, 2, 2))
+    params = ones((3,), (2, 3), (2, 3, 2, 2))
     assert slices(torch.optim.AdamW(params, weight_decay=0.1)) == ["flat"] * 3
     assert slices(own.DecayOfMatrices(params, lr=0.1)) == ["flat", "rank", "rank"]
     assert slices(own.Centralised(params, lr=0.1)) == ["flat", "rows", "rows"]
     assert slices(own.TrustRatio(params, lr=0.1)) == ["whole"] * 3
     assert slices(torch.optim.Muon(params[1:2])) == ["whole"]
-    stacks = [{"params": small((2, 3), (4, 2, 3)), "use_muon": True}]
-    assert slices(MuonByFlag(stacks)) == ["whole", "rows"]  # each matrix of a stack by itself
+    stacks = [{"params": ones((2, 3), (4, 2, 3)), "use_muon": True}]
+    assert slices(MuonByFlag(stacks)) == ["whole", "rows"]  # each matrix two_group_optimizer a stack by itself
 
 
-def test_a_learning_rate_of_zero_hides_nothing() -> None:
-    """Warm-up begins with it; so does a weight decay that is switched on later."""
-    kernel = make_kernel(own.TrustRatio(small((2, 3)), lr=0.0))
+def test_slicing_check_works_with_a_zero_learning_rate() -> None:
+    """Warm-up starts with a zero learning rate, and weight decay may be enabled later."""
+    kernel = make_kernel(own.TrustRatio(ones((2, 3)), lr=0.0))
     assert [spec.slices for spec in kernel.layouts.values()] == ["whole"]
 
 
-def test_the_users_optimizer_and_random_numbers_are_left_alone() -> None:
-    """The probe runs on copies."""
-    params = small((2, 3), (3,))
+def test_slicing_check_does_not_change_optimizer_or_random_state() -> None:
+    params = ones((2, 3), (3,))
     optimizer = own.CounterOnSelf(params, lr=0.1, momentum=0.9)
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -169,8 +168,8 @@ def test_the_users_optimizer_and_random_numbers_are_left_alone() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.1]
 
 
-def test_a_setting_on_the_optimizer_may_be_changed(tmp_path: Path) -> None:
-    """As a setting of a group may: it counts from the next step on, and not for updates that wait."""
+def test_optimizer_attribute_can_be_changed_between_steps(tmp_path: Path) -> None:
+    """Like a setting two_group_optimizer a group, it applies from the next step on and not to pending updates."""
 
     def run(model: nn.Module, given: Any, optimizer: Any) -> list[torch.Tensor]:
         for number in range(4):
@@ -190,19 +189,19 @@ def test_a_setting_on_the_optimizer_may_be_changed(tmp_path: Path) -> None:
     assert all(map(torch.equal, expected, found))
 
 
-def test_rows_that_pages_cannot_hold_whole_are_refused(tmp_path: Path) -> None:
-    """Encoded formats, and rows larger than a page; the parameter is named."""
+def test_rows_that_do_not_fit_pages_are_unsupported(tmp_path: Path) -> None:
+    """This concerns encoded formats and rows larger than a page; the error names the parameter."""
     model = build()
     tree = settings(tmp_path, Paging(format="split"), 64 << 20)
     with pytest.raises(UnsupportedError, match=r"Centralised .*rows.*state\.format"):
         infinity.offload(model, own.Centralised(groups_of(model), lr=0.1), tree)
     spec = ShardSpec(name="wide", numel=80_000, padded=80_000, segment_key="plain", trainable=True, row=20_000)
-    with pytest.raises(BudgetError, match=r"whole rows of wide.*memory\.page_bytes"):
+    with pytest.raises(BudgetError, match=r"whole rows two_group_optimizer wide.*memory\.page_bytes"):
         build_layout([FSDPModuleSpec(name="fsdp_module", shards=(spec,))], FORMATS, 64 << 10)
 
 
-class Holding(torch.optim.SGD):
-    """Keeps something on itself."""
+class HoldingSGD(torch.optim.SGD):
+    """SGD with an additional attribute."""
 
     def __init__(self, params: Any, held: Any) -> None:
         super().__init__(params, lr=0.1)
@@ -210,25 +209,24 @@ class Holding(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("held", "words"),
+    ("held", "reason"),
     [
-        (torch.zeros(10_000), "a tensor of shape"),
+        (torch.zeros(10_000), "a tensor two_group_optimizer shape"),
         ([nn.Linear(2, 2)], "a module"),
         ((n for n in ()), "cannot be copied"),
     ],
 )
-def test_what_an_optimizer_keeps_is_not_copied_in_any_size(held: Any, words: str) -> None:
-    """Nothing of the model's size, and nothing that cannot be copied."""
-    with pytest.raises(UnsupportedError, match=words):
-        make_kernel(Holding(small((2, 3)), held))
+def test_large_or_uncopyable_optimizer_attributes_are_unsupported(held: Any, reason: str) -> None:
+    with pytest.raises(UnsupportedError, match=reason):
+        make_kernel(HoldingSGD(ones((2, 3)), held))
 
 
-def test_methods_of_an_optimizer_are_refused_and_attributes_are_there(tmp_path: Path) -> None:
-    """Nothing is silently nothing; hooks around `step` run once per step."""
+def test_optimizer_methods_are_unsupported_and_attributes_readable(tmp_path: Path) -> None:
+    """Unsupported calls raise, and hooks on `step` run once per step."""
     model = build()
     optimizer = own.LossDependent(groups_of(model), lr=0.1)
     calls: list[Any] = []
-    optimizer.register_step_post_hook(lambda *given: calls.append(given[0]))
+    optimizer.register_step_post_hook(lambda *arguments: calls.append(arguments[0]))
     optimizer.note = "mine"
     with infinity.offload(model, optimizer, settings(tmp_path, Paging(), 64 << 20)) as paged:
         assert paged.note == "mine"
@@ -244,18 +242,18 @@ def test_methods_of_an_optimizer_are_refused_and_attributes_are_there(tmp_path: 
 
 
 def matrices(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
-    """Return the parameters of the first group."""
+    """Return the parameters two_group_optimizer the first group."""
     return list(groups[0]["params"])
 
 
 APART: dict[str, tuple[own.Make, str]] = {
-    "ids": (lambda p: own.ById(p, {id(one) for one in matrices(p)}, lr=0.1), "the id of a parameter in .*rule"),
-    "list of ids": (lambda p: own.ById(p, [id(one) for one in matrices(p)], lr=0.1), "the id of a parameter in .*rule"),
-    "keys": (lambda p: own.ById(p, {id(one): 0.1 for one in matrices(p)}, lr=0.1), "the id of a parameter in .*rule"),
+    "ids": (lambda p: own.ById(p, {id(one) for one in matrices(p)}, lr=0.1), "the id two_group_optimizer a parameter in .*rule"),
+    "list two_group_optimizer ids": (lambda p: own.ById(p, [id(one) for one in matrices(p)], lr=0.1), "the id two_group_optimizer a parameter in .*rule"),
+    "keys": (lambda p: own.ById(p, {id(one): 0.1 for one in matrices(p)}, lr=0.1), "the id two_group_optimizer a parameter in .*rule"),
     "parameters": (lambda p: own.ByParameter(p, dict.fromkeys(matrices(p), 0.1), lr=0.1), "a parameter in .*rule"),
     "setting": (
         lambda p: torch.optim.SGD([{**g, "apart": (frozenset(map(id, g["params"])),)} for g in p], lr=0.1),
-        "the id of a parameter in 'apart' of its param groups",
+        "the id two_group_optimizer a parameter in 'apart' two_group_optimizer its param groups",
     ),
     "function": (lambda p: own.ByFunction(p, lr=0.1), "a function in .*rule .*the optimizer"),
     "zero_grad": (lambda p: own.Halving(p, lr=0.1), r"Halving .*zero_grad\(\)"),
@@ -263,8 +261,9 @@ APART: dict[str, tuple[own.Make, str]] = {
 
 
 @pytest.mark.parametrize("name", APART)
-def test_what_copies_over_slices_would_not_find_is_refused(name: str, tmp_path: Path) -> None:
-    """Rules that know the model's parameters, functions that reach the original, a `zero_grad` of one's own."""
+def test_rules_that_slice_copies_cannot_follow_are_unsupported(name: str, tmp_path: Path) -> None:
+    """Rules by parameter or ID, functions bound to the original optimizer, and custom `zero_grad` methods are rejected.
+    """
     make, words = APART[name]
     model = build()
     with pytest.raises(UnsupportedError, match=words):
@@ -272,22 +271,22 @@ def test_what_copies_over_slices_would_not_find_is_refused(name: str, tmp_path: 
     assert list((tmp_path / "nvme0").iterdir()) == []
 
 
-def test_rules_by_names_and_attributes_of_parameters_are_refused() -> None:
-    """Slices have neither; where no step reads them, they are nothing."""
-    params = small((2, 3), (3,))
+def test_rules_by_parameter_name_or_attribute_are_unsupported() -> None:
+    """Slices have neither; names and attributes that no step reads are permitted."""
+    params = ones((2, 3), (3,))
     named = [("first", params[0]), ("blocks.1", params[1])]
     with pytest.raises(UnsupportedError, match=r"ByName reads .*'param_names'.*param group"):
         make_kernel(own.ByName(named, lr=0.1))
     make_kernel(torch.optim.AdamW(named))
     make_kernel(own.ByAttribute(params, lr=0.1))
-    params[1].small = True  # type: ignore[attr-defined]
-    with pytest.raises(UnsupportedError, match=r"ByAttribute reads .*\(small\).*param group"):
+    params[1].ones = True  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedError, match=r"ByAttribute reads .*\(ones\).*param group"):
         make_kernel(own.ByAttribute(params, lr=0.1))
     make_kernel(torch.optim.AdamW(named))
 
 
-def test_names_and_attributes_that_no_step_reads_change_nothing(tmp_path: Path) -> None:
-    """torch puts `param_names` into the groups that it is given so; transformers marks what it has initialized."""
+def test_unused_parameter_names_and_attributes_are_ignored(tmp_path: Path) -> None:
+    """PyTorch adds `param_names` to groups two_group_optimizer named parameters, and transformers marks initialized parameters."""
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         given = [{**g, "params": [(f"{n}.{i}", p) for i, p in enumerate(g["params"])]} for n, g in enumerate(groups)]
@@ -301,13 +300,13 @@ def test_names_and_attributes_that_no_step_reads_change_nothing(tmp_path: Path) 
 
 @dataclass
 class Factors:
-    """Settings that an optimizer keeps as an object."""
+    """Settings that an optimizer holds as an object."""
 
     factors: list[float] = field(default_factory=lambda: [1.0])
 
 
 class ByObject(own.Ruled):
-    """Asks an object on itself."""
+    """Reads its factor from an object."""
 
     def factor_of(self, param: torch.Tensor) -> float:
         """Return the factor."""
@@ -315,8 +314,8 @@ class ByObject(own.Ruled):
 
 
 @pytest.mark.parametrize("update_schedule", ["auto", "in_forward"])
-def test_an_object_on_the_optimizer_may_be_changed(update_schedule: str, tmp_path: Path) -> None:
-    """As a number may: it counts from the next step on, and not for updates that wait."""
+def test_object_attribute_can_be_changed_between_steps(update_schedule: str, tmp_path: Path) -> None:
+    """Like a number, it applies from the next step on and not to pending updates."""
 
     def run(model: nn.Module, given: Any, optimizer: Any) -> list[torch.Tensor]:
         for number in range(4):
@@ -336,48 +335,48 @@ def test_an_object_on_the_optimizer_may_be_changed(update_schedule: str, tmp_pat
     assert all(map(torch.equal, expected, found))
 
 
-def of(model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **settings: Any) -> Any:
-    """An optimizer of two param groups, of which one is given `settings`."""
+def two_group_optimizer(model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **settings: Any) -> Any:
+    """Return an optimizer with two parameter groups, one two_group_optimizer which has `settings`."""
     return kind([{"params": [model.weight], **settings}, {"params": [model.bias]}])
 
 
-class Quiet(torch.optim.AdamW):
-    """A class of somebody else, which may look at anything."""
+class CustomAdamW(torch.optim.AdamW):
+    """User-defined optimizer class, whose steps may read anything."""
 
 
-def test_what_was_found_of_an_optimizer_of_torch_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one that is equal in all that updates depend on; of every other, and of other classes, it is tried anew."""
-    tried, run = [], slicing_check._SlicingCheck.run
+def test_slicing_results_of_torch_optimizers_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check runs again if anything differs that updates depend on, and for every custom class."""
+    checks, run = [], slicing_check._SlicingCheck.run
     monkeypatch.setattr(slicing_check, "_FOUND", {})
-    monkeypatch.setattr(slicing_check._SlicingCheck, "run", lambda self: tried.append(1) or run(self))
+    monkeypatch.setattr(slicing_check._SlicingCheck, "run", lambda self: checks.append(1) or run(self))
 
-    def tries(optimizer: torch.optim.Optimizer) -> int:
-        tried.clear()
+    def count_checks(optimizer: torch.optim.Optimizer) -> int:
+        checks.clear()
         make_kernel(optimizer)
-        return len(tried)
+        return len(checks)
 
     model = nn.Linear(3, 4)
-    assert tries(of(model)) == 1
-    assert tries(of(nn.Linear(5, 7))) == 0, "sizes are not tried"
-    first, known = make_kernel(of(model, torch.optim.NAdam)), make_kernel(of(model, torch.optim.NAdam))
-    assert len(tried) == 1
+    assert count_checks(two_group_optimizer(model)) == 1
+    assert count_checks(two_group_optimizer(nn.Linear(5, 7))) == 0, "the result must not depend on sizes"
+    first, known = make_kernel(two_group_optimizer(model, torch.optim.NAdam)), make_kernel(two_group_optimizer(model, torch.optim.NAdam))
+    assert len(checks) == 1
     for name in ("layouts", "advancing", "advancing_own", "uses_closure"):
         assert getattr(first, name) == getattr(known, name)
     others = {
-        "rate": of(model, lr=0.5),
-        "dtype": of(nn.Linear(3, 4).bfloat16()),
-        "dimensions": of(nn.Conv1d(3, 4, 5)),
-        "attribute": of(model),
+        "rate": two_group_optimizer(model, lr=0.5),
+        "dtype": two_group_optimizer(nn.Linear(3, 4).bfloat16()),
+        "dimensions": two_group_optimizer(nn.Conv1d(3, 4, 5)),
+        "attribute": two_group_optimizer(model),
     }
     others["attribute"].temperature = 2.0
-    assert {name: tries(optimizer) for name, optimizer in others.items()} == dict.fromkeys(others, 1)
-    assert {name: tries(optimizer) for name, optimizer in others.items()} == dict.fromkeys(others, 0)
-    with_object = of(model)
+    assert {name: count_checks(optimizer) for name, optimizer in others.items()} == dict.fromkeys(others, 1)
+    assert {name: count_checks(optimizer) for name, optimizer in others.items()} == dict.fromkeys(others, 0)
+    with_object = two_group_optimizer(model)
     with_object.helper = own.TrustRatio
-    assert [tries(with_object), tries(with_object)] == [1, 1], "nobody knows what a function does"
-    assert [tries(of(model, Quiet)), tries(of(model, Quiet))] == [1, 1]
-    reaching = of(model)
+    assert [count_checks(with_object), count_checks(with_object)] == [1, 1], "the effect two_group_optimizer a function is unknown"
+    assert [count_checks(two_group_optimizer(model, CustomAdamW)), count_checks(two_group_optimizer(model, CustomAdamW))] == [1, 1]
+    reaching = two_group_optimizer(model)
     reaching.param_groups[0]["first"] = id(model.weight)
     for _ in range(2):
-        with pytest.raises(UnsupportedError, match="the id of a parameter"):
+        with pytest.raises(UnsupportedError, match="the id two_group_optimizer a parameter"):
             make_kernel(reaching)

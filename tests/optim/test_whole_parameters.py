@@ -1,4 +1,4 @@
-"""Muon, and others that need a whole parameter: pages of a matrix reserved together, slices of ranks put together."""
+"""Tests of optimizers that need full parameters, such as Muon: pages are reserved together and shards are exchanged."""
 
 from __future__ import annotations
 
@@ -21,83 +21,83 @@ from support.train import Outcome, Paging, batch, settings, whole
 from support.whole import MAKES, compare, compare_by_name, muon_and_adamw, paged
 
 SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
-    "in backward, on a thread": ("muon and adamw", {}),
+    "in backward, on an update thread": ("muon and adamw", {}),
     "in forward": ("muon and adamw", {"update_schedule": "in_forward"}),
-    "after backward, at once": ("muon and adamw", {"update_schedule": "after_backward", "cores": 0}),
+    "after backward, on the training thread": ("muon and adamw", {"update_schedule": "after_backward", "cores": 0}),
     "resumed": ("muon and adamw", {"update_schedule": "in_forward", "checkpoint": 3}),
-    "a matrix of four dimensions": ("muon by flag", {}),
-    "a split master": ("muon and adamw", {"format": "split"}),
+    "four-dimensional matrix": ("muon by flag", {}),
+    "split master": ("muon and adamw", {"format": "split"}),
 }
 PAIR: dict[str, tuple[str, dict[str, Any]]] = {
-    "in backward, on a thread": ("muon and adamw", {}),
+    "in backward, on an update thread": ("muon and adamw", {}),
     "after backward": ("muon and adamw", {"update_schedule": "after_backward"}),
-    "at once, resumed": ("muon by flag", {"cores": 0, "checkpoint": 3}),
+    "on the training thread, resumed": ("muon by flag", {"cores": 0, "checkpoint": 3}),
 }
 
 
 @pytest.mark.parametrize("case", SINGLE)
-def test_bits_are_those_of_memory(case: str, tmp_path: Path) -> None:
-    """Matrices span pages; the host cache is the smallest that is let through."""
-    name, given = SINGLE[case]
-    assert compare(MAKES[name], tmp_path, **given) == []
+def test_full_parameter_updates_match_training_in_memory(case: str, tmp_path: Path) -> None:
+    """Matrices span several pages, and the host cache has the smallest permitted size."""
+    name, options = SINGLE[case]
+    assert compare(MAKES[name], tmp_path, **options) == []
 
 
 @pytest.mark.parametrize("case", PAIR)
-def test_two_ranks_have_the_bits_of_unsharded_matrices(case: str, tmp_path: Path, pair: RankPool) -> None:
-    """Also where they share rows unevenly, as of the embedding."""
-    name, given = PAIR[case]
-    assert pair.run(compare_by_name, name, str(tmp_path), given) == [[], []]
+def test_two_ranks_match_updates_of_unsharded_matrices(case: str, tmp_path: Path, pair: RankPool) -> None:
+    """This includes uneven shards, for example of the embedding."""
+    name, options = PAIR[case]
+    assert pair.run(compare_by_name, name, str(tmp_path), options) == [[], []]
 
 
-def test_updates_run_in_backward(tmp_path: Path) -> None:
-    """Where nothing is clipped, as those of element-wise optimizers."""
+def test_full_parameter_updates_run_in_backward(tmp_path: Path) -> None:
     assert paged(muon_and_adamw, tmp_path).update_schedule == "in_backward"
 
 
-def test_two_ranks_update_in_backward_or_in_step(tmp_path: Path, pair: RankPool) -> None:
-    """In the next forward a rank could run ahead to an exchange; where one rank has looked at a gradient, all know."""
-    assert pair.run(update_schedules, str(tmp_path)) == [["in_backward", "after_backward", "refused"]] * 2
+def test_two_ranks_do_not_update_in_forward(tmp_path: Path, pair: RankPool) -> None:
+    """In forward, a rank could reach an exchange early; if one rank reads a gradient, all ranks use `after_backward`.
+    """
+    assert pair.run(update_schedules, str(tmp_path)) == [["in_backward", "after_backward", "rejected"]] * 2
 
 
 def update_schedules(folder: str) -> list[str]:
-    """Runs on every rank."""
+    """Return the update schedules of runs without and with a gradient read on one rank. Runs on every rank."""
     rank = torch.distributed.get_rank()
     return [
-        _update_schedule(Path(folder), looks=False),
-        _update_schedule(Path(folder), looks=rank == 1),
-        _refused(Path(folder)),
+        _update_schedule(Path(folder), reads_gradient=False),
+        _update_schedule(Path(folder), reads_gradient=rank == 1),
+        _try_in_forward(Path(folder)),
     ]
 
 
-def _refused(folder: Path) -> str:
+def _try_in_forward(folder: Path) -> str:
     model = build()
     tree = settings(folder, Paging(update_schedule="in_forward"), 64 << 20)
     with pytest.raises(ConfigError, match=r"update\.schedule = .in_forward."):
         infinity.offload(model, muon_and_adamw(list(model.parameters())), tree)
-    return "refused"
+    return "rejected"
 
 
-def _update_schedule(folder: Path, *, looks: bool) -> str:
+def _update_schedule(folder: Path, *, reads_gradient: bool) -> str:
     model = build()
     tree = settings(folder, Paging(), 64 << 20)
     with infinity.offload(model, muon_and_adamw(list(model.parameters())), tree) as optimizer:
         for step in range(2):
             models.loss_of(model, batch(model, step)).backward()
-            if looks and step == 0:
+            if reads_gradient and step == 0:
                 model.head.weight.grad.to_local().sum()
             optimizer.step()
             optimizer.zero_grad()
         return optimizer.update_schedule
 
 
-def test_ranks_that_update_other_parameters_are_told(tmp_path: Path, pair: RankPool) -> None:
-    """One has dropped a gradient that the other has: no slices of different matrices are put together."""
-    told = pair.run(drop_on_one, str(tmp_path))
-    assert any("ranks update different parameters" in one for one in told), told
+def test_ranks_updating_different_parameters_raise(tmp_path: Path, pair: RankPool) -> None:
+    """If one rank dropped a gradient, shards of different matrices must not be combined."""
+    errors = pair.run(drop_gradient_on_one_rank, str(tmp_path))
+    assert any("ranks update different parameters" in error for error in errors), errors
 
 
-def drop_on_one(folder: str) -> str:
-    """Runs on every rank."""
+def drop_gradient_on_one_rank(folder: str) -> str:
+    """Drop a gradient on the second rank; return the error of the step. Runs on every rank."""
     model = build()
     tree = settings(Path(folder), Paging(update_schedule="after_backward"), 64 << 20)
     optimizer = infinity.offload(model, muon_and_adamw(list(model.parameters())), tree)
@@ -108,17 +108,14 @@ def drop_on_one(folder: str) -> str:
         with optimizer:
             optimizer.step()
             optimizer._runner.updates.drain()
-            optimizer.run.pager.flush()  # not a checkpoint, which would wait for a rank that knows already
+            optimizer.run.pager.flush()  # a checkpoint would wait for the rank that has already failed
     except InfinityError as error:
         return str(error)
     return ""
 
 
-def test_the_largest_matrix_counts_in_the_budget(tmp_path: Path) -> None:
-    """What is put together lies beside the host cache;
-
-    the error names the parameter, and what it asks for is enough.
-    """
+def test_budget_includes_the_largest_matrix(tmp_path: Path) -> None:
+    """The memory is separate from the host cache, and the error names the parameter."""
     model = build()
     given = muon_and_adamw(list(model.parameters()))
     with pytest.raises(BudgetError, match=r"to update \S+weight as a full parameter"):
@@ -128,9 +125,9 @@ def test_the_largest_matrix_counts_in_the_budget(tmp_path: Path) -> None:
         assert whole_bytes(optimizer.run.layout) >= 2 * 12 * largest
 
 
-def test_a_run_of_two_ranks_goes_on_with_one(tmp_path: Path, pair: RankPool) -> None:
-    """State is sharded as FSDP2 shards, so it is dealt out anew as that of any optimizer."""
-    expected, _ = pair.run(checkpoint_whole, str(tmp_path))
+def test_run_on_two_ranks_resumes_on_one(tmp_path: Path, pair: RankPool) -> None:
+    """The state is sharded like the parameters, so it is resharded like any optimizer's state."""
+    expected, _ = pair.run(checkpoint_full_state, str(tmp_path))
     model = build()
     tree = settings(tmp_path, Paging(), 64 << 20, run={"resume": "latest"})
     with infinity.offload(model, muon_and_adamw(list(model.parameters())), tree) as optimizer:
@@ -142,8 +139,8 @@ def test_a_run_of_two_ranks_goes_on_with_one(tmp_path: Path, pair: RankPool) -> 
     assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
 
 
-def checkpoint_whole(folder: str) -> dict[str, torch.Tensor]:
-    """Runs on every rank."""
+def checkpoint_full_state(folder: str) -> dict[str, torch.Tensor]:
+    """Save a checkpoint after three steps; return the full state. Runs on every rank."""
     model = build()
     given = muon_and_adamw(list(model.parameters()))
     with infinity.offload(model, given, settings(Path(folder), Paging(), 64 << 20)) as optimizer:
@@ -153,7 +150,7 @@ def checkpoint_whole(folder: str) -> dict[str, torch.Tensor]:
 
 
 def full_state(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Return whole weights, and whole momenta and moments."""
+    """Return full weights, momenta and moments."""
     found = {}
     for name, param in model.named_parameters():
         found[name] = whole(param)
@@ -163,7 +160,7 @@ def full_state(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 class Narrow(models.Toy):
-    """Its last matrix has one row, which two ranks cannot share."""
+    """Model whose last matrix has one row, which two ranks cannot split."""
 
     def __init__(self) -> None:
         super().__init__(blocks=1)
@@ -174,13 +171,12 @@ class Narrow(models.Toy):
         return super().forward(tokens) + self.narrow(self.blocks[0](x)).float().square().mean()
 
 
-def test_a_rank_may_have_nothing_of_a_matrix(tmp_path: Path, pair: RankPool) -> None:
-    """It takes part in the exchange all the same."""
+def test_rank_with_an_empty_shard_takes_part_in_exchanges(tmp_path: Path, pair: RankPool) -> None:
     assert pair.run(compare_narrow, str(tmp_path)) == [[], []]
 
 
 def compare_narrow(folder: str) -> list[str]:
-    """Runs on every rank."""
+    """Return the differences between paged training and training in memory. Runs on every rank."""
 
     def narrow() -> torch.nn.Module:
         torch.manual_seed(0)
@@ -189,13 +185,13 @@ def compare_narrow(folder: str) -> list[str]:
     return compare(muon_and_adamw, Path(folder), build=narrow)
 
 
-def test_ranks_may_close_while_updates_run(tmp_path: Path, pair: RankPool) -> None:
-    """The one that is late finishes what the other one waits for, instead of dropping it; nobody hangs."""
-    assert pair.run(close_at_once, str(tmp_path)) == [None, None]
+def test_closing_during_updates_does_not_hang(tmp_path: Path, pair: RankPool) -> None:
+    """The slower rank finishes the updates that the other rank waits for instead of dropping them."""
+    assert pair.run(close_during_updates, str(tmp_path)) == [None, None]
 
 
-def close_at_once(folder: str) -> None:
-    """Runs on every rank."""
+def close_during_updates(folder: str) -> None:
+    """Close the run while updates run, late on the second rank. Runs on every rank."""
     model = build()
     with infinity.offload(
         model, muon_and_adamw(list(model.parameters())), settings(Path(folder), Paging(host_cache="all"), 64 << 20)
@@ -206,30 +202,28 @@ def close_at_once(folder: str) -> None:
         train(model, optimizer, Outcome(), 2, 3)
 
 
-def test_a_rank_that_fails_leaves_no_exchange_waiting(tmp_path: Path, pair: RankPool) -> None:
-    """Each ends with its own error, though one has begun updates that the other never comes to.
-
-    So it is where that one collects its garbage, and with it the process group, before the other one does.
+def test_failed_rank_does_not_block_an_exchange(tmp_path: Path, pair: RankPool) -> None:
+    """Each rank raises its own error within a minute, even if one collects its garbage, with the process group, first.
     """
     began = time.monotonic()
-    assert pair.run(fail_at_once, str(tmp_path)) == ["mine", "mine"]
+    assert pair.run(fail_during_an_exchange, str(tmp_path)) == ["own error", "own error"]
     pair.run(collect_garbage)
     assert time.monotonic() - began < 60
 
 
 _NOT_COLLECTED: list[Any] = []
-"""Process groups of a rank that does not collect its garbage."""
+"""Process groups that one rank keeps alive."""
 
 
 def collect_garbage() -> None:
-    """Runs on every rank."""
+    """Collect garbage, then release the kept process groups. Runs on every rank."""
     gc.collect()
     torch.distributed.barrier()
     _NOT_COLLECTED.clear()
 
 
-def fail_at_once(folder: str) -> str:
-    """Runs on every rank."""
+def fail_during_an_exchange(folder: str) -> str:
+    """Fail on both ranks after one of them has started updates. Runs on every rank."""
     model = build()
     try:
         with infinity.offload(
@@ -240,20 +234,20 @@ def fail_at_once(folder: str) -> str:
             train(model, optimizer, Outcome(), 0, 2)
             models.loss_of(model, batch(model, 2)).backward()
             if torch.distributed.get_rank():
-                raise ValueError("mine")
+                raise ValueError("own error")
             optimizer.step()
-            raise ValueError("mine")
+            raise ValueError("own error")
     except ValueError as error:
         return str(error)
 
 
-def test_a_rank_may_be_later_than_the_time_limit_of_a_transfer(tmp_path: Path, pair: RankPool) -> None:
-    """The other one waits in an exchange, and its training thread for that, for as long as it takes."""
-    assert pair.run(be_late, str(tmp_path)) == ["", ""]
+def test_late_rank_does_not_exceed_the_transfer_time_limit(tmp_path: Path, pair: RankPool) -> None:
+    """Waits in an exchange, and for a page of an update in an exchange, are not limited."""
+    assert pair.run(step_late_on_one_rank, str(tmp_path)) == ["", ""]
 
 
-def be_late(folder: str) -> str:
-    """Runs on every rank."""
+def step_late_on_one_rank(folder: str) -> str:
+    """Step five seconds late on the second rank; return the error message. Runs on every rank."""
     model = build()
     tree = settings(Path(folder), Paging(update_schedule="after_backward"), 64 << 20, storage={"timeout_seconds": 2})
     with infinity.offload(model, muon_and_adamw(list(model.parameters())), tree) as optimizer:
@@ -270,15 +264,15 @@ def be_late(folder: str) -> str:
     return ""
 
 
-def test_an_exchange_without_the_other_rank_names_the_parameter(tmp_path: Path, pair: RankPool) -> None:
-    """Where a rank ends the run, and the other one does not come to its update any more."""
-    told, _ = pair.run(end_alone, str(tmp_path))
-    assert "another rank" in told
-    assert ".weight" in told
+def test_exchange_without_the_other_rank_names_the_parameter(tmp_path: Path, pair: RankPool) -> None:
+    """One rank closes the run while the other never reaches its update."""
+    message, _ = pair.run(close_on_one_rank, str(tmp_path))
+    assert "another rank" in message
+    assert ".weight" in message
 
 
-def end_alone(folder: str) -> str:
-    """Runs on every rank."""
+def close_on_one_rank(folder: str) -> str:
+    """Close on the first rank while the second one takes no step; return the error message. Runs on every rank."""
     model = build()
     tree = settings(Path(folder), Paging(update_schedule="after_backward"), 64 << 20, storage={"timeout_seconds": 1})
     optimizer = infinity.offload(model, muon_and_adamw(list(model.parameters())), tree)

@@ -1,4 +1,4 @@
-"""Habits in and around forward: evaluation, layers left out, hooks, precision, compilation, data of any shape."""
+"""Patterns in and around forward: evaluation, skipped layers, hooks, precision, compilation, data of various shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.loop_pattern import EARLY, LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDUL
 from support.train import OPTIMIZERS, batch, evaluate
 
 BETWEEN = r"between backward and step|" + UPDATE_SCHEDULE
-"""What a refusal says where weights are wanted that updates in backward have changed already."""
+"""Part of the error for access to weights that were already updated in backward."""
 
 
 @pattern("evaluation under no_grad between steps")
@@ -50,7 +50,7 @@ def with_gradients(loop: Loop) -> None:
 
 
 @pattern("evaluation with gradients enabled before every second step", slow=True)
-def with_gradients_seldom(loop: Loop) -> None:
+def with_gradients_every_second_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         if step % 2 == 0:
@@ -70,7 +70,7 @@ def between_forward_and_backward(loop: Loop) -> None:
 
 
 @pattern("evaluation after every step with reshard_after_forward=False", slow=True)
-def evaluation_in_between(loop: Loop) -> None:
+def evaluation_not_resharded(loop: Loop) -> None:
     model, optimizer = loop.begin(reshard=False)
     for step in range(STEPS):
         loss = loop.loss(model, step)
@@ -81,7 +81,7 @@ def evaluation_in_between(loop: Loop) -> None:
 
 
 @pattern("evaluation between backward and step()", update_schedules=LATE)
-def before_step(loop: Loop) -> None:
+def evaluation_before_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
@@ -95,7 +95,7 @@ pattern(
     UNSUPPORTED,
     BETWEEN,
     update_schedules=EARLY,
-)(before_step)
+)(evaluation_before_step)
 
 
 @pattern(
@@ -105,7 +105,7 @@ pattern(
     note="set `in_forward` or `after_backward`",
     update_schedules=("auto",),
 )
-def before_step_seldom(loop: Loop) -> None:
+def evaluation_before_one_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
@@ -172,7 +172,7 @@ pattern(
 
 @pattern("forward of the next batch before step()", update_schedules=LATE)
 def forward_ahead(loop: Loop) -> None:
-    """Its loss is that of the old weights, its backward comes after the update."""
+    # The loss is computed with the old weights, and its backward runs after the update.
     model, optimizer = loop.begin()
     loss = loop.loss(model, 0)
     for step in range(STEPS):
@@ -223,11 +223,11 @@ def dropout(loop: Loop) -> None:
 
 
 class Dropout(models.Toy):
-    """Drops after every block; `way` is how activations are recomputed."""
+    """A model with dropout after every block, and optional activation checkpointing."""
 
-    def __init__(self, way: str = "") -> None:
+    def __init__(self, checkpointing: str = "") -> None:
         super().__init__()
-        self.drop, self.way = nn.Dropout(0.3), way
+        self.drop, self.checkpointing = nn.Dropout(0.3), checkpointing
 
     def _block(self, index: int, x: torch.Tensor) -> torch.Tensor:
         return self.drop(self.blocks[index](x))
@@ -235,8 +235,8 @@ class Dropout(models.Toy):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for index in self.order:
-            if self.way and self.training:
-                x = checkpoint(self._block, index, x, use_reentrant=self.way == "reentrant")
+            if self.checkpointing and self.training:
+                x = checkpoint(self._block, index, x, use_reentrant=self.checkpointing == "reentrant")
             else:
                 x = self._block(index, x)
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
@@ -257,7 +257,7 @@ def dropout_not_reentrant(loop: Loop) -> None:
 
 
 @pattern("activation checkpointing in every second step", slow=True)
-def checkpoint_seldom(loop: Loop) -> None:
+def checkpoint_every_second_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         for block in model.blocks:
@@ -295,7 +295,7 @@ def shuffled(loop: Loop) -> None:
 
 
 @pattern("growing number of layers (progressive stacking)", slow=True)
-def grow(loop: Loop) -> None:
+def progressive_stacking(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS + 1):
         model.order = tuple(range(1 + step // 2))
@@ -310,7 +310,7 @@ def tied(loop: Loop) -> None:
 
 
 class Experts(models.Toy):
-    """Sends every token to one of the blocks; an expert may get none."""
+    """A model that routes each token to one of the blocks, so that a block may receive no tokens."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
@@ -338,20 +338,20 @@ def experts(loop: Loop) -> None:
 
 
 class TwoHeads(models.Toy):
-    """A second head, in an FSDP module of its own."""
+    """A model with a second head, which is a separate FSDP module."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks.append(nn.Linear(models.WIDTH, 131))
         self.order = (0, 1, 2)
-        self.which = 0
+        self.active = 0
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for index in self.order:
             x = self.blocks[index](x)
         heads = (self.head, self.blocks[3])
-        found = [heads[self.which](x)] if self.which < 2 else [head(x) for head in heads]
+        found = [heads[self.active](x)] if self.active < 2 else [head(x) for head in heads]
         return sum(nn.functional.cross_entropy(y.float().flatten(0, 1), tokens.flatten()) for y in found)
 
 
@@ -359,7 +359,7 @@ class TwoHeads(models.Toy):
 def alternate(loop: Loop) -> None:
     model, optimizer = loop.begin(TwoHeads())
     for step in range(STEPS + 1):
-        model.which = step % 3
+        model.active = step % 3
         loop.step(model, optimizer, step)
 
 
@@ -367,8 +367,8 @@ def alternate(loop: Loop) -> None:
 def backward_each(loop: Loop) -> None:
     model, optimizer = loop.begin(TwoHeads())
     for step in range(STEPS):
-        for which in (0, 1):
-            model.which = which
+        for head in (0, 1):
+            model.active = head
             loop.loss(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -383,7 +383,7 @@ def detached(loop: Loop) -> None:
 
 
 class Cut(models.Toy):
-    """Stops gradients behind its first block."""
+    """A model that can detach the output of its first block."""
 
     cut = False
 
@@ -397,7 +397,7 @@ class Cut(models.Toy):
 
 
 class Frozen(models.Toy):
-    """Runs its first blocks without gradients."""
+    """A model that runs its first block without gradients."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -447,7 +447,7 @@ def no_sequences(loop: Loop) -> None:
 
 
 class Generative(models.Toy):
-    """Returns logits."""
+    """A model that returns logits instead of a loss."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
@@ -493,7 +493,6 @@ def idle_rank(loop: Loop) -> None:
 
 @pattern("output multiplied by zero on one rank, so that its gradients are zero", ranks=(2,), slow=True)
 def unused_on_one_rank(loop: Loop) -> None:
-    """Both gather them; on one rank the output is multiplied by zero."""
     import torch.distributed as dist
 
     model, optimizer = loop.begin(Generative())
@@ -606,7 +605,7 @@ def wrapped(loop: Loop) -> None:
 
 
 class Adapted(models.Toy):
-    """Low-rank adapters beside frozen blocks."""
+    """A model with low-rank adapters in frozen blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -626,7 +625,7 @@ class Adapted(models.Toy):
 
 
 class AdaptedBlock(models.Block):
-    """A block with an adapter that can be switched off."""
+    """A block with an optional adapter."""
 
     def forward(self, x: torch.Tensor, adapted: bool = True) -> torch.Tensor:
         y = super().forward(x)
@@ -634,7 +633,7 @@ class AdaptedBlock(models.Block):
 
 
 def adapted() -> nn.Module:
-    """Return a model of which only adapters are trained."""
+    """Return a model whose adapters are its only trainable parameters."""
     torch.manual_seed(0)
     model = Adapted()
     for block in model.blocks:
@@ -665,9 +664,9 @@ def preference(loop: Loop) -> None:
     for step in range(STEPS):
         model.adapted = False
         with torch.no_grad():
-            aim = loop.loss(model, step)
+            target = loop.loss(model, step)
         model.adapted = True
-        nn.functional.softplus(loop.loss(model, step) - aim).backward()
+        nn.functional.softplus(loop.loss(model, step) - target).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -772,8 +771,7 @@ def functional(loop: Loop) -> None:
 
 
 @pattern("a layer called outside of the model", slow=True)
-def layer_alone(loop: Loop) -> None:
-    """For example to warm up a part, or for a loss on features."""
+def layer_outside_model(loop: Loop) -> None:
     model, optimizer = loop.begin()
     x = torch.randn(2, 5, models.WIDTH, generator=torch.Generator().manual_seed(0))
     for step in range(STEPS):
@@ -785,7 +783,7 @@ def layer_alone(loop: Loop) -> None:
 
 
 class Normed(models.Toy):
-    """Batch norm between its blocks."""
+    """A model with batch norm after each block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -824,8 +822,8 @@ def parametrized(loop: Loop) -> None:
 
 
 @pattern("requires_grad disabled between backward and step()", slow=True)
-def switched_off(loop: Loop) -> None:
-    """In memory gradients that are there are used all the same."""
+def requires_grad_disabled(loop: Loop) -> None:
+    # In memory, step() uses existing gradients even if requires_grad is False.
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()

@@ -1,4 +1,4 @@
-"""Habits that look at gradients, change them, drop them or add them up."""
+"""Patterns that read, modify, discard or accumulate gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.loop_pattern import EARLY, LATE, STEPS, UNSUPPORTED, UPDATE_SCHEDUL
 from support.train import OPTIMIZERS, batch
 
 USED = r"step\(\).*zero_grad\(\)"
-"""What a refusal says where gradients of the step before are wanted."""
+"""Part of the error for access to gradients of an earlier step."""
 
 
 @pattern("zero_grad after step")
@@ -73,7 +73,7 @@ def to_zero(loop: Loop) -> None:
 
 @pattern("zero_grad(set_to_none=False), with layers that some steps do not use")
 def to_zero_and_skipped(loop: Loop) -> None:
-    """In memory their gradients are zero, not None: moments decay and weights move."""
+    # Their gradients are zero, not None, so that moments decay and weights change.
     model, optimizer = loop.begin()
     for step, order in enumerate([(0, 1, 2), (0, 2), (0, 1, 2), (1, 2), (0, 2)]):
         model.order = order
@@ -96,7 +96,7 @@ def model_to_zero_and_skipped(loop: Loop) -> None:
     "zero_grad(set_to_none=False) between backward and step(), to discard a batch",
     update_schedules=("in_forward", "after_backward"),
 )
-def dropped_to_zero(loop: Loop) -> None:
+def discarded_with_zeros(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
@@ -111,7 +111,7 @@ pattern(
     UNSUPPORTED,
     UPDATE_SCHEDULE,
     update_schedules=("auto", *EARLY),
-)(dropped_to_zero)
+)(discarded_with_zeros)
 
 
 @pattern(
@@ -120,7 +120,7 @@ pattern(
     USED,
     note="gradients cannot accumulate across steps",
 )
-def never(loop: Loop) -> None:
+def no_zero_grad(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
@@ -128,7 +128,7 @@ def never(loop: Loop) -> None:
 
 
 @pattern("zero_grad() after every second step", UNSUPPORTED, USED, note="gradients cannot accumulate across steps")
-def seldom(loop: Loop) -> None:
+def zero_grad_every_second_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
@@ -144,7 +144,7 @@ def seldom(loop: Loop) -> None:
     note="gradients cannot accumulate across steps",
     slow=True,
 )
-def in_part(loop: Loop) -> None:
+def some_gradients_set_to_none(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
@@ -154,18 +154,18 @@ def in_part(loop: Loop) -> None:
 
 
 @pattern("p.grad compared with None before backward, after backward and after step()")
-def none_or_not(loop: Loop) -> None:
+def grad_is_none(loop: Loop) -> None:
     model, optimizer = loop.begin("spare")
 
-    def look() -> None:
+    def record() -> None:
         loop.record("None", [param.grad is None for param in model.parameters()])
 
     for step in range(STEPS):
-        look()
+        record()
         loop.loss(model, step).backward()
-        look()
+        record()
         optimizer.step()
-        look()
+        record()
         optimizer.zero_grad()
 
 
@@ -204,8 +204,8 @@ def clip_filtered(loop: Loop) -> None:
     model, optimizer = loop.begin("spare")
     for step in range(STEPS):
         loop.loss(model, step).backward()
-        given = [param for param in model.parameters() if param.requires_grad and param.grad is not None]
-        loop.record("norm", nn.utils.clip_grad_norm_(given, 0.5))
+        with_grad = [param for param in model.parameters() if param.requires_grad and param.grad is not None]
+        loop.record("norm", nn.utils.clip_grad_norm_(with_grad, 0.5))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -269,7 +269,6 @@ def clip_one_by_one(loop: Loop) -> None:
 
 
 def clipped_with(loop: Loop, order: float) -> None:
-    """Clip norms of an order."""
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
@@ -403,7 +402,7 @@ def clip_value_one_by_one(loop: Loop) -> None:
 
 
 @pattern("step skipped if the gradient norm is too large", in_backward_error=UPDATE_SCHEDULE)
-def skip_leaps(loop: Loop) -> None:
+def skip_large_norms(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loss = loop.loss(model, step)
@@ -427,7 +426,7 @@ def log_norms(loop: Loop) -> None:
 
 
 @pattern("p.grad.norm() logged in every second step", in_backward_error=UPDATE_SCHEDULE, slow=True)
-def log_norms_seldom(loop: Loop) -> None:
+def log_norms_every_second_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
@@ -453,7 +452,6 @@ def log_extremes(loop: Loop) -> None:
 
 @pattern("p.grad read after step()", UNSUPPORTED, "read it before", note="read it before `step()`")
 def log_after_step(loop: Loop) -> None:
-    """In memory it is still there."""
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
@@ -464,7 +462,7 @@ def log_after_step(loop: Loop) -> None:
 
 
 @pattern("clipped gradients read after clip_grad_norm_", in_backward_error=UPDATE_SCHEDULE, slow=True)
-def look_at_clipped(loop: Loop) -> None:
+def read_clipped(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
@@ -475,13 +473,13 @@ def look_at_clipped(loop: Loop) -> None:
 
 
 @pattern("shape, dtype, device, full_tensor() and to_local() of p.grad", in_backward_error=UPDATE_SCHEDULE)
-def whole_and_local(loop: Loop) -> None:
+def full_and_local(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
         grad = model.head.weight.grad
         loop.record("form", (tuple(grad.shape), str(grad.dtype), str(grad.device), grad.numel(), grad.ndim))
-        loop.record("whole", grad.full_tensor())
+        loop.record("full", grad.full_tensor())
         loop.record("local", grad.to_local())
         loop.record("copy", grad.detach().cpu().clone().full_tensor())
         optimizer.step()
@@ -506,7 +504,7 @@ def keep_clones(loop: Loop) -> None:
 
 @pattern("a reference to p.grad kept after step() and zero_grad()", UNSUPPORTED, "clone", note="clone the gradient")
 def keep_references(loop: Loop) -> None:
-    """In memory the tensor stays as it was, since zero_grad only lets go of it."""
+    # In memory, zero_grad() only removes the reference, so that the tensor keeps its values.
     model, optimizer = loop.begin()
     kept: list[Any] = []
     for step in range(STEPS):
@@ -579,7 +577,7 @@ def data(loop: Loop) -> None:
 
 
 @pattern("gradients of a layer set to zero or None before step()", in_backward_error=UPDATE_SCHEDULE)
-def cancel(loop: Loop) -> None:
+def zero_or_none(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
@@ -606,7 +604,7 @@ def foreach(loop: Loop) -> None:
     in_backward_error=UPDATE_SCHEDULE,
     slow=True,
 )
-def centralise(loop: Loop) -> None:
+def centralize(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
@@ -632,7 +630,7 @@ def views(loop: Loop) -> None:
 
 
 @pattern("gradients of two tasks computed separately and combined", in_backward_error=UPDATE_SCHEDULE)
-def surgery(loop: Loop) -> None:
+def combine_tasks(loop: Loop) -> None:
     model, optimizer = loop.begin()
     params = list(model.parameters())
     for step in range(STEPS):
@@ -648,8 +646,8 @@ def surgery(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-def added_by_hand(loop: Loop, *, clone: bool) -> None:
-    """Add up gradients in tensors of the loop's own."""
+def summed_in_loop(loop: Loop, *, clone: bool) -> None:
+    """Train with gradients that the loop sums and assigns to `p.grad`."""
     model, optimizer = loop.begin()
     params = list(model.parameters())
     for step in range(STEPS):
@@ -671,8 +669,8 @@ def added_by_hand(loop: Loop, *, clone: bool) -> None:
     in_backward_error=UPDATE_SCHEDULE,
     slow=True,
 )
-def by_hand(loop: Loop) -> None:
-    added_by_hand(loop, clone=True)
+def summed_clones(loop: Loop) -> None:
+    summed_in_loop(loop, clone=True)
 
 
 @pattern(
@@ -682,13 +680,13 @@ def by_hand(loop: Loop) -> None:
     note="clone the gradients",
     slow=True,
 )
-def by_hand_referenced(loop: Loop) -> None:
-    added_by_hand(loop, clone=False)
+def summed_references(loop: Loop) -> None:
+    summed_in_loop(loop, clone=False)
 
 
 @pattern("gradients assigned to p.grad without backward", in_backward_error=UPDATE_SCHEDULE)
-def given(loop: Loop) -> None:
-    """As where another process has computed them, or an evolution strategy."""
+def assigned_without_backward(loop: Loop) -> None:
+    # Gradients may come from another process or from an evolution strategy.
     model, optimizer = loop.begin()
     for step in range(STEPS):
         torch.manual_seed(step)
@@ -809,7 +807,7 @@ def accumulate_and_clip(loop: Loop) -> None:
 
 
 @pattern("gradients read during accumulation", in_backward_error=UPDATE_SCHEDULE)
-def accumulate_and_look(loop: Loop) -> None:
+def accumulate_and_read(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         for part in range(3):
@@ -860,7 +858,7 @@ def last_backward(loop: Loop) -> None:
 @pattern(
     "a varying number of micro-batches per step: 2, 3, 1, 1, 2", in_backward_error="second gradient|" + UPDATE_SCHEDULE
 )
-def uneven(loop: Loop) -> None:
+def varying_micro_batches(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step, parts in enumerate((2, 3, 1, 1, 2)):
         for part in range(parts):
@@ -870,7 +868,7 @@ def uneven(loop: Loop) -> None:
 
 
 @pattern("one micro-batch per step, later several", update_schedules=("in_forward", "after_backward"), slow=True)
-def more_batches(loop: Loop) -> None:
+def more_micro_batches(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step, parts in enumerate((1, 1, 1, 2, 2)):
         for part in range(parts):
@@ -884,7 +882,7 @@ pattern(
     UNSUPPORTED,
     UPDATE_SCHEDULE,
     update_schedules=("auto", *EARLY),
-)(more_batches)
+)(more_micro_batches)
 
 
 @pattern(
@@ -918,8 +916,8 @@ def backward_of_two(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
-class Penalised(models.Toy):
-    """Gives loss and embedded tokens, for penalties on the gradient of the input."""
+class Penalized(models.Toy):
+    """A model that keeps its embedded tokens, for penalties on their gradient."""
 
     def forward(self, tokens: torch.Tensor, move: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embedding(tokens)
@@ -931,7 +929,7 @@ class Penalised(models.Toy):
 
 @pattern("adversarial embeddings: torch.autograd.grad, then a second forward and backward")
 def adversarial(loop: Loop) -> None:
-    model, optimizer = loop.begin(Penalised())
+    model, optimizer = loop.begin(Penalized())
     for step in range(STEPS):
         loss = loop.loss(model, step)
         (slope,) = torch.autograd.grad(loss, model.embedded)
@@ -944,7 +942,7 @@ def adversarial(loop: Loop) -> None:
 
 
 @pattern("gradients of a first backward discarded with zero_grad()", in_backward_error=UPDATE_SCHEDULE, slow=True)
-def dropped(loop: Loop) -> None:
+def first_backward_discarded(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, 70 + step).backward()
@@ -959,7 +957,7 @@ def dropped(loop: Loop) -> None:
     in_backward_error=UPDATE_SCHEDULE,
     update_schedules=("in_forward", "after_backward"),
 )
-def drop_bad(loop: Loop) -> None:
+def discarded_with_model_zero_grad(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
@@ -975,11 +973,11 @@ pattern(
     UNSUPPORTED,
     UPDATE_SCHEDULE,
     update_schedules=("auto",),
-)(drop_bad)
+)(discarded_with_model_zero_grad)
 
 
 @pattern("post-accumulate-grad hooks that read the gradient")
-def hooks_look(loop: Loop) -> None:
+def hooks_read(loop: Loop) -> None:
     model, optimizer = loop.begin()
     norms: dict[str, Any] = {}
     for name, param in model.named_parameters():
@@ -1027,7 +1025,7 @@ def hooks_replace(loop: Loop) -> None:
 
 @pattern("p.register_hook on parameters")
 def tensor_hooks(loop: Loop) -> None:
-    """FSDP2 gives gradients to sharded parameters without autograd: in memory it is never called either."""
+    # FSDP2 assigns gradients of sharded parameters without autograd, so that the hook is not called in memory either.
     model, optimizer = loop.begin()
     calls: list[int] = []
     model.head.weight.register_hook(lambda grad: calls.append(1))
@@ -1037,7 +1035,7 @@ def tensor_hooks(loop: Loop) -> None:
 
 
 @pattern("gradients zeroed with p.grad.detach_() and p.grad.zero_()")
-def zeroed_by_hand(loop: Loop) -> None:
+def zeroed_in_place(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
@@ -1051,7 +1049,7 @@ def zeroed_by_hand(loop: Loop) -> None:
 @pattern(
     "weight decay added to gradients: p.grad.add_(p, alpha=...), torch._foreach_add_", in_backward_error=UPDATE_SCHEDULE
 )
-def decay_by_hand(loop: Loop) -> None:
+def weight_decay(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
@@ -1156,8 +1154,7 @@ def factor(loop: Loop) -> None:
 
 @pattern("loss.backward(inputs=...) with an activation in some steps", ranks=(1,), slow=True)
 def some_inputs(loop: Loop) -> None:
-    """FSDP2 reduces what there is; what was not asked for gets nothing."""
-    model, optimizer = loop.begin(Penalised())
+    model, optimizer = loop.begin(Penalized())
     for step in range(STEPS):
         loss = loop.loss(model, step)
         if step % 2:
@@ -1169,7 +1166,7 @@ def some_inputs(loop: Loop) -> None:
 
 
 class Tempered(models.Toy):
-    """A parameter of one element, of which all ranks but the first have nothing."""
+    """A model with one-element parameters, whose shards are empty on all ranks except the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1198,7 +1195,7 @@ def one_element(loop: Loop) -> None:
 
 
 @pattern("local gradients and weights read on one rank only", update_schedules=LATE, ranks=(2,), slow=True)
-def one_rank_looks(loop: Loop) -> None:
+def one_rank_reads(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
@@ -1212,7 +1209,7 @@ def one_rank_looks(loop: Loop) -> None:
 @pattern("a tensor in a param group")
 def tensor_settings(loop: Loop) -> None:
     model = models.build("toy")
-    given = [{"params": list(model.parameters()), "mask": torch.ones(3)}]
-    optimizer = loop.offload(model, OPTIMIZERS["adamw"](given))
+    groups = [{"params": list(model.parameters()), "mask": torch.ones(3)}]
+    optimizer = loop.offload(model, OPTIMIZERS["adamw"](groups))
     for step in range(STEPS):
         loop.step(model, optimizer, step)

@@ -1,4 +1,4 @@
-"""Habits around `step()`: schedulers, settings, groups, closures, errors that a loop goes on after."""
+"""Patterns around `step()`: schedulers, optimizer settings, param groups, closures, handled exceptions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from support.train import OPTIMIZERS, batch
 
 
 def with_scheduler(loop: Loop, make: Any, *, before: bool, optimizer: str = "adamw", metric: bool = False) -> None:
-    """Train with a scheduler of torch, made on the optimizer that offload is given, or on the one that it returns."""
+    """Train with a scheduler that is created for the base optimizer (`before`) or for the offloaded one."""
     model = models.build("toy")
-    given = OPTIMIZERS[optimizer](model.parameters())
-    scheduler = make(given) if before else None
-    trained = loop.offload(model, given)
+    base = OPTIMIZERS[optimizer](model.parameters())
+    scheduler = make(base) if before else None
+    trained = loop.offload(model, base)
     scheduler = scheduler or make(trained)
     for step in range(STEPS + 1):
         loss = loop.loss(model, step)
@@ -29,7 +29,7 @@ def with_scheduler(loop: Loop, make: Any, *, before: bool, optimizer: str = "ada
         scheduler.step(loss.item()) if metric else scheduler.step()
         trained.zero_grad()
         group = trained.param_groups[0]
-        loop.record("settings", [group["lr"], group.get("momentum"), group.get("betas"), given.param_groups[0]["lr"]])
+        loop.record("settings", [group["lr"], group.get("momentum"), group.get("betas"), base.param_groups[0]["lr"]])
         loop.record("last", scheduler.get_last_lr())
 
 
@@ -157,7 +157,7 @@ pattern(
     note="set `in_forward` or `after_backward`",
     update_schedules=("auto",),
 )
-def lr_now_and_then(loop: Loop) -> None:
+def lr_in_one_step(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
@@ -170,10 +170,10 @@ def lr_now_and_then(loop: Loop) -> None:
 @pattern("lr set on the base optimizer", slow=True)
 def lr_of_base(loop: Loop) -> None:
     model = models.build("toy")
-    given = OPTIMIZERS["adamw"](model.parameters())
-    optimizer = loop.offload(model, given)
+    base = OPTIMIZERS["adamw"](model.parameters())
+    optimizer = loop.offload(model, base)
     for step in range(STEPS):
-        for group in given.param_groups:
+        for group in base.param_groups:
             group["lr"] = 1e-3 * (step + 1)
         loop.step(model, optimizer, step)
 
@@ -198,8 +198,8 @@ def decay_schedule(loop: Loop) -> None:
 def groups(loop: Loop) -> None:
     model = models.build("toy")
     parts = [model.embedding, *model.blocks, model.head]
-    given = [{"params": list(part.parameters()), "lr": 1e-3 * 0.7**depth} for depth, part in enumerate(parts)]
-    optimizer = loop.offload(model, OPTIMIZERS["adamw"](given))
+    groups = [{"params": list(part.parameters()), "lr": 1e-3 * 0.7**depth} for depth, part in enumerate(parts)]
+    optimizer = loop.offload(model, OPTIMIZERS["adamw"](groups))
     scheduler = schedulers.LambdaLR(optimizer, [lambda step, n=n: 1 / (1 + n * step) for n in range(len(parts))])
     for step in range(STEPS):
         loop.step(model, optimizer, step)
@@ -209,8 +209,8 @@ def groups(loop: Loop) -> None:
 @pattern("a param group for each parameter", slow=True)
 def group_each(loop: Loop) -> None:
     model = models.build("toy")
-    given = [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for p in model.parameters()]
-    optimizer = loop.offload(model, OPTIMIZERS["adamw"](given))
+    groups = [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for p in model.parameters()]
+    optimizer = loop.offload(model, OPTIMIZERS["adamw"](groups))
     for step in range(STEPS):
         loop.step(model, optimizer, step)
 
@@ -227,8 +227,8 @@ def named_groups(loop: Loop) -> None:
 @pattern("user-defined keys in param_groups", slow=True)
 def extra_keys(loop: Loop) -> None:
     model = models.build("toy")
-    given = [{"params": list(model.parameters()), "lr_scale": 0.5, "name": "all"}]
-    optimizer = loop.offload(model, OPTIMIZERS["adamw"](given))
+    groups = [{"params": list(model.parameters()), "lr_scale": 0.5, "name": "all"}]
+    optimizer = loop.offload(model, OPTIMIZERS["adamw"](groups))
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 * group["lr_scale"]
@@ -241,8 +241,8 @@ def extra_keys(loop: Loop) -> None:
 def add_group(loop: Loop) -> None:
     model = models.build("toy")
     model.head.requires_grad_(False)
-    given = [p for p in model.parameters() if p.requires_grad]
-    optimizer = loop.offload(model, OPTIMIZERS["adamw"](given))
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = loop.offload(model, OPTIMIZERS["adamw"](trainable))
     for step in range(STEPS):
         if step == 2:
             model.head.requires_grad_(True)
@@ -260,12 +260,12 @@ def add_group(loop: Loop) -> None:
 def add_group_to_base(loop: Loop) -> None:
     model = models.build("toy")
     model.head.requires_grad_(False)
-    given = OPTIMIZERS["adamw"]([p for p in model.parameters() if p.requires_grad])
-    optimizer = loop.offload(model, given)
+    base = OPTIMIZERS["adamw"]([p for p in model.parameters() if p.requires_grad])
+    optimizer = loop.offload(model, base)
     for step in range(STEPS):
         if step == 2:
             model.head.requires_grad_(True)
-            given.add_param_group({"params": list(model.head.parameters()), "lr": 1e-3})
+            base.add_param_group({"params": list(model.head.parameters()), "lr": 1e-3})
         loop.step(model, optimizer, step)
 
 
@@ -332,7 +332,7 @@ def freeze(loop: Loop) -> None:
 
 
 @pattern("blocks frozen and unfrozen alternately")
-def freeze_in_turns(loop: Loop) -> None:
+def freeze_alternately(loop: Loop) -> None:
     model, optimizer = loop.begin(policy="fp32")
     for step in range(STEPS):
         for number, block in enumerate(model.blocks):
@@ -438,7 +438,6 @@ def lbfgs(loop: Loop) -> None:
     "step() twice with the same gradients", UNSUPPORTED, "zero_grad", note="call `zero_grad()` after each `step()`"
 )
 def step_twice(loop: Loop) -> None:
-    """In memory the gradients are applied twice."""
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.loss(model, step).backward()
@@ -449,7 +448,7 @@ def step_twice(loop: Loop) -> None:
 
 
 @pattern("step() without gradients", slow=True)
-def step_for_nothing(loop: Loop) -> None:
+def step_without_gradients(loop: Loop) -> None:
     model, optimizer = loop.begin()
     optimizer.step()
     for step in range(STEPS):
@@ -458,7 +457,7 @@ def step_for_nothing(loop: Loop) -> None:
 
 
 @pattern("step() and zero_grad() before forward instead of after backward", slow=True)
-def step_early(loop: Loop) -> None:
+def step_before_forward(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         optimizer.step()
@@ -475,23 +474,23 @@ def step_early(loop: Loop) -> None:
 )
 def step_of_base(loop: Loop) -> None:
     model = models.build("toy")
-    given = OPTIMIZERS["adamw"](model.parameters())
-    loop.offload(model, given)
+    base = OPTIMIZERS["adamw"](model.parameters())
+    loop.offload(model, base)
     for step in range(STEPS):
         loop.loss(model, step).backward()
-        given.step()
-        given.zero_grad()
+        base.step()
+        base.zero_grad()
 
 
 @pattern("zero_grad() of the base optimizer", slow=True)
 def zero_of_base(loop: Loop) -> None:
     model = models.build("toy")
-    given = OPTIMIZERS["adamw"](model.parameters())
-    optimizer = loop.offload(model, given)
+    base = OPTIMIZERS["adamw"](model.parameters())
+    optimizer = loop.offload(model, base)
     for step in range(STEPS):
         loop.loss(model, step).backward()
         optimizer.step()
-        given.zero_grad()
+        base.zero_grad()
 
 
 @pattern(
@@ -524,10 +523,10 @@ def step_hooks(loop: Loop) -> None:
 @pattern("step hooks registered before offload()")
 def step_hooks_before(loop: Loop) -> None:
     model = models.build("toy")
-    given = OPTIMIZERS["adamw"](model.parameters())
-    given.register_step_pre_hook(lambda opt, args, kwargs: loop.record("before", 1))
-    given.register_step_post_hook(lambda opt, args, kwargs: loop.record("after", 1))
-    optimizer = loop.offload(model, given)
+    base = OPTIMIZERS["adamw"](model.parameters())
+    base.register_step_pre_hook(lambda opt, args, kwargs: loop.record("before", 1))
+    base.register_step_post_hook(lambda opt, args, kwargs: loop.record("after", 1))
+    optimizer = loop.offload(model, base)
     for step in range(STEPS):
         loop.step(model, optimizer, step)
 
@@ -644,7 +643,7 @@ def distributed_state(loop: Loop) -> None:
 
 
 @pattern("batches with a non-finite loss skipped before backward")
-def skip_before(loop: Loop) -> None:
+def skip_non_finite_loss(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loss = loop.loss(model, step) * (float("nan") if step in (1, 3) else 1)
@@ -656,7 +655,7 @@ def skip_before(loop: Loop) -> None:
 
 
 @pattern("step() with NaN gradients")
-def take_nan(loop: Loop) -> None:
+def step_with_nan(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         (loop.loss(model, step) * (float("nan") if step == 3 else 1)).backward()
@@ -665,7 +664,7 @@ def take_nan(loop: Loop) -> None:
 
 
 @pattern("step() with an infinite loss", slow=True)
-def take_inf(loop: Loop) -> None:
+def step_with_infinite_loss(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         (loop.loss(model, step) * (float("inf") if step == 3 else 1)).backward()
@@ -694,7 +693,7 @@ def _fail(*_: Any) -> Any:
 
 
 @pattern("an exception in forward before FSDP2 gathers a module", slow=True)
-def error_at_once(loop: Loop) -> None:
+def error_before_gather(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         try:
@@ -726,7 +725,7 @@ class _Fails(torch.autograd.Function):
 
 
 class Fragile(models.Toy):
-    """Its backward fails behind its last block when it is told to."""
+    """A model whose backward can fail in the middle."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
@@ -737,8 +736,8 @@ class Fragile(models.Toy):
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
 
 
-def retried(loop: Loop, *, sequences: int) -> None:
-    """Train with a backward that fails once; the batch is tried again."""
+def train_with_failing_backward(loop: Loop, *, sequences: int) -> None:
+    """Train with a backward that fails once, after which the batch is repeated in parts of `sequences`."""
     model, optimizer = loop.begin(Fragile())
     for step in range(STEPS):
         _Fails.armed = step == 3
@@ -757,7 +756,7 @@ def retried(loop: Loop, *, sequences: int) -> None:
     "an exception in backward, after which the batch is repeated", update_schedules=("in_forward", "after_backward")
 )
 def retry(loop: Loop) -> None:
-    retried(loop, sequences=4)
+    train_with_failing_backward(loop, sequences=4)
 
 
 pattern(
@@ -772,7 +771,7 @@ pattern(
     "out of memory in backward: the batch is repeated as two halves", update_schedules=("in_forward", "after_backward")
 )
 def retry_halved(loop: Loop) -> None:
-    retried(loop, sequences=2)
+    train_with_failing_backward(loop, sequences=2)
 
 
 @pattern("KeyboardInterrupt in forward, after which the loop saves a checkpoint and continues")
@@ -797,7 +796,7 @@ def _interrupt(*_: Any) -> Any:
 
 
 @pattern("backward in another thread")
-def in_a_thread(loop: Loop) -> None:
+def backward_in_a_thread(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loss = loop.loss(model, step)
@@ -868,7 +867,7 @@ def default_device(loop: Loop) -> None:
 
 
 @pattern("two models, each with its own optimizer, and one loss", slow=True)
-def adversaries(loop: Loop) -> None:
+def two_models(loop: Loop) -> None:
     one, first = loop.begin()
     other, second = loop.begin(seed=1)
     for step in range(STEPS):
@@ -881,7 +880,7 @@ def adversaries(loop: Loop) -> None:
 
 
 class Generator(models.Toy):
-    """Gives rows of numbers."""
+    """A model that returns logits."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
@@ -891,7 +890,7 @@ class Generator(models.Toy):
 
 
 class Discriminator(models.Toy):
-    """Takes rows of numbers."""
+    """A model that scores one-hot or logit inputs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(self.head.weight.dtype) @ self.embedding.weight
@@ -900,44 +899,44 @@ class Discriminator(models.Toy):
         return self.head(x).float().mean()
 
 
-def gan(loop: Loop, *, frozen: bool, drop: str) -> None:
-    """Train generator and discriminator in turns; the gradients that the generator's loss leaves in the other drop."""
-    maker, first = loop.begin(Generator())
-    judge, second = loop.begin(Discriminator(blocks=2))
+def gan(loop: Loop, *, frozen: bool, discard: str) -> None:
+    """Train generator and discriminator alternately, and discard the gradients that generator steps leave in the latter."""
+    generator, first = loop.begin(Generator())
+    discriminator, second = loop.begin(Discriminator(blocks=2))
     for step in range(STEPS):
-        fake = maker(batch(maker, step))
-        real = torch.nn.functional.one_hot(batch(maker, 40 + step), 131).float()
-        loss = judge(fake.detach()) - judge(real)
-        loop.record("judge", loss)
+        fake = generator(batch(generator, step))
+        real = torch.nn.functional.one_hot(batch(generator, 40 + step), 131).float()
+        loss = discriminator(fake.detach()) - discriminator(real)
+        loop.record("discriminator", loss)
         loss.backward()
         second.step()
         second.zero_grad()
         if frozen:
-            judge.requires_grad_(False)
-        loss = -judge(maker(batch(maker, step)))
-        loop.record("maker", loss)
+            discriminator.requires_grad_(False)
+        loss = -discriminator(generator(batch(generator, step)))
+        loop.record("generator", loss)
         loss.backward()
         first.step()
         first.zero_grad()
         if frozen:
-            judge.requires_grad_(True)
-        elif drop == "model":
-            judge.zero_grad()
+            discriminator.requires_grad_(True)
+        elif discard == "model":
+            discriminator.zero_grad()
         else:
             second.zero_grad()
 
 
 @pattern("GAN: the discriminator is frozen during the generator's step")
 def gan_frozen(loop: Loop) -> None:
-    gan(loop, frozen=True, drop="")
+    gan(loop, frozen=True, discard="")
 
 
 @pattern(
     "GAN: gradients of the discriminator discarded with its optimizer's zero_grad()",
     update_schedules=("in_forward", "after_backward"),
 )
-def gan_dropped(loop: Loop) -> None:
-    gan(loop, frozen=False, drop="optimizer")
+def gan_discarded(loop: Loop) -> None:
+    gan(loop, frozen=False, discard="optimizer")
 
 
 @pattern(
@@ -945,8 +944,8 @@ def gan_dropped(loop: Loop) -> None:
     update_schedules=("in_forward", "after_backward"),
     slow=True,
 )
-def gan_dropped_by_model(loop: Loop) -> None:
-    gan(loop, frozen=False, drop="model")
+def gan_discarded_by_model(loop: Loop) -> None:
+    gan(loop, frozen=False, discard="model")
 
 
 pattern(
@@ -954,7 +953,7 @@ pattern(
     UNSUPPORTED,
     UPDATE_SCHEDULE,
     update_schedules=("auto", *EARLY),
-)(gan_dropped)
+)(gan_discarded)
 
 
 @pattern("a frozen reference model in memory", slow=True)
@@ -963,8 +962,8 @@ def reference(loop: Loop) -> None:
     frozen = models.build("toy", seed=3).requires_grad_(False)
     for step in range(STEPS):
         with torch.no_grad():
-            aim = loop.loss(frozen, step)
-        (loop.loss(model, step) - aim).abs().backward()
+            target = loop.loss(frozen, step)
+        (loop.loss(model, step) - target).abs().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -983,8 +982,8 @@ def resume(loop: Loop) -> None:
             paths = [str(Path(loop._folder) / "0" / "nvme0")]
             loop.trained.clear()
             model = models.build("toy", seed=9)
-            given = OPTIMIZERS["adamw"](model.parameters())
-            optimizer = loop.offload(model, given, storage={"paths": paths}, run={"resume": "latest"})
+            base = OPTIMIZERS["adamw"](model.parameters())
+            optimizer = loop.offload(model, base, storage={"paths": paths}, run={"resume": "latest"})
 
 
 @pattern("a checkpoint after every step", slow=True)

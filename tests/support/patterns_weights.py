@@ -1,4 +1,4 @@
-"""Habits that read, write, copy or save weights."""
+"""Patterns that read, modify, copy or save weights."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def weight_norm(loop: Loop) -> None:
 
 @pattern("a weight penalty computed outside of forward and added to the loss")
 def weight_penalty(loop: Loop) -> None:
-    """Autograd gives sharded parameters gradients, beside those that FSDP2 reduces."""
+    # Autograd assigns gradients to sharded parameters in addition to the gradients that FSDP2 reduces.
     model, optimizer = loop.begin(policy="fp32")
     for step in range(STEPS):
         loss = loop.loss(model, step)
@@ -184,8 +184,8 @@ def teacher(loop: Loop) -> None:
     frozen = copy.deepcopy(model)
     for step in range(STEPS):
         with torch.no_grad():
-            aim = loop.loss(frozen, step)
-        (loop.loss(model, step) - aim).abs().backward()
+            target = loop.loss(frozen, step)
+        (loop.loss(model, step) - target).abs().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -261,7 +261,7 @@ def torch_save(loop: Loop) -> None:
 
 
 @pattern("torch.save and torch.load of full tensors (full_tensor())", slow=True)
-def torch_save_whole(loop: Loop) -> None:
+def torch_save_full(loop: Loop) -> None:
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
@@ -297,8 +297,8 @@ def set_state(loop: Loop) -> None:
             set_model_state_dict(model, kept)
 
 
-def in_place(loop: Loop, change: Any) -> None:
-    """Change weights in some steps."""
+def modified_in_place(loop: Loop, change: Any) -> None:
+    """Train, and apply `change` to the model after some steps."""
     model, optimizer = loop.begin()
     for step in range(STEPS):
         loop.step(model, optimizer, step)
@@ -309,32 +309,32 @@ def in_place(loop: Loop, change: Any) -> None:
 
 @pattern("weights modified with p.clamp_")
 def clamp(loop: Loop) -> None:
-    in_place(loop, lambda model: [p.clamp_(-0.1, 0.1) for p in model.parameters()])
+    modified_in_place(loop, lambda model: [p.clamp_(-0.1, 0.1) for p in model.parameters()])
 
 
 @pattern("weights modified with p.data.clamp_")
 def clamp_data(loop: Loop) -> None:
-    in_place(loop, lambda model: [p.data.clamp_(-0.1, 0.1) for p in model.parameters()])
+    modified_in_place(loop, lambda model: [p.data.clamp_(-0.1, 0.1) for p in model.parameters()])
 
 
 @pattern("weights modified with torch._foreach_mul_", slow=True)
 def decay(loop: Loop) -> None:
-    in_place(loop, lambda model: torch._foreach_mul_(list(model.parameters()), 0.9))
+    modified_in_place(loop, lambda model: torch._foreach_mul_(list(model.parameters()), 0.9))
 
 
 @pattern("weights modified with p.copy_(...)")
 def copied(loop: Loop) -> None:
-    in_place(loop, lambda model: [p.copy_(p.clamp(-0.1, 0.1)) for p in model.parameters()])
+    modified_in_place(loop, lambda model: [p.copy_(p.clamp(-0.1, 0.1)) for p in model.parameters()])
 
 
 @pattern("weights modified with p.data.copy_(...)", slow=True)
 def copied_data(loop: Loop) -> None:
-    in_place(loop, lambda model: [p.data.copy_(p.clamp(-0.1, 0.1)) for p in model.parameters()])
+    modified_in_place(loop, lambda model: [p.data.copy_(p.clamp(-0.1, 0.1)) for p in model.parameters()])
 
 
 @pattern("weights modified with p.to_local().copy_(...)", slow=True)
 def copied_local(loop: Loop) -> None:
-    in_place(loop, lambda model: [p.to_local().copy_(p.to_local() * 0.5) for p in model.parameters()])
+    modified_in_place(loop, lambda model: [p.to_local().copy_(p.to_local() * 0.5) for p in model.parameters()])
 
 
 @pattern("weights modified with p.data = value")
@@ -343,23 +343,23 @@ def data_set(loop: Loop) -> None:
         for param in model.parameters():
             param.data = param.detach().clone() * 0.5
 
-    in_place(loop, change)
+    modified_in_place(loop, change)
 
 
 @pattern("a weight replaced: module.weight = nn.Parameter(...)")
 def replaced(loop: Loop) -> None:
-    """In memory FSDP2 goes on with the old one, the module shows the new one: nothing that should be done."""
-    in_place(loop, lambda model: setattr(model.head, "bias", nn.Parameter(model.head.bias.detach() * 0.5)))
+    # Not useful, but consistent: in memory, FSDP2 continues to use the old parameter.
+    modified_in_place(loop, lambda model: setattr(model.head, "bias", nn.Parameter(model.head.bias.detach() * 0.5)))
 
 
 @pattern("a row modified: p.to_local()[3].zero_()")
 def element(loop: Loop) -> None:
-    in_place(loop, lambda model: model.head.weight.to_local()[3].zero_())
+    modified_in_place(loop, lambda model: model.head.weight.to_local()[3].zero_())
 
 
 @pattern("elements modified through a flat view", slow=True)
 def element_of_view(loop: Loop) -> None:
-    in_place(loop, lambda model: model.head.weight.to_local().view(-1)[5:50].fill_(0.5))
+    modified_in_place(loop, lambda model: model.head.weight.to_local().view(-1)[5:50].fill_(0.5))
 
 
 @pattern("weights modified through .numpy()", UNSUPPORTED, "read-only", note="the array is a read-only copy")
@@ -367,22 +367,22 @@ def through_numpy(loop: Loop) -> None:
     def change(model: nn.Module) -> None:
         model.head.bias.to_local().detach().numpy()[:] = 0.25
 
-    in_place(loop, change)
+    modified_in_place(loop, change)
 
 
 @pattern("weights modified through a detached, transposed view", slow=True)
 def through_transposed(loop: Loop) -> None:
-    in_place(loop, lambda model: model.head.weight.to_local().detach().t()[1].mul_(0.5))
+    modified_in_place(loop, lambda model: model.head.weight.to_local().detach().t()[1].mul_(0.5))
 
 
 @pattern("a weight reinitialized: nn.init.zeros_", slow=True)
 def reinit(loop: Loop) -> None:
-    in_place(loop, lambda model: nn.init.zeros_(model.blocks[2].up.weight))
+    modified_in_place(loop, lambda model: nn.init.zeros_(model.blocks[2].up.weight))
 
 
 @pattern("reset_parameters() of a layer")
 def reset(loop: Loop) -> None:
-    in_place(loop, lambda model: model.blocks[2].norm.reset_parameters())
+    modified_in_place(loop, lambda model: model.blocks[2].norm.reset_parameters())
 
 
 @pattern("noise added to weights with p.copy_", slow=True)
@@ -392,17 +392,17 @@ def noise(loop: Loop) -> None:
         for param in model.parameters():
             param.copy_(param + torch.randn((), generator=generator) * 0.01)
 
-    in_place(loop, change)
+    modified_in_place(loop, change)
 
 
 @pattern("weights pruned with a mask and p.copy_", slow=True)
 def pruned(loop: Loop) -> None:
-    in_place(loop, lambda model: [p.copy_(p * (p.abs() > 0.01)) for p in model.parameters()])
+    modified_in_place(loop, lambda model: [p.copy_(p * (p.abs() > 0.01)) for p in model.parameters()])
 
 
 @pattern("one parameter copied to another", slow=True)
 def copied_over(loop: Loop) -> None:
-    in_place(loop, lambda model: model.blocks[0].up.weight.copy_(model.blocks[1].up.weight))
+    modified_in_place(loop, lambda model: model.blocks[0].up.weight.copy_(model.blocks[1].up.weight))
 
 
 @pattern("vector_to_parameters", slow=True)
@@ -411,7 +411,7 @@ def vector(loop: Loop) -> None:
         parts = [p.to_local() for p in model.head.parameters()]
         nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parts) * 0.5, parts)
 
-    in_place(loop, change)
+    modified_in_place(loop, change)
 
 
 @pattern("a bias modified in place between forward and backward")
