@@ -22,7 +22,7 @@ SOURCES := $(CURDIR):$(CURDIR)/tools:$(CURDIR)/daemon:$(CURDIR)/tests
 
 # Unit tests that start no processes, for `make quick`.
 QUICK := tests/io/test_io_contract.py tests/io/test_io_faults.py tests/telemetry tests/store/test_store.py \
-  tests/store/test_shares.py tests/schedule/test_pager.py tests/schedule/test_planner.py tests/content/test_layout.py \
+  tests/store/test_stripe_weights.py tests/schedule/test_pager.py tests/schedule/test_planner.py tests/content/test_layout.py \
   tests/structure/test_imports.py tests/structure/test_tests.py tests/docs/test_docs.py tests/docs/test_figures.py \
   tests/docs/test_settings_page.py tests/docs/test_site.py
 

@@ -72,7 +72,7 @@ class Peers:
         """(rank, process id) of each other process on this node, by its pidfd."""
         self._watched: dict[int, tuple[int, int]] = {}
         """(process id, start time) of each rank on this node for which there is no pidfd, by rank."""
-        refused = ""
+        error_text = ""
         for rank, (node, pid, started, _) in enumerate(places):
             if node == _node() and rank != ranks.rank:
                 try:
@@ -81,11 +81,11 @@ class Peers:
                     # Possible reasons: a seccomp profile, an old kernel, a Python built without it, or a process that
                     # has just exited.
                     self._watched[rank] = (pid, started)
-                    refused = getattr(error, "strerror", None) or str(error)
-        if refused:
+                    error_text = getattr(error, "strerror", None) or str(error)
+        if error_text:
             _log.warning(
                 "pidfd_open failed (%s); checking the other ranks on this node in /proc every %.0f s instead",
-                refused, _LOOK_SECONDS,
+                error_text, _LOOK_SECONDS,
             )  # fmt: skip
         self._lock = threading.Lock()
         self._reason: str | None = None  # failure of this rank, to be published

@@ -27,7 +27,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = [
     "tests/fsdp/test_private.py",
-    "tests/run/test_refusals.py",
+    "tests/run/test_unsupported.py",
     "tests/fsdp/test_parity_one_rank.py",
     "tests/fsdp/test_parity_two_ranks.py",
     "tests/fsdp/test_accumulation.py",

@@ -65,7 +65,7 @@ class CheckpointWriter:
         optimizer: str,
         stripe_weights: list[float],
         found: Sequence[Manifest],
-        room: CheckpointSpace,
+        space: CheckpointSpace,
         updated_on: str,
     ) -> None:
         """Initialize the writer with the checkpoints that already exist.
@@ -78,12 +78,12 @@ class CheckpointWriter:
             optimizer: Name of the optimizer class.
             stripe_weights: Stripe weights of the paths.
             found: This rank's manifests of the retained checkpoints, in the order of their steps.
-            room: Space reserved for checkpoint files.
+            space: Space reserved for checkpoint files.
             updated_on: Type of the device that runs updates.
         """
         # Constant after construction.
         self._folder, self._ranks, self._described, self._store = folder, ranks, described, store
-        self._room, self._updated_on = room, updated_on
+        self._space, self._updated_on = space, updated_on
         self._optimizer, self._stripe_weights = optimizer, stripe_weights
         self._pages = [page.index for page in described.layout.pages if page.role is not Role.GRAD]
         """Indices of the checkpointed pages, which are all pages except gradient pages."""
@@ -97,7 +97,7 @@ class CheckpointWriter:
 
     def reserve(self) -> None:
         """Reserve space for the files of future checkpoints. Raises `BudgetError` or `StorageError`."""
-        self._room.reserve(self._to_come)
+        self._space.reserve(self._to_come)
 
     @property
     def _to_come(self) -> int:
@@ -106,7 +106,7 @@ class CheckpointWriter:
 
     def close(self) -> None:
         """Release the reserved space. Raises `OSError`."""
-        self._room.close()
+        self._space.close()
 
     def publish(
         self,
@@ -167,10 +167,10 @@ class CheckpointWriter:
             )
             # fdatasync before the manifest: a manifest must never refer to a page that a power loss can still destroy.
             self._store.sync()
-            self._room.hold(self._to_come - 1)
+            self._space.hold(self._to_come - 1)
             write_durably(self._folder.checkpoints / manifest.state_file, data)
             files.write_manifest(self._folder.checkpoints, manifest)
-            self._room.took(len(data) + (self._folder.checkpoints / manifest.file_name).stat().st_size)
+            self._space.took(len(data) + (self._folder.checkpoints / manifest.file_name).stat().st_size)
 
         self._ranks.together(f"checkpoint of step {step}", write, undo=lambda: self._withdraw(checkpoint, versions))
         # Order matters: first every rank publishes, then the manifests of older checkpoints are durably removed, and
@@ -183,7 +183,7 @@ class CheckpointWriter:
         self._store.adopt(step, versions, prefer)
         while self._not_flushed:
             self._store.release(self._not_flushed.pop())
-        self._room.hold(self._to_come)
+        self._space.hold(self._to_come)
 
     def _withdraw(self, checkpoint: CheckpointName, versions: Mapping[int, Version]) -> None:
         """Remove the files that this rank has published for a failed checkpoint. [Note: withdrawing]"""
@@ -202,7 +202,7 @@ class CheckpointWriter:
             return
         self._not_flushed.remove(versions)
         self._store.release(versions)
-        self._room.hold(self._to_come)
+        self._space.hold(self._to_come)
 
 
 def remove_checkpoints(folder: RunFolder, ranks: Ranks, *, keep: Iterable[CheckpointName]) -> None:

@@ -431,11 +431,11 @@ def _between_rows(shards: Sequence[ShardLocation], numel: int, most: int) -> Seq
     cuts = [0]
     for placed, after in itertools.zip_longest(shards, shards[1:]):
         start, spec = placed.start, placed.spec
-        fsdp_module = math.lcm(spec.row, SHARD_ALIGNMENT)
-        last = start + max(0, spec.numel - 2 * spec.row) // fsdp_module * fsdp_module
+        alignment = math.lcm(spec.row, SHARD_ALIGNMENT)
+        last = start + max(0, spec.numel - 2 * spec.row) // alignment * alignment
         end = after.start if after is not None else numel
         while end - cuts[-1] > most:
-            point = min(last, start + max(0, cuts[-1] + most - start) // fsdp_module * fsdp_module)
+            point = min(last, start + max(0, cuts[-1] + most - start) // alignment * alignment)
             if point <= cuts[-1]:
                 raise BudgetError(
                     f"the optimizer updates whole rows of {spec.name}, but {end - cuts[-1]} elements (a row has "

@@ -302,7 +302,7 @@ class Estimate:
                 verifying=traffic.read_bytes / hash_rate if hash_rate else 0.0,
                 hashing=traffic.written_bytes / hash_rate if hash_rate else 0.0,
                 interpreter=busy["interpreter"],
-                behind=BEHIND,
+                update_limit=BEHIND,
             ),
             activations=2 * activations.moved,
             threaded=self.machine.threaded,

@@ -126,7 +126,7 @@ class PagedGradient(WithoutMemory):
         """Return a copy in memory. Raises `InfinityError` if the gradient has been consumed or dropped."""
         return self.clone()
 
-    def refusal(self) -> str:
+    def no_memory_message(self) -> str:
         """Return the error message for operations that need memory. See `WithoutMemory`."""
         return (
             f"the gradient of {self.gradient} is stored in pages and has no memory of its own; to read it, call "
@@ -216,7 +216,7 @@ def _on_content(func: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any
             "it on copy = gradient.clone(), and then call gradient.copy_(copy)"
         )
     if changed and changes_memory(func):
-        raise UnsupportedError(f"{func} would change the gradient's shape or storage: {changed[0].refusal()}")
+        raise UnsupportedError(f"{func} would change the gradient's shape or storage: {changed[0].no_memory_message()}")
     loaded = _Loaded()
     given, settings = tree_map(loaded, args), tree_map(loaded, kwargs)
     result = func(*given, **settings)

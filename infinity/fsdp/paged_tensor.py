@@ -64,7 +64,7 @@ class WithoutMemory(torch.Tensor):
         """Return a copy in memory, of the same shape."""
         raise NotImplementedError
 
-    def refusal(self) -> str:
+    def no_memory_message(self) -> str:
         """Return the error message for operations that need memory: the reason and an alternative."""
         raise NotImplementedError
 
@@ -93,11 +93,11 @@ class WithoutMemory(torch.Tensor):
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
     def _no_memory(self, *_: Any, **__: Any) -> NoReturn:
-        raise UnsupportedError(self.refusal())
+        raise UnsupportedError(self.no_memory_message())
 
     def untyped_storage(self) -> Any:
         """Return a storage stand-in of size 0. Its other attributes raise `UnsupportedError`."""
-        return _NoStorage(self.refusal())
+        return _NoStorage(self.no_memory_message())
 
     def data_ptr(self) -> int:
         """Raise `UnsupportedError`.
@@ -122,14 +122,14 @@ class _NoStorage:
     The size 0 has this effect.
     """
 
-    def __init__(self, refusal: str) -> None:
-        self._refusal = refusal
+    def __init__(self, no_memory_message: str) -> None:
+        self._message = no_memory_message
 
     def size(self) -> int:
         return 0
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise UnsupportedError(self._refusal)
+        raise UnsupportedError(self._message)
 
 
 class PagedTensor(WithoutMemory):
@@ -249,7 +249,7 @@ class PagedTensor(WithoutMemory):
             views.append(self._made(self.handle, likeness, self._whole, (*self._steps, step), self.device))
         return views if several else views[0]
 
-    def refusal(self) -> str:
+    def no_memory_message(self) -> str:
         """Return the error message for operations that need memory. See `WithoutMemory`."""
         return (
             f"{self.handle.name} is on NVMe and has no memory of its own; to work on this tensor, use a copy, "

@@ -14,15 +14,15 @@ from infinity.checkpoint.durable import write_durably
 from infinity.checkpoint.manifest import Published, complete_checkpoints, published_in, read_manifest
 from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError
-from infinity.integrations.resume_points import checkpoint_folders, going_on
+from infinity.integrations.resume_points import checkpoint_folders, with_resume_point
 from infinity.integrations.run_folders import (
     before,
     exchange,
     finish,
-    made_beside,
     make_durable,
     put_back,
     remove,
+    replacement_path,
     set_aside,
 )
 from infinity.ranks import Ranks
@@ -98,7 +98,7 @@ class Record(NamedTuple):
 
     def resumed(self, settings: Config) -> Config:
         """Return settings that resume a run from the checkpoint."""
-        return going_on(settings, self.run_id, self.step)
+        return with_resume_point(settings, self.run_id, self.step)
 
 
 class Checkpoints:
@@ -169,10 +169,10 @@ class Checkpoints:
         self._finish_rewrite(what, folder)
         if not ranks.on_first(what, lambda: folder.is_dir() and any(folder.iterdir())):
             return self._paged.save_pretrained(folder, **named)
-        beside = ranks.agree(made_beside(folder))
-        ranks.on_first(what, partial(remove, beside))  # left by an interrupted export
-        written = self._paged.save_pretrained(beside, **named)
-        ranks.on_first(what, partial(exchange, folder, beside))
+        replacement = ranks.agree(replacement_path(folder))
+        ranks.on_first(what, partial(remove, replacement))  # left by an interrupted export
+        written = self._paged.save_pretrained(replacement, **named)
+        ranks.on_first(what, partial(exchange, folder, replacement))
         return [folder / file.name for file in written]
 
     def check(self, folder: Path) -> Path:

@@ -18,6 +18,6 @@ def checkpoint_folders(paths: Iterable[str]) -> dict[str, Path]:
     return {run.run_id: run.roots[0] / "checkpoints" for run in runs if 0 in run.roots}
 
 
-def going_on(settings: Config, run_id: str, step: int) -> Config:
+def with_resume_point(settings: Config, run_id: str, step: int) -> Config:
     """Return settings that resume a run from a checkpoint."""
     return replace(settings, run=replace(settings.run, resume=run_id, resume_step=step))

@@ -27,7 +27,7 @@ def before(folder: Path) -> Path:
     return place.with_name(f".{place.name}.before")
 
 
-def made_beside(folder: Path) -> Path:
+def replacement_path(folder: Path) -> Path:
     """Return the path of the folder to which weights are written before they replace earlier weights."""
     place = Path(os.path.realpath(folder))
     return place.with_name(f".{place.name}.new")

@@ -92,7 +92,7 @@ class PagedTrainer(Trainer):  # type: ignore[misc]
         changed: dict[str, Any] = {
             "optimizer": optimizer,
             "checkpoint": NVMeCheckpointManager.Config(**_fields_of_base(config.checkpoint)),
-            "model_spec": replace(spec, parallelize_fn=partial(_paralllized, spec.parallelize_fn)),
+            "model_spec": replace(spec, parallelize_fn=partial(_parallelize_on_meta, spec.parallelize_fn)),
             # Of the ways to obtain tensor-parallel parameters, this one leaves all other parameters to FSDP2.
             "parallelism": replace(config.parallelism, spmd_backend="partial_dtensor"),
             # a CUDA graph would record the addresses of cache slots
@@ -164,9 +164,9 @@ def _owner(config: Any) -> type:
     return owner if isinstance(owner, type) else object
 
 
-def _paralllized(paralllize: Callable[..., nn.Module], model: nn.Module, **named: Any) -> nn.Module:
+def _parallelize_on_meta(parallelize: Callable[..., nn.Module], model: nn.Module, **named: Any) -> nn.Module:
     """Shard a model but keep it on the meta device, because `PagedOptimizers` initializes it."""
-    sharded = paralllize(model, **named)
+    sharded = parallelize(model, **named)
     sharded.to_empty = lambda **_: sharded  # type: ignore[method-assign]
     sharded.init_weights = lambda **_: None  # type: ignore[assignment]
     return sharded

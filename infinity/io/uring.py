@@ -261,13 +261,13 @@ class RingThread:
 
     def _start(self) -> None:
         ready = threading.Event()
-        refused: list[Exception] = []
+        errors: list[Exception] = []
 
         def body() -> None:
             try:
                 ring = Ring(self._most + 1)
             except Exception as error:
-                refused.append(error)
+                errors.append(error)
                 return
             finally:
                 ready.set()
@@ -276,10 +276,10 @@ class RingThread:
         self.thread = threading.Thread(target=body, name="infinity-io-uring", daemon=True)
         self.thread.start()
         ready.wait()
-        if refused:
+        if errors:
             self.thread.join()
             os.close(self._wake_fd)
-            raise refused[0]
+            raise errors[0]
 
     # The methods below run on the thread.
 

@@ -142,20 +142,20 @@ def check_zero_grad(optimizer: torch.optim.Optimizer, template: Template) -> Non
         UnsupportedError: if its effect is different.
     """
     name = name_of(optimizer)
-    refused = UnsupportedError(
+    unsupported = UnsupportedError(
         f"{name} overrides zero_grad() with different behavior from PyTorch's, but offloaded optimizers do not call "
         "it; move the additional work into the training loop"
     )
     if "zero_grad" in vars(optimizer):
-        raise refused
+        raise unsupported
     if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
         return
     try:
         same = _zeroed(optimizer, template, own=True) == _zeroed(optimizer, template, own=False)
     except Exception as error:
-        raise refused from error
+        raise unsupported from error
     if not same:
-        raise refused
+        raise unsupported
 
 
 def _zeroed(optimizer: torch.optim.Optimizer, template: Template, *, own: bool) -> list[Any]:

@@ -272,7 +272,7 @@ class Balance:
             if size < _LEAST_MOVED * sum(held):
                 return True
             try:
-                self._store.spread_anew(paths)
+                self._store.redirect_writes(paths)
             except BudgetError as error:
                 full = error
                 continue

@@ -18,7 +18,7 @@ from infinity.content.layout import Layout
 from infinity.errors import CheckpointError, InfinityError, LostRankError
 from infinity.io.block_devices import locate
 from infinity.ranks import Ranks
-from infinity.sources.reshard import ReshardSource, folders_of, lies_otherwise
+from infinity.sources.reshard import ReshardSource, folders_of, needs_resharding
 from infinity.store.folder import FolderLock, RunFolder, make_paths, unmake_paths
 from infinity.store.marker import look_for_runs, new_run_id, passed_over
 from infinity.store.path_bandwidth import path_stripe_weights
@@ -125,7 +125,7 @@ class RunDirectory:
             if {root.resolve() for root in roots.roots} == {root.resolve() for root in folder.roots}:
                 folder = roots  # in the run's own order, which may differ from the order in the settings
             there = list_checkpoints(roots, ranks, wanted.resume_step)
-            if not lies_otherwise(roots, folder, there[-1], layout, ranks):
+            if not needs_resharding(roots, folder, there[-1], layout, ranks):
                 checkpoints = find_checkpoints(folder, ranks, layout, optimizer, there)
                 return cls(folder, lock, ranks, list(checkpoints[-1].stripe_weights), checkpoints, None)
             reader = ranks.together("reading the checkpoint", lambda: CheckpointReader(roots, there[-1]))

@@ -79,7 +79,7 @@ class OtherResources:
     """Time to compute the checksums of all pages that are written."""
     interpreter: float = 0.0
     """Python time of all accesses together."""
-    behind: int = 0
+    update_limit: int = 0
     """Maximum number of FSDP modules whose gradients have been computed but not yet applied, if updates run in
     backward. 0 means no limit.
     """
@@ -492,7 +492,7 @@ class _Link:
             link_uses: use of the link by each access, by position.
             resources: time that copies take, and the maximum number of FSDP modules that may wait for their update.
         """
-        self._link_uses, self._limit = link_uses, resources.behind
+        self._link_uses, self._limit = link_uses, resources.update_limit
         self._weights, self._gradients = resources.weights, resources.gradients
         self._read, self._changed = resources.read, resources.changed
         self._there = 0.0  # end of all copies to the device so far

@@ -30,7 +30,7 @@ from infinity.store.folder import RunFolder, holder_of
 from infinity.store.marker import look_for_runs
 
 
-def lies_otherwise(old: RunFolder, new: RunFolder, checkpoint: CheckpointName, layout: Layout, ranks: Ranks) -> bool:
+def needs_resharding(old: RunFolder, new: RunFolder, checkpoint: CheckpointName, layout: Layout, ranks: Ranks) -> bool:
     """Return whether the page layout, the number of ranks or the folders of a checkpoint differ on any rank.
 
     Raises:

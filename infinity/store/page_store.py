@@ -183,7 +183,7 @@ class PageStore:
 
     Threads: the pager calls `read`, `write`, `has` and `discard` from any thread, under its own lock
     (`Transfers.lock`). The training thread calls the methods that concern checkpoints. `allow_edits` is called by the
-    thread that edits frozen parameters, and `spread_anew` by a thread that rebalances the paths. Writes complete on
+    thread that edits frozen parameters, and `redirect_writes` by a thread that rebalances the paths. Writes complete on
     the engine's thread; reads complete on a verifier thread if there is one. `_write` runs on a writer thread.
     `_lock` guards the shared state, and no thread blocks while holding it.
     """
@@ -231,7 +231,7 @@ class PageStore:
             CheckpointError: if checkpointed pages overlap or have the wrong length.
         """
         self._paths = list(paths)
-        """Path for the next version of each page. `spread_anew` replaces the list; `add` extends it."""
+        """Path for the next version of each page. `redirect_writes` replaces the list; `add` extends it."""
         self._pages = list(pages)
         """Pages by index. `add` extends the list."""
         # Constant after construction.
@@ -261,7 +261,7 @@ class PageStore:
         self._extents = ExtentAllocator(slots, (version.extent for version in self._named))
         """Free slots of the state. It has its own lock."""
         self._slots = list(slots)
-        """All slots of the state. `spread_anew`, `add` and `allow_edits` extend the list."""
+        """All slots of the state. `redirect_writes`, `add` and `allow_edits` extend the list."""
         self._ends = list(file_sizes(slots, len(files)))
         """End of the slots on each path, in bytes."""
         self._added: Counter[tuple[int, int]] = Counter()
@@ -305,7 +305,7 @@ class PageStore:
                 f"{self._files[stray.path].path}: two checkpointed pages overlap at offset {stray.offset}"
             )
 
-    def spread_anew(self, paths: Sequence[int]) -> None:
+    def redirect_writes(self, paths: Sequence[int]) -> None:
         """Write all future versions of pages to `paths`. A page moves the next time it is written.
 
         Args:

@@ -1,4 +1,4 @@
-"""A few of the trials of `make crash-test`: runs and commands, killed or cut off from power at random instants."""
+"""Tests of runs and commands that are killed or lose power at random times: a short version of `make crash-test`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
     [(10, 6, (1, 2, 1, 0)), pytest.param(40, 20, (3, 15, 4, 3), marks=pytest.mark.wide)],
     ids=["some", "more"],
 )
-def test_killed_lives_resume_bit_for_bit(
+def test_killed_runs_resume_bit_for_bit(
     trials: int, power: int, least: tuple[int, int, int, int], tmp_path: Path
 ) -> None:
-    """Every resumed state equals that of a run that nobody disturbs, and nothing checkpointed is lost."""
+    """Every resumed state equals the state of an uninterrupted run, and no checkpoint is lost."""
     numbers = ["--trials", str(trials), "--power", str(power), "--seed", "7"]
     command = [sys.executable, "-m", "support.crash", *numbers, "--dir", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -28,11 +28,11 @@ def test_killed_lives_resume_bit_for_bit(
     assert done.returncode == 0
     for ranks in ("1 rank", "2 ranks"):
         found = re.search(
-            rf"{ranks}: (\d+) resumes, (\d+) lives killed, of which\s(\d+) lost power.*\s(\d+) were\s+commands",
+            rf"{ranks}: (\d+) resumes, (\d+) kills, of\s+which\s+(\d+) with.*\s(\d+)\s+interrupted\s+commands",
             done.stdout,
             re.DOTALL,
         )
         assert found, done.stdout
-        # Resumes, kills, losses of power, commands. How many lives reach a checkpoint depends on how busy the machine
-        # is.
+        # Resumes, kills, power losses, commands. The number of runs that reach a checkpoint depends on the load of the
+        # machine.
         assert all(seen >= wanted for seen, wanted in zip(map(int, found.groups()), least, strict=True)), done.stdout

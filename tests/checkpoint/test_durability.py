@@ -1,4 +1,4 @@
-"""Killed, cut off, filled up, flipped: what is checkpointed stays, and what went wrong is said."""
+"""Tests of durability: checkpoints survive kills, full drives and corrupt files, and failures are reported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from infinity.telemetry import read_stats_file
 from support import models
 from support.fault_engine import Fault, FaultKind
 from support.ranks import RankPool
-from support.session import EVERY, KILLS, STEPS, Session, killed, reference
+from support.session import EVERY, KILLS, STEPS, Session, reference, run_killed_session
 from support.tables import all_but, alternate
 from support.train import MIB, Paging, Recipe, batch, faulty, make_optimizer, settings
 
@@ -41,12 +41,12 @@ LATEST = {"resume": "latest"}
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of a run that nobody disturbs."""
+    """Losses of an uninterrupted run."""
     return reference(tmp_path_factory.mktemp("undisturbed"))
 
 
 def resumed(folder: Path) -> tuple[int, list[float]]:
-    """Resume the latest run and train to the end; return the step it went on from, and the losses."""
+    """Resume the latest run and train to the end; return the first step and the losses."""
     random.seed(99)
     np.random.seed(99)
     with Session(folder, run=LATEST) as session:
@@ -60,17 +60,17 @@ def run_folder(folder: Path) -> Path:
     return found
 
 
-def test_the_session_is_sensitive(undisturbed: list[float], tmp_path: Path) -> None:
-    """The same session gives the same losses, and they would show a wrong step, rate or random state."""
+def test_reference_losses_are_reproducible_and_distinct(undisturbed: list[float], tmp_path: Path) -> None:
+    """A wrong step, learning rate or random state would change the losses."""
     assert reference(tmp_path) == undisturbed
     assert len(set(undisturbed)) == STEPS
 
 
 @pytest.mark.parametrize("where", all_but(KILLS, "forward", "before step", "checkpoint: pages flushed"))
-def test_a_killed_run_resumes_bit_for_bit(where: str, undisturbed: list[float], tmp_path: Path) -> None:
-    """kill -9 at any place: the next start goes on from the last checkpoint."""
+def test_killed_run_resumes_bit_for_bit(where: str, undisturbed: list[float], tmp_path: Path) -> None:
+    """After kill -9 at any point, the run resumes from the last checkpoint."""
     step = 6 if where.startswith("checkpoint") else 8
-    seen = killed(tmp_path, where, step)
+    seen = run_killed_session(tmp_path, where, step)
     assert seen == undisturbed[: step - 1]
     first, losses = resumed(tmp_path)
     assert first == (3 if where in KILLS[3:5] else 6)
@@ -79,15 +79,14 @@ def test_a_killed_run_resumes_bit_for_bit(where: str, undisturbed: list[float], 
     assert len(leftovers) == 2, "one manifest and its state file"
 
 
-def test_checkpointing_changes_nothing(undisturbed: list[float], tmp_path: Path) -> None:
-    """A run without a checkpoint, and one with a checkpoint after every step, have the same losses."""
+def test_checkpoints_do_not_change_the_losses(undisturbed: list[float], tmp_path: Path) -> None:
+    """The run saves no checkpoints, or one after every step."""
     for every in (0, 1):
         with Session(tmp_path, run={"keep": "never"}) as session:
             assert session.run(every=every) == undisturbed
 
 
-def test_resume_restores_more_than_weights(tmp_path: Path) -> None:
-    """Step counts, learning rates, moments and `extra`."""
+def test_resume_restores_optimizer_state_scheduler_and_extra(tmp_path: Path) -> None:
     with Session(tmp_path) as session:
         session.run(5, every=5)
         lrs = [group["lr"] for group in session.optimizer.param_groups]
@@ -104,8 +103,8 @@ def test_resume_restores_more_than_weights(tmp_path: Path) -> None:
             assert int(found["step"]) == 5
 
 
-def test_a_run_can_be_resumed_by_its_id(undisturbed: list[float], tmp_path: Path) -> None:
-    """And one that does not exist is refused; the ids that exist are listed."""
+def test_resume_by_run_id(undisturbed: list[float], tmp_path: Path) -> None:
+    """For an unknown ID, the error lists the existing IDs."""
     with Session(tmp_path) as session:
         session.run(EVERY)
         run_id = session.optimizer.run.folder.run_id
@@ -115,10 +114,8 @@ def test_a_run_can_be_resumed_by_its_id(undisturbed: list[float], tmp_path: Path
         assert session.run() == undisturbed[EVERY:]
 
 
-def test_the_newest_run_with_a_checkpoint_is_resumed(undisturbed: list[float], tmp_path: Path) -> None:
-    """Newer runs are passed over that ended before their first checkpoint, or in the midst of it on one of
-    two ranks.
-    """
+def test_latest_resumes_the_newest_run_with_a_checkpoint(undisturbed: list[float], tmp_path: Path) -> None:
+    """Newer runs without a checkpoint, or with one that is incomplete on one of two ranks, are skipped."""
     with Session(tmp_path) as session:
         session.run(EVERY)
     checkpointed = run_folder(tmp_path)
@@ -131,8 +128,8 @@ def test_the_newest_run_with_a_checkpoint_is_resumed(undisturbed: list[float], t
     assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
 
 
-def test_there_is_nothing_to_resume_at_first(tmp_path: Path) -> None:
-    """An empty folder is an error, and stays empty."""
+def test_resume_from_an_empty_folder_raises(tmp_path: Path) -> None:
+    """The folder remains empty."""
     with pytest.raises(CheckpointError, match="no checkpoint"):
         Session(tmp_path, run=LATEST)
     assert list((tmp_path / "nvme0").iterdir()) == []
@@ -143,30 +140,30 @@ def checkpoints_in(folder: Path, rank: int) -> dict[int, Path]:
     return {name.step: folder / name.file_name for name in published_in(folder) if name.rank == rank}
 
 
-def steps_kept(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints that are there."""
+def retained_steps(folder: Path) -> list[int]:
+    """Return the steps of the existing checkpoints."""
     return sorted(checkpoints_in(run_folder(folder) / "checkpoints", 0))
 
 
-def test_the_newest_checkpoints_are_kept(undisturbed: list[float], tmp_path: Path) -> None:
-    """As many as asked for; each can be resumed from, and what came after it is then removed."""
+def test_newest_checkpoints_are_retained(undisturbed: list[float], tmp_path: Path) -> None:
+    """A run can resume from any of them, which removes the later ones."""
     retained = {"retained_checkpoints": 3}
     with Session(tmp_path, run=retained) as session:
         session.run(6, every=1)
-    assert steps_kept(tmp_path) == [4, 5, 6]
+    assert retained_steps(tmp_path) == [4, 5, 6]
     for step in (5, 4):
         with Session(tmp_path, run={**LATEST, **retained, "resume_step": step}) as session:
             assert session.optimizer.steps == step
-            assert steps_kept(tmp_path) == list(range(4, step + 1)), "older ones stay until the next checkpoint"
+            assert retained_steps(tmp_path) == list(range(4, step + 1)), "older checkpoints are kept until the next one"
             if step == 4:
                 assert session.run(every=1) == undisturbed[4:]
-    assert steps_kept(tmp_path) == [STEPS - 2, STEPS - 1, STEPS]
+    assert retained_steps(tmp_path) == [STEPS - 2, STEPS - 1, STEPS]
     with pytest.raises(CheckpointError, match=r"checkpoint of step 5 .*: 7, 8, 9\)"):
         Session(tmp_path, run={**LATEST, "resume_step": 5})
 
 
-def test_an_earlier_checkpoint_serves_when_the_newest_is_corrupt(undisturbed: list[float], tmp_path: Path) -> None:
-    """As the error about the corrupt page says."""
+def test_resume_from_an_earlier_checkpoint_if_the_newest_is_corrupt(undisturbed: list[float], tmp_path: Path) -> None:
+    """The error about the corrupt page recommends this."""
     with Session(tmp_path, run={"retained_checkpoints": 2}) as session:
         session.run(6)
     files = checkpoints_in(run_folder(tmp_path) / "checkpoints", 0)
@@ -183,22 +180,22 @@ def test_an_earlier_checkpoint_serves_when_the_newest_is_corrupt(undisturbed: li
 
 
 @pytest.mark.parametrize("numbers", [(1, 3), (3, 1), pytest.param((2, 3), marks=pytest.mark.wide)])
-def test_a_resumed_run_may_keep_more_or_fewer(
+def test_resume_can_change_the_number_of_retained_checkpoints(
     numbers: tuple[int, int], undisturbed: list[float], tmp_path: Path
 ) -> None:
-    """The data file grows where it must; nothing is lost."""
+    """The data file grows if necessary, and no checkpoint is lost."""
     before, after = numbers
     with Session(tmp_path, run={"retained_checkpoints": before}) as session:
         session.run(4, every=1)
     with Session(tmp_path, run={**LATEST, "retained_checkpoints": after}) as session:
         assert session.run(7, every=1) == undisturbed[4:7]
-    assert steps_kept(tmp_path) == list(range(8 - after, 8))
+    assert retained_steps(tmp_path) == list(range(8 - after, 8))
     with Session(tmp_path, run={**LATEST, "retained_checkpoints": after, "resume_step": 8 - after}) as session:
         assert session.run() == undisturbed[8 - after :]
 
 
-def test_space_for_all_kept_checkpoints_is_reserved(tmp_path: Path) -> None:
-    """Each checkpoint takes the size of the state once more."""
+def test_space_for_retained_checkpoints_is_reserved(tmp_path: Path) -> None:
+    """Each retained checkpoint adds the size of the state."""
     sizes = []
     for retained in (1, 2, 3):
         with Session(tmp_path, run={"retained_checkpoints": retained}) as session:
@@ -209,7 +206,7 @@ def test_space_for_all_kept_checkpoints_is_reserved(tmp_path: Path) -> None:
 
 
 CHANGES = {
-    "model": "another model",
+    "model": "a different model",
     "optimizer": "AdamW.*SGD",
     "similar optimizer": "AdamW.*NAdam",
     "groups": "param groups",
@@ -218,8 +215,10 @@ OPTIMIZER_OF = {"optimizer": "sgd_nesterov", "similar optimizer": "nadam"}
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_checkpoint_of_something_else_is_refused(change: str, undisturbed: list[float], tmp_path: Path) -> None:
-    """Another model, optimizer or number of groups: refused, and the checkpoint is still good."""
+def test_resume_with_a_different_model_or_optimizer_is_rejected(
+    change: str, undisturbed: list[float], tmp_path: Path
+) -> None:
+    """The run can still be resumed afterwards."""
     with Session(tmp_path) as session:
         session.run(EVERY)
     model = models.build("repeated" if change == "model" else "toy")
@@ -230,8 +229,8 @@ def test_a_checkpoint_of_something_else_is_refused(change: str, undisturbed: lis
     assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
 
 
-def test_a_flipped_byte_is_named_and_is_no_nan(tmp_path: Path) -> None:
-    """Whichever page it is in: page, path and offset."""
+def test_flipped_bit_is_reported_with_page_and_offset(tmp_path: Path) -> None:
+    """For any page, the error reports the page, the file and the offset."""
     with Session(tmp_path) as session:
         session.run(EVERY)
         names = [
@@ -264,7 +263,7 @@ def flip(file: Path, offset: int) -> None:
         opened.write(bytes([byte ^ 1]))
 
 
-def torn(data: bytes) -> bytes:
+def truncated(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
 
@@ -272,20 +271,22 @@ def emptied(data: bytes) -> bytes:
     return b""
 
 
-def flipped(data: bytes) -> bytes:
+def bit_flipped(data: bytes) -> bytes:
     middle = len(data) // 2
     return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
 
 
-def nonsense(data: bytes) -> bytes:
+def malformed(data: bytes) -> bytes:
     return b'{"checksum": 5, "body": [1, 2]}'
 
 
-@pytest.mark.parametrize(("damage", "suffix"), alternate([torn, emptied, flipped, nonsense], ["json", "safetensors"]))
-def test_a_damaged_checkpoint_is_an_error(
+@pytest.mark.parametrize(
+    ("damage", "suffix"), alternate([truncated, emptied, bit_flipped, malformed], ["json", "safetensors"])
+)
+def test_damaged_checkpoint_raises(
     suffix: str, damage: Callable[[bytes], bytes], undisturbed: list[float], tmp_path: Path
 ) -> None:
-    """Manifest or state file: the file is named, nothing is removed, and the repaired checkpoint is good."""
+    """The error names the manifest or state file, and no file is removed."""
     with Session(tmp_path) as session:
         session.run(EVERY)
     (file,) = (run_folder(tmp_path) / "checkpoints").glob(f"step*.{suffix}")
@@ -297,8 +298,8 @@ def test_a_damaged_checkpoint_is_an_error(
     assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
 
 
-def test_a_second_run_is_refused_and_told_who(tmp_path: Path) -> None:
-    """Run id, and process or variable; the first one goes on undisturbed."""
+def test_second_run_in_a_folder_is_rejected(tmp_path: Path) -> None:
+    """The error names the first run, and its process or variable; the first run continues."""
     with Session(tmp_path) as session:
         run_id = session.optimizer.run.folder.run_id
         with pytest.raises(FolderBusyError, match=rf"{run_id} \(process {os.getpid()}"):
@@ -311,8 +312,8 @@ def test_a_second_run_is_refused_and_told_who(tmp_path: Path) -> None:
         session.run(4)
 
 
-def test_a_drive_that_fails_during_a_checkpoint_leaves_the_one_before(undisturbed: list[float], tmp_path: Path) -> None:
-    """The flush fails: nothing is published."""
+def test_failed_flush_keeps_the_previous_checkpoint(undisturbed: list[float], tmp_path: Path) -> None:
+    """A checkpoint whose data cannot be flushed is not published."""
     fault = Fault(kind=FaultKind.ENOSPC)
     with faulty(fault, on=False) as engines, Session(tmp_path, host_cache="all") as session:
         session.run(EVERY)
@@ -324,15 +325,15 @@ def test_a_drive_that_fails_during_a_checkpoint_leaves_the_one_before(undisturbe
 
 
 @pytest.mark.parametrize("name", ["write_durably", "write_manifest"])
-def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
+def test_failed_checkpoint_write_keeps_the_previous_checkpoint(
     name: str, undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And training goes on: the next checkpoint is good again."""
+    """Training continues, and the next checkpoint succeeds."""
     with Session(tmp_path) as session:
         session.run(EVERY)
         session.run(EVERY + 1, every=0)
         with monkeypatch.context() as patch:
-            patch.setattr(manifests, name, refuse)
+            patch.setattr(manifests, name, no_space)
             with pytest.raises(StorageError, match="No space left"):
                 session.save_checkpoint()
         shutil.copytree(tmp_path, tmp_path / "copy")
@@ -341,26 +342,26 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
     assert resumed(tmp_path) == (STEPS, [])
 
 
-def refuse(*_: object, **__: object) -> None:
+def no_space(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_second_checkpoint_of_a_step_that_fails_leaves_the_first(
+def test_failed_second_checkpoint_of_a_step_keeps_the_first(
     undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever was drawn or evaluated between the two."""
+    """This holds even if random numbers were drawn between the two."""
     with Session(tmp_path) as session:
         session.run(EVERY)
         torch.rand(5)
-        monkeypatch.setattr(manifests, "write_manifest", refuse)
+        monkeypatch.setattr(manifests, "write_manifest", no_space)
         with pytest.raises(StorageError, match="No space left"):
             session.save_checkpoint()
         monkeypatch.undo()
     assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
 
 
-def test_a_step_can_be_checkpointed_twice(tmp_path: Path) -> None:
-    """The second one counts."""
+def test_step_can_be_saved_twice(tmp_path: Path) -> None:
+    """The second checkpoint replaces the first."""
     with Session(tmp_path) as session:
         session.run(EVERY)
         session.optimizer.save_checkpoint({"scheduler": session.scheduler.state_dict(), "note": "second"})
@@ -368,8 +369,8 @@ def test_a_step_can_be_checkpointed_twice(tmp_path: Path) -> None:
         assert session.optimizer.resumed_extra["note"] == "second"
 
 
-def test_resuming_from_step_zero_keeps_the_run(undisturbed: list[float], tmp_path: Path) -> None:
-    """A checkpoint before the first step is a checkpoint; resuming and closing does not remove it."""
+def test_resume_from_step_zero_keeps_the_run(undisturbed: list[float], tmp_path: Path) -> None:
+    """Resuming and closing does not remove a checkpoint that was saved before the first step."""
     with Session(tmp_path) as session:
         session.save_checkpoint()
     with Session(tmp_path, run=LATEST) as session:
@@ -377,8 +378,8 @@ def test_resuming_from_step_zero_keeps_the_run(undisturbed: list[float], tmp_pat
     assert resumed(tmp_path) == (0, undisturbed)
 
 
-def test_a_resumed_run_that_fails_keeps_its_checkpoint(undisturbed: list[float], tmp_path: Path) -> None:
-    """Closing without another checkpoint, even after more steps, leaves the one there is."""
+def test_close_without_a_checkpoint_keeps_the_resumed_one(undisturbed: list[float], tmp_path: Path) -> None:
+    """This also holds after more steps."""
     with Session(tmp_path) as session:
         session.run(EVERY)
     with Session(tmp_path, run=LATEST) as session:
@@ -387,25 +388,22 @@ def test_a_resumed_run_that_fails_keeps_its_checkpoint(undisturbed: list[float],
 
 
 @pytest.mark.parametrize(
-    ("keep", "checkpoint", "left"),
+    ("keep", "checkpoint", "entries"),
     [("auto", False, 0), ("auto", True, 1), ("never", True, 0), ("always", False, 1), ("always", True, 1)],
 )
-def test_what_is_left_after_close(keep: str, checkpoint: bool, left: int, tmp_path: Path) -> None:
-    """Nothing, unless there is a checkpoint or it is asked for;
-
-    never a lock. The stats page stays, for one more scrape.
-    """
+def test_run_keep_controls_files_after_close(keep: str, checkpoint: bool, entries: int, tmp_path: Path) -> None:
+    """Locks are always removed; the stats file is kept for one more scrape."""
     with Session(tmp_path, run={"keep": keep}) as session:
         session.run(2, every=1 if checkpoint else 0)
-    assert len(list((tmp_path / "nvme0").iterdir())) == left
+    assert len(list((tmp_path / "nvme0").iterdir())) == entries
     (page,) = [file for file in (tmp_path / "runtime").rglob("*") if file.is_file()]
     found = read_stats_file(page)
     assert (found.status, found.value("steps_total")) == ("ended", 2)
 
 
 @pytest.mark.parametrize("runs", [20, pytest.param(100, marks=pytest.mark.wide)])
-def test_many_runs_leak_nothing(runs: int, tmp_path: Path) -> None:
-    """No descriptor, no thread, no mapping, no file."""
+def test_repeated_runs_leak_no_resources(runs: int, tmp_path: Path) -> None:
+    """The test counts descriptors, threads, mappings and files."""
 
     def once() -> None:
         model = models.build("toy")
@@ -418,7 +416,7 @@ def test_many_runs_leak_nothing(runs: int, tmp_path: Path) -> None:
         gc.collect()
         descriptors, tasks = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
         mappings = len(Path("/proc/self/maps").read_text().splitlines())
-        # Pages of runs that have ended stay for the scrapes to come; later the next run removes them.
+        # Stats files of finished runs are kept for later scrapes, and removed by the next run.
         files = sorted(file for file in tmp_path.rglob("*") if file.is_file() and file.suffix != ".stats")
         return descriptors, threading.active_count(), tasks, mappings, files
 
@@ -428,15 +426,15 @@ def test_many_runs_leak_nothing(runs: int, tmp_path: Path) -> None:
     for _ in range(runs):
         once()
     after = census()
-    # Fewer is possible: what tests before this one left behind may be collected in between.
+    # The counts may decrease, because garbage of earlier tests may be collected in between.
     assert all(now <= then for now, then in zip(after[:3], before[:3], strict=True)), (before, after)
-    # The heaps of Python and libc take another mapping now and then (1 MiB each); a leak is one of every run.
+    # Python and libc occasionally add a heap mapping (1 MiB each); a leak would add one per run.
     assert after[3] - before[3] < 10, (before, after)
     assert before[4] == after[4] == []
 
 
 def checkpoint_and_resume_on_ranks(folder: str) -> list[str]:
-    """Checkpoint on all ranks, fail a checkpoint on one, resume; return what is wrong. Runs on every rank."""
+    """Save on all ranks, fail a checkpoint on one, and resume; return all deviations. Runs on every rank."""
     rank = torch.distributed.get_rank()
     wrong = []
     with Session(Path(folder)) as session:
@@ -444,16 +442,16 @@ def checkpoint_and_resume_on_ranks(folder: str) -> list[str]:
         expected = session.run(EVERY + 2, every=0)
         original = manifests.write_manifest
         if rank == 1:
-            manifests.write_manifest = refuse
+            manifests.write_manifest = no_space
         try:
             session.save_checkpoint()
             wrong.append("a checkpoint that failed on rank 1 was published")
         except StorageError:
             if rank != 1:
-                wrong.append("only rank 1 fails with its own error")
+                wrong.append(f"rank {rank} raised the error of rank 1")
         except InfinityError as error:
             if rank != 0 or "rank 1" not in str(error) or "No space" not in str(error):
-                wrong.append(f"unexpected on rank {rank}: {error}")
+                wrong.append(f"unexpected error on rank {rank}: {error}")
         finally:
             manifests.write_manifest = original
     with Session(Path(folder), run=LATEST) as session:
@@ -465,8 +463,8 @@ def checkpoint_and_resume_on_ranks(folder: str) -> list[str]:
     return wrong
 
 
-def test_two_ranks_checkpoint_and_resume_together(pair: RankPool, tmp_path: Path) -> None:
-    """A checkpoint is one of all ranks or none: what one rank lacks no other number of ranks goes on from."""
+def test_two_ranks_save_and_resume_together(pair: RankPool, tmp_path: Path) -> None:
+    """A checkpoint that lacks the files of one rank cannot be resumed, on any number of ranks."""
     assert pair.run(checkpoint_and_resume_on_ranks, str(tmp_path)) == [[], []]
     (manifest,) = checkpoints_in(run_folder(tmp_path) / "checkpoints", 1).values()
     manifest.unlink()
@@ -476,8 +474,8 @@ def test_two_ranks_checkpoint_and_resume_together(pair: RankPool, tmp_path: Path
     assert sorted((run_folder(tmp_path) / "checkpoints").iterdir()) == checkpoints_before
 
 
-def test_the_publish_protocol_flushes_before_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data first, then the state file, then the manifest; old versions are freed only after that."""
+def test_data_is_flushed_before_the_manifest_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order is data, state file, manifest; old versions are freed last."""
     order: list[str] = []
 
     def spy(module: object, name: str, label: str) -> None:
@@ -499,8 +497,8 @@ def test_the_publish_protocol_flushes_before_it_names(tmp_path: Path, monkeypatc
     assert order == ["data", "file", "file", "free"]
 
 
-def test_steps_that_are_thrown_away_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """By who closes a run; not where they are checkpointed, nor where nothing was to be kept."""
+def test_close_warns_once_about_discarded_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """There is no warning if the steps are saved, or if the run keeps nothing."""
 
     def closed(steps: int, checkpointed: int, keep: str = "auto") -> list[str]:
         folder = tmp_path / f"{steps}-{checkpointed}-{keep}"
@@ -516,11 +514,12 @@ def test_steps_that_are_thrown_away_are_said_once(tmp_path: Path, caplog: pytest
         return [text for text in caplog.messages if "run.keep" in text]
 
     with caplog.at_level("WARNING", "infinity"):
-        (said,) = closed(2, 0)
-        assert said.startswith("steps 1 to 2 are")
-        assert "optimizer.save_checkpoint()" in said
-        (said,) = closed(2, 1)
-        assert said.startswith("step 2 is ")
+        (warning,) = closed(2, 0)
+        assert warning.startswith("steps 1 to 2 are discarded: ")
+        assert "optimizer.save_checkpoint()" in warning
+        assert 'run.keep = "never"' in warning
+        (warning,) = closed(2, 1)
+        assert warning.startswith("step 2 is discarded: ")
         assert not closed(1, 1)
         assert not closed(0, 0)
         assert not closed(1, 0, "never")

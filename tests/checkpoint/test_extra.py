@@ -1,4 +1,4 @@
-"""What `checkpoint` is given of the user's own comes back equal, or is refused before anything is written."""
+"""Tests of `extra`: values are restored unchanged, or rejected before anything is written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from infinity.store.marker import look_for_runs
 from support.ranks import RankPool
 from support.session import Session
 
-KEPT: dict[str, Any] = {
+SUPPORTED: dict[str, Any] = {
     "numbers": [0, -1, 1 << 128, True, False, 0.1, -0.0, 5e-324, 1e308, math.inf, -math.inf],
     "texts": ["", "ü", "\x00", "\U0001f600"],
     "nothing": None,
@@ -51,22 +51,22 @@ UNSUPPORTED: tuple[tuple[Any, str], ...] = (
 )
 
 
-def test_what_is_accepted_comes_back_equal(tmp_path: Path) -> None:
-    """NaN and infinities, which schedulers have, too."""
+def test_supported_values_are_restored_unchanged(tmp_path: Path) -> None:
+    """NaN and infinity are included, because scheduler states contain them."""
     with Session(tmp_path) as session:
-        session.optimizer.save_checkpoint({**KEPT, "nan": math.nan, "scheduler": session.scheduler.state_dict()})
+        session.optimizer.save_checkpoint({**SUPPORTED, "nan": math.nan, "scheduler": session.scheduler.state_dict()})
     with Session(tmp_path, run={"resume": "latest"}) as session:
         found = session.optimizer.resumed_extra
-    assert {name: found[name] for name in KEPT} == KEPT
-    assert [repr(item) for item in found["numbers"]] == [repr(item) for item in KEPT["numbers"]]
+    assert {name: found[name] for name in SUPPORTED} == SUPPORTED
+    assert [repr(item) for item in found["numbers"]] == [repr(item) for item in SUPPORTED["numbers"]]
     assert math.isnan(found["nan"])
 
 
-def test_what_would_come_back_changed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the place and what to do, and before any page or file is written; the next checkpoint is in order."""
+def test_unsupported_values_are_rejected_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error gives the position of the value and a fix, and the next checkpoint succeeds."""
     with Session(tmp_path) as session:
         session.step()
-        monkeypatch.setattr(Pager, "flush", lambda _: pytest.fail("pages are written"))
+        monkeypatch.setattr(Pager, "flush", lambda _: pytest.fail("pages were written"))
         for extra, reason in UNSUPPORTED:
             with pytest.raises(CheckpointError, match=reason):
                 session.optimizer.save_checkpoint(extra)
@@ -78,8 +78,8 @@ def test_what_would_come_back_changed_is_refused(tmp_path: Path, monkeypatch: py
         assert session.optimizer.steps == 1
 
 
-def checkpoint_on_one(folder: str) -> str:
-    """Checkpoint something on rank 1 that cannot be; return what is raised. On every rank."""
+def save_unsupported_on_one_rank(folder: str) -> str:
+    """Save an unsupported value on rank 1; return the error message. Runs on every rank."""
     with Session(Path(folder)) as session:
         session.step()
         state = session.scheduler.state_dict()
@@ -90,16 +90,16 @@ def checkpoint_on_one(folder: str) -> str:
         return str(caught.value)
 
 
-def test_what_one_rank_cannot_checkpoint_no_rank_does(pair: RankPool, tmp_path: Path) -> None:
-    """All are told, and go on."""
-    told, own = pair.run(checkpoint_on_one, str(tmp_path))
+def test_unsupported_value_on_one_rank_fails_all_ranks(pair: RankPool, tmp_path: Path) -> None:
+    """All ranks raise an error, and can continue."""
+    peer, own = pair.run(save_unsupported_on_one_rank, str(tmp_path))
     assert own.startswith("extra['rank'] ")
     assert " set" in own
-    assert told == f"checkpoint failed on rank 1: CheckpointError: {own}"
+    assert peer == f"checkpoint failed on rank 1: CheckpointError: {own}"
 
 
 def schedulers() -> dict[str, Any]:
-    """Return one of each of torch's."""
+    """Return PyTorch's learning rate schedulers by class name."""
     rates = torch.optim.lr_scheduler
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
     constant, falling = rates.ConstantLR(optimizer), rates.ExponentialLR(optimizer, 0.9)
@@ -120,15 +120,15 @@ def schedulers() -> dict[str, Any]:
     }
 
 
-def test_states_of_schedulers_can_be_checkpointed() -> None:
-    """Also of the one whose milestones are numbers as keys."""
+def test_scheduler_states_can_be_saved() -> None:
+    """The milestones of `MultiStepLR` have integer keys."""
     for name, scheduler in schedulers().items():
         state = scheduler.state_dict()
         assert load_extra(json.loads(json.dumps(save_extra(state)))) == state, name
 
 
-def test_what_nobody_has_saved_is_no_extra() -> None:
-    """A mark around something else than an array, or than pairs of a key and a value."""
+def test_malformed_extra_is_rejected() -> None:
+    """The marks for tuples and pairs contain invalid values."""
     for damaged in ({"tuple": 1}, {"pairs": {}}, {"pairs": [1]}, {"pairs": [[1]]}, {"pairs": [[[], 1]]}):
         with pytest.raises(ValueError, match="extra: "):
             load_extra({"a": [damaged]})

@@ -1,6 +1,6 @@
-"""Files that are damaged or lie: the answer is a `CheckpointError` that names the file, or what was checkpointed.
+"""Fuzz tests of checkpoint files: reading raises an error that names the file, or returns the saved values.
 
-`make fuzz` runs many more examples, other ones every time.
+`make fuzz` runs many more examples, which are different every time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FUZZ = settings.get_current_profile_name() == "fuzz"
 
 
 def bounded(examples: int) -> settings:
-    """The same few examples every time; with the profile ``fuzz``, many and others."""
+    """Return settings for a few fixed examples or, with the profile ``fuzz``, for many random ones."""
     return settings(
         max_examples=settings.default.max_examples if FUZZ else examples,
         derandomize=not FUZZ,
@@ -50,7 +50,7 @@ def bounded(examples: int) -> settings:
 
 
 class Stored:
-    """A run with two checkpoints, and what is in it."""
+    """Run with two checkpoints, and its values."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -75,19 +75,19 @@ class Stored:
         ]
 
     def body(self, file: Path) -> dict[str, Any]:
-        """Return what a manifest says."""
+        """Return the body of a manifest."""
         return json.loads(json.loads(file.read_text())["body"])
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
-    """A run that is as it was after every example."""
+    """Run that every example restores after use."""
     return Stored(tmp_path_factory.mktemp("stored"))
 
 
 @contextmanager
 def replaced(file: Path, content: bytes) -> Iterator[None]:
-    """Have another content in a file, and all generators as they were afterwards."""
+    """Replace the content of a file temporarily, and restore the random generators afterwards."""
     good, generators = file.read_bytes(), (random.getstate(), np.random.get_state(), torch.get_rng_state())
     file.write_bytes(content)
     try:
@@ -100,16 +100,16 @@ def replaced(file: Path, content: bytes) -> Iterator[None]:
 
 
 def sealed(body: str) -> bytes:
-    """Return a file whose checksum is right, whatever it says."""
+    """Return a file that contains the body and its correct checksum."""
     data = body.encode("utf-8", "surrogatepass")
     return json.dumps({"checksum": checksum_of(data), "body": body}).encode()
 
 
-# --- What is done with a checkpoint. Each returns nothing wrong, or raises.
+# --- Uses of a checkpoint. Each one reads correct values or raises an exception.
 
 
-def decoded(stored: Stored) -> None:
-    """The files, and the plain data in them."""
+def decode(stored: Stored) -> None:
+    """Decode all files and their plain data."""
     for name in published_in(stored.folder.checkpoints):
         found = read_manifest(stored.folder.checkpoints / name.file_name)
         model_state.load_scalars(found.scalars)
@@ -118,15 +118,15 @@ def decoded(stored: Stored) -> None:
             model_state.load_random(found.random, read_state_file(stored.folder.checkpoints, found))
 
 
-def exported(stored: Stored) -> None:
-    """Every parameter and state, as export reads them."""
+def export(stored: Stored) -> None:
+    """Read every parameter and state as an export does."""
     reader = CheckpointReader(stored.folder)
     list(reader.buffers())
-    assert stored.read(reader) == stored.values, "a wrong page"
+    assert stored.read(reader) == stored.values, "wrong values"
 
 
-def resumed(stored: Stored) -> None:
-    """What resuming reads."""
+def read_for_resume(stored: Stored) -> None:
+    """Read the checkpoint as resume does."""
     checkpoints = publish.list_checkpoints(stored.folder, ALONE, -1)
     found = publish.find_checkpoints(stored.folder, ALONE, stored.layout, "AdamW", checkpoints)
     assert [manifest.step for manifest in found] in ([OLDER, NEWEST], [NEWEST])
@@ -135,8 +135,8 @@ def resumed(stored: Stored) -> None:
     publish.restore(found[-1], stored.folder, stored.model, groups, held)
 
 
-def listed(stored: Stored) -> None:
-    """What the command line says of it: exit status 0, 1 or 2, never a traceback."""
+def run_store_commands(stored: Stored) -> None:
+    """Run the `store` commands, which must exit with status 0, 1 or 2 and never with a traceback."""
     for arguments in (["ls"], ["ls", "--json"], ["verify", "--json"], ["scrub"], ["gc", "--dry-run", "--json"]):
         result = CliRunner().invoke(app, ["store", *arguments, str(stored.root.parent)])
         if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -146,34 +146,34 @@ def listed(stored: Stored) -> None:
             json.loads(result.stdout)
 
 
-USES: tuple[Callable[[Stored], None], ...] = (decoded, exported, resumed)
+USES: tuple[Callable[[Stored], None], ...] = (decode, export, read_for_resume)
 
 
 def error_of(action: Callable[[], object], stored: Stored, file: Path) -> str:
-    """Return the error that an action ends with, if it does: one that names the file, the run or a page's place."""
+    """Return the error message of an action, which must name the file, the run or the data file, or an empty string."""
     try:
         action()
         return ""
     except CheckpointError as error:
-        said, names = str(error), (file.name, stored.folder.run_id)
+        message, names = str(error), (file.name, stored.folder.run_id)
     except StorageError as error:
-        said, names = str(error), ("rank00000.pages",)
-    assert any(name in said for name in names), said
-    assert len(said) < 2000
-    return said
+        message, names = str(error), ("rank00000.pages",)
+    assert any(name in message for name in names), message
+    assert len(message) < 2000
+    return message
 
 
-def used(stored: Stored, file: Path) -> list[str]:
-    """Use a checkpoint in every way; return what was wrong with it."""
+def use_all(stored: Stored, file: Path) -> list[str]:
+    """Use a checkpoint in every way; return the error messages."""
     return [error_of(lambda use=use: use(stored), stored, file) for use in USES]
 
 
-# --- Damage: the checksum finds it.
+# --- Damaged files, which the checksum detects.
 
 
 @st.composite
 def damaged(draw: st.DrawFn, good: bytes) -> bytes:
-    """Draw what a file may be after an accident."""
+    """Draw the content of a damaged file."""
     place = draw(st.integers(0, len(good) - 1))
     kind = draw(st.sampled_from(["cut", "flip", "zeros", "doubled", "noise"]))
     if kind == "cut":
@@ -193,17 +193,17 @@ FILES = ("manifest", "state")
 @pytest.mark.parametrize("which", FILES)
 @bounded(60)
 @given(data=st.data())
-def test_damage_is_found(which: str, stored: Stored, data: st.DataObject) -> None:
-    """Whatever happens to a file: it is named, and no value is taken from it."""
+def test_damage_is_detected(which: str, stored: Stored, data: st.DataObject) -> None:
+    """An error names the file, and no value is read from it."""
     file: Path = getattr(stored, which)
     good = file.read_bytes()
     content = data.draw(damaged(good))
     with replaced(file, content):
         if content != good:
-            assert any(used(stored, file))
+            assert any(use_all(stored, file))
 
 
-# --- Lies: well-formed, with the right checksum.
+# --- Forged files: well-formed, with the correct checksum.
 
 DEEP = "@deep@"
 JUNK = st.one_of(
@@ -219,8 +219,8 @@ JUNK = st.one_of(
 )  # fmt: skip
 
 
-def places(tree: Any, draw: st.DrawFn) -> tuple[Any, Any]:
-    """Draw a container in a tree and a key of it, the upper ones as often as the lower ones."""
+def draw_place(tree: Any, draw: st.DrawFn) -> tuple[Any, Any]:
+    """Draw a container in a tree and a key of it, at upper levels as often as at lower ones."""
     while True:
         keys = sorted(tree) if isinstance(tree, dict) else range(len(tree))
         key = draw(st.sampled_from(keys))
@@ -231,15 +231,15 @@ def places(tree: Any, draw: st.DrawFn) -> tuple[Any, Any]:
 
 
 def deform(draw: st.DrawFn, tree: Any) -> None:
-    """Change one place of a tree."""
-    parent, key = places(tree, draw)
+    """Change one place in a tree."""
+    parent, key = draw_place(tree, draw)
     kind = draw(st.sampled_from(["junk", "junk", "gone", "moved", "nudged", "doubled", "added"]))
     if kind == "gone":
         del parent[key]
     elif kind == "moved":
-        other, place = places(tree, draw)
+        other, place = draw_place(tree, draw)
         parent[key], other[place] = other[place], parent[key]
-        json.dumps(tree)  # a tree that contains itself is none
+        json.dumps(tree)  # fails if the tree contains itself
     elif kind == "nudged" and type(parent[key]) is int:
         parent[key] += draw(st.sampled_from([-4096, -1024, -64, -1, 1, 64, 1024, 4096, 8192, 2**32]))
     elif kind == "doubled" and isinstance(parent, list):
@@ -247,21 +247,21 @@ def deform(draw: st.DrawFn, tree: Any) -> None:
     elif kind == "added" and isinstance(parent, dict):
         parent[draw(st.one_of(st.text(max_size=5), st.sampled_from(["00", "-1", "1" * 30, "params"])))] = parent[key]
     else:
-        parent[key] = copy.deepcopy(draw(JUNK))  # what is sampled is always the same object
+        parent[key] = copy.deepcopy(draw(JUNK))  # sampled_from returns the same object every time
 
 
 PARTS = ("all", "description")
 
 
 @st.composite
-def lies(draw: st.DrawFn, body: dict[str, Any], part: str) -> bytes:
-    """Draw a file that says something else, in any part or in one."""
+def forged(draw: st.DrawFn, body: dict[str, Any], part: str) -> bytes:
+    """Draw a file with a changed body, in any part or in the given one."""
     tree = json.loads(json.dumps(body))
     try:
         for _ in range(draw(st.sampled_from([1, 1, 1, 2, 4]))):
             deform(draw, tree if part == "all" else tree[part])
         written = json.dumps(tree)
-    except (ValueError, IndexError, RecursionError):  # nothing is left of it, or it contains itself
+    except (ValueError, IndexError, RecursionError):  # the tree is empty or contains itself
         written = "{}"
     return sealed(written.replace(f'"{DEEP}"', "[" * 50_000 + "]" * 50_000))
 
@@ -269,19 +269,19 @@ def lies(draw: st.DrawFn, body: dict[str, Any], part: str) -> bytes:
 @pytest.mark.parametrize("part", PARTS)
 @bounded(200)
 @given(data=st.data())
-def test_lies_do_no_harm(part: str, stored: Stored, data: st.DataObject) -> None:
-    """A wrong body with a right checksum: an error that names it, or the values that were checkpointed."""
-    with replaced(stored.manifest, data.draw(lies(stored.body(stored.manifest), part))):
-        used(stored, stored.manifest)
+def test_forged_manifest_raises_or_reads_saved_values(part: str, stored: Stored, data: st.DataObject) -> None:
+    """The checksum of the forged body is correct."""
+    with replaced(stored.manifest, data.draw(forged(stored.body(stored.manifest), part))):
+        use_all(stored, stored.manifest)
 
 
 @pytest.mark.parametrize("part", PARTS)
 @bounded(10)
 @given(data=st.data())
-def test_the_command_line_reads_lies(part: str, stored: Stored, data: st.DataObject) -> None:
-    """`infinity store` lists, checks and tidies up what is wrong like everything else."""
-    with replaced(stored.manifest, data.draw(lies(stored.body(stored.manifest), part))):
-        listed(stored)
+def test_store_commands_handle_forged_manifests(part: str, stored: Stored, data: st.DataObject) -> None:
+    """`infinity store` can list, verify and clean up such runs."""
+    with replaced(stored.manifest, data.draw(forged(stored.body(stored.manifest), part))):
+        run_store_commands(stored)
 
 
 TENSORS = st.one_of(
@@ -300,8 +300,8 @@ TENSORS = st.one_of(
 
 @bounded(80)
 @given(data=st.data())
-def test_state_files_may_lie(stored: Stored, data: st.DataObject) -> None:
-    """Tensors that are missing, of another shape, dtype or content, under the right checksum."""
+def test_forged_state_files_are_handled(stored: Stored, data: st.DataObject) -> None:
+    """Tensors are missing, or have a different shape, dtype or content, with the correct checksum."""
     tensors = load(stored.state.read_bytes())
     for name in sorted(tensors):
         change = data.draw(st.sampled_from([None, None, TENSORS]))
@@ -312,19 +312,19 @@ def test_state_files_may_lie(stored: Stored, data: st.DataObject) -> None:
     content = save(tensors)
     body = {**stored.body(stored.manifest), "state_checksum": checksum_of(content)}
     with replaced(stored.state, content), replaced(stored.manifest, sealed(json.dumps(body))):
-        used(stored, stored.state)
+        use_all(stored, stored.state)
 
 
 def resume(place: Path, losses: list[float]) -> None:
-    """Start from the newest checkpoint, train on, and compare."""
+    """Resume from the newest checkpoint, train, and compare the losses."""
     with Session(place, run=LATEST) as session:
         assert session.run(NEWEST + 1, every=0) == losses
 
 
 @bounded(20)
 @given(data=st.data())
-def test_a_run_is_resumed_from_what_was_checkpointed(stored: Stored, data: st.DataObject) -> None:
-    """The whole start, with a manifest that lies about its pages: an error, or the loss of the next step."""
+def test_forged_pages_raise_or_resume_saved_state(stored: Stored, data: st.DataObject) -> None:
+    """With a forged page table, startup fails, or the next step has the expected loss."""
     body = stored.body(stored.manifest)
     part = {key: body[key] for key in ("pages", "stripe_weights")}
     for _ in range(data.draw(st.integers(1, 3))):
@@ -359,89 +359,87 @@ def _overlap(body: dict[str, Any]) -> None:
     second[:2] = first[:2]
 
 
-MANIFEST_LIES = {
-    "another checkpoint": (_set("identity", to="0" * 24), "rank 0 of 1.* step 6.* checkpoint 0000"),
-    "no identity": (_set("identity", to="../../../../etc/passwd"), "identity = .* must be a string that matches"),
-    "another layout": (_set("layout", to="0" * 16), "description .*layout .*0000"),
-    "another rank": (_set("rank", to=1), "rank 1 of 1"),
-    "another step": (_set("step", to=3), "step 3"),
+FORGED_MANIFESTS = {
+    "different checkpoint": (_set("identity", to="0" * 24), "rank 0 of 1.* step 6.* checkpoint 0000"),
+    "invalid identity": (_set("identity", to="../../../../etc/passwd"), "identity = .* must be a string that matches"),
+    "different layout": (_set("layout", to="0" * 16), "description .*layout .*0000"),
+    "different rank": (_set("rank", to=1), "rank 1 of 1"),
+    "different step": (_set("step", to=3), "step 3"),
     "more ranks": (_set("world_size", to=2), "rank 0 of 2"),
-    "another run": (_set("run_id", to="20260101-000000-000000"), "20260101-000000-000000"),
-    "another format": (_set("format", to=1), r"has format 1\b.*\b2\b"),
-    "true as the format": (_set("format", to=True), "has format True"),
-    "a path that is none": (_set("pages", "0", 0, to=1), "page 0 cannot be .* of path 1"),
-    "no alignment": (_set("pages", "0", 1, to=512), r"pages\.0\.1 = 512 is not a multiple of 4096"),
-    "another length": (_set("pages", "0", 2, to=4096), "its pages .*layout"),
-    "behind the end": (_set("pages", "0", 1, to=1 << 40), "names .* bytes of .*rank00000.pages, which has"),
-    "an overlap": (_overlap, "two pages share the bytes"),
-    "a page twice": (
+    "different run": (_set("run_id", to="20260101-000000-000000"), "20260101-000000-000000"),
+    "different format": (_set("format", to=1), r"has format 1\b.*\b2\b"),
+    "boolean format": (_set("format", to=True), "has format True"),
+    "unknown path": (_set("pages", "0", 0, to=1), "page 0 cannot be .* of path 1"),
+    "unaligned offset": (_set("pages", "0", 1, to=512), r"pages\.0\.1 = 512 is not a multiple of 4096"),
+    "different length": (_set("pages", "0", 2, to=4096), "its pages .*layout"),
+    "beyond the end": (_set("pages", "0", 1, to=1 << 40), "names .* bytes of .*rank00000.pages, which has"),
+    "overlapping pages": (_overlap, "two pages share the bytes"),
+    "duplicate page": (
         lambda body: body["pages"].update({"00": body["pages"]["0"]}),
         r"pages\.a key = '00' must be a string that matches",
     ),
     "no stripe weights": (_set("stripe_weights", to=[]), "stripe_weights"),
-    "an infinite weight": (_set("stripe_weights", 0, to=float("inf")), r"stripe_weights\.0 = inf must be a number"),
-    "parameters among settings": (
+    "infinite stripe weight": (_set("stripe_weights", 0, to=float("inf")), r"stripe_weights\.0 = inf must be a number"),
+    "params in the settings": (
         lambda body: body["groups"][0]["settings"].update(params=[]),
         r"groups\.0\.settings\.a key = 'params' must",
     ),
-    "a group of no parameter": (_set("groups", 0, "params", to=[1 << 40]), "scalars or groups"),
+    "unknown parameter in a group": (_set("groups", 0, "params", to=[1 << 40]), "scalars or groups"),
 }
 
 
-@pytest.mark.parametrize("lie", MANIFEST_LIES)
-def test_what_is_said_of_a_manifest(lie: str, stored: Stored) -> None:
-    """The field and what is wrong with it."""
-    change, said = MANIFEST_LIES[lie]
+@pytest.mark.parametrize("forgery", FORGED_MANIFESTS)
+def test_forged_manifest_error_names_the_field(forgery: str, stored: Stored) -> None:
+    change, message = FORGED_MANIFESTS[forgery]
     body = stored.body(stored.manifest)
     change(body)
     with replaced(stored.manifest, sealed(json.dumps(body))):
-        for use in (exported, resumed):
-            with pytest.raises(CheckpointError, match=said):
+        for use in (export, read_for_resume):
+            with pytest.raises(CheckpointError, match=message):
                 use(stored)
 
 
-DESCRIPTION_LIES = {
+FORGED_DESCRIPTIONS = {
     "billions of pages": (_set("fsdp_modules", 0, "shards", 0, "padded", to=1 << 48), "more than 4194304 pages"),
-    "negative": (
+    "negative size": (
         _set("fsdp_modules", 0, "shards", 0, "numel", to=-1),
         r"description\.fsdp_modules\.0\.shards\.0\.numel = -1 is below the minimum of 0",
     ),
     "pages too small": (_set("page_bytes", to=4096), "page_bytes: 4096 is too small"),
-    "another shape": (_set("tensors", 0, "shape", to=[3, 5]), "tensors: .*shard"),
-    "no such dim": (_set("tensors", 0, "dim", to=2), "tensors: .*shard"),
-    "a name twice": (lambda body: body["tensors"][0]["names"].append("head.bias"), r"tensors: .*\bname"),
-    "no such dtype": (
+    "different shape": (_set("tensors", 0, "shape", to=[3, 5]), "tensors: .*shard"),
+    "invalid dim": (_set("tensors", 0, "dim", to=2), "tensors: .*shard"),
+    "duplicate name": (lambda body: body["tensors"][0]["names"].append("head.bias"), r"tensors: .*\bname"),
+    "unknown dtype": (
         lambda body: next(iter(body["formats"].values())).update(param="float31"),
         "'float31' is not one",
     ),
-    "no such encoding": (
+    "unknown encoding": (
         lambda body: next(iter(body["formats"].values())).update(encodings=[["master", "zip"]]),
         "'zip' is not one",
     ),
-    "an encoding of nothing": (
+    "encoding of an unknown kind": (
         lambda body: next(iter(body["formats"].values())).update(encodings=[["nothing", "8bit"]]),
         "'nothing' cannot be stored as 8bit",
     ),
     "fewer tensors": (lambda body: body["tensors"].pop(), "tensors .* shards"),
-    "pages cut otherwise": (_set("page_bytes", to=1 << 20), "description .*layout"),
-    "another name": (_set("fsdp_modules", 0, "name", to="other"), "description .*layout"),
+    "different page size": (_set("page_bytes", to=1 << 20), "description .*layout"),
+    "different name": (_set("fsdp_modules", 0, "name", to="other"), "description .*layout"),
 }
 
 
-@pytest.mark.parametrize("lie", DESCRIPTION_LIES)
-def test_what_is_said_of_a_description(lie: str, stored: Stored) -> None:
-    """The field and what is wrong with it."""
-    change, said = DESCRIPTION_LIES[lie]
+@pytest.mark.parametrize("forgery", FORGED_DESCRIPTIONS)
+def test_forged_description_error_names_the_field(forgery: str, stored: Stored) -> None:
+    change, message = FORGED_DESCRIPTIONS[forgery]
     body = stored.body(stored.manifest)
-    change(body if lie in ("pages too small", "pages cut otherwise") else body["description"])
+    change(body if forgery in ("pages too small", "different page size") else body["description"])
     with replaced(stored.manifest, sealed(json.dumps(body))):
-        for use in (exported, resumed):
-            with pytest.raises(CheckpointError, match=said):
+        for use in (export, read_for_resume):
+            with pytest.raises(CheckpointError, match=message):
                 use(stored)
 
 
-def test_a_key_that_is_there_twice(stored: Stored) -> None:
-    """JSON parsers differ in which one they take; we take none."""
+def test_duplicate_json_keys_are_rejected(stored: Stored) -> None:
+    """JSON parsers differ in which of the values they return."""
     body = json.dumps(stored.body(stored.manifest))
     with (
         replaced(stored.manifest, sealed(body.replace('"step": 6', '"step": 5, "step": 6'))),
@@ -458,20 +456,20 @@ def test_a_key_that_is_there_twice(stored: Stored) -> None:
         "step00000000000\u0667.rank00000-of-00001.json",
     ],
 )  # fmt: skip
-def test_names_that_no_writer_gives(name: str, stored: Stored) -> None:
-    """They are passed over, or no checkpoint; nothing is made of the size they speak of."""
+def test_invalid_file_names_are_ignored(name: str, stored: Stored) -> None:
+    """No memory is allocated for the sizes in the names."""
     file = stored.folder.checkpoints / name
     file.write_bytes(stored.manifest.read_bytes())
     try:
-        exported(stored)
-        resumed(stored)
-        listed(stored)
+        export(stored)
+        read_for_resume(stored)
+        run_store_commands(stored)
     finally:
         file.unlink()
 
 
-def test_a_pipe_is_not_waited_for(stored: Stored) -> None:
-    """What is no file is not read."""
+def test_pipe_in_place_of_a_manifest_is_rejected(stored: Stored) -> None:
+    """Opening the pipe would block."""
     kept = stored.manifest.rename(stored.place / "kept")
     os.mkfifo(stored.manifest)
     try:
@@ -482,22 +480,22 @@ def test_a_pipe_is_not_waited_for(stored: Stored) -> None:
 
 
 @pytest.mark.parametrize("size", [None, 4096])
-def test_data_files_that_are_gone_or_short(size: int | None, stored: Stored) -> None:
-    """They are named, and not made anew."""
+def test_missing_or_short_data_file_is_rejected(size: int | None, stored: Stored) -> None:
+    """The error names the file, which is not created again."""
     data, kept = stored.root / "rank00000.pages", stored.place / "kept"
     data.rename(kept)
     try:
         if size is not None:
             data.write_bytes(bytes(size))
-        for use in (exported, resumed):
+        for use in (export, read_for_resume):
             with pytest.raises(CheckpointError, match=rf"rank00000.pages, which has {size or 0}"):
                 use(stored)
     finally:
         kept.replace(data)
 
 
-def test_checkpoints_that_share_a_slot_are_refused(stored: Stored) -> None:
-    """An older checkpoint that names what the newest holds would give away its slots."""
+def test_checkpoints_that_share_an_extent_are_rejected(stored: Stored) -> None:
+    """Otherwise removing the older checkpoint would free extents of the newest one."""
     older = stored.older
     body, newest = stored.body(older), stored.body(stored.manifest)
     page = next(page for page in body["pages"] if body["pages"][page] != newest["pages"][page])

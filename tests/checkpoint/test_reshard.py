@@ -1,4 +1,4 @@
-"""A checkpoint goes on where pages lie otherwise: other ranks, pages, paths; every bit is the same."""
+"""Tests of resuming with a different number of ranks, page size or paths, with bitwise equal results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity.errors import CheckpointError, FolderBusyError, LostRankError
 from infinity.run import inspection
 from infinity.store.folder import holders
 from support.ranks import RankPool
-from support.resharding import LATEST, begin, everything, go_on, newest, same
+from support.resharding import LATEST, all_tensors, newest_checkpoint, resume_and_train, train_and_save, unequal_names
 from support.session import EVERY, STEPS, Session, reference
 from support.train import KIB, MIB, Recipe
 
@@ -22,66 +22,66 @@ MODELS = ("gpt2", "toy", "frozen", "spare")
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_from_one_rank_to_two_and_back(name: str, pair: RankPool, tmp_path: Path) -> None:
-    """Weights, moments and step counts are the same in every world; training goes on in each."""
+def test_resume_from_one_rank_to_two_and_back(name: str, pair: RankPool, tmp_path: Path) -> None:
+    """Weights, moments and step counts are equal for each number of ranks, and training continues."""
     recipe = Recipe(model=name, steps=2)
-    begin(recipe, str(tmp_path))
-    states = [everything(newest(tmp_path))]
-    assert [first for first, _ in pair.run(go_on, recipe, str(tmp_path), 0)] == [2, 2]
-    two = newest(tmp_path)
+    train_and_save(recipe, str(tmp_path))
+    states = [all_tensors(newest_checkpoint(tmp_path))]
+    assert [first for first, _ in pair.run(resume_and_train, recipe, str(tmp_path), 0)] == [2, 2]
+    two = newest_checkpoint(tmp_path)
     assert (two.world_size, two.step, two.extra["note"]) == (2, 2, "mine")
-    assert same(states[0], everything(two)) == []
+    assert unequal_names(states[0], all_tensors(two)) == []
 
-    assert pair.run(go_on, recipe, str(tmp_path), 1)[0][0] == 2
-    trained = everything(newest(tmp_path))
-    assert same(states[0], trained) != []
-    assert go_on(recipe, str(tmp_path), 0)[0] == 3
-    one = newest(tmp_path)
+    assert pair.run(resume_and_train, recipe, str(tmp_path), 1)[0][0] == 2
+    trained = all_tensors(newest_checkpoint(tmp_path))
+    assert unequal_names(states[0], trained) != []
+    assert resume_and_train(recipe, str(tmp_path), 0)[0] == 3
+    one = newest_checkpoint(tmp_path)
     assert (one.world_size, one.step) == (1, 3)
-    assert same(trained, everything(one)) == []
+    assert unequal_names(trained, all_tensors(one)) == []
 
 
 @pytest.mark.wide
-def test_from_two_ranks_to_four(pair: RankPool, tmp_path: Path) -> None:
-    """Four ranks, of which some have nothing of the smallest parameters."""
+def test_resume_from_two_ranks_to_four(pair: RankPool, tmp_path: Path) -> None:
+    """Some of the four ranks have no part of the smallest parameters."""
     recipe = Recipe(model="toy", steps=2)
-    pair.run(begin, recipe, str(tmp_path))
-    before = everything(newest(tmp_path))
+    pair.run(train_and_save, recipe, str(tmp_path))
+    before = all_tensors(newest_checkpoint(tmp_path))
     four = RankPool(4)
     try:
-        assert [first for first, _ in four.run(go_on, recipe, str(tmp_path), 0)] == [2] * 4
+        assert [first for first, _ in four.run(resume_and_train, recipe, str(tmp_path), 0)] == [2] * 4
     finally:
         four.close()
-    found = newest(tmp_path)
+    found = newest_checkpoint(tmp_path)
     assert found.world_size == 4
-    assert same(before, everything(found)) == []
+    assert unequal_names(before, all_tensors(found)) == []
 
 
 def lose_a_rank_at_start(recipe: Recipe, folder: str) -> bool:
-    """Go on with other ranks; the second is interrupted when all have published. Returns whether this one started."""
-    whole = infinity.PagedOptimizer.save_checkpoint
+    """Resume on other ranks, and fail rank 1 after all have published; return whether this rank started."""
+    original = infinity.PagedOptimizer.save_checkpoint
 
     def interrupted(*arguments: Any) -> None:
-        whole(*arguments)
+        original(*arguments)
         raise LostRankError("the connection was lost")
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(infinity.PagedOptimizer, "save_checkpoint", interrupted)
         try:
-            go_on(recipe, folder, 0)
+            resume_and_train(recipe, folder, 0)
         except LostRankError:
             return False
     return True
 
 
-def test_a_start_that_ends_when_others_know_a_checkpoint_leaves_it(pair: RankPool, tmp_path: Path) -> None:
-    """The first rank has seen the checkpoint of all; the second, which has not, keeps its part of it."""
+def test_failed_startup_keeps_a_published_checkpoint(pair: RankPool, tmp_path: Path) -> None:
+    """Rank 0 knows that the checkpoint is complete, so rank 1 must keep its files even though it does not know."""
     recipe = Recipe(model="toy", steps=2)
-    begin(recipe, str(tmp_path))
+    train_and_save(recipe, str(tmp_path))
     assert pair.run(lose_a_rank_at_start, recipe, str(tmp_path)) == [True, False]
-    assert newest(tmp_path).world_size == 2
-    assert pair.run(go_on, recipe, str(tmp_path), 0) == [(2, {"note": "mine"})] * 2
+    assert newest_checkpoint(tmp_path).world_size == 2
+    assert pair.run(resume_and_train, recipe, str(tmp_path), 0) == [(2, {"note": "mine"})] * 2
 
 
 CHANGES: dict[str, dict[str, dict[str, Any]]] = {
@@ -91,8 +91,8 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_other_pages_and_paths_change_no_bit(change: str, tmp_path: Path) -> None:
-    """The losses are those of a run that nobody disturbed, random states included."""
+def test_resume_with_different_pages_or_paths_is_exact(change: str, tmp_path: Path) -> None:
+    """Losses, including the effect of random states, equal those of an uninterrupted run."""
     (tmp_path / "undisturbed").mkdir()
     undisturbed = reference(tmp_path / "undisturbed")
     with Session(tmp_path) as session:
@@ -108,8 +108,8 @@ def test_other_pages_and_paths_change_no_bit(change: str, tmp_path: Path) -> Non
         assert session.optimizer.steps == STEPS
 
 
-def test_the_pages_of_a_checkpoint_keep_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is free at a start says how large pages of a new run are, not that a checkpoint is to be written anew."""
+def test_resume_keeps_the_page_size_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The free memory at startup determines the page size of new runs only."""
     sections = {"memory": {"page_bytes": 0, "host_bytes": 0}}
     found = []
     for host_cache, run in ((64 * MIB, {}), (8 * MIB, LATEST), (64 * MIB, LATEST)):
@@ -121,11 +121,11 @@ def test_the_pages_of_a_checkpoint_keep_their_size(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(inspection, "default_host_cache", lambda ranks: 8 * MIB)
     (tmp_path / "new").mkdir()
     with Session(tmp_path / "new", **sections) as session:
-        assert session.optimizer.run.layout.page_bytes < found[0][1], "a new run would have other pages"
+        assert session.optimizer.run.layout.page_bytes < found[0][1], "a new run would have smaller pages"
 
 
-def test_fewer_and_other_paths_change_no_bit(tmp_path: Path) -> None:
-    """A run on two folders goes on in a third one; a live run is not taken from."""
+def test_resume_on_fewer_different_paths_is_exact(tmp_path: Path) -> None:
+    """A run on two paths resumes on a third one, unless the run is still active."""
     (tmp_path / "undisturbed").mkdir()
     undisturbed = reference(tmp_path / "undisturbed")
     (tmp_path / "nvme1").mkdir()
@@ -144,27 +144,29 @@ def test_fewer_and_other_paths_change_no_bit(tmp_path: Path) -> None:
         assert session.optimizer.steps == EVERY
         assert session.run() == undisturbed[EVERY:]
     with Session(tmp_path, storage=two, run=LATEST) as session:
-        assert session.optimizer.steps == EVERY, "the old run stays as it was"
+        assert session.optimizer.steps == EVERY, "the old run is unchanged"
 
 
-def test_a_rank_reads_the_pages_of_its_rows(pair: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any rows of any parameter, across the slices of two ranks; pages that hold none of them are not read."""
-    pair.run(begin, Recipe(model="toy", steps=1), str(tmp_path))
-    reader = newest(tmp_path)
+def test_reader_reads_only_pages_of_the_requested_rows(
+    pair: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows may span the shards of two ranks."""
+    pair.run(train_and_save, Recipe(model="toy", steps=1), str(tmp_path))
+    reader = newest_checkpoint(tmp_path)
     read: list[int] = []
     monkeypatch.setattr(reader, "_page", lambda rank, page: read.append(page) or reader._read_page(rank, page))
     for index, spec in enumerate(reader.tensors):
-        whole, rows = reader.read(index), spec.shape[0]
+        full, rows = reader.read(index), spec.shape[0]
         every = len(read)
         for low, high in ((0, rows), (0, 1), (rows // 2, rows), (rows - 1, rows), (rows, rows)):
             read.clear()
-            assert torch.equal(reader.read(index, rows=(low, high)), whole[low:high]), spec.names
+            assert torch.equal(reader.read(index, rows=(low, high)), full[low:high]), spec.names
             assert len(read) <= (every if high > low + 1 else high - low)
         read.clear()
 
 
-def test_a_resharded_run_is_durable_at_once(tmp_path: Path) -> None:
-    """The new run has a checkpoint before it takes a step; the old one is untouched."""
+def test_resharded_run_has_a_checkpoint_before_its_first_step(tmp_path: Path) -> None:
+    """The old run is unchanged."""
     (tmp_path / "undisturbed").mkdir()
     undisturbed = reference(tmp_path / "undisturbed")
     with Session(tmp_path) as session:

@@ -1,4 +1,4 @@
-"""What is said of every state that files at rest can be in: never nothing, never one thing here and another there."""
+"""Tests of all states that the files of a stopped run can be in: each command reports damage, and all agree."""
 
 from __future__ import annotations
 
@@ -7,45 +7,47 @@ import re
 import pytest
 
 from support.ranks import RankPool
-from support.states import BEGIN, END, PAGE, STATES, Answer, Ground, report
+from support.states import BEGIN, END, PAGE, STATES, DamagedRuns, Results, report
 
-WHOLE = {"undamaged run", "marker `infinity.run`: flipped bit"}
-"""States in which nothing is lost: a marker is kept three times."""
+UNDAMAGED = {"undamaged run", "marker `infinity.run`: flipped bit"}
+"""States in which nothing is lost, because a marker is stored three times."""
 NOT_READ_BY_EXPORT = {"data file: flipped bit in a page of the newest checkpoint"}
-"""A page of weights that were computed from a master: an export reads the master."""
+"""States that damage only computed weights: an export reads the master weights."""
 
 
 @pytest.fixture(scope="module")
-def asked(pair: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ground, dict[str, Answer]]:
-    """Every state, and what was said of it."""
-    ground = Ground(tmp_path_factory.mktemp("states"), pair)
+def results(pair: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[DamagedRuns, dict[str, Results]]:
+    """Reports of all commands for every state."""
+    ground = DamagedRuns(tmp_path_factory.mktemp("states"), pair)
     return ground, {state.name: ground.answer(state) for state in STATES}
 
 
-def test_nobody_is_silent_and_nobody_contradicts(asked: tuple[Ground, dict[str, Answer]]) -> None:
-    """What is not resumed from is bad or passed over with words; export takes what resume takes, or neither does."""
-    _, answers = asked
+def test_commands_report_damage_and_agree(results: tuple[DamagedRuns, dict[str, Results]]) -> None:
+    """A checkpoint that resume rejects is reported as damaged or ignored, and export rejects it as well."""
+    _, answers = results
     for name, found in answers.items():
-        if name in WHOLE:
+        if name in UNDAMAGED:
             assert (found.resumed, found.exported, found.verified) == (6, 6, 0), name
             assert "intact" in found.verify, name
             continue
         good = answers["undamaged run"]
-        assert found.verify != good.verify or found.gc != good.gc, f"{name}: silent"
+        assert found.verify != good.verify or found.gc != good.gc, f"{name}: not reported"
         assert re.sub("scrubbing|verifying", "", found.scrub) == found.verify, name
         if found.resumed < 0:
             nothing = "no checkpoint" in found.verify or "ignored" in found.verify
             assert found.verified == 1 or nothing, f"{name}: verify accepts what resume does not"
         if found.verified == 0 and "ignored" not in found.verify and "no checkpoint" not in found.verify:
-            assert found.resumed == found.exported == 6, f"{name}: verify says nothing of it"
+            assert found.resumed == found.exported == 6, f"{name}: verify does not report it"
         if name not in NOT_READ_BY_EXPORT:
             assert found.exported == found.resumed, f"{name}: resume and export take different checkpoints"
-        assert found.after_gc.split("; ")[0] == found.resume.split("; ")[0], f"{name}: gc has changed what is resumed"
+        assert found.after_gc.split("; ")[0] == found.resume.split("; ")[0], (
+            f"{name}: gc changed the resumed checkpoint"
+        )
 
 
-def test_what_is_resumed_is_what_was_checkpointed(asked: tuple[Ground, dict[str, Answer]]) -> None:
-    """The loss of the next step depends on the checkpoint alone, whatever lies beside it."""
-    _, answers = asked
+def test_resumed_state_depends_on_the_checkpoint_alone(results: tuple[DamagedRuns, dict[str, Results]]) -> None:
+    """All states that resume from the same checkpoint have the same loss in the next step."""
+    _, answers = results
     seen: dict[tuple[int, int], float] = {}
     for state in STATES:
         found = answers[state.name]
@@ -55,7 +57,7 @@ def test_what_is_resumed_is_what_was_checkpointed(asked: tuple[Ground, dict[str,
     assert {(1, 3), (1, 6), (2, 3)} <= seen.keys()
 
 
-def test_the_page_says_what_happens(asked: tuple[Ground, dict[str, Answer]]) -> None:
-    """Compare results and messages with docs/reference/failures.md (`PYTHONPATH=tests python -m support.states`)."""
-    ground, answers = asked
+def test_failures_page_matches_the_results(results: tuple[DamagedRuns, dict[str, Results]]) -> None:
+    """`PYTHONPATH=tests python -m support.states` updates docs/reference/failures.md."""
+    ground, answers = results
     assert PAGE.read_text().partition(BEGIN)[2].partition(END)[0] == report(ground, answers)

@@ -1,4 +1,4 @@
-"""Encodings that numba compiles have the bits of the reference, or the reference is what runs."""
+"""Tests of encodings compiled by numba: bitwise equal to the reference, which is used if they are not available."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPECIAL = (
     0x7DFFFFFF, 0x7E000000, 0x7E7FFFFF, 0x7F000000, 0x7F7F7FFF, 0x7F7FFFFF, 0x7F800000,
     0x7F800001, 0x7FC00000, 0x7FFFFFFF,
 )  # fmt: skip
-"""Zero, denormals, ties of bf16, the largest numbers, infinity and NaNs; each of them also with a sign."""
+"""Zero, denormals, bf16 ties, the largest numbers, infinity and NaNs; each one is tested with both signs."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,42 +37,42 @@ def _kernels() -> None:
 
 
 def from_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 numbers with these bits, int64."""
+    """Return the fp32 numbers with the given int64 bit patterns."""
     return bits.where(bits < 1 << 31, bits - (1 << 32)).to(torch.int32).view(torch.float32)
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two components are equal to the bit."""
+def bitwise_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two components are bitwise equal."""
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def check(values: torch.Tensor, encoding: str, step: int | None) -> None:
-    """Compare both ways, into new memory and into given memory that is inside of other memory."""
+    """Compare encoding and decoding with the reference, with new memory and with a view of larger memory."""
     before = values.clone()
     expected = reference.encode(values, encoding, step)
     found = encode(values, encoding, step)
-    assert all(map(same, found, expected)), (encoding, step)
+    assert all(map(bitwise_equal, found, expected)), (encoding, step)
     wider = [torch.ones(len(component) + 2, dtype=component.dtype) for component in expected]
     into = [component[1:-1] for component in wider]
     written = encode(values, encoding, step, into)
-    assert all(map(same, written, expected))
+    assert all(map(bitwise_equal, written, expected))
     assert all(bool(component[0] == 1) and bool(component[-1] == 1) for component in wider)
     assert all(one is other for one, other in zip(written, into, strict=True))
-    assert same(decode(found, encoding), reference.decode(expected, encoding))
-    assert same(values, before)
+    assert bitwise_equal(decode(found, encoding), reference.decode(expected, encoding))
+    assert bitwise_equal(values, before)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("step", STEPS)
-def test_all_upper_halves(encoding: str, step: int | None) -> None:
-    """All 2^16 signs, exponents and mantissas of bf16, each with a lower half; in order, and shuffled."""
+def test_all_upper_halves_match_the_reference(encoding: str, step: int | None) -> None:
+    """All 2^16 signs, exponents and mantissas of bf16, each with one lower half, in order and shuffled."""
     upper = torch.arange(1 << 16)
     bits = (upper << 16) + upper * 40503 % (1 << 16)
     shuffled = torch.randperm(1 << 16, generator=torch.Generator().manual_seed(0))
     for order in (upper, shuffled):
         check(from_bits(bits[order]), encoding, step)
     finite = from_bits(bits)
-    finite = finite[finite.abs() < 2.0**120]  # without what is left to the reference
+    finite = finite[finite.abs() < 2.0**120]  # larger numbers are left to the reference
     count = len(finite) // SHARD_ALIGNMENT * SHARD_ALIGNMENT
     check(finite[:count], encoding, step)
     check(finite[:count].abs(), encoding, step)
@@ -80,8 +80,8 @@ def test_all_upper_halves(encoding: str, step: int | None) -> None:
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("bits", [sign | bits for bits in SPECIAL for sign in (0, 1 << 31)])
-def test_one_special_number(encoding: str, bits: int) -> None:
-    """Alone, at the borders of its block, and as all of it; other blocks are ordinary."""
+def test_special_numbers_match_the_reference(encoding: str, bits: int) -> None:
+    """A special number alone, at the boundaries of its block, and as the entire block; other blocks are ordinary."""
     torch.manual_seed(0)
     ordinary = torch.randn(3 * SHARD_ALIGNMENT)
     special = from_bits(torch.tensor([bits]))
@@ -106,60 +106,59 @@ PATTERNS = st.one_of(
     encoding=st.sampled_from(ENCODINGS),
     step=st.none() | st.integers(0, 1 << 40),
 )
-def test_any_bits(patterns: list[int], encoding: str, step: int | None) -> None:
-    """Of any blocks."""
+def test_arbitrary_bit_patterns_match_the_reference(patterns: list[int], encoding: str, step: int | None) -> None:
     count = -(-len(patterns) // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
     check(from_bits(torch.tensor((patterns * count)[:count])), encoding, step)
 
 
-def test_any_codes_are_decoded_alike() -> None:
-    """All 256 codes with all 2^16 scales that a page could hold, also such as nobody writes."""
+def test_all_codes_and_scales_are_decoded_like_the_reference() -> None:
+    """This includes codes and scales that the encoder never writes."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(1 << 14)
     for quarter in range(4):
         scales = torch.arange(quarter << 14, (quarter + 1) << 14).to(torch.int16).view(torch.bfloat16)
         components = codes, scales.repeat_interleave(256 // SHARD_ALIGNMENT)
-        assert same(decode(components, "8bit"), reference.decode(components, "8bit"))
+        assert bitwise_equal(decode(components, "8bit"), reference.decode(components, "8bit"))
 
 
-def test_any_halves_are_decoded_alike() -> None:
-    """All weights with any remainder and any bits."""
+def test_all_split_weights_are_decoded_like_the_reference() -> None:
+    """All weights are combined with some remainder and rounding bits."""
     every = torch.arange(1 << 16)
     weights = every.to(torch.int16).view(torch.bfloat16)
     lower, up = (every * 31153 % (1 << 16)).to(torch.int16), (every[: 1 << 13] * 37 % 256).to(torch.uint8)
-    assert same(decode((weights, lower, up), "split"), reference.decode((weights, lower, up), "split"))
+    assert bitwise_equal(decode((weights, lower, up), "split"), reference.decode((weights, lower, up), "split"))
 
 
-def test_a_thread_that_flushes_denormals() -> None:
-    """It computes other bits of 8bit codes, with torch as with what is compiled."""
+def test_flushing_denormals_matches_the_reference() -> None:
+    """Such a thread computes different 8-bit codes, both with PyTorch and with the compiled kernels."""
     torch.manual_seed(0)
     values = torch.randn(4 * SHARD_ALIGNMENT)
     values[SHARD_ALIGNMENT::2] = -(2.0**-140)
     values[2 * SHARD_ALIGNMENT :] *= 2.0**-130
     if not torch.set_flush_denormal(True):
-        pytest.skip("this processor cannot")
+        pytest.skip("this CPU cannot flush denormals")
     try:
         expected, found = reference.encode(values, "8bit", 3), encode(values, "8bit", 3)
     finally:
         torch.set_flush_denormal(False)
-    assert all(map(same, found, expected))
+    assert all(map(bitwise_equal, found, expected))
 
 
-def test_kernels_are_what_ran() -> None:
-    """Of ordinary numbers nothing is left to the reference; of a NaN, all; and no argument is cast or compiled for."""
+def test_compiled_kernels_encode_finite_numbers() -> None:
+    """Input with a NaN is left to the reference, and no kernel is compiled for another argument type."""
     kernels = compiled.kernels(torch.device("cpu"))
     values = torch.randn(2 * SHARD_ALIGNMENT)
     for encoding in ENCODINGS:
         made = [component.contiguous().zero_() for component in reference.encode(values.clone(), encoding, 1)]
         assert kernels.encode(values, encoding, 1, made)
-        assert all(map(same, made, reference.encode(values, encoding, 1)))
+        assert all(map(bitwise_equal, made, reference.encode(values, encoding, 1)))
         broken = values.clone()
         broken[3] = torch.nan
         assert not kernels.encode(broken, encoding, 1, made)
     assert compiled.kernels(torch.device("meta")) is None
 
 
-def test_the_interpreter_goes_on_meanwhile() -> None:
-    """Kernels let go of its lock: another thread counts while one encodes."""
+def test_kernels_release_the_interpreter_lock() -> None:
+    """Another thread counts while one encodes."""
     values, begun, ended = torch.randn(1 << 22), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -170,42 +169,40 @@ def test_the_interpreter_goes_on_meanwhile() -> None:
         ended.set()
 
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000)  # nobody is asked to let go
+    sys.setswitchinterval(1000)  # the interpreter does not ask threads to release the lock
     thread = threading.Thread(target=work)
-    turns = 0
+    count = 0
     try:
         thread.start()
         begun.wait()
         while not ended.is_set():
-            turns += 1
+            count += 1
             ended.wait(1e-4)
     finally:
         sys.setswitchinterval(interval)
         thread.join()
-    assert turns > 20
+    assert count > 20
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_run_prepares_what_its_format_needs(
+def test_run_prepares_the_kernels_of_its_format(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before its first step, and says once where torch has to encode; fp32 needs nothing."""
-    none = compiled.Prepared(None, "there is no numba here", 0.0)
-    asked: list[str] = []
-    monkeypatch.setattr(inspection, "prepare", lambda: asked.append(name) or none)
+    """A run without kernels logs one warning before its first step; fp32 needs no kernels."""
+    none = compiled.Prepared(None, "numba was removed by the test", 0.0)
+    prepared: list[str] = []
+    monkeypatch.setattr(inspection, "prepare", lambda: prepared.append(name) or none)
     with caplog.at_level("WARNING", "infinity"), offloaded(Recipe(model="toy"), Paging(format=name), tmp_path):
         pass
-    assert asked == ([] if name == "fp32" else [name])
-    said = [record.getMessage() for record in caplog.records if "compiled kernels" in record.getMessage()]
-    assert len(said) == len(asked)
-    assert all(f'"{name}"' in line and "there is no numba here" in line for line in said)
+    assert prepared == ([] if name == "fp32" else [name])
+    warnings = [record.getMessage() for record in caplog.records if "compiled kernels" in record.getMessage()]
+    assert len(warnings) == len(prepared)
+    assert all(f'"{name}"' in line and "numba was removed by the test" in line for line in warnings)
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "fp32"])
-def test_a_run_has_the_same_bits_without(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses and states of training, also in a host cache of the least size, where pages end inside of what
-    is decoded.
-    """
+def test_run_without_kernels_is_bitwise_equal(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and states match in the smallest host cache too, where pages end inside a decoded range."""
     recipe, paging, found = Recipe(model="toy", groups=True), Paging(host_cache="least", format=name), []
     ready = compiled.prepare()
     for number, prepared in enumerate((ready, compiled.Prepared(None, "switched off", 0.0))):
@@ -218,44 +215,46 @@ def test_a_run_has_the_same_bits_without(name: str, tmp_path: Path, monkeypatch:
         assert all(torch.equal(value, other.state[parameter][kind]) for kind, value in states.items())
 
 
-# Where it cannot be #
+# Unavailable kernels #
 
 
-def fresh(code: str, **variables: str) -> str:
-    """Return what code prints in a process of its own."""
+def run_in_new_process(code: str, **variables: str) -> str:
+    """Return the output of code that runs in a new process."""
     environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path)), **variables}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def test_numba_is_imported_when_it_is_needed() -> None:
-    """Not by importing infinity, nor by an encoding before somebody has prepared."""
+def test_numba_is_not_imported_before_prepare() -> None:
+    """Neither importing infinity nor an encoding before `prepare` imports it."""
     code = (
         "import sys, torch, infinity\n"
         "from infinity.content.encoding import encode\n"
         "encode(torch.ones(64), '8bit', 1)\n"
         "print('numba' in sys.modules)"
     )
-    assert fresh(code) == "False"
+    assert run_in_new_process(code) == "False"
 
 
-def test_it_can_be_switched_off() -> None:
-    """By numba's own variable, whose interpreter would be slower than torch by far."""
+def test_numba_disable_jit_disables_the_kernels() -> None:
+    """Kernels interpreted by Python would be much slower than PyTorch."""
     code = "from infinity.content.compiled import prepare\nfound = prepare()\nprint(found.kernels, found.reason)"
-    assert fresh(code, NUMBA_DISABLE_JIT="1") == "None NUMBA_DISABLE_JIT is set"
+    assert run_in_new_process(code, NUMBA_DISABLE_JIT="1") == "None NUMBA_DISABLE_JIT is set"
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "reason"),
     [
         (ModuleNotFoundError("No module named 'numba'", name="numba"), "pip install 'infinity-offload[jit]'"),
         (ImportError("Numba needs NumPy 2.5 or less"), "ImportError: Numba needs NumPy 2.5 or less"),
         (RuntimeError("LLVM\nat length"), "RuntimeError: LLVM"),
     ],
 )
-def test_what_goes_wrong_is_no_error(error: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the reason why torch encodes."""
+def test_failed_preparation_selects_the_reference(
+    error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is the reason that the run logs."""
 
     def fail(*_: object) -> bool:
         raise error
@@ -264,14 +263,14 @@ def test_what_goes_wrong_is_no_error(error: Exception, said: str, monkeypatch: p
     monkeypatch.setattr(compiled, "_prepared", None)
     found = compiled.prepare()
     assert found.kernels is None
-    assert said in found.reason
+    assert reason in found.reason
     values = torch.randn(SHARD_ALIGNMENT)
-    assert all(map(same, encode(values, "8bit", 1), reference.encode(values, "8bit", 1)))
+    assert all(map(bitwise_equal, encode(values, "8bit", 1), reference.encode(values, "8bit", 1)))
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_kernels_with_other_bits_are_not_used(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are compared before they are; here one bit of one component is another."""
+def test_kernels_that_differ_from_the_reference_are_rejected(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels are compared before their first use; here one bit of one component differs."""
     from infinity.content import kernels
 
     real = vars(kernels)[f"encode_{encoding}"]

@@ -1,4 +1,4 @@
-"""The layout: every byte has one place, and every cut is where vectorised kernels allow it."""
+"""Tests of the layout: every byte has one location, and page boundaries are aligned for vectorized kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from support.layouts import FORMATS, layouts
 
 
 def element_bytes(layout: Layout, page: Page) -> float:
-    """Return the bytes of one element in a page."""
+    """Return the number of bytes per element of a page."""
     fmt = layout.segments[page.segment].format
     if page.role is Role.UPDATE:
         parts = [part for section in fmt.components.values() for part in section if part.role is Role.UPDATE]
@@ -36,7 +36,7 @@ def element_bytes(layout: Layout, page: Page) -> float:
 
 @given(layouts())
 def test_every_element_is_in_exactly_one_page_per_role(layout: Layout) -> None:
-    """The pages of a role tile the segment's elements; no page is in two segments."""
+    """The pages of a role cover the elements of the segment, and no page belongs to two segments."""
     seen: list[int] = []
     for index, segment in enumerate(layout.segments):
         fmt = segment.format
@@ -62,8 +62,8 @@ def test_every_element_is_in_exactly_one_page_per_role(layout: Layout) -> None:
 
 
 @given(layouts())
-def test_pages_fit_their_cache_slot_and_are_aligned(layout: Layout) -> None:
-    """Sizes for O_DIRECT, cuts for vectorised kernels."""
+def test_pages_fit_cache_slots_and_are_aligned(layout: Layout) -> None:
+    """Sizes suit O_DIRECT, and boundaries suit vectorized kernels."""
     for page in layout.pages:
         assert 0 < page.nbytes <= layout.page_bytes
         assert page.nbytes % PAGE_ALIGNMENT == 0
@@ -73,8 +73,8 @@ def test_pages_fit_their_cache_slot_and_are_aligned(layout: Layout) -> None:
 
 
 @given(layouts())
-def test_shards_lie_side_by_side_in_their_segment(layout: Layout) -> None:
-    """No two shards share an element; all of a shard's padded elements exist; formats are kept."""
+def test_shards_of_a_segment_do_not_overlap(layout: Layout) -> None:
+    """A segment contains all padded elements of its shards, and formats are preserved."""
     assert [placed.spec for placed in layout.shards] == [
         spec for fsdp_module in layout.fsdp_modules for spec in fsdp_module.shards
     ]
@@ -91,7 +91,7 @@ def test_shards_lie_side_by_side_in_their_segment(layout: Layout) -> None:
 
 @given(layouts(), st.data())
 def test_overlapping_finds_the_pages_of_a_range(layout: Layout, data: st.DataObject) -> None:
-    """Against a search through all elements."""
+    """The result matches a search over all pages."""
     segment = data.draw(st.sampled_from(layout.segments))
     pages = segment.param_pages
     start = data.draw(st.integers(0, segment.numel))
@@ -102,11 +102,8 @@ def test_overlapping_finds_the_pages_of_a_range(layout: Layout, data: st.DataObj
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 400)), min_size=1, max_size=4), st.sampled_from([64, 128]))
-def test_no_page_ends_inside_of_a_row(shapes: list[tuple[int, int]], kib: int) -> None:
-    """Nor before the last one alone;
-
-    pages are aligned for vectorised kernels, fit their cache slots, and leave no gap.
-    """
+def test_pages_contain_complete_rows(shapes: list[tuple[int, int]], kib: int) -> None:
+    """A page boundary never isolates the last row; pages are aligned, fit their slots and leave no gaps."""
     specs = tuple(
         ShardSpec(
             name=str(index), numel=rows * 8 * row, padded=rows * 8 * row, segment_key="plain", trainable=True, row=row
@@ -133,14 +130,14 @@ def test_no_page_ends_inside_of_a_row(shapes: list[tuple[int, int]], kib: int) -
 
 
 def brute_force(pages: Sequence[Page], start: int, stop: int) -> list[tuple[Page, int, int]]:
-    """Return (page, first, last) by testing every page's borders."""
+    """Return (page, first, last) by testing the boundaries of every page."""
     cut = [(page, max(start, page.start), min(stop, page.stop)) for page in pages]
     return [(page, first, last) for page, first, last in cut if first < last]
 
 
 @given(layouts())
 def test_fsdp_module_tables_agree_with_the_shards(layout: Layout) -> None:
-    """Shards by FSDP module in gather order, trainable segments by FSDP module."""
+    """Shards are listed by FSDP module in gather order, and trainable segments by FSDP module."""
     for fsdp_module in range(len(layout.fsdp_modules)):
         expected = [index for index, shard in enumerate(layout.shards) if shard.fsdp_module == fsdp_module]
         assert list(layout.fsdp_module_shards[fsdp_module]) == expected
@@ -150,7 +147,7 @@ def test_fsdp_module_tables_agree_with_the_shards(layout: Layout) -> None:
 
 @given(layouts())
 def test_page_names_are_unique(layout: Layout) -> None:
-    """A name in an error names one page, and its FSDP module."""
+    """A page name also starts with the name of its FSDP module."""
     names = [layout.page_name(page.index) for page in layout.pages]
     assert len(set(names)) == len(names)
     for name, page in zip(names, layout.pages, strict=True):
@@ -158,8 +155,8 @@ def test_page_names_are_unique(layout: Layout) -> None:
 
 
 @given(layouts())
-def test_the_fingerprint_tells_layouts_apart(layout: Layout) -> None:
-    """Equal for an equal layout; another for another page size, name or length."""
+def test_fingerprint_identifies_a_layout(layout: Layout) -> None:
+    """It changes with the page size, names and lengths."""
     fsdp_modules, page_bytes = layout.fsdp_modules, layout.page_bytes
     assert build_layout(fsdp_modules, FORMATS, page_bytes).fingerprint == layout.fingerprint
     assert build_layout(fsdp_modules, FORMATS, 2 * page_bytes).fingerprint != layout.fingerprint

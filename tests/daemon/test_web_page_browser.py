@@ -59,7 +59,7 @@ def shared_tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 @pytest.fixture
 def tab(shared_tab: Tab) -> Iterator[Tab]:
     """Tab on a blank page; fails at the end if the page has logged an error."""
-    shared_tab.look_like()
+    shared_tab.emulate()
     shared_tab.errors.clear()
     yield shared_tab
     shared_tab.open("about:blank")
@@ -204,8 +204,8 @@ def test_both_themes_have_sufficient_contrast(tab, tmp_path):
         tab.until("document.querySelector('#drives article')")
         tab.value("document.querySelector('#pause').click()")  # so that the screenshots differ only in the theme
         for dark in (False, True):
-            tab.look_like(dark=dark)
-            pictures.append(tab.picture())
+            tab.emulate(dark=dark)
+            pictures.append(tab.screenshot())
             found = tab.value(CONTRAST)
             assert len(found) > 60
             assert [entry for entry in found if entry[0] < 4.5] == []
@@ -224,7 +224,7 @@ def test_the_page_fits_the_screen_width(width, tab, tmp_path):
         for _ in range(3):
             rank.step(loss=1e-9, tokens=10**9)
     with daemon(tmp_path) as process:
-        tab.look_like(width=width, height=780)
+        tab.emulate(width=width, height=780)
         open_page(tab, process.port)
         tab.until("document.querySelector('#drives article')")
         assert tab.value("document.documentElement.scrollWidth") <= width
@@ -283,7 +283,7 @@ def test_the_page_exposes_accessible_names_and_roles(tab, tmp_path):
             rank.step(loss=4.0 - number)
             tab.until(f"{figure('Steps')} === '{number}'")
         tab.until("document.querySelectorAll('.chart .curve').length === 2")
-        nodes = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in tab.described()]
+        nodes = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in tab.accessibility_nodes()]
         roles = {role for role, _ in nodes}
         assert {"banner", "main", "contentinfo", "heading", "status", "table", "columnheader", "rowheader"} <= roles
         assert {name for role, name in nodes if role == "article"} >= {"one"}

@@ -1,4 +1,7 @@
-"""Activations as pages, on a simulated device and on the CPU: the bits of memory, and every access in one order."""
+"""Tests of paged activations on the simulated device and on the CPU.
+
+Results are bitwise equal to training in memory, and all accesses are ordered.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from support.device.cases import compared
+from support.device.cases import compare_on_device
 from support.device.simulation import KINDS
-from support.device.tables import ACTIVATIONS, RECIPES_THAT_KEEP
+from support.device.tables import ACTIVATION_RECIPES, ACTIVATIONS
 from support.ranks import RankPool
 from support.tables import one_of, variants
 from support.train import Paging, Recipe, compare
@@ -18,36 +21,33 @@ ON_CPU = {name: paging for name, paging in ACTIVATIONS.items() if paging.activat
 
 
 def rows(every: int) -> list[Any]:
-    """Return (recipe, paging, kind): all recipes with all pagings, with kinds in turn."""
+    """Return (recipe, paging, kind) for all recipes and pagings; the kinds of simulation alternate."""
     kinds = list(KINDS)
     listed = [
         pytest.param(*row.values, kinds[(number + number // 4) % 4], id=row.id, marks=row.marks)
-        for number, row in enumerate(variants(RECIPES_THAT_KEEP, ACTIVATIONS))
+        for number, row in enumerate(variants(ACTIVATION_RECIPES, ACTIVATIONS))
     ]
     return one_of(every, listed)
 
 
 @pytest.mark.parametrize(("recipe", "paging", "kind"), rows(2))
-def test_on_a_device(recipe: Recipe, paging: Paging, kind: str, tmp_path: Path) -> None:
-    """Copies there and back run beside computation."""
-    assert compared(kind, recipe, paging, str(tmp_path)) == []
+def test_paged_activations_on_a_device(recipe: Recipe, paging: Paging, kind: str, tmp_path: Path) -> None:
+    assert compare_on_device(kind, recipe, paging, str(tmp_path)) == []
 
 
-@pytest.mark.parametrize(("recipe", "paging"), one_of(2, variants(RECIPES_THAT_KEEP, ON_CPU)))
-def test_on_the_cpu(recipe: Recipe, paging: Paging, tmp_path: Path) -> None:
-    """Where the pages only go to the drives and back."""
+@pytest.mark.parametrize(("recipe", "paging"), one_of(2, variants(ACTIVATION_RECIPES, ON_CPU)))
+def test_paged_activations_on_the_cpu(recipe: Recipe, paging: Paging, tmp_path: Path) -> None:
     assert compare(recipe, paging, str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("kind", ["", "late-updates"])
 @pytest.mark.parametrize(
     "recipe",
-    one_of(3, [RECIPES_THAT_KEEP["checkpointing"], RECIPES_THAT_KEEP["slices"], RECIPES_THAT_KEEP["repeated"]]),
+    one_of(3, [ACTIVATION_RECIPES["checkpointing"], ACTIVATION_RECIPES["slices"], ACTIVATION_RECIPES["repeated"]]),
 )
-def test_on_two_ranks(recipe: Recipe, kind: str, tmp_path: Path, pair: RankPool) -> None:
-    """Each of which has pages and files of its own."""
+def test_paged_activations_on_two_ranks(recipe: Recipe, kind: str, tmp_path: Path, pair: RankPool) -> None:
     paging = ACTIVATIONS["nvme-least"]
-    found = pair.run(compared, kind, recipe, paging, str(tmp_path)) if kind else pair.run(
+    found = pair.run(compare_on_device, kind, recipe, paging, str(tmp_path)) if kind else pair.run(
         compare, recipe, paging, str(tmp_path)
     )  # fmt: skip
     assert found == [[], []]

@@ -1,4 +1,4 @@
-"""The simulated device is itself tested: what takes order away from the package is found, and both sides are named."""
+"""Tests of the simulated device: it detects deliberate synchronization defects and names both operations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from support.tables import all_but
         "update there: no mark behind the copies back",
     ),
 )
-def test_a_planted_defect_is_found(name: str, tmp_path: Path) -> None:
-    """With a message that says what came too early, by whom, and what it ought to be behind."""
+def test_planted_defect_is_detected(name: str, tmp_path: Path) -> None:
     found = DEFECTS[name].found(tmp_path)
-    assert sides(DEFECTS[name], found), "\n".join(found) or "nothing was found"
+    assert sides(DEFECTS[name], found), "\n".join(found) or "no race was reported"

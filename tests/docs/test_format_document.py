@@ -251,7 +251,7 @@ def test_page_layout_matches_the_document(drawn: tuple[list[FSDPModuleSpec], int
     try:
         layout = build_layout(fsdp_modules, FORMATS, page_bytes)
     except BudgetError:
-        with pytest.raises(document.Refused):
+        with pytest.raises(document.Rejected):
             document.build(trees, formats, page_bytes)
         return
     segments = document.build(trees, formats, page_bytes)
@@ -286,7 +286,7 @@ def test_the_worked_example_is_correct() -> None:
             assert elements == [str(n) for page in shown for n in (page.start, page.start + page.count - 1)]
         assert lengths == [str(page.length) for page in shown][-len(lengths) :]
     fsdp_modules[0]["shards"][0]["row"] = 500
-    with pytest.raises(document.Refused):
+    with pytest.raises(document.Rejected):
         document.build(fsdp_modules, formats, page_bytes)
     (segment,) = document.build(fsdp_modules, formats, 2 * page_bytes)
     starts = [page.start for page in segment.pages.values() if page.role == "UPDATE"]
@@ -469,7 +469,7 @@ def test_both_readers_reject_damaged_checkpoints(name: str, two_rank_checkpoint:
     checkpoints = document.find_checkpoints(document.find_runs(paths)[0])
     assert len(checkpoints) == (0 if name == "a different identity on one rank" else 1)
     for checkpoint in checkpoints:
-        with pytest.raises(document.Refused):
+        with pytest.raises(document.Rejected):
             document.read(checkpoint)
     with pytest.raises(InfinityError):
         read_everything(folder_of_run(paths))
@@ -519,7 +519,7 @@ def test_both_readers_reject_the_same_manifests(two_rank_checkpoint: Path, tmp_p
             container[key] = value
         write_manifest(file, json.dumps(body))
         rejected = (
-            rejects(lambda: document.read_manifest(checkpoint, 0), document.Refused),
+            rejects(lambda: document.read_manifest(checkpoint, 0), document.Rejected),
             rejects(lambda: check_manifest(run_folder, file), InfinityError),
         )
         file.write_bytes(good)

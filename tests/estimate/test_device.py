@@ -1,14 +1,14 @@
-"""What is exposed on one accelerator whose state streams from drives, by the planner's clock.
+"""Tests of the time that the planner predicts to remain exposed on one accelerator whose state streams from drives.
 
-The reference machine: an H100 that reaches 400 TFLOP/s and is linked at 55 GB/s each way, drives of 7/5 GB/s, updates
-on eight cores of the speed that `make bench-plan` found, three threads for checksums in each direction. A step of 32 Ki
-tokens computes layers twice. Nothing of this is measured: these are bounds on what plans leave exposed.
+The reference machine has an H100 that reaches 400 TFLOP/s, a link with 55 GB/s per direction, drives with 7/5 GB/s,
+updates on eight cores at the speed measured by `make bench-plan`, and three checksum threads per direction. A step of
+32 Ki tokens computes layers twice. The bounds apply to predictions, not to measurements.
 
-[Note: forward] Updates in backward move what they need beside backward, and nothing but weights moves beside forward.
-So a step whose drives are busy for about as long as it computes takes longer than either by the computation of forward.
-A longer window changes little: what it moves beside forward it takes from pages that stay. That is why the bound of
-1.15 holds for one drive, and for four with room for half of the state in host memory, and why it does not hold for four
-with less.
+[Note: forward] Updates in backward overlap their traffic with backward, and only weights are moved during forward.
+Therefore, a step whose drives are busy for about as long as it computes takes longer than either by the computation of
+forward. A longer window helps little, because the traffic that it moves to forward displaces resident pages. For this
+reason, the bound of 1.15 holds for one drive, and for four drives if half of the state fits in host memory, but not for
+four drives with less memory.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ MODELS = {
     "8B": decoder(parameters=8.03e9, layers=32, hidden=4096, vocabulary=128256),
     "70B": decoder(parameters=70.6e9, layers=80, hidden=8192, vocabulary=128256),
 }
-"""The shapes of Llama 3."""
+"""Shapes of Llama 3."""
 HOST_CACHES = {"8B": 64 * GIB, "70B": 512 * GIB}
-"""Room for about half of the state."""
+"""Enough for about half of the state."""
 TOKENS = 32768
 WITHIN = 1.15
 
 
 SLOTS_ONLY = {"8B": GIB, "70B": 4 * GIB}
-"""Device memory for two layers on their way, and none that stays."""
+"""Device memory for prefetching two layers, without memory for weights that are kept."""
 
 
 def planned(
     name: str, drives: int, host_cache: int, hash_threads: int = 3, cores: int = 8, device_bytes: int = 0
 ) -> Estimate:
-    """Return the estimate of a model on the reference machine; its plan is the same whatever the speed of anything.
+    """Return the estimate of a model on the reference machine. Its plan does not depend on any speed.
 
     Args:
-        device_bytes: as in `memory.device_bytes`; 0: what computation leaves.
+        device_bytes: value of `memory.device_bytes`; 0 stands for all memory that computation does not use.
     """
     found = planned_once(name, host_cache, device_bytes)
     machine = replace(
@@ -61,7 +61,6 @@ def planned(
 
 @cache
 def planned_once(name: str, host_cache: int, device_bytes: int) -> Estimate:
-    """Return the estimate with one drive."""
     machine = Machine(
         drives=Drives(count=1, read=7e9, write=5e9),
         device=Accelerator(name="h100", flops=400e12, memory_bytes=80 * GIB, link=55e9),
@@ -75,17 +74,17 @@ def planned_once(name: str, host_cache: int, device_bytes: int) -> Estimate:
 
 
 def slowest(found: Estimate) -> tuple[float, str]:
-    """Return the resource that is busy longest."""
+    """Return the busy time and the name of the resource that is busy longest."""
     return max((load.busy, name) for name, load in found.seconds.loads.items())
 
 
 def forward(found: Estimate) -> float:
-    """Return how long forward computes."""
+    """Return the computation time of forward."""
     return found.seconds.computation.busy / (1 + BACKWARD)
 
 
 def root_update(found: Estimate) -> float:
-    """Return how long the root is updated: last of all in a step, and it is gathered first in the next one."""
+    """Return the update time of the root, which is updated last in a step and gathered first in the next one."""
     return found.seconds.updates.busy * found.model.root.numel / found.model.parameters
 
 
@@ -93,10 +92,10 @@ def root_update(found: Estimate) -> float:
     ("8B", 7.9e-3, 0.55, 0.6, 5.2),
     ("70B", 31e-3, 5.1, 5.1, 46),
 ])  # fmt: skip
-def test_resources_are_busy_as_long_as_on_paper(
+def test_busy_times_match_manual_calculation(
     name: str, of_layer: float, weights: float, gradients: float, computation: float
 ) -> None:
-    """Weights twice but those of the root, gradients in 32 bits, eight operations per weight and token; attention."""
+    """Weights are copied twice except for the root's, gradients have 32 bits, and a weight costs 8 FLOP per token."""
     found = planned(name, 4, HOST_CACHES[name], device_bytes=SLOTS_ONLY[name])
     assert found.resolved_schedule.prefetched
     assert not found.resolved_schedule.kept
@@ -107,23 +106,24 @@ def test_resources_are_busy_as_long_as_on_paper(
     assert computation < found.seconds.computation.busy < 1.15 * computation
 
 
-def test_weights_stay_where_the_device_has_room() -> None:
-    """Of 8B all layers but the first are copied once; of 70B some. They are read once per step too."""
+def test_weights_are_kept_in_free_device_memory() -> None:
+    """All layers of 8B except the first, and some layers of 70B, are copied and read only once per step."""
     for name in MODELS:
         found, none = planned(name, 1, 16 * GIB), planned(name, 1, 16 * GIB, device_bytes=SLOTS_ONLY[name])
         assert found.device_bytes < found.machine.device.memory_bytes - found.working_bytes
         stay = sum(2 * found.model.fsdp_modules[fsdp_module].numel for fsdp_module in found.resolved_schedule.kept)
         assert 0 < stay < found.device_bytes
         assert none.link_traffic.weights - found.link_traffic.weights == pytest.approx(stay, rel=0.01)
-        assert found.traffic.read_bytes < none.traffic.read_bytes  # by less: host memory keeps some of them as well
+        # The difference is smaller than `stay`, because host memory also keeps some of the weights.
+        assert found.traffic.read_bytes < none.traffic.read_bytes
     assert len(planned("8B", 1, 16 * GIB).resolved_schedule.kept) == len(MODELS["8B"].layers)
 
 
 @pytest.mark.parametrize(("device", "cores", "expected"), [
     ("auto", 64, False), ("auto", 8, True), ("auto", 1, True), ("cuda", 8, True), ("cpu", 1, False)
 ])  # fmt: skip
-def test_updates_are_where_a_run_has_them(device: str, cores: int, expected: bool) -> None:
-    """By what the link and the cores take; pages cross the link then, but those that live there, and no core works."""
+def test_update_device_matches_a_run(device: str, cores: int, expected: bool) -> None:
+    """On the device, updates use no core, and only pages of modules that are not GPU-resident cross the link."""
     found = planned("8B", 4, HOST_CACHES["8B"])
     machine = replace(found.machine, update_cores=cores)
     settings = found.settings.with_values(**{"update.device": device})
@@ -137,13 +137,12 @@ def test_updates_are_where_a_run_has_them(device: str, cores: int, expected: boo
     assert (gpu_resident > 0) is expected
     assert pages == (
         pytest.approx(26 * (trained - gpu_resident), rel=0.01) if expected else 0
-    )  # weights come back, too
+    )  # weights are copied back, too
     assert again.seconds.updates.busy < 1.1 * (0.436e-9 if expected else 2.9e-9 / cores) * trained
 
 
 @pytest.mark.parametrize("drives", [1, 4])
-def test_a_step_is_within_a_bound_of_its_slowest_resource(drives: int) -> None:
-    """One accelerator, 8B, with one drive and with four."""
+def test_step_time_is_close_to_the_slowest_resource(drives: int) -> None:
     found = planned("8B", drives, HOST_CACHES["8B"])
     longest, name = slowest(found)
     assert name == {1: "drives", 4: "computation"}[drives]
@@ -151,14 +150,14 @@ def test_a_step_is_within_a_bound_of_its_slowest_resource(drives: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "host_cache"), [("8B", 16 * GIB), ("70B", 256 * GIB)])
-def test_less_memory_exposes_forward_and_no_more(name: str, host_cache: int) -> None:
-    """With four drives, which then take longer than computation by less than 2. [Note: forward]."""
+def test_less_memory_exposes_only_forward(name: str, host_cache: int) -> None:
+    """Four drives are then busy for less than twice the computation time. See [Note: forward]."""
     found = planned(name, 4, host_cache)
     longest, slow = slowest(found)
     assert slow == "drives"
     assert found.seconds.computation.busy < longest < 2 * found.seconds.computation.busy
-    first = found.seconds.computation.busy / len(found.model.layers)  # which the first update waits for
-    python = 2 * found.seconds.interpreter.exposed  # it is also a part of what forward waits for
+    first = found.seconds.computation.busy / len(found.model.layers)  # the first update waits for it
+    python = 2 * found.seconds.interpreter.exposed  # forward also waits for a part of it
     assert WITHIN * longest < found.seconds.step < longest + forward(found) + root_update(found) + first + python
     assert found.seconds.computation.exposed < 1.05 * forward(found)
 
@@ -166,7 +165,7 @@ def test_less_memory_exposes_forward_and_no_more(name: str, host_cache: int) -> 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("drives", [1, 4])
 def test_copies_and_checksums_are_hidden(name: str, drives: int) -> None:
-    """Of updates only those of the root are not, and what an FSDP module's first page waits for; of Python most is."""
+    """Only the root's updates, the first page of a module and a part of the Python time are exposed."""
     found = planned(name, drives, HOST_CACHES[name])
     seconds = found.seconds
     for load in (seconds.weights, seconds.gradients, seconds.hashing):
@@ -177,18 +176,17 @@ def test_copies_and_checksums_are_hidden(name: str, drives: int) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_that_are_copied_when_they_are_due_are_exposed(name: str) -> None:
-    """All of them: 0.55 s of a step of 8B, 5.1 s of 70B. Ahead of computation only those of the root are.
+def test_copies_without_prefetch_are_exposed(name: str) -> None:
+    """Copies take 0.55 s of a step of 8B and 5.1 s of 70B. Prefetching hides all of them except the root's.
 
-    Its gradients come last, behind those of the first layer, and its weights are used first. So both are on the way of
-    computation in any case.
+    The root's gradients are copied last, after those of the first layer, and its weights are used first.
     """
     found = planned(name, 4, 4 * HOST_CACHES[name], device_bytes=SLOTS_ONLY[name])
     seconds = found.seconds
     assert not found.traffic.total_bytes
 
     def step(plan: Plan) -> float:
-        resources = OtherResources(weights=seconds.weights.busy, gradients=seconds.gradients.busy, behind=2)
+        resources = OtherResources(weights=seconds.weights.busy, gradients=seconds.gradients.busy, update_limit=2)
         return predict_seconds(
             plan, found.layout, bandwidth=1e9, computation=seconds.computation.busy, resources=resources, threaded=True
         )
@@ -202,8 +200,8 @@ def test_weights_that_are_copied_when_they_are_due_are_exposed(name: str) -> Non
     assert step(found.plan) == pytest.approx(last + root, rel=1e-3)
 
 
-def test_one_core_for_updates_and_one_thread_for_checksums_are_too_few() -> None:
-    """At 8B: the updates of one core take longer than one drive, checksums of one thread longer than four drives."""
+def test_single_update_core_or_hash_thread_is_the_bottleneck() -> None:
+    """With 8B, one update core is slower than one drive, and one checksum thread is slower than four drives."""
     core, thread = planned("8B", 1, HOST_CACHES["8B"], cores=1), planned("8B", 4, HOST_CACHES["8B"], hash_threads=1)
     assert slowest(core)[1] == "updates"
     assert core.seconds.updates.exposed > 0.2 * core.seconds.step
@@ -213,8 +211,8 @@ def test_one_core_for_updates_and_one_thread_for_checksums_are_too_few() -> None
         assert usual.seconds.step < 0.95 * one.seconds.step
 
 
-def test_a_machine_without_a_link_is_what_it_was() -> None:
-    """Only computation, updates and drives, and no other number than the clock gives for them alone."""
+def test_machine_without_a_link_uses_three_resources() -> None:
+    """The step time is the prediction for computation, updates and drives alone."""
     linked = planned("8B", 1, HOST_CACHES["8B"])
     device = replace(linked.machine.device, link=0.0)
     found = replace(linked, machine=replace(linked.machine, device=device, hash_rate=0.0, access_seconds=0.0))

@@ -1,4 +1,4 @@
-"""Estimates: what has to be in proportion to what, and what does not fit."""
+"""Tests of estimates: proportions between quantities, and problems with configurations that do not fit."""
 
 from __future__ import annotations
 
@@ -44,15 +44,16 @@ WORK = Workload(batch_tokens=8192, sequence=2048, checkpointing=True)
 def planned(
     host_cache: str = "512MiB", model: Any = MODEL, machine: Machine = MACHINE, work: Workload = WORK, **more: Any
 ) -> Estimate:
-    """Return an estimate; unless it is said otherwise, the CPU updates, and nothing lives on the device."""
+    """Return an estimate. By default, updates run on the CPU, and no FSDP module is GPU-resident."""
     dotted = {"update.device": "cpu"} | {name.replace("__", "."): value for name, value in more.items()}
     return estimate(model, work, machine, Config().with_values(**{"memory.host_bytes": host_cache, **dotted}))
 
 
-def test_bytes_are_those_of_the_formula() -> None:
-    """30 per parameter, less three times what stays of the weights: docs/explanation/planning-and-traffic.md, Traffic.
+def test_traffic_matches_the_documented_formula() -> None:
+    """A step moves 30 bytes per parameter minus three times the resident weight bytes.
 
-    The device has no room for weights that stay there from forward to backward.
+    See "Traffic" in docs/explanation/planning-and-traffic.md. The device memory is too small to keep weights between
+    forward and backward.
     """
     found = planned("128MiB", memory__device_bytes=1)
     assert found.update_schedule == "in_backward"
@@ -62,8 +63,8 @@ def test_bytes_are_those_of_the_formula() -> None:
     assert found.traffic.total_bytes == pytest.approx(30 * MODEL.parameters - saved, rel=0.02)
 
 
-def test_all_that_fits_moves_nothing_and_storage_takes_no_time() -> None:
-    """And then is hidden from the first token on."""
+def test_state_that_fits_in_memory_causes_no_traffic() -> None:
+    """Storage time is hidden from the first token on."""
     found = planned("64GiB")
     assert found.traffic.total_bytes == 0
     assert found.seconds.drives.exposed == pytest.approx(0, abs=1e-9)
@@ -71,8 +72,7 @@ def test_all_that_fits_moves_nothing_and_storage_takes_no_time() -> None:
     assert found.resident_bytes[Role.UPDATE] == found.layout.bytes_of(Role.UPDATE)
 
 
-def test_more_memory_and_faster_drives_never_slow_a_step_down() -> None:
-    """Nor do fewer bytes."""
+def test_more_memory_or_drives_never_slow_a_step_down() -> None:
     steps = [planned(host_cache).seconds.step for host_cache in ("128MiB", "512MiB", "2GiB", "64GiB")]
     assert steps == sorted(steps, reverse=True)
     faster = planned(machine=MACHINE.with_drives(8))
@@ -80,16 +80,15 @@ def test_more_memory_and_faster_drives_never_slow_a_step_down() -> None:
     assert planned().seconds.step >= max(planned().seconds.reads, planned().seconds.computation.busy)
 
 
-def test_storage_is_hidden_where_it_is_said_to_be() -> None:
-    """With half of these tokens it is not."""
+def test_storage_is_hidden_from_the_predicted_batch_size() -> None:
+    """Storage time is exposed with half as many tokens."""
     found = planned()
     tokens = found.hidden_from_tokens
     assert found.step_seconds(tokens) <= HIDDEN * found.step_seconds(tokens, *STORAGE)
     assert found.step_seconds(tokens // 2) > HIDDEN * found.step_seconds(tokens // 2, *STORAGE)
 
 
-def test_drives_that_are_too_slow_are_hidden_by_no_batch_where_gradients_move_for_each_micro_batch() -> None:
-    """A loop over micro-batches reads all weights for each of them."""
+def test_micro_batch_loop_reads_weights_per_micro_batch() -> None:
     loop = replace(WORK, micro_batches=4, layer_major=False)
     found, layers = planned(work=loop), planned(work=replace(loop, layer_major=True))
     assert found.passes == 4
@@ -97,8 +96,8 @@ def test_drives_that_are_too_slow_are_hidden_by_no_batch_where_gradients_move_fo
     assert found.update_schedule == "in_forward"
 
 
-def test_a_frozen_base_is_read_twice_and_never_written() -> None:
-    """4 bytes per parameter in bf16, beside what LoRA itself moves."""
+def test_frozen_base_is_read_twice_and_never_written() -> None:
+    """A step reads 4 bytes per bf16 parameter of the base, in addition to the traffic of LoRA."""
     model = with_lora(MODEL, 8, "bfloat16")
     found = planned("128MiB", model=model)
     base = sum(p.numel for fsdp_module in model.fsdp_modules for p in fsdp_module.parameters if not p.trainable)
@@ -106,8 +105,8 @@ def test_a_frozen_base_is_read_twice_and_never_written() -> None:
     assert found.traffic.read[Role.PARAM] <= 4 * base * 1.01
 
 
-def test_space_is_the_state_twice_and_what_is_in_flight() -> None:
-    """And once more for each further checkpoint; gradients take space where they are stored."""
+def test_drive_space_is_one_state_per_version() -> None:
+    """Each further checkpoint needs the size of the state once more, and stored gradients need space of their own."""
     drive, model = MACHINE.with_drives(1), decoder(parameters=354e6, layers=24, hidden=1024, vocabulary=32000)
     one, two, none = (planned("256MiB", model, drive, run__retained_checkpoints=number) for number in (1, 2, 0))
     state = one.layout.state_bytes
@@ -123,8 +122,8 @@ def test_space_is_the_state_twice_and_what_is_in_flight() -> None:
     assert gradients < stored.drive_bytes - planned("128MiB").drive_bytes < 1.1 * gradients
 
 
-def test_logits_are_those_of_a_slice() -> None:
-    """Of a loss that is sliced; more than there are tokens changes nothing."""
+def test_sliced_loss_needs_the_logits_of_one_slice() -> None:
+    """A slice that is larger than the batch changes nothing."""
     whole = planned().working_bytes
     sliced = planned(work=replace(WORK, loss_tokens=2048)).working_bytes
     added_up = 4 * (16000 + 1) * 1536  # head and norm
@@ -132,12 +131,12 @@ def test_logits_are_those_of_a_slice() -> None:
     assert planned(work=replace(WORK, loss_tokens=10**6)).working_bytes == whole
     halves = replace(WORK, micro_batches=2)
     more = planned(work=replace(halves, loss_tokens=6144)).working_bytes - planned(work=halves).working_bytes
-    assert more == 12 * (6144 - 4096) * 16000, "of all slices together, so many tokens"
+    assert more == 12 * (6144 - 4096) * 16000, "a slice may span micro-batches"
 
 
 @pytest.mark.parametrize(("work", "again"), [({}, 0), ({"loss_tokens": 10**6}, 1), ({"micro_batches": 2}, 1)])
-def test_head_and_loss_are_computed_again_where_they_are_sliced(work: dict[str, int], again: int) -> None:
-    """Layers are checkpointed here already; one slice is computed again as well."""
+def test_sliced_head_and_loss_are_recomputed(work: dict[str, int], again: int) -> None:
+    """Layers are checkpointed in any case; slices also recompute the head, even with one slice."""
     root, _ = MODEL.forward_flops(WORK.sequence)
     assert replace(WORK, **work).flops(MODEL) - WORK.flops(MODEL) == again * WORK.tokens * root
     loop = replace(WORK, micro_batches=2, layer_major=False)
@@ -145,13 +144,13 @@ def test_head_and_loss_are_computed_again_where_they_are_sliced(work: dict[str, 
 
 
 class Alive(TorchDispatchMode):
-    """Notes the most bytes that tensors made in it have at once."""
+    """Dispatch mode that records the peak size of the tensors that are created in it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
         self._known: dict[int, tuple[StorageWeakRef, bool]] = {}
-        """By memory: whether it was made here."""
+        """Storage reference, and whether the storage was created in this mode, by storage."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._note((args, kwargs), made=False)
@@ -170,7 +169,7 @@ class Alive(TorchDispatchMode):
 
 
 def held_by_fsdp(width: int, vocabulary: int, loss_tokens: int | None) -> tuple[int, int]:
-    """Return the most bytes that FSDP2 holds of gradients of the root until a layer is computed, and ever; one rank."""
+    """Return the peak bytes of root gradients on one rank: until the backward of the first layer, and in total."""
     model = models.shard(models.llama(width=width, layers=1, vocabulary=vocabulary))
     if loss_tokens is not None:
         infinity.sliced_loss(model, loss_tokens)
@@ -184,8 +183,8 @@ def held_by_fsdp(width: int, vocabulary: int, loss_tokens: int | None) -> tuple[
 
 
 @pytest.mark.parametrize(("loss_tokens", "expected"), [(None, 2), (1, 6)])
-def test_gradients_of_the_head_are_counted_as_fsdp_holds_them(loss_tokens: int | None, expected: int) -> None:
-    """As they are computed, and beside them in fp32 where slices are added up."""
+def test_head_gradient_memory_matches_fsdp(loss_tokens: int | None, expected: int) -> None:
+    """FSDP2 keeps the computed gradients and, if slices are accumulated, an fp32 sum."""
     width, vocabulary = 512, 1024
     held = held_by_fsdp(width, vocabulary, loss_tokens)[0] - (loss_tokens or 4) * vocabulary * 12
     assert held == pytest.approx(expected * width * vocabulary, rel=0.05)
@@ -198,8 +197,8 @@ def test_gradients_of_the_head_are_counted_as_fsdp_holds_them(loss_tokens: int |
 
 
 @pytest.mark.parametrize("loss_tokens", [None, 1])
-def test_gradients_are_counted_as_fsdp_reduces_them(loss_tokens: int | None) -> None:
-    """A copy in fp32, and what comes of it on one rank; on several, what backward has left may be more."""
+def test_reduction_memory_matches_fsdp(loss_tokens: int | None) -> None:
+    """One rank needs an fp32 copy and its reduction; with several ranks, the remains of backward may be larger."""
     width, vocabulary = 64, 8192
     assert held_by_fsdp(width, vocabulary, loss_tokens)[1] == pytest.approx(8 * 2 * width * vocabulary, rel=0.05)
     shape = decoder(parameters=1.1e9, layers=1, hidden=4096, vocabulary=128_000)
@@ -208,11 +207,8 @@ def test_gradients_are_counted_as_fsdp_reduces_them(loss_tokens: int | None) -> 
         assert working_bytes(shape, work) == expected * shape.root.numel
 
 
-def test_activations_take_cache_slots_bytes_and_space() -> None:
-    """What stays in their cache slots is not moved;
-
-    from a device they may all stay in host memory, or it does not fit.
-    """
+def test_activation_pages_need_slots_traffic_and_space() -> None:
+    """Activations that fit in their cache slots are not moved; the `host` tier reports a problem if they do not fit."""
     kept = 8 * WORK.batch_tokens * 1536 * 2
     few, many = (
         planned("1GiB", activations__tier="nvme", activations__host_bytes=size) for size in ("64MiB", "512MiB")
@@ -221,29 +217,29 @@ def test_activations_take_cache_slots_bytes_and_space() -> None:
     assert few.activations.moved == kept - (64 - 2 * 8) * 2**20
     assert many.activations.moved == 0
     assert few.traffic.written[Role.ACTIVATION] == few.traffic.read[Role.ACTIVATION] == few.activations.moved
-    assert kept < few.drive_bytes - planned("1GiB").drive_bytes < 1.1 * kept, "and what is in flight"
+    assert kept < few.drive_bytes - planned("1GiB").drive_bytes < 1.1 * kept, "plus writes in flight"
     assert few.working_bytes < planned("1GiB").working_bytes
     assert few.cache_slots_by_use["activations"] == 8
-    full, room = (
+    full, fitting = (
         planned("1GiB", activations__tier="host", activations__host_bytes=size) for size in ("64MiB", "512MiB")
     )
     assert [problem.partition(" need")[0] for problem in full.problems] == ["activations"]
-    assert not room.problems
+    assert not fitting.problems
     enough = re.search(r"activations\.host_bytes to (\S+) or more", full.problems[0])
     assert enough
     assert not planned("1GiB", activations__tier="host", activations__host_bytes=enough[1]).problems
     again = replace(WORK, micro_batches=2)
     looped = planned("1GiB", work=again, activations__tier="host", activations__host_bytes="256MiB")
-    assert looped.activations.kept == kept, "of which one half is there at a time"
+    assert looped.activations.kept == kept, "one half of them exists at a time"
     assert not looped.problems
-    assert room.traffic.total_bytes == planned("512MiB").traffic.total_bytes
+    assert fitting.traffic.total_bytes == planned("512MiB").traffic.total_bytes
     without = replace(MACHINE, device=replace(MACHINE.device, link=0.0))
     with pytest.raises(ConfigError, match=r'activations\.tier = "host"'):
         planned("1GiB", machine=without, activations__tier="host")
 
 
-def test_activations_of_other_numbers_of_tokens() -> None:
-    """What a step takes with them is what it takes where it is planned for them."""
+def test_activation_time_scales_with_tokens() -> None:
+    """The predicted time for a number of tokens equals the time of a plan for that number."""
     settings = {"activations__tier": "nvme", "activations__host_bytes": "64MiB"}
     found = planned("1GiB", **settings)
     for times in (1, 2, 3):
@@ -255,16 +251,14 @@ def test_activations_of_other_numbers_of_tokens() -> None:
         )
 
 
-def test_a_device_has_room_for_weights_where_activations_are_paged() -> None:
-    """As much more as activations take less."""
+def test_paged_activations_free_device_memory_for_weights() -> None:
     without, paged = (spare_bytes(MODEL, WORK, MACHINE, 0, paged=paged) for paged in (False, True))
     assert paged - without == pytest.approx(working_bytes(MODEL, WORK) - working_bytes(MODEL, WORK, paged=True), abs=1)
     assert paged > without > 0
     assert planned("1GiB", activations__tier="nvme").device_bytes == paged
 
 
-def test_days_are_rated_bytes_over_what_is_written() -> None:
-    """By all ranks of the node."""
+def test_drive_lifetime_is_endurance_over_bytes_written() -> None:
     drives = replace(MACHINE.drives, endurance_bytes=2e15)
     found = planned(machine=replace(MACHINE, drives=drives))
     daily = found.traffic.written_bytes * 86400 / found.seconds.step
@@ -272,8 +266,8 @@ def test_days_are_rated_bytes_over_what_is_written() -> None:
     assert planned().drive_days is None
 
 
-def test_what_does_not_fit_is_said() -> None:
-    """Drives and accelerator by a problem each; a host cache that is too small is an error, as in a run."""
+def test_insufficient_memory_and_space_are_reported() -> None:
+    """Drives and accelerator report one problem each; a host cache that is too small is an error, as in a run."""
     small = replace(
         MACHINE,
         drives=replace(MACHINE.drives, space_bytes=10**9),
@@ -294,14 +288,13 @@ def test_what_does_not_fit_is_said() -> None:
         ({"computed": "float32", "optimizer": "sgd"}, {"state__format": "8bit"}, r"state\.format = \"8bit\""),
     ],
 )
-def test_what_cannot_be_is_refused(work: dict[str, Any], settings: dict[str, Any], words: str) -> None:
-    """With the value."""
+def test_invalid_combinations_raise(work: dict[str, Any], settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         planned(work=replace(WORK, **work), **settings)
 
 
-def test_changes_are_what_planning_again_gives() -> None:
-    """Sorted by what they save, and no more than asked for."""
+def test_suggested_changes_match_a_new_plan() -> None:
+    """Suggestions are sorted by the time that they save, and their number is limited."""
     before = planned()
     changes = best_changes(before, 10)
     assert [change.saved for change in changes] == sorted((c.saved for c in changes), reverse=True)

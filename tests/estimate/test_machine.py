@@ -1,4 +1,4 @@
-"""What drives and accelerators are taken to do."""
+"""Tests of the bandwidths and speeds assumed for drives and accelerators."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SPEED = st.floats(1e8, 1e11)
 
 
 @given(SPEED, SPEED, st.one_of(st.just(0.0), SPEED), st.floats(0.0, 1.0))
-def test_a_mix_lies_between_its_neighbors(read: float, write: float, mixed: float, share: float) -> None:
-    """Only reads, half and half, and only writes are as given."""
+def test_mixed_bandwidth_is_interpolated(read: float, write: float, mixed: float, share: float) -> None:
+    """The bandwidths of reads alone, writes alone and an even mix are the given ones."""
     drives = Drives(count=1, read=read, write=write, mixed=mixed)
     half = mixed or 2 / (1 / read + 1 / write)
     assert drives.bandwidth(0.0) == pytest.approx(read)
@@ -25,7 +25,7 @@ def test_a_mix_lies_between_its_neighbors(read: float, write: float, mixed: floa
 
 
 def test_ranks_of_a_node_share_its_drives() -> None:
-    """And one more drive is as fast as the others."""
+    """An additional drive is as fast as the others."""
     drives = Drives(count=2, read=8e9, write=4e9, mixed=6e9, space_bytes=100, endurance_bytes=1e15)
     machine = Machine(
         drives=drives, ranks_per_node=4, device=ACCELERATORS["h100"], update_seconds=UPDATE_SECONDS, update_cores=2
@@ -37,6 +37,5 @@ def test_ranks_of_a_node_share_its_drives() -> None:
     assert machine.update("fp32") == UPDATE_SECONDS["fp32"] / 2
 
 
-def test_every_format_has_its_speed() -> None:
-    """Of updates."""
+def test_every_format_has_an_update_speed() -> None:
     assert UPDATE_SECONDS.keys() == FORMATS.keys()

@@ -1,4 +1,4 @@
-"""Shapes of models, and the formats that optimizers give them."""
+"""Tests of model shapes and of the state formats that optimizers require."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SMALL = {"parameters": 1e6, "layers": 4, "hidden": 64, "vocabulary": 500}
     st.floats(1.5, 20.0),
     st.booleans(),
 )
-def test_a_decoder_has_the_parameters_that_were_asked_for(
+def test_decoder_has_the_requested_parameter_count(
     layers: int, hidden: int, vocabulary: int, width: float, tied: bool
 ) -> None:
-    """To within what one more row of each matrix adds."""
+    """The error is at most one row per matrix."""
     wanted = vocabulary * hidden * (1 if tied else 2) + layers * hidden * hidden * 4 * width
     model = decoder(parameters=wanted, layers=layers, hidden=hidden, vocabulary=vocabulary, tied=tied)
     assert abs(model.parameters - wanted) <= layers * 4 * hidden + 3 * hidden
@@ -36,14 +36,14 @@ def test_a_decoder_has_the_parameters_that_were_asked_for(
 
 
 @pytest.mark.parametrize("parameters", [1e3, 5e5 / 8, 64 * 500 * 2])
-def test_too_few_parameters_are_refused(parameters: float) -> None:
-    """With what embedding and head take alone."""
+def test_too_few_parameters_raise(parameters: float) -> None:
+    """The error states the size of embedding and head."""
     with pytest.raises(ConfigError, match=r"embedding and head alone.*64,064"):
         decoder(**{**SMALL, "parameters": parameters})
 
 
-def test_operations_are_two_per_weight_and_those_of_attention() -> None:
-    """Of a table of embeddings none; of a head that is the embedding, all."""
+def test_flops_are_two_per_weight_plus_attention() -> None:
+    """An embedding table needs no operations, unless it is also the head."""
     model, tied = decoder(**SMALL), decoder(**SMALL, tied=True)
     root, layers = model.forward_flops(128)
     matrices = sum(p.numel for layer in model.layers for p in layer.parameters if len(p.shape) == 2)
@@ -52,8 +52,8 @@ def test_operations_are_two_per_weight_and_those_of_attention() -> None:
     assert tied.forward_flops(128)[0] == root
 
 
-def test_lora_beside_some_matrices() -> None:
-    """By the ends of their names, as peft takes them; one that no layer has is refused, with those that there are."""
+def test_lora_selects_matrices_by_name_suffix() -> None:
+    """A suffix that no layer has raises an error that lists the valid ones."""
     model = decoder(**SMALL)
     layers = len(model.layers)
     (name, shape), *_ = [(item.name, item.shape) for item in model.layers[0].parameters if len(item.shape) == 2]
@@ -63,8 +63,8 @@ def test_lora_beside_some_matrices() -> None:
         with_lora(model, 8, "bfloat16", ["other"])
 
 
-def test_lora_freezes_all_and_adds_two_matrices_to_each() -> None:
-    """Norms get none."""
+def test_lora_freezes_the_base_and_adds_two_matrices_each() -> None:
+    """Norms get no adapter."""
     model = with_lora(decoder(**SMALL), 8, "bfloat16")
     matrices = [p.shape for layer in decoder(**SMALL).layers for p in layer.parameters if len(p.shape) == 2]
     assert model.trainable_parameters == sum(8 * (rows + columns) for rows, columns in matrices)
@@ -74,8 +74,8 @@ def test_lora_freezes_all_and_adds_two_matrices_to_each() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 1.0])
-def test_a_share_is_trained_from_the_end(share: float) -> None:
-    """Whole layers, as many as it takes."""
+def test_trainable_share_selects_the_last_layers(share: float) -> None:
+    """The number of layers is rounded up."""
     model = with_trainable_share(decoder(**SMALL), share, "bfloat16")
     trained = [layer.trainable for layer in model.layers]
     assert trained == sorted(trained)
@@ -84,8 +84,8 @@ def test_a_share_is_trained_from_the_end(share: float) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_rows_are_dealt_out_as_fsdp_does(ranks: int) -> None:
-    """The first rank has as many as any."""
+def test_largest_shard_matches_fsdp(ranks: int) -> None:
+    """The first rank has a shard of the maximum size."""
     for fsdp_module in decoder(**SMALL).fsdp_modules:
         for parameter in fsdp_module.parameters:
             chunks = torch.chunk(torch.empty(parameter.shape, device="meta"), ranks)
@@ -104,13 +104,12 @@ MAKE = {
 
 
 @pytest.mark.parametrize("name", sorted(MAKE))
-def test_states_are_those_that_the_probe_finds(name: str) -> None:
-    """Of torch's optimizers."""
+def test_optimizer_states_match_discovery(name: str) -> None:
     param = nn.Parameter(torch.zeros(8, 8))
     optimizer = MAKE[name]([param])
     assert make_kernel(optimizer).discover(param, optimizer.param_groups[0]).kinds == OPTIMIZERS[name]
 
 
-def test_lion_is_the_only_one_of_another_package() -> None:
-    """What is not compared with torch here is compared where that package is installed."""
+def test_only_lion_is_not_a_torch_optimizer() -> None:
+    """Its state is compared in the tests that require its package."""
     assert set(OPTIMIZERS) - set(MAKE) == {"lion"}

@@ -1,4 +1,7 @@
-"""Checkpoints that transformers renames, fuses or splits: in as `from_pretrained`, out as `save_pretrained`."""
+"""Tests of checkpoints that transformers renames, fuses or splits.
+
+Weights are loaded like `from_pretrained` does and exported like `save_pretrained` does.
+"""
 
 from __future__ import annotations
 
@@ -35,33 +38,33 @@ KIB, MIB = 1 << 10, 1 << 20
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """Without progress bars."""
+    """Disable progress bars."""
     transformers.utils.logging.disable_progress_bar()
     yield
     transformers.utils.logging.enable_progress_bar()
 
 
 def checkpointed(name: str, weights: Path, folder: Path, **values: Any) -> tuple[nn.Module, RunFolder]:
-    """Load a family's folder into a model on the meta device; return that and the run, with a checkpoint."""
+    """Offload a meta model with a family's weights and checkpoint it; return a full copy and the run folder."""
     model = families.on_meta(name, **values)
     with families.offload(model, folder, weights=weights) as optimizer:
         optimizer.save_checkpoint()
-        whole = families.make(name, **values)
+        full = families.make(name, **values)
         with torch.no_grad():
-            for own, other in zip(whole.parameters(), model.parameters(), strict=True):
+            for own, other in zip(full.parameters(), model.parameters(), strict=True):
                 own.copy_(other.full_tensor())
-            for own, other in zip(whole.buffers(), model.buffers(), strict=True):
+            for own, other in zip(full.buffers(), model.buffers(), strict=True):
                 own.copy_(other)
-        return whole, optimizer.run.folder
+        return full, optimizer.run.folder
 
 
 def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a folder."""
+    """Return all tensors in a folder."""
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
 def unlike(expected: Path, found: Path) -> list[str]:
-    """Return the names of tensors that two folders do not have alike, bit by bit."""
+    """Return the names of tensors that are not bitwise equal in two folders."""
     one, other = saved_tensors(expected), saved_tensors(found)
     both = one.keys() & other.keys()
     differing = [
@@ -71,14 +74,14 @@ def unlike(expected: Path, found: Path) -> list[str]:
 
 
 OF_EACH_KIND = {"llama", "qwen2", "gpt2", "t5", "mixtral", "swin", "clip_text", "resnet"}
-"""Plain, tied, transposed, two stacks, fused experts, buffers, prefixes, no attention; the others are `wide`."""
+"""One family per kind: plain, tied, transposed, encoder-decoder, fused experts, buffers, prefixes, convolutions."""
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in OF_EACH_KIND else pytest.mark.wide) for name in FAMILIES]
 )
-def test_in_and_out_as_transformers(name: str, tmp_path: Path) -> None:
-    """Loaded, checkpointed and exported: the parameters, buffers, files, names, shapes and bits of transformers."""
+def test_load_and_export_match_transformers(name: str, tmp_path: Path) -> None:
+    """Parameters, buffers, file names, tensor names and shapes are equal."""
     model = families.filled(name)
     model.save_pretrained(tmp_path / "saved")
     expected, info = type(model).from_pretrained(tmp_path / "saved", output_loading_info=True)
@@ -94,8 +97,8 @@ def test_in_and_out_as_transformers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "swin"])
-def test_in_many_files(name: str, tmp_path: Path) -> None:
-    """Sources of one tensor in several files, targets of one conversion too."""
+def test_conversion_across_several_files(name: str, tmp_path: Path) -> None:
+    """The sources and targets of one conversion are in several files."""
     model = families.filled(name)
     model.save_pretrained(tmp_path / "saved", max_shard_size="6KB")
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 3
@@ -107,20 +110,19 @@ def test_in_many_files(name: str, tmp_path: Path) -> None:
 
 
 def on_a_rank(name: str, weights: str, folder: str) -> list[str]:
-    """Return what a rank finds otherwise than the folder has it. Runs on every rank."""
+    """Return the names of tensors that differ from the folder. Runs on every rank."""
     found, _ = checkpointed(name, Path(weights), Path(folder))
     return families.differing(families.filled(name), found)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
-def test_two_ranks(name: str, tmp_path: Path, pair: RankPool) -> None:
-    """Each keeps its slices of what a conversion makes; the export is that of one rank."""
+def test_conversion_on_two_ranks(name: str, tmp_path: Path, pair: RankPool) -> None:
+    """Each rank keeps its slices of the converted tensors."""
     families.filled(name).save_pretrained(tmp_path / "saved")
     assert pair.run(on_a_rank, name, str(tmp_path / "saved"), str(tmp_path)) == [[], []]
 
 
-def test_another_dtype(tmp_path: Path) -> None:
-    """Weights of bf16 are trained in fp32; the export is of bf16 again, and says so."""
+def test_bf16_weights_are_trained_in_fp32_and_exported_in_bf16(tmp_path: Path) -> None:
     model = families.filled("mixtral")
     rounded = {name: param.to(torch.bfloat16).float() for name, param in model.named_parameters()}
     model.to(torch.bfloat16).save_pretrained(tmp_path / "saved")
@@ -131,8 +133,8 @@ def test_another_dtype(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_run_without_weights_is_saved_in_the_original_format(tmp_path: Path) -> None:
-    """As `save_pretrained` of a model that was not loaded from anywhere."""
+def test_initialized_model_is_exported_in_the_original_format(tmp_path: Path) -> None:
+    """The export matches `save_pretrained` of a model that was not loaded."""
     model = families.on_meta("mixtral")
     with families.offload(model, tmp_path) as optimizer:
         optimizer.save_checkpoint()
@@ -156,10 +158,10 @@ def _legacy(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "change"), [("clip_text", _prefixed), ("bert", _legacy), ("mixtral", dict)])
-def test_exports_have_the_names_of_the_folder(
+def test_export_uses_the_names_of_the_source(
     name: str, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
-    """Where there are several namings, what comes out is what `save_pretrained` writes after `from_pretrained`."""
+    """If a family has several naming schemes, the export matches `from_pretrained` and `save_pretrained`."""
     families.filled(name).save_pretrained(tmp_path / "saved")
     file = tmp_path / "saved" / "model.safetensors"
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
@@ -171,8 +173,7 @@ def test_exports_have_the_names_of_the_folder(
     assert unlike(tmp_path / "again", tmp_path / "out") == []
 
 
-def test_a_fused_checkpoint_is_taken_as_it_is(tmp_path: Path) -> None:
-    """Saved in the model's own names, which no rule may touch."""
+def test_fused_checkpoint_is_loaded_without_conversion(tmp_path: Path) -> None:
     model = families.filled("mixtral")
     model.save_pretrained(tmp_path / "saved", save_original_format=False)
     assert any(name.endswith("experts.gate_up_proj") for name in saved_tensors(tmp_path / "saved"))
@@ -181,8 +182,8 @@ def test_a_fused_checkpoint_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrap", ["checkpoint", "compile"])
-def test_wrapped_layers_are_found(wrap: str, tmp_path: Path) -> None:
-    """Modules that checkpointing and compilation put around are in no name, nor in those of rules for submodels."""
+def test_wrapped_layers_are_converted(wrap: str, tmp_path: Path) -> None:
+    """Wrappers for checkpointing and compilation do not affect names or the rules for submodels."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     expected = families.filled("vit")
@@ -201,7 +202,7 @@ def test_wrapped_layers_are_found(wrap: str, tmp_path: Path) -> None:
 
 
 class Alive:
-    """Counts the bytes of tensors that are alive at the same time."""
+    """Tracks the total size of live tensors."""
 
     def __init__(self) -> None:
         self._alive: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
@@ -216,7 +217,7 @@ class Alive:
 
 @pytest.fixture
 def alive(monkeypatch: pytest.MonkeyPatch) -> Alive:
-    """What is read from safetensors or checkpoints, and what conversions make of it."""
+    """Track the tensors that readers return and that conversions create."""
     found = Alive()
 
     def watched(cls: type, name: str) -> None:
@@ -237,8 +238,8 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Alive:
     return found
 
 
-def test_memory_is_that_of_one_fsdp_module(tmp_path: Path, alive: Alive) -> None:
-    """Whatever the number of layers: what one conversion takes and makes, and a copy of what is of the FSDP module."""
+def test_conversion_memory_is_limited_to_one_fsdp_module(tmp_path: Path, alive: Alive) -> None:
+    """The peak does not depend on the number of layers."""
     model = families.filled("mixtral", num_hidden_layers=6)
     model.save_pretrained(tmp_path / "saved")
     experts = sum(param.nbytes for name, param in model.model.layers[0].named_parameters() if "experts" in name)
@@ -250,8 +251,8 @@ def test_memory_is_that_of_one_fsdp_module(tmp_path: Path, alive: Alive) -> None
     assert 0 < alive.most < 3 * experts + 16 * KIB
 
 
-def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
-    """An expert that is missing: the tensor that would be made of it is named, before anything is written."""
+def test_missing_conversion_source_raises(tmp_path: Path) -> None:
+    """The error names the target tensor, before anything is written."""
     families.filled("mixtral").save_pretrained(tmp_path / "saved")
     file = tmp_path / "saved" / "model.safetensors"
     tensors = load_file(file)
@@ -261,8 +262,8 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
         families.offload(families.on_meta("mixtral"), tmp_path, weights=tmp_path / "saved")
 
 
-def test_an_export_for_another_model_is_refused(tmp_path: Path) -> None:
-    """A config.json of other layers; and nothing is written."""
+def test_export_rejects_the_config_of_a_different_model(tmp_path: Path) -> None:
+    """Nothing is written."""
     families.filled("mixtral").save_pretrained(tmp_path / "saved")
     _, run = checkpointed("mixtral", tmp_path / "saved", tmp_path)
     config = {**json.loads((tmp_path / "saved" / "config.json").read_text()), "num_hidden_layers": 1}
@@ -274,8 +275,8 @@ def test_an_export_for_another_model_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_config_of_more_layers_is_refused(tmp_path: Path) -> None:
-    """Also where no name is converted: what loads such an export draws the rest at random."""
+def test_export_rejects_a_config_with_more_layers(tmp_path: Path) -> None:
+    """Otherwise, loading the export would initialize the additional layers at random, even without conversions."""
     families.filled("llama").save_pretrained(tmp_path / "saved")
     _, run = checkpointed("llama", tmp_path / "saved", tmp_path)
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
@@ -285,8 +286,10 @@ def test_a_config_of_more_layers_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_an_older_transformers_takes_plain_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its rules, what needs none is loaded and exported; the rest is refused, and a newer one named."""
+def test_older_transformers_supports_models_without_conversions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other models raise an error that asks for a newer version."""
     for name in ("llama", "mixtral"):
         families.filled(name).save_pretrained(tmp_path / name)
     monkeypatch.delattr(core_model_loading, "rename_source_key")
@@ -298,10 +301,10 @@ def test_an_older_transformers_takes_plain_names(tmp_path: Path, monkeypatch: py
         families.offload(families.on_meta("mixtral"), tmp_path, weights=tmp_path / "mixtral")
 
 
-# What is expected of transformers' less public names. A release that changes one fails here, by name.
+# Expectations of transformers' private APIs. A release that changes one fails the test of that API.
 
 
-def test_rules_are_found_by_the_class_before_sharding() -> None:
+def test_conversion_rules_are_found_by_the_original_class() -> None:
     """`get_model_conversion_mapping` looks classes up by name and module, which `fully_shard` changes."""
     plain = conversion_mapping.get_model_conversion_mapping(families.make("gpt_neox"), add_legacy=False)
     assert [rule.source_patterns for rule in plain] == [["^embed_out\\."]]
@@ -314,8 +317,8 @@ def test_rules_are_found_by_the_class_before_sharding() -> None:
     assert sharded.is_custom_code()
 
 
-def test_a_converter_takes_tensors_and_is_undone() -> None:
-    """`add_tensor`, `convert`, `reverse_transform`, `copy` by `deepcopy`; on the meta device too."""
+def test_weight_converter_can_be_reversed() -> None:
+    """Covers `add_tensor`, `convert`, `reverse_transform` and `deepcopy`, on the meta device as well."""
     with torch.device("meta"):
         model = families.make("mixtral")
     rules = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
@@ -333,8 +336,8 @@ def test_a_converter_takes_tensors_and_is_undone() -> None:
     assert len(back.convert("x", model=model, config=model.config)) == 4
 
 
-def test_keys_are_renamed_with_the_prefix_of_the_base_model() -> None:
-    """`rename_source_key` adds and removes it where only that is wanted, and says by which pattern of a converter."""
+def test_rename_source_key_handles_the_base_model_prefix() -> None:
+    """It adds or removes the prefix only if the model requires it, and returns the matching converter pattern."""
     rename = core_model_loading.rename_source_key
     wanted = {"model.a": torch.ones(1), "b": torch.ones(1)}
     assert rename("a", [], [], "model", wanted) == ("model.a", None)
@@ -348,8 +351,8 @@ def test_keys_are_renamed_with_the_prefix_of_the_base_model() -> None:
     assert sorted(names, key=core_model_loading.dot_natural_key) == ["layers.2.b1", "layers.2.w", "layers.10.w"]
 
 
-def test_tied_weights_are_found_on_meta() -> None:
-    """`remove_tied_weights_from_state_dict` keeps the embedding, and leaves what is not tied."""
+def test_tied_weights_are_removed_on_the_meta_device() -> None:
+    """`remove_tied_weights_from_state_dict` keeps the embedding and all weights that are not tied."""
     for name, tied in (("qwen2", True), ("llama", False)):
         with torch.device("meta"):
             model = families.make(name)
@@ -358,13 +361,11 @@ def test_tied_weights_are_found_on_meta() -> None:
         assert "model.embed_tokens.weight" in kept
 
 
-def test_converts_here() -> None:
-    """The installed transformers has all names that are needed."""
+def test_installed_transformers_supports_conversions() -> None:
     assert transformers_names.converts()
 
 
-def test_what_is_left_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What a folder has of no use, and what the model initializes, by name, once."""
+def test_unused_and_missing_weights_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     families.filled("mixtral", num_hidden_layers=3).save_pretrained(tmp_path / "saved")
     file = tmp_path / "saved" / "model.safetensors"
     save_file({name: value for name, value in load_file(file).items() if name != "lm_head.weight"}, file)
@@ -372,7 +373,7 @@ def test_what_is_left_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         caplog.at_level(logging.WARNING, "infinity"),
         families.offload(families.on_meta("mixtral"), tmp_path, weights=tmp_path / "saved", strict=False),
     ):
-        said = [record.getMessage() for record in caplog.records if str(tmp_path / "saved") in record.getMessage()]
-    assert len(said) == 2
-    assert said[0].endswith("by the model: lm_head.weight")
-    assert "model.layers.2.block_sparse_moe.experts.{0, 1, 2, 3}.w1.weight" in said[1]
+        messages = [record.getMessage() for record in caplog.records if str(tmp_path / "saved") in record.getMessage()]
+    assert len(messages) == 2
+    assert messages[0].endswith("by the model: lm_head.weight")
+    assert "model.layers.2.block_sparse_moe.experts.{0, 1, 2, 3}.w1.weight" in messages[1]

@@ -1,7 +1,4 @@
-"""Checkpoints out to `torch.distributed.checkpoint`, plain FSDP2 runs in;
-
-every bit goes on as if nothing had happened.
-"""
+"""Tests of conversion to and from `torch.distributed.checkpoint`: training continues bit for bit in both directions."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ from support.train import (
     train,
 )
 
-HALF, WHOLE = 2, 4
+HALF, ALL = 2, 4
 HOST = 4 * MIB
 OURS = {"infinity.step", "infinity.extra"}
 RECIPES = {
@@ -65,12 +62,12 @@ FURTHER = ("pure-bf16", "sgd", "amsgrad", "nadam")
 
 
 def steps(recipe: Recipe, number: int) -> Recipe:
-    """Return a recipe that ends after a number of steps."""
+    """Return a recipe with a different number of steps."""
     return Recipe(**{**recipe.__dict__, "steps": number})
 
 
 class Halving:
-    """A schedule that knows nothing but the rate of now: it goes on only if that was put back."""
+    """A scheduler that halves the current learning rate, so that it continues only if that rate is restored."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -81,34 +78,34 @@ class Halving:
 
 
 def begin(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Take the first half of the steps."""
+    """Train the first half of the steps."""
     train(steps(recipe, HALF), model, optimizer, Outcome(), scheduler=Halving(optimizer))
 
 
-def go_on(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> Outcome:
-    """Take the second half of the steps."""
+def continue_training(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> Outcome:
+    """Train the second half of the steps."""
     outcome = Outcome()
-    train(steps(recipe, WHOLE), model, optimizer, outcome, first=HALF, scheduler=Halving(optimizer))
+    train(steps(recipe, ALL), model, optimizer, outcome, first=HALF, scheduler=Halving(optimizer))
     paged = isinstance(optimizer, infinity.PagedOptimizer)
     outcome.state = state_on_nvme(model, optimizer) if paged else state_in_memory(model, optimizer)
     return outcome
 
 
-def undisturbed(recipe: Recipe) -> Outcome:
-    """Train in memory, both halves; return the second."""
+def uninterrupted(recipe: Recipe) -> Outcome:
+    """Train both halves in memory and return the outcome of the second half."""
     model, optimizer = plain(recipe)
     begin(recipe, model, optimizer)
-    return go_on(recipe, model, optimizer)
+    return continue_training(recipe, model, optimizer)
 
 
 def plain(recipe: Recipe, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a sharded model and its optimizer, without infinity."""
+    """Return a sharded model and its optimizer, both without infinity."""
     model = models.build(recipe.model, policy=recipe.policy, **options)
     return model, make_optimizer(recipe, model)
 
 
 def save_plain(recipe: Recipe, folder: str) -> None:
-    """Train the first half in memory and save as a user does. Runs on every rank."""
+    """Train the first half in memory and save it with `dcp.save`. Runs on every rank."""
     model, optimizer = plain(recipe)
     begin(recipe, model, optimizer)
     weights, state = get_state_dict(model, optimizer)
@@ -116,38 +113,38 @@ def save_plain(recipe: Recipe, folder: str) -> None:
 
 
 def load_plain(recipe: Recipe, folder: str) -> Outcome:
-    """Load as a user does, into other values, and go on. Runs on every rank."""
+    """Load a checkpoint with `dcp.load` into a model with different values and continue. Runs on every rank."""
     model, optimizer = plain(recipe, seed=99)
     weights, state = get_state_dict(model, optimizer)
     loaded = {"model": weights, "optim": state}
     dcp.load(loaded, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
-    return go_on(recipe, model, optimizer)
+    return continue_training(recipe, model, optimizer)
 
 
 def checkpoint_paged(recipe: Recipe, folder: str) -> None:
-    """Train the first half with everything on NVMe, and checkpoint. Runs on every rank."""
+    """Train the first half on NVMe and checkpoint. Runs on every rank."""
     with offloaded(recipe, Paging(host_cache="least"), Path(folder)) as (model, optimizer):
         begin(recipe, model, optimizer)
         optimizer.save_checkpoint({"note": "mine"})
 
 
 def load_paged(recipe: Recipe, weights: str, folder: str) -> Outcome:
-    """Begin a run with a folder, and go on. Runs on every rank."""
+    """Start a run from a checkpoint folder and continue. Runs on every rank."""
     model, optimizer = plain(recipe, meta=True, seed=99)
     with infinity.offload(model, optimizer, settings(Path(folder), Paging(), HOST), weights=weights) as paged:
-        return go_on(recipe, model, paged)
+        return continue_training(recipe, model, paged)
 
 
-def all_ways(recipe: Recipe, ours: str, theirs: str, folder: str) -> list[str]:
-    """Go on from our folder and theirs, plain and paged; return what differs. Runs on every rank."""
+def continue_all_ways(recipe: Recipe, ours: str, theirs: str, folder: str) -> list[str]:
+    """Continue from both folders, in memory and on NVMe; return the differences. Runs on every rank."""
     expected = load_plain(recipe, theirs)
     found = [load_plain(recipe, ours), load_paged(recipe, ours, folder), load_paged(recipe, theirs, folder)]
     return [difference for outcome in found for difference in differences(expected, outcome)]
 
 
 def export(folder: Path, out: Path) -> Path:
-    """Write the newest checkpoint."""
+    """Export the newest checkpoint."""
     DcpExport(newest(folder)).write(out, file_bytes=64 << 10)
     return out
 
@@ -172,8 +169,8 @@ def _quiet() -> Any:
 
 
 @pytest.mark.parametrize("name", all_but(RECIPES, *FURTHER))
-def test_plain_fsdp2_goes_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
-    """The keys are those of a plain run; losses, weights and moments those of a run that nobody disturbed."""
+def test_plain_fsdp2_continues_from_an_export(name: str, tmp_path: Path) -> None:
+    """The keys match `dcp.save` of a plain run; losses, weights and moments match an uninterrupted run."""
     recipe = RECIPES[name]
     checkpoint_paged(recipe, str(tmp_path))
     out = tmp_path / "dcp"
@@ -185,45 +182,42 @@ def test_plain_fsdp2_goes_on_from_a_checkpoint(name: str, tmp_path: Path) -> Non
     assert sum(seen) == prepared.nbytes
     save_plain(recipe, str(tmp_path / "plain"))
     assert keys_of(out) == keys_of(tmp_path / "plain") | OURS
-    assert differences(undisturbed(recipe), load_plain(recipe, str(out))) == []
+    assert differences(uninterrupted(recipe), load_plain(recipe, str(out))) == []
 
 
 @pytest.mark.parametrize("name", all_but(RECIPES, *FURTHER))
-def test_a_plain_run_goes_on_paged(name: str, tmp_path: Path) -> None:
-    """From a model on the meta device, whose values come from the folder alone."""
+def test_plain_run_continues_on_nvme(name: str, tmp_path: Path) -> None:
+    """All values of the meta model come from the folder."""
     save_plain(RECIPES[name], str(tmp_path / "plain"))
     found = load_paged(RECIPES[name], str(tmp_path / "plain"), str(tmp_path))
-    assert differences(undisturbed(RECIPES[name]), found) == []
+    assert differences(uninterrupted(RECIPES[name]), found) == []
 
 
 @pytest.mark.parametrize("name", all_but(["adamw-groups", "uneven", "momentum"], "adamw-groups", "momentum"))
-def test_by_two_ranks_for_two_and_for_one(name: str, pair: RankPool, tmp_path: Path) -> None:
-    """Slices of both ranks are put together, and cut as they are needed."""
+def test_checkpoint_of_two_ranks_loads_on_one_and_two(name: str, pair: RankPool, tmp_path: Path) -> None:
     recipe, theirs = RECIPES[name], str(tmp_path / "plain")
     pair.run(checkpoint_paged, recipe, str(tmp_path))
     ours = str(export(tmp_path, tmp_path / "dcp"))
     pair.run(save_plain, recipe, theirs)
-    assert pair.run(all_ways, recipe, ours, theirs, str(tmp_path)) == [[], []]
-    assert all_ways(recipe, ours, theirs, str(tmp_path)) == []
+    assert pair.run(continue_all_ways, recipe, ours, theirs, str(tmp_path)) == [[], []]
+    assert continue_all_ways(recipe, ours, theirs, str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("name", all_but(["adamw-groups", "uneven", "momentum"], "uneven", "momentum"))
-def test_by_one_rank_for_two(name: str, pair: RankPool, tmp_path: Path) -> None:
-    """Each rank reads its part."""
+def test_checkpoint_of_one_rank_loads_on_two(name: str, pair: RankPool, tmp_path: Path) -> None:
     recipe, theirs = RECIPES[name], str(tmp_path / "plain")
     checkpoint_paged(recipe, str(tmp_path))
     ours = str(export(tmp_path, tmp_path / "dcp"))
     save_plain(recipe, theirs)
-    assert pair.run(all_ways, recipe, ours, theirs, str(tmp_path)) == [[], []]
+    assert pair.run(continue_all_ways, recipe, ours, theirs, str(tmp_path)) == [[], []]
 
 
-def test_two_ranks_are_not_disturbed(pair: RankPool, tmp_path: Path) -> None:
-    """A run of two ranks that goes paged, then plain again, is the one that nobody disturbed."""
-    assert pair.run(there_and_back, RECIPES["adamw-groups"], str(tmp_path)) == [[], []]
+def test_round_trip_on_two_ranks_matches_an_uninterrupted_run(pair: RankPool, tmp_path: Path) -> None:
+    assert pair.run(round_trip, RECIPES["adamw-groups"], str(tmp_path)) == [[], []]
 
 
-def there_and_back(recipe: Recipe, folder: str) -> list[str]:
-    """Go paged and, from its checkpoint, plain; return what differs. Runs on every rank."""
+def round_trip(recipe: Recipe, folder: str) -> list[str]:
+    """Continue on NVMe, then in memory; return the differences. Runs on every rank."""
     theirs, ours = f"{folder}/plain", f"{folder}/dcp"
     save_plain(recipe, theirs)
     model, optimizer = plain(recipe, meta=True)
@@ -232,10 +226,10 @@ def there_and_back(recipe: Recipe, folder: str) -> list[str]:
     if dist.get_rank() == 0:
         export(Path(folder), Path(ours))
     dist.barrier()
-    return differences(undisturbed(recipe), load_plain(recipe, ours))
+    return differences(uninterrupted(recipe), load_plain(recipe, ours))
 
 
-def test_parameters_that_were_never_updated(tmp_path: Path) -> None:
+def test_parameters_without_updates_have_no_state(tmp_path: Path) -> None:
     """They have no state, here as there; a plain run goes on paged, and so does our own."""
     recipe = Recipe(model="spare")
     checkpoint_paged(recipe, str(tmp_path))
@@ -243,15 +237,12 @@ def test_parameters_that_were_never_updated(tmp_path: Path) -> None:
     out = export(tmp_path, tmp_path / "dcp")
     assert keys_of(out) == keys_of(tmp_path / "plain") | OURS
     for folder in (out, tmp_path / "plain"):
-        assert differences(undisturbed(recipe), load_paged(recipe, str(folder), str(tmp_path))) == []
+        assert differences(uninterrupted(recipe), load_paged(recipe, str(folder), str(tmp_path))) == []
 
 
 @pytest.mark.parametrize(("name", "counted"), [("adamw", HALF), ("sgd", 0)])
-def test_step_and_extra_go_along(name: str, counted: int, tmp_path: Path) -> None:
-    """Those of a checkpoint;
-
-    of a plain run, as far as its optimizer counts steps. Nothing is kept before a checkpoint.
-    """
+def test_step_and_extra_are_restored(name: str, counted: int, tmp_path: Path) -> None:
+    """A plain checkpoint contains the step only if its optimizer counts steps."""
     recipe = Recipe(model="toy", optimizer=name)
     (tmp_path / "nvme").mkdir()
     checkpoint_paged(recipe, str(tmp_path / "nvme"))
@@ -268,8 +259,8 @@ def test_step_and_extra_go_along(name: str, counted: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("form", ["app", "other names", "weights alone"])
-def test_other_forms_of_a_checkpoint(form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As the tutorial of torch nests them, under other names, and a model by itself, which is said."""
+def test_alternative_checkpoint_layouts_load(form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Covers nesting as in the PyTorch tutorial, other key names, and weights alone, which log a warning."""
     recipe = RECIPES["adamw-groups"]
     model, optimizer = plain(recipe)
     begin(recipe, model, optimizer)
@@ -282,7 +273,7 @@ def test_other_forms_of_a_checkpoint(form: str, tmp_path: Path, caplog: pytest.L
     dcp.save(forms[form], checkpoint_id=tmp_path / "plain")
     if form != "weights alone":
         found = load_paged(recipe, str(tmp_path / "plain"), str(tmp_path))
-        assert differences(undisturbed(recipe), found) == []
+        assert differences(uninterrupted(recipe), found) == []
         return
     expected = {name: value["master"] for name, value in state_in_memory(model, optimizer).items()}
     model, optimizer = plain(recipe, meta=True)
@@ -294,8 +285,8 @@ def test_other_forms_of_a_checkpoint(form: str, tmp_path: Path, caplog: pytest.L
     assert "has no optimizer state" in caplog.text
 
 
-def refused(folder: Path, weights: Path, recipe: Recipe) -> str:
-    """Begin a run with a folder, which must fail without leaving anything; return the error's text."""
+def rejection(folder: Path, weights: Path, recipe: Recipe) -> str:
+    """Start a run from a folder, check that this fails without creating files, and return the error."""
     model, optimizer = plain(recipe, meta=True)
     with pytest.raises(InfinityError) as caught:
         infinity.offload(model, optimizer, settings(folder, Paging(), HOST), weights=weights)
@@ -304,37 +295,37 @@ def refused(folder: Path, weights: Path, recipe: Recipe) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-REFUSALS = {
-    "another optimizer": (
+REJECTED = {
+    "a different optimizer": (
         {"optimizer": "sgd_nesterov"}, "ConfigError: .* has no optim.param_groups.0.dampening; make the optimizer"
     ),
-    "other settings": (
+    "different settings": (
         {"optimizer": "adam_amsgrad"},
         "ConfigError: optim.state.embedding.weight in .* has exp_avg, exp_avg_sq, step, Adam as it is set here needs "
         "exp_avg, exp_avg_sq, max_exp_avg_sq, step; make the optimizer that was saved",
     ),
-    "other groups": ({"groups": False}, r"the parameters of group 0 are not of one group .*\(.* is in 0, .* is in 1\)"),
-    "another dtype": (
+    "different groups": ({"groups": False}, r"the parameters of group 0 are not of one group .*\(.* is in 0, .* is in 1\)"),
+    "a different dtype": (
         {"policy": "pure_bf16"},
         "optim.state.embedding.weight.exp_avg in .* is torch.float32, this run needs torch.bfloat16; train in the",
     ),
-    "another model": ({"model": "llama"}, "has no tensor model.model.embed_tokens.weight; save what get_state_dict"),
-    "more of it": ({"model": "spare"}, "has no tensor model.blocks.0.unused; save what get_state_dict"),
-    "another shape": (
+    "a different model": ({"model": "llama"}, "has no tensor model.model.embed_tokens.weight; save what get_state_dict"),
+    "additional parameters": ({"model": "spare"}, "has no tensor model.blocks.0.unused; save what get_state_dict"),
+    "a different shape": (
         {"model": "wide"}, r"model.head.weight in .* has shape \(131, 67\), this run needs \(200, 67\); build the model"
     ),
     "a buffer": ({"model": "buffered"}, "has no tensor model.seen; save what get_state_dict"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", REFUSALS)
-def test_what_does_not_fit_is_refused(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the name of what differs and what to do, and nothing is left on NVMe."""
+@pytest.mark.parametrize("difference", REJECTED)
+def test_mismatching_checkpoint_raises(difference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the difference and a remedy, and no files remain on NVMe."""
     monkeypatch.setitem(models.MODELS, "wide", wide)
-    changes, message = REFUSALS[what]
+    changes, message = REJECTED[difference]
     recipe = Recipe(model="toy", optimizer="adamw", groups=True)
     save_plain(recipe, str(tmp_path / "plain"))
-    assert re.search(message, refused(tmp_path, tmp_path / "plain", Recipe(**{**recipe.__dict__, **changes})))
+    assert re.search(message, rejection(tmp_path, tmp_path / "plain", Recipe(**{**recipe.__dict__, **changes})))
 
 
 def wide() -> nn.Module:
@@ -344,30 +335,30 @@ def wide() -> nn.Module:
     return model
 
 
-def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
-    """Flattened, of two models, without a file, or with metadata of something else."""
+def test_malformed_checkpoint_folder_raises(tmp_path: Path) -> None:
+    """Covers a flattened state, two models, truncated files and damaged metadata."""
     recipe = Recipe(model="toy")
     model, optimizer = plain(recipe)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     begin(recipe, model, optimizer)
     weights, state = get_state_dict(model, optimizer, options=options)
     dcp.save({"model": weights, "optim": state}, checkpoint_id=tmp_path / "flat")
-    assert "save it without flatten_optimizer_state_dict" in refused(tmp_path, tmp_path / "flat", recipe)
+    assert "save it without flatten_optimizer_state_dict" in rejection(tmp_path, tmp_path / "flat", recipe)
     dcp.save({"model": weights, "average": weights}, checkpoint_id=tmp_path / "two")
-    assert "has several models (average, model); save one" in refused(tmp_path, tmp_path / "two", recipe)
+    assert "has several models (average, model); save one" in rejection(tmp_path, tmp_path / "two", recipe)
 
     save_plain(recipe, str(tmp_path / "plain"))
     for file in (tmp_path / "plain").glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:1000])
-    assert re.search(r"CheckpointError: .* cannot be read: ", refused(tmp_path, tmp_path / "plain", recipe))
+    assert re.search(r"CheckpointError: .* cannot be read: ", rejection(tmp_path, tmp_path / "plain", recipe))
     for damaged in (b"", b"no pickle", pickle.dumps({"a": 1})):
         (tmp_path / "plain" / ".metadata").write_bytes(damaged)
-        assert ".metadata cannot be read" in refused(tmp_path, tmp_path / "plain", recipe)
+        assert ".metadata cannot be read" in rejection(tmp_path, tmp_path / "plain", recipe)
 
 
 @pytest.mark.parametrize("place", [0, 1 << 20])
-def test_chunks_that_are_not_a_partition_are_refused(place: int, tmp_path: Path) -> None:
-    """Two of the same elements leave others uninitialized, which would become weights; some may lie nowhere."""
+def test_overlapping_or_stray_chunks_raise(place: int, tmp_path: Path) -> None:
+    """Overlapping chunks would leave other elements uninitialized."""
     recipe = Recipe(model="toy")
     save_plain(recipe, str(tmp_path / "plain"))
     file = tmp_path / "plain" / ".metadata"
@@ -377,12 +368,11 @@ def test_chunks_that_are_not_a_partition_are_refused(place: int, tmp_path: Path)
     chunks = [ChunkStorageMetadata(torch.Size([first, 0]), half) for first in (0, place)]
     found.state_dict_metadata["model.head.weight"].chunks = chunks
     file.write_bytes(pickle.dumps(found))
-    told = refused(tmp_path, tmp_path / "plain", recipe)
-    assert re.search(r"\.metadata cannot be read: .*(in two chunks|not inside) of its tensor", told)
+    message = rejection(tmp_path, tmp_path / "plain", recipe)
+    assert re.search(r"\.metadata cannot be read: .*(in two chunks|not inside) of its tensor", message)
 
 
-def test_a_part_that_one_rank_needs(pair: RankPool, tmp_path: Path) -> None:
-    """Where it is damaged all ranks fail, with the reason of that rank."""
+def test_damage_seen_by_one_rank_fails_all_ranks(pair: RankPool, tmp_path: Path) -> None:
     recipe = Recipe(model="toy")
     pair.run(save_plain, recipe, str(tmp_path / "plain"))
     places = FileSystemReader(tmp_path / "plain").read_metadata().storage_data
@@ -390,15 +380,13 @@ def test_a_part_that_one_rank_needs(pair: RankPool, tmp_path: Path) -> None:
     with (tmp_path / "plain" / place.relative_path).open("r+b") as file:
         file.seek(place.offset)
         file.write(bytes(place.length))
-    first, second = pair.run(refused, tmp_path, tmp_path / "plain", recipe)
-    assert re.match(
-        r"InfinityError: writing .* values failed on rank 1: CheckpointError: .* cannot be read", first
-    )
+    first, second = pair.run(rejection, tmp_path, tmp_path / "plain", recipe)
+    assert re.match(r"InfinityError: writing .* values failed on rank 1: CheckpointError: .* cannot be read", first)
     assert re.match(r"CheckpointError: model.head.weight in .* cannot be read", second)
 
 
-def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
-    """A folder with something in it, and a flipped byte; what was begun does not load."""
+def test_failed_export_cannot_be_loaded(tmp_path: Path) -> None:
+    """Covers a folder that is not empty, and a damaged page."""
     checkpoint_paged(Recipe(model="toy"), str(tmp_path))
     reader = newest(tmp_path)
     with pytest.raises(ConfigError, match="not empty"):

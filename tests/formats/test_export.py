@@ -1,4 +1,4 @@
-"""Checkpoints out: every whole parameter as it is in memory, and a folder that transformers loads."""
+"""Tests of exports to safetensors: full parameters equal those in memory, and transformers loads the folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 def checkpointed(recipe: Recipe, folder: Path, paths: int = 2) -> RunFolder:
-    """Train a recipe, checkpoint at its end; return the run's folders."""
+    """Train a recipe, checkpoint and return the run folder."""
     from support.train import Outcome
 
     with offloaded(recipe, Paging(host_cache="least", paths=paths), folder) as (model, optimizer):
@@ -35,7 +35,7 @@ def checkpointed(recipe: Recipe, folder: Path, paths: int = 2) -> RunFolder:
 
 
 def differing(recipe: Recipe, folder: str) -> list[str]:
-    """Return the parameters that a reader finds otherwise than memory has them. Runs on every rank."""
+    """Return the parameters whose stored value differs from memory. Runs on every rank."""
     stored = checkpointed(recipe, Path(folder))
     expected = in_memory(recipe).state
     if dist.get_world_size() > 1:
@@ -44,12 +44,12 @@ def differing(recipe: Recipe, folder: str) -> list[str]:
     rank, size = dist.get_rank(), dist.get_world_size()
     found = []
     for index, spec in enumerate(reader.tensors):
-        whole = reader.read(index)
-        chunks = torch.chunk(whole, size, dim=spec.dim)
-        mine = chunks[rank].reshape(-1) if rank < len(chunks) else whole.new_empty(0)
+        full = reader.read(index)
+        chunks = torch.chunk(full, size, dim=spec.dim)
+        mine = chunks[rank].reshape(-1) if rank < len(chunks) else full.new_empty(0)
         state = expected[spec.names[0]]
         wanted = state.get("master", state.get("frozen"))
-        if tuple(whole.shape) != spec.shape or not torch.equal(mine, wanted.reshape(-1)):
+        if tuple(full.shape) != spec.shape or not torch.equal(mine, wanted.reshape(-1)):
             found.append(spec.names[0])
     if {spec.names[0] for spec in reader.tensors} != set(expected):
         found.append("names")
@@ -57,20 +57,18 @@ def differing(recipe: Recipe, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "policy"), alternate(MODELS, ["bf16", "fp32"]))
-def test_whole_parameters_are_those_of_memory(name: str, policy: str, tmp_path: Path) -> None:
-    """Read from pages and checksums alone."""
+def test_full_parameters_equal_memory(name: str, policy: str, tmp_path: Path) -> None:
     assert differing(Recipe(model=name, policy=policy, steps=2), str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("name", ["gpt2", "toy"])
-def test_whole_parameters_of_two_ranks(name: str, pair: RankPool, tmp_path: Path) -> None:
-    """Put together from the slices of both ranks, uneven ones too."""
+def test_full_parameters_combine_two_ranks(name: str, pair: RankPool, tmp_path: Path) -> None:
     assert pair.run(differing, Recipe(model=name, steps=2), str(tmp_path)) == [[], []]
 
 
 @pytest.mark.parametrize(("name", "file_bytes"), alternate(["llama", "tied", "gpt2"], [64 << 10, 64 * MIB]))
-def test_transformers_loads_the_same_model(name: str, file_bytes: int, tmp_path: Path) -> None:
-    """The logits of `from_pretrained` equal those of a run that never left memory, bit for bit."""
+def test_transformers_loads_the_export(name: str, file_bytes: int, tmp_path: Path) -> None:
+    """The logits are bitwise equal to a run in memory."""
     from support.train import Outcome
 
     recipe = Recipe(model=name, policy="fp32", steps=3)
@@ -99,8 +97,8 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if isinstance(value, str | int | float | bool | list | dict)}
 
 
-def test_another_dtype(tmp_path: Path) -> None:
-    """Weights are rounded; config.json says so."""
+def test_export_in_bf16_rounds_weights(tmp_path: Path) -> None:
+    """config.json records the dtype."""
     stored = checkpointed(Recipe(model="llama", steps=1), tmp_path)
     reader, out = CheckpointReader(stored), tmp_path / "exported"
     export_safetensors(reader, out, config={"a": 1}, dtype=torch.bfloat16, file_bytes=MIB)
@@ -110,8 +108,8 @@ def test_another_dtype(tmp_path: Path) -> None:
     assert '"dtype": "bfloat16"' in (out / "config.json").read_text()
 
 
-def test_what_is_wrong_is_said(tmp_path: Path) -> None:
-    """A flipped byte, a damaged or missing manifest, missing folders, a folder that is full, no such step."""
+def test_invalid_checkpoints_raise(tmp_path: Path) -> None:
+    """Covers an unknown step, missing folders, a folder that is not empty, damaged pages, and bad manifests."""
     stored = checkpointed(Recipe(model="toy", steps=1), tmp_path)
     with pytest.raises(CheckpointError, match=r"checkpoint of step 7 .*: 1\)"):
         CheckpointReader(stored, 7)

@@ -1,4 +1,4 @@
-"""An export is there completely or not at all, and what is there is what was checkpointed."""
+"""Tests of the durability of exports: they are complete or absent, and equal the checkpoint."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ FILE_BYTES = 200 << 10
 
 
 def to_safetensors(reader: CheckpointReader, out: Path) -> list[Path]:
-    """Export in several files, with a config and an index."""
+    """Export to several files, with a config and an index."""
     return export_safetensors(reader, out, config={"a": 1}, file_bytes=FILE_BYTES)
 
 
 def to_dcp(reader: CheckpointReader, out: Path) -> list[Path]:
-    """Export in several files."""
+    """Export to several files."""
     return DcpExport(reader).write(out, file_bytes=FILE_BYTES)
 
 
@@ -50,7 +50,7 @@ Export = Callable[[CheckpointReader, Path], list[Path]]
 
 @pytest.fixture(scope="module")
 def checkpointed(tmp_path_factory: pytest.TempPathFactory) -> CheckpointReader:
-    """A checkpoint; not to be changed."""
+    """A checkpoint that tests do not modify."""
     place = tmp_path_factory.mktemp("checkpointed")
     with Session(place) as session:
         session.run(3)
@@ -59,12 +59,11 @@ def checkpointed(tmp_path_factory: pytest.TempPathFactory) -> CheckpointReader:
 
 @pytest.fixture(params=KINDS)
 def export(request: pytest.FixtureRequest) -> Export:
-    """Each kind of export."""
     return KINDS[request.param]
 
 
 def check(reader: CheckpointReader, out: Path) -> None:
-    """Every parameter is what was checkpointed."""
+    """Check that every parameter equals the checkpoint."""
     found: dict[str, torch.Tensor] = {}
     for file in out.glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
@@ -77,7 +76,7 @@ def check(reader: CheckpointReader, out: Path) -> None:
 
 
 class Recorder:
-    """Notes what is flushed and renamed, and fails at the call with a number."""
+    """Records calls of fsync and rename, and fails the call with the given number."""
 
     def __init__(self, patch: pytest.MonkeyPatch, fail_at: int = -1) -> None:
         self.calls: list[tuple[str, Path]] = []
@@ -91,17 +90,17 @@ class Recorder:
             path = Path(os.readlink(f"/proc/self/fd/{first}") if isinstance(first, int) else first)
             if len(self.calls) == self._fail_at:
                 self._fail_at = -1
-                raise OSError(28, "No space left on device", str(path))
+                raise OSError(28, "No space remains on device", str(path))
             self.calls.append((name, path))
             return original(*arguments, **keywords)
 
         return call
 
 
-def test_everything_is_flushed_before_it_is_there(
+def test_export_is_flushed_before_it_is_renamed(
     export: Export, checkpointed: CheckpointReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every file and folder, then the name, then the folder that has the name."""
+    """All files and their folder are flushed, then the folder is renamed, then its parent is flushed."""
     out = tmp_path / "new" / "out"
     with monkeypatch.context() as patch:
         recorder = Recorder(patch)
@@ -117,33 +116,31 @@ def test_everything_is_flushed_before_it_is_there(
     names = [("rename", path) for path in renamed if path.parent == partial]
     assert recorder.calls.index(("fsync", partial)) > max((recorder.calls.index(one) for one in names), default=-1)
     assert recorder.calls[published + 1 :] == [("fsync", out.parent)]
-    assert ("fsync", tmp_path) in recorder.calls, "the folder above was made as well"
+    assert ("fsync", tmp_path) in recorder.calls, "the parent folder is new as well"
     check(checkpointed, out)
 
 
-def test_whatever_fails_nothing_is_left(
+def test_failed_flush_or_rename_removes_the_export(
     export: Export, checkpointed: CheckpointReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At every flush and rename: said, and no half export, nor the beginnings of one."""
     with monkeypatch.context() as patch:
         recorder = Recorder(patch)
         export(checkpointed, tmp_path / "counted")
     calls = len(recorder.calls)
     assert calls > 5
-    for number in range(calls - 1):  # the last one is behind the rename
+    for number in range(calls - 1):  # the last call follows the rename
         out = tmp_path / "out"
         with monkeypatch.context() as patch:
             Recorder(patch, number)
-            with pytest.raises(ConfigError, match="No space left on device"):
+            with pytest.raises(ConfigError, match="No space remains on device"):
                 export(checkpointed, out)
         assert [entry.name for entry in tmp_path.iterdir()] == ["counted"], number
     export(checkpointed, tmp_path / "out")
 
 
-def test_what_the_drive_has_is_compared(
+def test_exported_files_are_read_back_and_compared(
     export: Export, checkpointed: CheckpointReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bit that was flipped on the way is found, in any of the files."""
     seen: list[str] = []
 
     def flipping(file: Path) -> None:
@@ -159,44 +156,46 @@ def test_what_the_drive_has_is_compared(
         monkeypatch.setattr(module, "sync_file", flipping)
     for number in range(3):
         seen.clear()
-        with pytest.raises(ConfigError, match="differs"):
+        with pytest.raises(ConfigError, match=rf"{tmp_path.name}.* differs from .*check the drive"):
             export(checkpointed, tmp_path / "out")
         assert len(seen) > number
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_system_without_locks(
+def test_export_works_without_file_locks(
     export: Export, checkpointed: CheckpointReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Lustre without its option for them: the lock only tells what was left behind."""
+    """For example, on Lustre without the flock mount option. The lock only serves to detect remains of earlier exports."""
 
-    def refuse(*_: Any) -> None:
+    def unsupported(*_: Any) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", unsupported)
     export(checkpointed, tmp_path / "out")
     check(checkpointed, tmp_path / "out")
 
 
-def test_what_an_export_that_was_cut_off_has_left(
+def test_remains_of_an_interrupted_export_are_reported(
     export: Export, checkpointed: CheckpointReader, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It does not look like an export; the next one to the same place says it, unless somebody works on it still."""
-    left = tmp_path / ".out.partial-0badf00d"
-    left.mkdir()
-    (left / "model.safetensors").write_bytes(b"half")
-    descriptor = os.open(left, os.O_RDONLY)
+    """The next export to the same folder logs them, unless the earlier export still runs."""
+    remains = tmp_path / ".out.partial-0badf00d"
+    remains.mkdir()
+    (remains / "model.safetensors").write_bytes(b"half")
+    descriptor = os.open(remains, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     export(checkpointed, tmp_path / "out")
-    assert str(left) not in caplog.text
+    assert str(remains) not in caplog.text
     os.close(descriptor)
     shutil.rmtree(tmp_path / "out")
     export(checkpointed, tmp_path / "out")
-    assert str(left) in caplog.text
+    assert str(remains) in caplog.text
 
 
-def test_where_a_folder_may_be(export: Export, checkpointed: CheckpointReader, tmp_path: Path) -> None:
-    """An empty one is replaced, also behind a link; others are refused before anything is read."""
+def test_export_destination_must_be_empty_or_new(
+    export: Export, checkpointed: CheckpointReader, tmp_path: Path
+) -> None:
+    """An empty folder is replaced, also through a symbolic link."""
     (tmp_path / "empty").mkdir(mode=0o750)
     (tmp_path / "link").symlink_to("empty")
     written = export(checkpointed, tmp_path / "link")
@@ -214,7 +213,7 @@ def test_where_a_folder_may_be(export: Export, checkpointed: CheckpointReader, t
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system of a few hundred KiB."""
+    """A file system of 256 KiB."""
     place = tmp_path / "small"
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
@@ -227,26 +226,26 @@ def small(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_full_drive(
+def test_export_to_a_full_drive_raises(
     export: Export, checkpointed: CheckpointReader, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refused before anything is written; where the file system promised more than it has, nothing is left."""
+    """The required space is checked first; if writing fails nevertheless, no files remain."""
     with pytest.raises(ConfigError, match="256 KiB free, but out needs"):
         export(checkpointed, small / "out")
     with pytest.raises(ConfigError, match="is a mount point"):
         export(checkpointed, small)
     usage = shutil.disk_usage(small)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 40))
-    with pytest.raises(ConfigError, match=r"cannot be written|No space left"):
+    with pytest.raises(ConfigError, match=r"cannot be written|No space remains"):
         export(checkpointed, small / "out")
     assert list(small.iterdir()) == []
 
 
-# --- What is read of a folder of torch.distributed.checkpoint.
+# --- Reading folders of torch.distributed.checkpoint.
 
 
 class Evil:
-    """Runs a command when it is unpickled."""
+    """Calls a function when it is unpickled."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._call = (function, arguments)
@@ -256,23 +255,23 @@ class Evil:
 
 
 def begin(weights: Path, place: Path) -> None:
-    """Begin a run with weights."""
+    """Start a run with the given weights."""
     recipe = Recipe(model="toy", groups=True)
     model = models.build(recipe.model, meta=True)
     with infinity.offload(model, make_optimizer(recipe, model), settings(place, Paging(), 64 * MIB), weights=weights):
         pass
 
 
-@pytest.mark.parametrize("where", ["alone", "among the metadata", "by another name"])
-def test_metadata_run_nothing(where: str, checkpointed: CheckpointReader, tmp_path: Path) -> None:
-    """A pickle that calls something is refused by the name of what it calls, and that is not called."""
+@pytest.mark.parametrize("where", ["alone", "inside the metadata", "by attribute path"])
+def test_metadata_cannot_execute_code(where: str, checkpointed: CheckpointReader, tmp_path: Path) -> None:
+    """The error names the function, which is not called."""
     out = tmp_path / "dcp"
     to_dcp(checkpointed, out)
-    trace = tmp_path / "trace"
-    evil = Evil(os.system, f"touch {trace}")
+    marker = tmp_path / "marker"
+    evil = Evil(os.system, f"touch {marker}")
     if where == "alone":
         pickled, name = pickle.dumps(evil), "posix.system"
-    elif where == "among the metadata":
+    elif where == "inside the metadata":
         metadata = dcp.FileSystemReader(out).read_metadata()
         metadata.planner_data = {key: evil for key in metadata.state_dict_metadata}
         pickled, name = pickle.dumps(metadata), "posix.system"
@@ -281,12 +280,12 @@ def test_metadata_run_nothing(where: str, checkpointed: CheckpointReader, tmp_pa
     (out / ".metadata").write_bytes(pickled)
     with pytest.raises(CheckpointError, match=rf"\.metadata cannot be read: .*names {name}, which is no part of"):
         begin(out, tmp_path)
-    assert not trace.exists()
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../secret"])
-def test_metadata_name_no_file_elsewhere(name: str, checkpointed: CheckpointReader, tmp_path: Path) -> None:
-    """And no pipe, which would be waited for."""
+def test_metadata_cannot_refer_to_outside_files(name: str, checkpointed: CheckpointReader, tmp_path: Path) -> None:
+    """A named pipe is also rejected, because opening it would block."""
     out = tmp_path / "dcp"
     to_dcp(checkpointed, out)
     metadata = dcp.FileSystemReader(out).read_metadata()
@@ -306,10 +305,10 @@ def test_metadata_name_no_file_elsewhere(name: str, checkpointed: CheckpointRead
 
 @pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("read", [read_metadata, read_json])
-def test_a_pipe_that_comes_after_the_look_is_not_waited_for(
+def test_reading_a_named_pipe_does_not_block(
     read: Callable[[Path], Any], linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is opened is what is looked at, through links too, as caches of downloads have them."""
+    """The check applies to the opened file, also through symbolic links, so it cannot be raced."""
     pipe, place = tmp_path / "pipe", tmp_path / ("link" if linked else "pipe")
     os.mkfifo(pipe)
     if linked:
@@ -319,16 +318,16 @@ def test_a_pipe_that_comes_after_the_look_is_not_waited_for(
         read(place)
 
 
-def test_metadata_may_be_linked(checkpointed: CheckpointReader, tmp_path: Path) -> None:
-    """As a cache of downloads has them."""
+def test_metadata_may_be_a_symbolic_link(checkpointed: CheckpointReader, tmp_path: Path) -> None:
+    """Download caches use such links."""
     to_dcp(checkpointed, tmp_path / "dcp")
     (tmp_path / "dcp" / ".metadata").rename(tmp_path / "blob")
     (tmp_path / "dcp" / ".metadata").symlink_to(tmp_path / "blob")
     DcpFolder(tmp_path / "dcp")
 
 
-def test_metadata_are_those_that_torch_reads(checkpointed: CheckpointReader, tmp_path: Path) -> None:
-    """Of our folder and of one that torch wrote; the place that is named is where the folder stands."""
+def test_metadata_matches_torch(checkpointed: CheckpointReader, tmp_path: Path) -> None:
+    """Covers an exported folder and one that `dcp.save` wrote."""
     to_dcp(checkpointed, tmp_path / "ours")
     dcp.save({"a": torch.arange(6.0), "b": {"c": [1, "x"]}}, checkpoint_id=tmp_path / "theirs")
     for folder in (tmp_path / "ours", tmp_path / "theirs"):
@@ -346,8 +345,7 @@ MALFORMED = [b"", b"no pickle", pickle.dumps({"a": 1}), pickle.dumps((1, torch.S
 
 
 @pytest.mark.parametrize("content", MALFORMED)
-def test_malformed_metadata(content: bytes, tmp_path: Path) -> None:
-    """They are named."""
+def test_malformed_metadata_raises(content: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
         DcpFolder(tmp_path)

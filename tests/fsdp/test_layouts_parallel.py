@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import infinity
 from infinity.errors import UnsupportedError
 from support import models
-from support.processes import ready_made
+from support.processes import fork_server
 from support.ranks import RankPool
 from support.train import MIB, Outcome, Paging, local, settings
 
@@ -173,7 +173,7 @@ def refuse_a_number(connection: Any) -> None:
 
 def test_a_number_for_reshard_after_forward_is_refused() -> None:
     """At `offload`, with what to pass instead."""
-    context = ready_made()
+    context = fork_server()
     ours, theirs = context.Pipe()
     process = context.Process(target=refuse_a_number, args=(theirs,))
     process.start()

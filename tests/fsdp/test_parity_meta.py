@@ -21,12 +21,12 @@ from support.train import (
     Recipe,
     batch,
     differences,
+    full_copy,
     make_optimizer,
     settings,
     state_in_memory,
     state_on_nvme,
     train,
-    whole,
 )
 
 MODELS = ("llama", "tied", "gpt2", "toy")
@@ -40,7 +40,7 @@ def first_values(name: str, folder: str, seed: int, paging: Paging) -> dict[str,
     Path(folder).mkdir(exist_ok=True)
     with infinity.offload(model, optimizer, settings(Path(folder), paging, HOST, run={"seed": seed})):
         named = [*model.named_parameters(), *model.named_buffers()]
-        return {key: whole(value) for key, value in named}
+        return {key: full_copy(value) for key, value in named}
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
@@ -53,7 +53,7 @@ def test_a_meta_model_trains_as_its_copy_in_memory(name: str, clip: float | None
     found = Outcome()
     with infinity.offload(model, passed_in, settings(tmp_path, Paging(), HOST)) as optimizer:
         values = {key: value.clone() for key, value in get_model_state_dict(model).items()}
-        full = {key: whole(value) for key, value in values.items()}
+        full = {key: full_copy(value) for key, value in values.items()}
         train(recipe, model, optimizer, found)
         found.state = state_on_nvme(model, optimizer)
 
@@ -76,7 +76,7 @@ def test_lists_of_parameters_from_before_are_what_is_trained(tmp_path: Path) -> 
         norms = []
         for step in range(3):
             models.loss_of(model, batch(model, step)).backward()
-            norms.append(whole(torch.nn.utils.clip_grad_norm_(params, 0.5)).item())
+            norms.append(full_copy(torch.nn.utils.clip_grad_norm_(params, 0.5)).item())
             optimizer.step()
             optimizer.zero_grad()
         return norms
@@ -84,9 +84,9 @@ def test_lists_of_parameters_from_before_are_what_is_trained(tmp_path: Path) -> 
     with infinity.offload(model, optimizer, settings(tmp_path, Paging(), HOST)) as paged:
         assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
         assert [group["params"] for group in paged.param_groups] == [params]
-        first = [whole(param) for param in params]
+        first = [full_copy(param) for param in params]
         norms = steps(model, params, paged)
-        found = [whole(param) for param in params]
+        found = [full_copy(param) for param in params]
 
     twin = models.build("toy", seed=99)
     for param, value in zip(twin.parameters(), first, strict=True):
@@ -94,7 +94,7 @@ def test_lists_of_parameters_from_before_are_what_is_trained(tmp_path: Path) -> 
     expected = steps(twin, list(twin.parameters()), torch.optim.AdamW(twin.parameters(), lr=1e-2))
     assert norms == expected
     assert min(norms) > 0.5
-    assert all(torch.equal(a, whole(b)) for a, b in zip(found, twin.parameters(), strict=True))
+    assert all(torch.equal(a, full_copy(b)) for a, b in zip(found, twin.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -140,7 +140,7 @@ def test_an_init_function_is_used(tmp_path: Path) -> None:
             param.fill_(0.25)
 
     with infinity.offload(model, optimizer, settings(tmp_path, Paging(), HOST), init=fill):
-        assert all((whole(param) == 0.25).all() for param in model.parameters())
+        assert all((full_copy(param) == 0.25).all() for param in model.parameters())
 
 
 def test_a_module_that_nothing_initializes_is_refused(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def pretrained(name: str, weights: str, folder: str) -> dict[str, torch.Tensor]:
     model = models.build(name, meta=True)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with infinity.offload(model, optimizer, settings(Path(folder), Paging(), HOST), weights=weights):
-        return {key: whole(value) for key, value in model.named_parameters()}
+        return {key: full_copy(value) for key, value in model.named_parameters()}
 
 
 @pytest.mark.parametrize("shards", ["50GB", "100KB"])

@@ -1,4 +1,4 @@
-"""Accelerate: scripts as they are but for `prepare`; bits are those of the same loop in memory with plain FSDP2."""
+"""Tests of the Accelerate integration: scripts change only `prepare`, with results bitwise equal to FSDP2 in memory."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from torch.utils.data import DataLoader
 import infinity
 from infinity.config import load_config
 from infinity.errors import CheckpointError, ConfigError, InfinityError, UnsupportedError
-from infinity.integrations import accelerate as served
+from infinity.integrations import accelerate as accelerate_integration
 from infinity.integrations import checkpoint_folders
 from infinity.integrations.accelerate import prepare
 from infinity.integrations.checkpoint_folders import Record
 from infinity.ranks import Ranks
 from support import by_hand, models
-from support.by_hand import BATCHES, CLIP, HALF, data, scheduler_of, whole
+from support.by_hand import BATCHES, CLIP, HALF, data, full_weights, scheduler_of
 from support.ranks import RankPool
 from support.train import MIB
 
@@ -36,14 +36,14 @@ BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 def bare(name: str = "llama", *, meta: bool = False) -> nn.Module:
-    """Return a model that is not sharded."""
+    """Return an unsharded model."""
     torch.manual_seed(3)
     with torch.device("meta" if meta else "cpu"):
         return models.llama(tied=name == "tied")
 
 
 def sharded(name: str = "llama", policy: MixedPrecisionPolicy = BF16) -> nn.Module:
-    """Return a model sharded as a script does it."""
+    """Return a model that is sharded as in a user script."""
     model = bare(name)
     for layer in model.model.layers:
         fully_shard(layer, mesh=infinity.mesh("cpu"), mp_policy=policy)
@@ -52,14 +52,14 @@ def sharded(name: str = "llama", policy: MixedPrecisionPolicy = BF16) -> nn.Modu
 
 
 def plugin(**named: Any) -> FullyShardedDataParallelPlugin:
-    """Return what shards every layer."""
+    """Return a plugin that shards every layer."""
     return FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", mixed_precision_policy=BF16, **named
     )
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of two groups."""
+    """Return an optimizer with two param groups."""
     matrices = [param for param in model.parameters() if param.ndim > 1]
     vectors = [param for param in model.parameters() if param.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -68,10 +68,10 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 @contextmanager
 def accelerator(**named: Any) -> Iterator[Accelerator]:
-    """Yield an accelerator as a process of its own would make it."""
+    """Yield an accelerator for the ranks of the existing process group."""
     infinity.mesh("cpu")
     ranks = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
-    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # the process group is there
+    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # unused: the process group exists already
     variables = {key: str(value) for key, value in (ranks | places).items()} if dist.get_world_size() > 1 else {}
     _forget()
     os.environ.update(variables)
@@ -99,13 +99,13 @@ def settings(folder: Path, **run: Any) -> dict[str, Any]:
 
 
 def in_memory(model: nn.Module, accumulation: int = 1) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train with plain torch: the loop that Accelerate's is written for."""
+    """Train with plain PyTorch; return the losses and weights."""
     batches = data().split(2)[dist.get_rank() :: dist.get_world_size()]
-    return by_hand.train(model, optimizer_of(model), batches, accumulation), whole(model)
+    return by_hand.train(model, optimizer_of(model), batches, accumulation), full_weights(model)
 
 
 def loop(accelerator: Accelerator, parts: tuple[Any, ...], first: int = 0, last: int = BATCHES) -> list[float]:
-    """Train as a script of Accelerate does; return the losses of the batches from `first` on."""
+    """Run a typical Accelerate training loop; return the losses of the batches from `first` on."""
     model, optimizer, loader, scheduler = parts
     losses = []
     for number, batch in enumerate(loader):
@@ -124,69 +124,73 @@ def loop(accelerator: Accelerator, parts: tuple[Any, ...], first: int = 0, last:
 
 
 def pretend_fsdp2(accelerator: Accelerator) -> None:
-    """Make it one of FSDP2, as on GPUs: on CPUs Accelerate never is."""
+    """Set the distributed type to FSDP2, which Accelerate does on GPUs only."""
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin()
     assert accelerator.is_fsdp2
 
 
 def parts_of(accelerator: Accelerator, model: nn.Module, folder: Path, **named: Any) -> tuple[Any, ...]:
-    """Prepare everything that a script has."""
+    """Prepare the model, optimizer, data loader and scheduler of a script."""
     optimizer = optimizer_of(model)
     loader = DataLoader(data(), batch_size=2)
     config = named.pop("config", None) or settings(folder)
     return prepare(accelerator, model, optimizer, loader, scheduler_of(optimizer), config=config, **named)
 
 
-def paged(name: str, folder: str, by: str, accumulation: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train with the state on NVMe."""
+def paged(name: str, folder: str, sharding: str, accumulation: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train with the state on NVMe; return the losses and weights."""
     with accelerator(gradient_accumulation_steps=accumulation, mixed_precision="bf16") as acc:
-        model = sharded(name) if by == "script" else bare(name)
-        given = plugin(activation_checkpointing=by == "plugin and checkpoints") if by.startswith("plugin") else None
-        if by == "FSDP2":
+        model = sharded(name) if sharding == "script" else bare(name)
+        chosen_plugin = (
+            plugin(activation_checkpointing=sharding == "plugin and checkpoints")
+            if sharding.startswith("plugin")
+            else None
+        )
+        if sharding == "FSDP2":
             pretend_fsdp2(acc)
-        parts = parts_of(acc, model, Path(folder), fsdp_plugin=given)
+        parts = parts_of(acc, model, Path(folder), fsdp_plugin=chosen_plugin)
         with parts[1].optimizer as optimizer:
             losses = loop(acc, parts)
             assert optimizer.records[-1].read_bytes > 0
-            return losses, whole(parts[0])
+            return losses, full_weights(parts[0])
 
 
-def compare(name: str, folder: str, by: str, accumulation: int) -> list[str]:
-    """Return what is not as in memory. Runs on every rank."""
+def compare(name: str, folder: str, sharding: str, accumulation: int) -> list[str]:
+    """Return the deviations from training in memory. Runs on every rank."""
     expected, weights = in_memory(sharded(name), accumulation)
-    losses, found = paged(name, folder, by, accumulation)
+    losses, found = paged(name, folder, sharding, accumulation)
     wrong = [] if losses == expected and len(set(losses)) > 1 else [f"losses: {losses} != {expected}"]
     return wrong + [name for name, value in weights.items() if not torch.equal(found[name], value)]
 
 
 @pytest.mark.parametrize(
-    ("name", "by", "accumulation"),
+    ("name", "sharding", "accumulation"),
     [("llama", "script", 1), ("llama", "plugin", 2), ("tied", "plugin and checkpoints", 1), ("llama", "FSDP2", 2)],
 )
-def test_bits_are_those_of_memory(name: str, by: str, accumulation: int, tmp_path: Path) -> None:
-    """Sharded by the script or by Accelerate; clipping, accumulation, a scheduler, a loader."""
-    assert compare(name, str(tmp_path), by, accumulation) == []
+def test_training_is_bitwise_equal_to_memory(name: str, sharding: str, accumulation: int, tmp_path: Path) -> None:
+    """The script or Accelerate shards the model; training uses clipping, accumulation, a scheduler and a loader."""
+    assert compare(name, str(tmp_path), sharding, accumulation) == []
 
 
-def test_two_ranks(pair: RankPool, tmp_path: Path) -> None:
-    """Each with its batches; gradients of every micro-batch are reduced, as with `sync_each_batch`."""
+def test_training_on_two_ranks_is_bitwise_equal_to_memory(pair: RankPool, tmp_path: Path) -> None:
+    """Gradients are reduced for every micro-batch, as with `sync_each_batch`."""
     assert pair.run(compare, "llama", str(tmp_path), "plugin", 2) == [[], []]
 
 
-def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
-    """Its parameters have no addresses to be found by; the weights are streamed."""
+def test_model_on_the_meta_device(tmp_path: Path) -> None:
+    """Parameters without storage are found, and their weights are streamed."""
     bare().save_pretrained(tmp_path / "weights")
     expected, weights = in_memory(sharded())
     with accelerator() as acc:
         parts = parts_of(acc, bare(meta=True), tmp_path, fsdp_plugin=plugin(), weights=tmp_path / "weights")
         with parts[1].optimizer:
             assert loop(acc, parts) == expected
-            assert all(torch.equal(value, weights[name]) for name, value in whole(parts[0]).items())
+            assert all(torch.equal(value, weights[name]) for name, value in full_weights(parts[0]).items())
 
 
 class Counter:
-    """An object of the script with a state."""
+    """Object with state."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -214,7 +218,7 @@ def first_half(folder: str) -> list[float]:
 
 
 def second_half(folder: str) -> list[float]:
-    """Go on behind it. Runs on every rank."""
+    """Resume in the middle and train to the end. Runs on every rank."""
     with accelerator(project_dir=folder) as acc:
         parts = parts_of(acc, sharded(), Path(folder), resume_from=Path(folder, "half"))
         counter = Counter()
@@ -227,26 +231,25 @@ def second_half(folder: str) -> list[float]:
 
 
 def memory_losses() -> list[float]:
-    """Return those of training in memory. Runs on every rank."""
+    """Return the losses of training in memory. Runs on every rank."""
     return in_memory(sharded())[0]
 
 
-def test_save_state_and_load_state(tmp_path: Path) -> None:
-    """A checkpoint and what Accelerate writes; the run goes on with the bits of one that was never stopped."""
+def test_load_state_resumes_a_saved_run(tmp_path: Path) -> None:
+    """The resumed run is bitwise equal to an uninterrupted one."""
     assert first_half(str(tmp_path)) + second_half(str(tmp_path)) == memory_losses()
     sizes = [file.stat().st_size for file in (tmp_path / "half").iterdir()]
-    assert sum(sizes) < 64 << 10, "no copy of the state"
+    assert sum(sizes) < 64 << 10, "the folder must not contain a copy of the state"
 
 
 @pytest.mark.wide
-def test_save_state_of_two_ranks(pair: RankPool, tmp_path: Path) -> None:
-    """The same."""
+def test_load_state_resumes_a_saved_run_on_two_ranks(pair: RankPool, tmp_path: Path) -> None:
     halves = zip(pair.run(first_half, str(tmp_path)), pair.run(second_half, str(tmp_path)), strict=True)
     assert [first + second for first, second in halves] == pair.run(memory_losses)
 
 
-def test_a_save_that_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the folder and its checkpoint: the folder before and the checkpoint before belong together still."""
+def test_interrupted_save_state_keeps_the_previous_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an interruption before the checkpoint, the previous folder and checkpoint still match."""
     with accelerator() as acc:
         parts = parts_of(acc, sharded(), tmp_path)
         with parts[1].optimizer as optimizer:
@@ -268,8 +271,8 @@ def test_a_save_that_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                 acc.load_state(str(tmp_path / "first"))
 
 
-def test_automatic_names(tmp_path: Path) -> None:
-    """Accelerate counts the folders, and removes old ones; the newest is loaded."""
+def test_automatic_checkpoint_naming(tmp_path: Path) -> None:
+    """Accelerate numbers the folders and removes old ones; the newest is loaded."""
     from accelerate.utils import ProjectConfiguration
 
     project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
@@ -283,19 +286,19 @@ def test_automatic_names(tmp_path: Path) -> None:
     assert sorted(file.name for file in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
 
 
-def test_weights_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streamed, or in memory while they are small."""
+def test_save_model_and_get_state_dict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are streamed to files, or gathered in memory if they are small."""
     with accelerator() as acc:
         parts = parts_of(acc, sharded(), tmp_path)
         with parts[1].optimizer as optimizer:
             model = acc.unwrap_model(parts[0])
             assert model is parts[0]
             loop(acc, parts, last=2)
-            expected = whole(model)
+            expected = full_weights(model)
             found = acc.get_state_dict(parts[0])
             assert all(torch.equal(found[name], value) for name, value in expected.items())
             acc.save_model(parts[0], tmp_path / "saved", max_shard_size="100KB")
-            monkeypatch.setattr(served, "_GATHERED", 1000)
+            monkeypatch.setattr(accelerate_integration, "_GATHERED", 1000)
             with pytest.raises(UnsupportedError, match=r"accelerator\.save_model\(model, folder\)"):
                 acc.get_state_dict(model)
             with pytest.raises(ConfigError, match="is not the prepared model"):
@@ -310,8 +313,8 @@ def test_weights_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(loaded.get_parameter(name), value) for name, value in expected.items())
 
 
-def test_gradients_of_micro_batches_do_not_stay_in_memory(tmp_path: Path) -> None:
-    """`no_sync` reduces all the same; a state between backward and step is not saved."""
+def test_gradients_of_micro_batches_are_paged(tmp_path: Path) -> None:
+    """Gradients are reduced in spite of `no_sync`, and `save_state` between backward and step raises."""
     with accelerator(gradient_accumulation_steps=2) as acc:
         pretend_fsdp2(acc)
         parts = parts_of(acc, sharded(), tmp_path)
@@ -325,22 +328,22 @@ def test_gradients_of_micro_batches_do_not_stay_in_memory(tmp_path: Path) -> Non
             assert not (tmp_path / "out").exists()
 
 
-def refused(acc: Accelerator, folder: Path, **named: Any) -> None:
-    """Prepare a model that is not sharded."""
+def prepare_unsharded(acc: Accelerator, folder: Path, **named: Any) -> None:
+    """Prepare an unsharded model."""
     parts_of(acc, bare(), folder, **named)
 
 
-def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
-    """With the reason, before anything is written."""
+def test_unsupported_configurations_are_rejected(tmp_path: Path) -> None:
+    """Errors are raised before anything is written."""
     with accelerator() as acc:
-        for named, kind, why in (
+        for named, kind, message in (
             ({}, ConfigError, "FSDP2 plugin.*fully_shard"),
             ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)}, UnsupportedError, "fsdp_version=2"),
             ({"fsdp_plugin": plugin(cpu_offload=True)}, UnsupportedError, "cpu_offload"),
             ({"resume_from": tmp_path}, ConfigError, r"infinity\.json cannot be read: No such file"),
         ):
-            with pytest.raises(kind, match=why):
-                refused(acc, tmp_path, **named)
+            with pytest.raises(kind, match=message):
+                prepare_unsharded(acc, tmp_path, **named)
         model = sharded()
         optimizer = optimizer_of(model)
         with pytest.raises(UnsupportedError, match=r"accelerator\.prepare"):
@@ -350,11 +353,11 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     with accelerator(mixed_precision="bf16") as acc, pytest.raises(ConfigError, match=r"compute in torch\.float32"):
         parts_of(acc, sharded(policy=MixedPrecisionPolicy()), tmp_path)
     with accelerator(dynamo_backend="eager") as acc, pytest.raises(UnsupportedError, match="dynamo_backend"):
-        refused(acc, tmp_path)
+        prepare_unsharded(acc, tmp_path)
 
 
-def test_a_folder_whose_checkpoint_was_replaced_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
-    """Going on from an older checkpoint removes later ones: so what is refused is refused before."""
+def test_folder_with_a_replaced_checkpoint_is_rejected(tmp_path: Path) -> None:
+    """Resuming from an older checkpoint removes later ones, so the folder is checked first."""
     config = settings(tmp_path, retained_checkpoints=2)
     with accelerator() as acc:
         parts = parts_of(acc, sharded(), tmp_path, config=config)
@@ -377,10 +380,8 @@ def test_a_folder_whose_checkpoint_was_replaced_is_refused_and_nothing_is_lost(t
 
 
 @pytest.mark.parametrize("moment", ["written", "checkpointed"])
-def test_one_folder_that_is_saved_again_and_cut_off(
-    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before its checkpoint the folder of before is taken; behind it the new one. Files of others stay in it."""
+def test_interrupted_save_into_the_same_folder(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old folder is loaded if the checkpoint was not saved yet, otherwise the new one; user files are kept."""
     last = tmp_path / "last"
     with accelerator() as acc:
         parts = parts_of(acc, sharded(), tmp_path)
@@ -409,8 +410,8 @@ def test_one_folder_that_is_saved_again_and_cut_off(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".last")] == []
 
 
-def test_save_model_into_a_folder_with_weights(tmp_path: Path) -> None:
-    """It replaces them, whatever their files were; what else is there stays."""
+def test_save_model_replaces_weights_in_a_folder(tmp_path: Path) -> None:
+    """Files that do not contain weights are kept."""
     out = tmp_path / "out"
     with accelerator() as acc:
         parts = parts_of(acc, sharded(), tmp_path)
@@ -420,7 +421,7 @@ def test_save_model_into_a_folder_with_weights(tmp_path: Path) -> None:
             loop(acc, parts, last=1)
             files = acc.save_model(parts[0], out)
             assert all(file.is_file() for file in files)
-            expected = whole(parts[0])
+            expected = full_weights(parts[0])
     assert [file.name for file in out.glob("*.safetensors*")] == ["model.safetensors"]
     assert Record.read(out).step == 0
     loaded = type(bare()).from_pretrained(out)
@@ -428,23 +429,23 @@ def test_save_model_into_a_folder_with_weights(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".out")] == []
 
 
-def read_where_rank_0_does(folder: str) -> int:
-    """Read the record of a folder that only rank 0 sees. Runs on every rank."""
-    place = Path(folder, "checkpoint" if dist.get_rank() == 0 else "elsewhere")
+def read_record_of_rank_0(folder: str) -> int:
+    """Read the record of a folder that only rank 0 can see. Runs on every rank."""
+    checkpoint = Path(folder, "checkpoint" if dist.get_rank() == 0 else "elsewhere")
     ranks = Ranks.current()
     if ranks.rank == 0:
-        place.mkdir()
-        (place / "infinity.json").write_text('{"run_id": "20260131-142530-1a2b3c", "step": 7, "token": "x"}')
-    return Record.of_checkpoint(place, load_config(settings(Path(folder))), ranks)[1].step
+        checkpoint.mkdir()
+        (checkpoint / "infinity.json").write_text('{"run_id": "20260131-142530-1a2b3c", "step": 7, "token": "x"}')
+    return Record.of_checkpoint(checkpoint, load_config(settings(Path(folder))), ranks)[1].step
 
 
 def test_rank_0_reads_the_record(pair: RankPool, tmp_path: Path) -> None:
-    """It alone has written it; the others are told."""
-    assert pair.run(read_where_rank_0_does, str(tmp_path)) == [7, 7]
+    """Only rank 0 writes the record, and it broadcasts the content."""
+    assert pair.run(read_record_of_rank_0, str(tmp_path)) == [7, 7]
 
 
 def write_fails_on_rank_1(folder: str) -> str:
-    """Return what a rank is told. Runs on every rank."""
+    """Return the error of a rank when a write fails on rank 1. Runs on every rank."""
     with accelerator() as acc:
         parts = parts_of(acc, sharded(), Path(folder))
         with parts[1].optimizer as optimizer:
@@ -458,11 +459,11 @@ def write_fails_on_rank_1(folder: str) -> str:
                 checkpoint_folders.Checkpoints(optimizer, "{}").save("save_state", None, write)
             except (InfinityError, OSError) as error:
                 return str(error)
-    return "nothing"
+    return "no error"
 
 
 @pytest.mark.wide
-def test_a_folder_that_one_rank_cannot_write(pair: RankPool, tmp_path: Path) -> None:
-    """The others do not wait for it."""
-    told = pair.run(write_fails_on_rank_1, str(tmp_path))
-    assert told == ["save_state failed on rank 1: OSError: full", "full"]
+def test_write_error_on_one_rank_fails_all_ranks(pair: RankPool, tmp_path: Path) -> None:
+    """Other ranks do not wait for the failed one."""
+    errors = pair.run(write_fails_on_rank_1, str(tmp_path))
+    assert errors == ["save_state failed on rank 1: OSError: full", "full"]

@@ -1,4 +1,4 @@
-"""Lightning: modules as they are, under a strategy; bits are those of the same loop in memory with plain FSDP2."""
+"""Tests of the Lightning integration: modules are unchanged, with results bitwise equal to FSDP2 in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import infinity
 from infinity.errors import CheckpointError, ConfigError, UnsupportedError
 from infinity.integrations.lightning import PagedStrategy
 from support import by_hand, models
-from support.by_hand import CLIP, HALF, data, scheduler_of, whole
+from support.by_hand import CLIP, HALF, data, full_weights, scheduler_of
 from support.ranks import RankPool
 from support.train import MIB
 
@@ -28,7 +28,7 @@ BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 def shard(model: nn.Module, mesh: Any) -> nn.Module:
-    """Shard a Llama."""
+    """Shard a Llama model."""
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=BF16)
     fully_shard(model, mesh=mesh, mp_policy=BF16)
@@ -46,7 +46,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Llama(LightningModule):
-    """A module as its users write it for FSDP2."""
+    """Lightning module as written for FSDP2."""
 
     def __init__(self, meta: bool = False) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ class Llama(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-class Two(Llama):
-    """Wants two optimizers."""
+class TwoOptimizers(Llama):
+    """Module with two optimizers, which is not supported."""
 
     def configure_optimizers(self) -> Any:
         self.automatic_optimization = False
@@ -81,7 +81,7 @@ class Two(Llama):
 
 
 def strategy(folder: Path, **named: Any) -> PagedStrategy:
-    """Return the strategy with most of the state paged."""
+    """Return a strategy with which most of the state is paged."""
     config = {
         "storage": {"paths": [str(folder / "nvme")]},
         "memory": {"host_bytes": MIB, "page_bytes": "64KiB"},
@@ -90,8 +90,8 @@ def strategy(folder: Path, **named: Any) -> PagedStrategy:
     return PagedStrategy(config, **named)
 
 
-class OneOfRanks(LightningEnvironment):
-    """A process of a group that is there already."""
+class ExistingProcessGroup(LightningEnvironment):
+    """Environment of a rank whose process group exists already."""
 
     def creates_processes_externally(self) -> bool:  # type: ignore[override]
         return True
@@ -108,17 +108,17 @@ class OneOfRanks(LightningEnvironment):
         return dist.get_rank()
 
     def teardown(self) -> None:
-        """Leave it."""
+        """Keep the process group."""
 
 
 def trainer(folder: Path, steps: int = -1, paged: PagedStrategy | None = None, **named: Any) -> Trainer:
-    """Return a trainer of one epoch."""
+    """Return a trainer for one epoch."""
     infinity.mesh("cpu")
     return Trainer(
         strategy=paged or strategy(folder),
         accelerator="cpu",
         devices=dist.get_world_size(),
-        plugins=[OneOfRanks()],
+        plugins=[ExistingProcessGroup()],
         max_epochs=1,
         use_distributed_sampler=False,
         max_steps=steps,
@@ -131,82 +131,80 @@ def trainer(folder: Path, steps: int = -1, paged: PagedStrategy | None = None, *
 
 
 def loader(first: int = 0) -> DataLoader[torch.Tensor]:
-    """Return the batches of this rank from `first` on; Lightning itself would shuffle them, and not go on inside."""
+    """Return the batches of this rank from `first` on, because Lightning would shuffle them."""
     infinity.mesh("cpu")
     return DataLoader(data()[dist.get_rank() :: dist.get_world_size()][2 * first :], batch_size=2)
 
 
 def in_memory(accumulation: int = 1) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Train with plain torch; return losses, those of an evaluation at the end, and weights."""
+    """Train with plain PyTorch; return the losses, the losses of a final evaluation, and the weights."""
     model = shard(make(), infinity.mesh("cpu"))
     batches = data()[dist.get_rank() :: dist.get_world_size()].split(2)
     losses = by_hand.train(model, optimizer_of(model), batches, accumulation)
     with torch.no_grad():
         evaluations = [models.loss_of(model, batch).item() for batch in batches]
-    return losses, evaluations, whole(model)
+    return losses, evaluations, full_weights(model)
 
 
 def compare(folder: str, accumulation: int, meta: bool) -> list[str]:
-    """Return what is not as in memory. Runs on every rank."""
-    place = Path(folder)
+    """Return the deviations from training in memory. Runs on every rank."""
+    root = Path(folder)
     if meta and dist.get_rank() == 0:
-        make().save_pretrained(place / "weights")
+        make().save_pretrained(root / "weights")
     infinity.mesh("cpu")
     dist.barrier()
     losses, evaluations, weights = in_memory(accumulation)
-    module, paged = Llama(meta), strategy(place, weights=place / "weights" if meta else None)
-    run = trainer(place, paged=paged, accumulate_grad_batches=accumulation)
+    module, paged = Llama(meta), strategy(root, weights=root / "weights" if meta else None)
+    run = trainer(root, paged=paged, accumulate_grad_batches=accumulation)
     run.fit(module, loader(), loader())
     run.validate(module, loader(), verbose=False)
     with paged.paged as optimizer:
         wrong = [] if module.losses == losses and len(set(losses)) > 1 else [f"losses: {module.losses} != {losses}"]
         wrong += [] if module.evaluations[-2 * len(evaluations) :] == 2 * evaluations else ["evaluations"]
         wrong += [] if optimizer.records[-1].read_bytes > 0 else ["nothing was paged"]
-        found = whole(module.net)
+        found = full_weights(module.net)
     return wrong + [name for name, value in weights.items() if not torch.equal(found[name], value)]
 
 
 @pytest.mark.parametrize(("accumulation", "meta"), [(1, False), (2, True)])
-def test_bits_are_those_of_memory(accumulation: int, meta: bool, tmp_path: Path) -> None:
-    """Clipping, accumulation, a scheduler, an evaluation; on a real and on the meta device."""
+def test_training_is_bitwise_equal_to_memory(accumulation: int, meta: bool, tmp_path: Path) -> None:
+    """The training uses clipping, accumulation, a scheduler and an evaluation."""
     assert compare(str(tmp_path), accumulation, meta) == []
 
 
-def test_two_ranks(pair: RankPool, tmp_path: Path) -> None:
-    """Each with its batches."""
+def test_training_on_two_ranks_is_bitwise_equal_to_memory(pair: RankPool, tmp_path: Path) -> None:
     assert pair.run(compare, str(tmp_path), 1, False) == [[], []]
 
 
 def halves(folder: str) -> tuple[list[float], list[float]]:
-    """Stop in the middle, and go on from the checkpoint; return losses, and those of memory. Runs on every rank."""
-    place, _ = Path(folder), infinity.mesh("cpu")
+    """Stop in the middle and resume; return the losses and those of training in memory. Runs on every rank."""
+    root, _ = Path(folder), infinity.mesh("cpu")
     half = HALF // dist.get_world_size()
     first, second = Llama(), Llama()
-    saves = ModelCheckpoint(place, filename="half", every_n_train_steps=half)
-    for module, steps, path, begin in ((first, half, None, 0), (second, -1, place / "half.ckpt", half)):
+    saves = ModelCheckpoint(root, filename="half", every_n_train_steps=half)
+    for module, steps, path, begin in ((first, half, None, 0), (second, -1, root / "half.ckpt", half)):
         named = {"enable_checkpointing": True, "callbacks": [saves]} if path is None else {}
-        run = trainer(place, steps, **named)
+        run = trainer(root, steps, **named)
         run.fit(module, loader(begin), ckpt_path=path)
         run.strategy.paged.close()
     return first.losses + second.losses, in_memory()[0]
 
 
-def test_a_checkpoint_is_a_checkpoint(tmp_path: Path) -> None:
-    """The run goes on with the bits of one that was never stopped; nothing was copied."""
+def test_resume_from_a_checkpoint_is_exact(tmp_path: Path) -> None:
+    """The folder contains no copy of the state."""
     losses, expected = halves(str(tmp_path))
     assert losses == expected
     assert sum(file.stat().st_size for file in (tmp_path / "half.ckpt").iterdir()) < 64 << 10
 
 
 @pytest.mark.wide
-def test_a_checkpoint_of_two_ranks(pair: RankPool, tmp_path: Path) -> None:
-    """The same."""
+def test_resume_on_two_ranks_is_exact(pair: RankPool, tmp_path: Path) -> None:
     for losses, expected in pair.run(halves, str(tmp_path)):
         assert losses == expected
 
 
-def test_model_checkpoint(tmp_path: Path) -> None:
-    """The callback saves and removes folders; weights alone are a folder for `from_pretrained`."""
+def test_model_checkpoint_callback(tmp_path: Path) -> None:
+    """The callback saves and removes folders; a weights-only checkpoint can be loaded with `from_pretrained`."""
     saves = ModelCheckpoint(tmp_path / "saves", every_n_train_steps=3, save_top_k=1, monitor=None)
     run = trainer(tmp_path, enable_checkpointing=True, callbacks=[saves])
     module = Llama()
@@ -215,15 +213,15 @@ def test_model_checkpoint(tmp_path: Path) -> None:
         assert [file.name for file in (tmp_path / "saves").iterdir()] == ["epoch=0-step=6.ckpt"]
         run.save_checkpoint(tmp_path / "weights", weights_only=True)
         loaded = type(make()).from_pretrained(tmp_path / "weights")
-        assert all(torch.equal(loaded.get_parameter(name), value) for name, value in whole(module.net).items())
+        assert all(torch.equal(loaded.get_parameter(name), value) for name, value in full_weights(module.net).items())
         with pytest.raises(CheckpointError, match=r"step=6\.ckpt belongs to step 6 .* is at step 8"):
             run.validate(
                 module, loader(), ckpt_path=saves.best_model_path or tmp_path / "saves" / "epoch=0-step=6.ckpt"
             )
 
 
-def test_two_folders_of_one_step(tmp_path: Path) -> None:
-    """`save_last` writes a second folder at once: the run goes on from either."""
+def test_resume_from_either_of_two_folders_of_one_step(tmp_path: Path) -> None:
+    """`save_last` writes a second folder for the same step."""
     saves = ModelCheckpoint(tmp_path / "saves", every_n_train_steps=HALF, save_top_k=-1, save_last=True)
     first = Llama()
     run = trainer(tmp_path, HALF, enable_checkpointing=True, callbacks=[saves])
@@ -232,15 +230,15 @@ def test_two_folders_of_one_step(tmp_path: Path) -> None:
     names = sorted(path.name for path in (tmp_path / "saves").iterdir())
     assert names == ["epoch=0-step=4.ckpt", "last.ckpt"]
     expected, _, _ = in_memory()
-    for name in names:  # no checkpoint is made meanwhile
+    for name in names:  # no checkpoint is saved in these runs
         module, run = Llama(), trainer(tmp_path)
         run.fit(module, loader(HALF), ckpt_path=tmp_path / "saves" / name)
         run.strategy.paged.close()
         assert first.losses + module.losses == expected
 
 
-def test_weights_that_are_saved_again(tmp_path: Path) -> None:
-    """`last.ckpt` is replaced at every save, as Lightning does it."""
+def test_weights_only_checkpoint_is_replaced(tmp_path: Path) -> None:
+    """Lightning replaces `last.ckpt` at every save."""
     saves = ModelCheckpoint(
         tmp_path / "saves", every_n_train_steps=3, save_top_k=0, save_last=True, save_weights_only=True
     )
@@ -250,13 +248,11 @@ def test_weights_that_are_saved_again(tmp_path: Path) -> None:
     with run.strategy.paged:
         assert [path.name for path in (tmp_path / "saves").iterdir()] == ["last.ckpt"]
         loaded = type(make()).from_pretrained(tmp_path / "saves" / "last.ckpt")
-        assert all(torch.equal(loaded.get_parameter(name), value) for name, value in whole(module.net).items())
+        assert all(torch.equal(loaded.get_parameter(name), value) for name, value in full_weights(module.net).items())
 
 
-def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
-    """With the reason."""
-
-    class Bare(LightningModule):
+def test_unsupported_configurations_are_rejected(tmp_path: Path) -> None:
+    class WithoutConfigureModel(LightningModule):
         def training_step(self, batch: torch.Tensor, index: int) -> None:
             pass
 
@@ -264,9 +260,9 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
             pass
 
     with pytest.raises(UnsupportedError, match=r"has no configure_model\(\)"):
-        trainer(tmp_path).fit(Bare(), loader())
+        trainer(tmp_path).fit(WithoutConfigureModel(), loader())
     with pytest.raises(UnsupportedError, match="returned 2 optimizers"):
-        trainer(tmp_path, gradient_clip_val=None).fit(Two(), loader())
+        trainer(tmp_path, gradient_clip_val=None).fit(TwoOptimizers(), loader())
     with pytest.raises(UnsupportedError, match=r"precision='bf16-true'.*mp_policy"):
         trainer(tmp_path, precision="bf16-true").fit(Llama(), loader())
     with pytest.raises(UnsupportedError, match="tensor_parallel_size"):

@@ -1,4 +1,4 @@
-"""Fine-tuning with peft: the base comes from its checkpoint and is never written again, the adapter goes out."""
+"""Tests of LoRA with peft: the base is read from its checkpoint and never written; adapters are saved and exported."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from infinity_tools.presets import find_model
 from support import adapted, models
 from support.command import run_here
 from support.ranks import RankPool
-from support.traffic import STEADY, WARM, as_planned, quiet
+from support.traffic import STEADY, WARM, matches_plan, wait_until_idle
 from support.train import PAGE, Outcome, Paging, Recipe, batch, host_bytes, settings, train
 
 RANK = 4
 FROZEN_BYTES = 2 * 2
-"""Of a frozen bf16 parameter, read in forward and in backward."""
+"""Bytes read per frozen bf16 parameter per step: 2 in forward and 2 in backward."""
 
 
 def base(layers: int = 4) -> Any:
-    """Return a base in bf16, its buffers as they are, as `from_pretrained` does."""
+    """Return a base in bf16 with its original buffers, as `from_pretrained` does."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -47,7 +47,7 @@ def base(layers: int = 4) -> Any:
 
 
 def with_adapter(make: Any) -> Any:
-    """Return a base with LoRA beside every matrix of its layers."""
+    """Return a base with LoRA adapters for every matrix of its layers."""
     import peft
 
     config = peft.LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -55,7 +55,7 @@ def with_adapter(make: Any) -> Any:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of what is trained."""
+    """Return an optimizer of the trainable parameters."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, fused=True)
 
 
@@ -68,12 +68,12 @@ def sharded(*, meta: bool = False, layers: int = 4) -> Any:
 
 
 def config(folder: Path, host: int | str = "2MiB", **run: Any) -> dict[str, Any]:
-    """Return settings with their folders under `folder`."""
+    """Return settings with all folders under `folder`."""
     return settings(folder, Paging(), host, run=run)  # type: ignore[arg-type]
 
 
 class Transfers:
-    """Counts transfers of pages of a store."""
+    """Counts of the page transfers of a store."""
 
     def __init__(self, store: Any) -> None:
         self.read: Counter[int] = Counter()
@@ -90,12 +90,12 @@ class Transfers:
         return counted
 
     def bytes_of(self, counter: Counter[int], pages: list[Page]) -> int:
-        """Bytes of the transfers of some pages."""
+        """Return the bytes transferred for the given pages."""
         return sum(counter[page.index] * page.nbytes for page in pages)
 
 
-def test_the_base_is_read_twice_per_step_and_never_written(tmp_path: Path) -> None:
-    """Four bytes for each of its parameters, with nothing cached; by the run's counters as planned; checkpoints too."""
+def test_base_is_read_twice_per_step_and_never_written(tmp_path: Path) -> None:
+    """With nothing cached, a step reads 4 bytes per base parameter, as planned, also with checkpoints."""
     model = sharded(layers=12)
     given = adamw(model)
     with infinity.offload(
@@ -103,13 +103,13 @@ def test_the_base_is_read_twice_per_step_and_never_written(tmp_path: Path) -> No
     ) as o:
         recipe = Recipe(steps=WARM)
         train(recipe, model, o, Outcome())
-        quiet(o)
+        wait_until_idle(o)
         seen, before = Transfers(o.run.store), o.run.ledger.total_bytes
         for part in range(2):
             steps = Recipe(steps=WARM + (part + 1) * STEADY // 2)
             train(steps, model, o, Outcome(), first=WARM + part * STEADY // 2)
             o.save_checkpoint()
-        quiet(o)
+        wait_until_idle(o)
         layout = o.run.layout
         fixed = [page for page in layout.pages if page.fixed]
         counted = {op: value - before[op] for op, value in o.run.ledger.total_bytes.items()}
@@ -119,22 +119,21 @@ def test_the_base_is_read_twice_per_step_and_never_written(tmp_path: Path) -> No
         once = sum(shard.spec.numel for shard in frozen if shard.fsdp_module == 0)
         expected = FROZEN_BYTES * twice + FROZEN_BYTES // 2 * once
         found = seen.bytes_of(seen.read, fixed) / STEADY
-        assert 0.9 * expected <= found <= 1.01 * expected, "what is about to be used again when forward turns is kept"
+        assert 0.9 * expected <= found <= 1.01 * expected, "pages used last in forward and first in backward are kept"
         assert all(seen.read[page.index] <= 2 * STEADY for page in fixed)
         assert sum(seen.read[page.index] == 2 * STEADY for page in fixed) > 0.8 * len(fixed)
         assert seen.bytes_of(seen.written, fixed) == 0
         assert counted["write"] == seen.bytes_of(seen.written, list(layout.pages)) > 0
-        assert as_planned(counted["read"], STEADY * o.run.plan.traffic.read_bytes)
-        # Checkpoints write what of the adapters is still in the host cache, a second time if the next step changes it
-        # at once.
+        assert matches_plan(counted["read"], STEADY * o.run.plan.traffic.read_bytes)
+        # Checkpoints flush the adapter pages in the host cache, which are written again if the next step changes them.
         assert counted["write"] <= 1.01 * STEADY * o.run.plan.traffic.written_bytes + 2 * layout.state_bytes
         assert {layout.segments[page.segment].format.param for page in fixed} == {"bfloat16"}
-        assert all(page.role is Role.PARAM for page in fixed), "what is in bf16 has no master"
+        assert all(page.role is Role.PARAM for page in fixed), "bf16 weights have no master weights"
 
 
 @pytest.mark.parametrize("retained", [1, 3])
-def test_the_base_takes_its_space_once(retained: int, tmp_path: Path) -> None:
-    """Each further checkpoint takes what the adapters do."""
+def test_base_uses_its_space_once(retained: int, tmp_path: Path) -> None:
+    """Each additional checkpoint needs space for the adapters only."""
     model = sharded()
     with infinity.offload(model, adamw(model), config(tmp_path, retained_checkpoints=retained)) as optimizer:
         layout, store = optimizer.run.layout, optimizer.run.store
@@ -151,17 +150,16 @@ def test_the_base_takes_its_space_once(retained: int, tmp_path: Path) -> None:
             optimizer.save_checkpoint()
         ended = sum(file.stat().st_size for file in files)
         assert store.versions(pages) == at_start
-        assert fixed + (1 + retained) * others <= ended <= space  # what gradients took may have been given back
-        assert space <= fixed + (2 + retained) * others  # with slots for writes in flight, and gradients
+        assert fixed + (1 + retained) * others <= ended <= space  # the space of gradients may be freed
+        assert space <= fixed + (2 + retained) * others  # includes slots for writes in flight and for gradients
 
 
-def full(space: FileSpace, slots: Any) -> None:
-    """Refuse space, as a full drive does."""
-    raise BudgetError("there is no room")
+def no_space(space: FileSpace, slots: Any) -> None:
+    """Raise the error of a full drive."""
+    raise BudgetError("the drive is full")
 
 
-def test_an_adapter_is_merged_as_in_memory(tmp_path: Path) -> None:
-    """`merge_adapter` edits the base."""
+def test_merge_adapter_matches_memory(tmp_path: Path) -> None:
     torch.manual_seed(0)
     memory, model = sharded(), sharded()
     given = adamw(memory)
@@ -174,8 +172,8 @@ def test_an_adapter_is_merged_as_in_memory(tmp_path: Path) -> None:
         assert torch.equal(logits(model), logits(memory))
 
 
-def test_a_frozen_weight_that_is_edited(tmp_path: Path) -> None:
-    """There is room for it then; the checkpoint before has the old value, the one behind it the new one."""
+def test_edited_frozen_weight_is_saved(tmp_path: Path) -> None:
+    """Space is allocated on the first edit; earlier checkpoints contain the old value, later ones the new value."""
     model = sharded()
     name = "base_model.model.model.layers.1.mlp.up_proj.base_layer.weight"
     with infinity.offload(model, adamw(model), config(tmp_path, retained_checkpoints=2)) as optimizer:
@@ -183,7 +181,7 @@ def test_a_frozen_weight_that_is_edited(tmp_path: Path) -> None:
         optimizer.save_checkpoint()
         param = model.get_parameter(name)
         old = param.full_tensor().clone()
-        for number in range(4):  # more often than there are slots
+        for number in range(4):  # more edits than slots
             with torch.no_grad():
                 param.mul_(2)
             assert torch.equal(param.full_tensor(), old * 2 ** (number + 1))
@@ -192,10 +190,10 @@ def test_a_frozen_weight_that_is_edited(tmp_path: Path) -> None:
         folder, losses = optimizer.run.folder, Outcome()
         train(Recipe(steps=3), model, optimizer, losses, first=2)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(FileSpace, "allocate", full)
+            patched.setattr(FileSpace, "allocate", no_space)
             other = model.get_parameter(name.replace("layers.1", "layers.2"))
             before = other.full_tensor().clone()
-            with pytest.raises(BudgetError, match="no room"), torch.no_grad():
+            with pytest.raises(BudgetError, match="the drive is full"), torch.no_grad():
                 other.mul_(2)
             assert torch.equal(other.full_tensor(), before)
     for step, value in ((1, old), (2, old * 16)):
@@ -209,14 +207,14 @@ def test_a_frozen_weight_that_is_edited(tmp_path: Path) -> None:
 
 
 def logits(model: Any) -> torch.Tensor:
-    """Return what a model says in evaluation, on this rank's tokens."""
+    """Return the model's logits in evaluation mode for this rank's tokens."""
     model.eval()
     with torch.no_grad():
         return model(input_ids=batch(model, 999)).logits
 
 
-def life(folder: Path) -> None:
-    """Begin with the base's checkpoint, train, save, resume, train, export; compare with memory at every point."""
+def train_resume_and_export(folder: Path) -> None:
+    """Start from the base checkpoint, train, save, resume, train and export; compare with memory after each stage."""
     import peft
 
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -261,22 +259,21 @@ def life(folder: Path) -> None:
 
 
 def loaded(folder: Path, adapter: str, **options: Any) -> Any:
-    """Return the base of a folder with an adapter, sharded, in memory."""
+    """Return a sharded model in memory: the base in a folder with an adapter."""
     import peft
     from transformers import AutoModelForCausalLM
 
-    whole = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)
-    return models.shard(peft.PeftModel.from_pretrained(whole, folder / adapter, **options))
+    base_model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)
+    return models.shard(peft.PeftModel.from_pretrained(base_model, folder / adapter, **options))
 
 
-def test_from_a_checkpoint_to_an_adapter(tmp_path: Path) -> None:
-    """One rank."""
-    life(tmp_path)
+def test_lora_from_base_checkpoint_to_exported_adapter(tmp_path: Path) -> None:
+    train_resume_and_export(tmp_path)
 
 
-def test_from_a_checkpoint_to_an_adapter_on_two_ranks(tmp_path: Path, pair: RankPool) -> None:
-    """Two ranks: all save together, one writes."""
-    pair.run(life, tmp_path)
+def test_lora_from_base_checkpoint_to_exported_adapter_on_two_ranks(tmp_path: Path, pair: RankPool) -> None:
+    """Both ranks take part in saving, and one writes."""
+    pair.run(train_resume_and_export, tmp_path)
 
 
 KINDS = (
@@ -286,8 +283,8 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_saved_is_what_peft_loads(kind: str, tmp_path: Path) -> None:
-    """Of a live model and of a checkpoint: the files are equal, and give the logits of the model that was trained."""
+def test_peft_loads_saved_and_exported_adapters(kind: str, tmp_path: Path) -> None:
+    """Files saved from the model and exported from a checkpoint are equal, and give the logits of the trained model."""
     import peft
 
     torch.manual_seed(0)
@@ -315,8 +312,8 @@ def test_what_is_saved_is_what_peft_loads(kind: str, tmp_path: Path) -> None:
     assert torch.equal(logits(again), expected)
 
 
-def test_the_plan_of_an_adapter_is_what_is_measured(tmp_path: Path) -> None:
-    """`infinity plan --lora`, which has seen no model, and a run with peft's: bytes and space within 1 %."""
+def test_lora_plan_matches_measured_traffic(tmp_path: Path) -> None:
+    """`infinity plan --lora`, which does not build the model, predicts bytes and space within 1%."""
     source_file = tmp_path / "config.json"
     torch.manual_seed(0)
     made = base(layers=6)
@@ -327,10 +324,10 @@ def test_the_plan_of_an_adapter_is_what_is_measured(tmp_path: Path) -> None:
     chosen = infinity.Config().with_values(**{**dotted, "storage.paths": [str(tmp_path)], "run.keep": "never"})
     with infinity.offload(model, adamw(model), chosen) as optimizer:
         train(Recipe(steps=WARM), model, optimizer, Outcome())
-        quiet(optimizer)
+        wait_until_idle(optimizer)
         before = optimizer.run.ledger.total_bytes
         train(Recipe(steps=WARM + STEADY), model, optimizer, Outcome(), first=WARM)
-        quiet(optimizer)
+        wait_until_idle(optimizer)
         measured = {op: value - before[op] for op, value in optimizer.run.ledger.total_bytes.items()}
         space = optimizer.run.stats.snapshot().value("tier_capacity_bytes", tier="nvme")
         machine = Machine(
@@ -349,31 +346,31 @@ def test_the_plan_of_an_adapter_is_what_is_measured(tmp_path: Path) -> None:
         computed="bfloat16",
     )
     found = estimate(with_lora(shape_of(source), RANK, "bfloat16"), work, machine, chosen)
-    assert as_planned(measured["read"], STEADY * found.traffic.read_bytes)
-    assert as_planned(measured["write"], STEADY * found.traffic.written_bytes)
+    assert matches_plan(measured["read"], STEADY * found.traffic.read_bytes)
+    assert matches_plan(measured["write"], STEADY * found.traffic.written_bytes)
     assert found.drive_bytes == pytest.approx(space, rel=0.01)
 
 
-def refused(folder: Path, model: nn.Module, what: str) -> None:
-    """Check that a model is refused with some words, and that nothing was written."""
-    with pytest.raises(UnsupportedError, match=what):
+def check_unsupported(folder: Path, model: nn.Module, message: str) -> None:
+    """Check that a model is not supported and that nothing is written."""
+    with pytest.raises(UnsupportedError, match=message):
         infinity.offload(model, adamw(model), config(folder))
     assert not any((folder / "nvme0").iterdir())
 
 
-def test_parameters_made_of_several_tensors_are_refused(tmp_path: Path) -> None:
-    """As quantized weights are, of whatever package: here of torch's own."""
+def test_tensor_subclass_parameters_are_unsupported(tmp_path: Path) -> None:
+    """Quantized weights of any package are such parameters; this test uses a class of PyTorch."""
     made = base()
     weight = made.model.layers[0].mlp.up_proj.weight.detach()
     made.model.layers[0].mlp.up_proj.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
     made.requires_grad_(False)
     made.lm_head.requires_grad_(True)
-    refused(tmp_path, models.shard(made), "layers.0.mlp.up_proj.weight is of type TwoTensor")
+    check_unsupported(tmp_path, models.shard(made), "layers.0.mlp.up_proj.weight is of type TwoTensor")
 
 
 @pytest.mark.wide
-def test_quantized_weights_of_torchao_are_refused(tmp_path: Path) -> None:
-    """NF4, with which `fully_shard` fails in memory too, on one rank; it does not take those of int8 at all."""
+def test_torchao_quantized_weights_are_unsupported(tmp_path: Path) -> None:
+    """`fully_shard` fails in memory as well: in forward with NF4, immediately with int8."""
     from torchao.quantization import Int8WeightOnlyConfig, NF4Tensor, quantize_
 
     made = base()
@@ -390,22 +387,24 @@ def test_quantized_weights_of_torchao_are_refused(tmp_path: Path) -> None:
     model = models.shard(with_adapter(in_nf4))
     with pytest.raises(ValueError, match="not enough values to unpack"):
         models.loss_of(model, batch(model, 0))
-    refused(tmp_path, models.shard(with_adapter(in_nf4)), "q_proj.base_layer.weight is of type NF4Tensor.*quantize_")
+    check_unsupported(
+        tmp_path, models.shard(with_adapter(in_nf4)), "q_proj.base_layer.weight is of type NF4Tensor.*quantize_"
+    )
 
 
-def test_modules_of_bitsandbytes_are_refused(tmp_path: Path) -> None:
-    """Their scales lie beside the parameter."""
+def test_bitsandbytes_modules_are_unsupported(tmp_path: Path) -> None:
+    """Their scales are not part of the parameter."""
     made = base()
     layer = made.model.layers[1].mlp
     cls = type("Linear4bit", (nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})
     layer.up_proj.__class__ = cls
     made.requires_grad_(False)
     made.lm_head.requires_grad_(True)
-    refused(tmp_path, models.shard(made), r"layers.1.mlp.up_proj .*bitsandbytes \(Linear4bit\)")
+    check_unsupported(tmp_path, models.shard(made), r"layers.1.mlp.up_proj .*bitsandbytes \(Linear4bit\)")
 
 
-def test_another_base_is_refused(tmp_path: Path) -> None:
-    """All that differs is listed, by its names in the base."""
+def test_weights_of_a_different_base_are_rejected(tmp_path: Path) -> None:
+    """The error lists all differences by their names in the base."""
     base(layers=5).save_pretrained(tmp_path / "base")
     model = sharded(meta=True)
     with pytest.raises(ConfigError) as caught:
@@ -418,29 +417,29 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"),
+    ("kind", "message"),
     [
         (("LoraConfig", {"use_dora": True, "target_modules": ["q_proj"]}), r"lora_magnitude_vector.*init=function"),
         (("IA3Config", {"task_type": "CAUSAL_LM"}), r"ia3_l.*init=function"),
         (("PromptTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}), "prompt_tokens"),
     ],
 )
-def test_adapters_that_begin_otherwise_are_refused_on_the_meta_device(
-    kind: tuple[str, dict[str, Any]], what: str, tmp_path: Path
+def test_adapters_without_initial_values_on_meta_are_unsupported(
+    kind: tuple[str, dict[str, Any]], message: str, tmp_path: Path
 ) -> None:
-    """What peft computes from the base, or only its constructors set, leaves no values there."""
+    """peft computes their values from the base or in constructors, so there are none on the meta device."""
     import peft
 
     base().save_pretrained(tmp_path / "base")
     with torch.device("meta"):
         model = peft.get_peft_model(base(), getattr(peft, kind[0])(**kind[1]))
     models.shard(model)
-    with pytest.raises(UnsupportedError, match=what):
+    with pytest.raises(UnsupportedError, match=message):
         infinity.offload(model, adamw(model), config(tmp_path), weights=tmp_path / "base")
 
 
-def test_what_an_encoder_computes_is_saved_of_the_live_model(tmp_path: Path) -> None:
-    """An export says so."""
+def test_prompt_encoder_can_be_saved_from_the_model_only(tmp_path: Path) -> None:
+    """The error of an export recommends `model.save_pretrained`."""
     model: Any = models.shard(adapted.ADAPTED["prompt-encoder"]())
     with infinity.offload(model, adamw(model), config(tmp_path)) as optimizer:
         train(Recipe(steps=1), model, optimizer, Outcome())
@@ -452,8 +451,8 @@ def test_what_an_encoder_computes_is_saved_of_the_live_model(tmp_path: Path) -> 
         export_safetensors(CheckpointReader(run), tmp_path / "exported", file_bytes=1 << 30)
 
 
-def test_the_command_exports_an_adapter(tmp_path: Path) -> None:
-    """Without a config.json of the base, and as large as it says."""
+def test_export_command_writes_an_adapter(tmp_path: Path) -> None:
+    """No config.json of the base is needed, and the reported size is correct."""
     model = sharded()
     with infinity.offload(model, adamw(model), config(tmp_path)) as optimizer:
         optimizer.save_checkpoint()
@@ -467,8 +466,8 @@ def test_the_command_exports_an_adapter(tmp_path: Path) -> None:
     assert "config.json" not in run_here("export", tmp_path / "nvme0", "--out", tmp_path / "again").errors
 
 
-def test_a_base_in_fp32_takes_its_master_along(tmp_path: Path) -> None:
-    """2 bytes that steps read, and 4 that none does: it comes back as it was loaded."""
+def test_fp32_base_stores_master_weights(tmp_path: Path) -> None:
+    """Steps read 2 bytes per parameter; the 4 bytes of the master weight are only stored."""
     model: Any = models.shard(adapted.lora())
     with infinity.offload(model, adamw(model), config(tmp_path)) as optimizer:
         layout = optimizer.run.layout
@@ -481,8 +480,8 @@ def test_a_base_in_fp32_takes_its_master_along(tmp_path: Path) -> None:
         )
 
 
-def test_a_checkpoint_is_not_laid_out_for_direct_io(tmp_path: Path) -> None:
-    """Tensors of safetensors begin at multiples of 8 bytes, hardly ever at those of a drive's blocks."""
+def test_safetensors_offsets_are_not_aligned_for_direct_io(tmp_path: Path) -> None:
+    """Tensors start at multiples of 8 bytes, which are rarely aligned to blocks of a drive."""
     base().save_pretrained(tmp_path)
     data = (tmp_path / "model.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")

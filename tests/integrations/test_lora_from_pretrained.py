@@ -1,4 +1,4 @@
-"""Adapters given to `from_pretrained` and `from_config`: the bits of `get_peft_model` and `fully_shard` by hand."""
+"""Tests of the argument `adapters`: results equal those of calling `get_peft_model` and `fully_shard`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 def config(**values: Any) -> Any:
-    """Return a configuration of LoRA beside every matrix of the layers."""
+    """Return a configuration of LoRA for every matrix of the layers."""
     import peft
 
     return peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **values})
 
 
 def trained(model: Any, folder: Path, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train a model on pages; return its losses and the adapters."""
+    """Train a model with paging; return its losses and adapters."""
     given = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, fused=True)
     folder.mkdir(exist_ok=True)
     run = settings(folder, Paging(), "2MiB")  # type: ignore[arg-type]
@@ -39,7 +39,7 @@ def trained(model: Any, folder: Path, **options: Any) -> tuple[list[float], dict
 
 
 def by_hand(folder: Path, asked: Any) -> Any:
-    """Return what docs/how-to/lora.md shows."""
+    """Build the model as shown in docs/how-to/lora.md."""
     import peft
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -50,7 +50,7 @@ def by_hand(folder: Path, asked: Any) -> Any:
 
 
 def compare(folder: Path, **values: Any) -> None:
-    """Train both ways."""
+    """Compare the training of both ways of adding adapters."""
     mesh = infinity.mesh("cpu")
     base = folder / "base"
     expected = trained(by_hand(base, config(**values)), folder / "a", weights=base)
@@ -70,25 +70,24 @@ def save_base(folder: Path, **values: Any) -> None:
     adapted.llama(**values).to(torch.bfloat16).save_pretrained(folder / "base")  # type: ignore[operator]
 
 
-KINDS = {"all": {}, "saved head": {"modules_to_save": ["lm_head"]}, "rank-stabilised": {"use_rslora": True}}
+KINDS = {"all": {}, "saved head": {"modules_to_save": ["lm_head"]}, "rank-stabilized": {"use_rslora": True}}
 
 
-@pytest.mark.parametrize("kind", all_but(KINDS, "rank-stabilised"))
-def test_bits_are_those_of_adapters_added_by_hand(kind: str, tmp_path: Path) -> None:
-    """Of losses and of all that is trained; the base's weights are read without being named again."""
+@pytest.mark.parametrize("kind", all_but(KINDS, "rank-stabilized"))
+def test_adapters_argument_equals_get_peft_model(kind: str, tmp_path: Path) -> None:
+    """The weights of the base are read without another `weights=`."""
     save_base(tmp_path)
     compare(tmp_path, **KINDS[kind])
 
 
 @pytest.mark.wide
-def test_two_ranks(tmp_path: Path, pair: RankPool) -> None:
-    """Each reads its own slices."""
+def test_adapters_argument_on_two_ranks(tmp_path: Path, pair: RankPool) -> None:
     save_base(tmp_path)
     pair.run(compare, tmp_path)
 
 
-def test_from_a_configuration_with_checkpointing_and_slices(tmp_path: Path) -> None:
-    """Without weights the base begins as its code sets it; checkpointing and slices work through peft's modules."""
+def test_from_config_with_activation_checkpointing_and_slices(tmp_path: Path) -> None:
+    """Activation checkpointing and slices work through peft's modules."""
     base = adapted.llama().config
     mesh = infinity.mesh("cpu")
     architecture = {"auto_class": "AutoModelForCausalLM", "mesh": mesh, "mp_policy": MixedPrecisionPolicy()}
@@ -104,8 +103,8 @@ def test_from_a_configuration_with_checkpointing_and_slices(tmp_path: Path) -> N
     assert trained(sliced, tmp_path / "c")[0] == losses
 
 
-def test_what_is_no_configuration_or_does_not_fit_is_refused(tmp_path: Path) -> None:
-    """With what would do."""
+def test_invalid_adapter_configurations_are_rejected(tmp_path: Path) -> None:
+    """The error lists valid values."""
     base, mesh = adapted.llama().config, infinity.mesh("cpu")
     with pytest.raises(ConfigError, match=r"adapters=16 .*peft.* of type int; .*peft\.LoraConfig"):
         infinity.from_config(base, adapters=16, auto_class="AutoModelForCausalLM", mesh=mesh)
@@ -114,8 +113,8 @@ def test_what_is_no_configuration_or_does_not_fit_is_refused(tmp_path: Path) -> 
         infinity.from_config(base, adapters=asked, auto_class="AutoModelForCausalLM", mesh=mesh)
 
 
-def test_adapters_that_come_too_late_are_told_the_way(tmp_path: Path) -> None:
-    """In a text that is no longer for a larger model."""
+def test_error_for_late_adapters_recommends_the_adapters_argument(tmp_path: Path) -> None:
+    """The length of the message does not depend on the model size."""
     import peft
 
     base, mesh = adapted.llama().config, infinity.mesh("cpu")
@@ -130,11 +129,11 @@ def test_adapters_that_come_too_late_are_told_the_way(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("**/*.pages"))
 
 
-def test_other_parameters_outside_of_all_fsdp_modules_are_named_by_a_few(tmp_path: Path) -> None:
-    """And how many more there are."""
-    whole = adapted.llama()
+def test_error_lists_a_few_parameters_outside_fsdp_modules(tmp_path: Path) -> None:
+    """The error also reports how many more there are."""
+    inner = adapted.llama()
     outer = torch.nn.ModuleDict(
-        {"model": models.shard(whole), "other": torch.nn.Sequential(*[torch.nn.Linear(2, 2)] * 1)}
+        {"model": models.shard(inner), "other": torch.nn.Sequential(*[torch.nn.Linear(2, 2)] * 1)}
     )
     outer["more"] = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(4))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Models that are frozen in part, with adapters of peft and without, have the bits of memory."""
+"""Tests of partially frozen models, with and without peft adapters: results are bitwise equal to training in memory."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ SETTINGS = {name: {} for name in ADAPTED} | {
     "lora-dropout": {"checkpointing": True},
 }
 WIDE = (
-    "lora-rank-stabilised", "lora-transposed", "lora-embeddings", "lora-tokens", "lora-reentrant", "loha", "oft",
+    "lora-rank-stabilized", "lora-transposed", "lora-embeddings", "lora-tokens", "lora-reentrant", "loha", "oft",
     "prefix", "prompt-encoder", "head", "upper-layers", "tied-frozen", "norms", "lower-layers", "single-matrix",
     "tied-trained", "qlora-int8", "qlora-nf4",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", all_but(ADAPTED, *WIDE))
-def test_one_rank(name: str, tmp_path: Path) -> None:
-    """Losses, norms, parameters and moments; of what is frozen, the values that it had."""
+def test_adapters_are_bitwise_equal_to_memory(name: str, tmp_path: Path) -> None:
+    """Losses, norms, parameters and moments are compared; frozen parameters keep their values."""
     assert compare(Recipe(model=name, steps=STEPS, **SETTINGS[name]), Paging(host_cache="least"), str(tmp_path)) == []
 
 
@@ -46,12 +46,12 @@ def test_one_rank(name: str, tmp_path: Path) -> None:
         },
     ),
 )
-def test_other_ways_to_page(recipe: Recipe, paging: Paging, tmp_path: Path) -> None:
-    """Wherever updates run, in host caches of other sizes, with a split master."""
+def test_adapters_with_other_paging_are_bitwise_equal_to_memory(recipe: Recipe, paging: Paging, tmp_path: Path) -> None:
+    """The update schedule, the host cache size and the state format vary."""
     assert compare(recipe, paging, str(tmp_path)) == []
 
 
-ON_TWO = (
+ON_TWO_RANKS = (
     "lora", "lora-all", "lora-bf16-base", "lora-saved-head", "lora-tied", "dora", "ia3", "prompt", "qlora-int8",
     "qlora-nf4", "biases", "upper-layers", "tied-frozen",
 )  # fmt: skip
@@ -60,7 +60,7 @@ ON_TWO = (
 @pytest.mark.parametrize(
     "name",
     all_but(
-        ON_TWO,
+        ON_TWO_RANKS,
         "lora-all",
         "lora-saved-head",
         "lora-tied",
@@ -72,7 +72,7 @@ ON_TWO = (
         "tied-frozen",
     ),
 )
-def test_two_ranks(name: str, tmp_path: Path, pair: RankPool) -> None:
-    """Rows of small adapters are uneven, and some ranks have none of them."""
+def test_adapters_on_two_ranks_are_bitwise_equal_to_memory(name: str, tmp_path: Path, pair: RankPool) -> None:
+    """Rows of small adapters are divided unevenly, and some ranks have none of them."""
     recipe = Recipe(model=name, steps=STEPS, clip=0.5 if name == "dora" else None)
     assert pair.run(compare, recipe, Paging(host_cache="least"), str(tmp_path)) == [[], []]

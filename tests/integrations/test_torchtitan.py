@@ -1,4 +1,4 @@
-"""torchtitan's own Trainer, started as its command line does, with its state on NVMe: the bits are those in memory."""
+"""Tests of torchtitan's Trainer with its state on NVMe: results are bitwise equal to training in memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch
 
 pytestmark = [
     pytest.mark.wide,
-    pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed: make test-wide brings it"),
+    pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed; run make test-wide"),
 ]
 
 
-def train(folder: Path, config: str, result: str, *words: str, first: str = "", ranks: int = 1) -> list[Any]:
-    """Run the program of `support.titan`; return what each rank keeps."""
+def train(folder: Path, config: str, result: str, *arguments: str, first: str = "", ranks: int = 1) -> list[Any]:
+    """Run `support.titan` under torchrun; return the result of each rank."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", *launch, "-m", "support.titan", config, first, result, *words],
+        [sys.executable, "-W", "ignore", *launch, "-m", "support.titan", config, first, result, *arguments],
         env=os.environ | {"TITAN": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(filter(None, sys.path))},
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
@@ -31,8 +31,8 @@ def train(folder: Path, config: str, result: str, *words: str, first: str = "", 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_losses_norms_and_weights_are_those_in_memory(ranks: int, tmp_path: Path) -> None:
-    """Clipped, accumulated, with its schedule, gone on from the last checkpoint and from one that is named."""
+def test_training_is_bitwise_equal_to_memory(ranks: int, tmp_path: Path) -> None:
+    """The run uses clipping, accumulation and a schedule, and resumes from the last checkpoint and from a given one."""
     (tmp_path / "nvme").mkdir()
     one = train(tmp_path, "paged", "one", "--training.steps", "4", ranks=ranks)
     two = train(tmp_path, "paged", "two", ranks=ranks)
@@ -44,13 +44,13 @@ def test_losses_norms_and_weights_are_those_in_memory(ranks: int, tmp_path: Path
         assert [step for step, *_ in steps] == [1, 2, 3, 4, 5, 6]
         assert one[rank]["steps"] + two[rank]["steps"] == steps
         assert again[rank]["steps"] == steps[4:5]
-        for key, value in memory[rank]["behind"].items():
-            assert value.equal(two[rank]["behind"][key]), key
+        for key, value in memory[rank]["after"].items():
+            assert value.equal(two[rank]["after"][key]), key
             assert not value.equal(one[rank]["before"][key]), key
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "message"),
     [
         (["--training.enable-cpu-offload"], "training.enable_cpu_offload"),
         (["--checkpoint.load_step", "7"], "step-7"),
@@ -59,9 +59,9 @@ def test_losses_norms_and_weights_are_those_in_memory(ranks: int, tmp_path: Path
     ],
     ids=["offload", "missing", "states", "path"],
 )
-def test_what_cannot_work_is_refused(words: list[str], says: str, tmp_path: Path) -> None:
-    """With the reason, before anything is trained."""
+def test_unsupported_arguments_are_rejected(arguments: list[str], message: str, tmp_path: Path) -> None:
+    """The error is raised before training."""
     (tmp_path / "nvme").mkdir()
-    (said,) = train(tmp_path, "paged", "said", *words)
-    assert says in said["refused"]
+    (result,) = train(tmp_path, "paged", "result", *arguments)
+    assert message in result["error"]
     assert list((tmp_path / "nvme").iterdir()) == []

@@ -1,4 +1,4 @@
-"""transformers' Trainer with its state on NVMe gives the bits of the same loop in memory."""
+"""Tests of transformers' Trainer with its state on NVMe: results are bitwise equal to training in memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "autocast": ({"bf16": True}, {"step_context": partial(torch.autocast, "cpu", torch.bfloat16)}, "fp32"),
     "gradient checkpointing": ({"gradient_checkpointing": True}, {}, "fp32"),
 }
-"""By name: TrainingArguments, the same for the loop, the policy of fully_shard."""
+"""Arguments of the Trainer, arguments of the loop, and the mixed precision policy."""
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_loop_written_by_hand(case: str, tmp_path: Path) -> None:
-    """Losses, norms and weights of every step are those of FSDP2 in memory, without any Trainer."""
+def test_trainer_equals_a_training_loop_in_memory(case: str, tmp_path: Path) -> None:
+    """Losses, norms and weights of every step equal those of FSDP2 without a Trainer."""
     given, by, policy = CASES[case]
     expected = by_hand(build(policy=policy), **by)
     trainer = make(tmp_path / "out", build(policy=policy), nvme=tmp_path / "nvme", **given)
@@ -42,8 +42,8 @@ def test_the_loop_written_by_hand(case: str, tmp_path: Path) -> None:
         trainer.optimizer.step()
 
 
-def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
-    """It begins with weights that are streamed from a folder, which change no bit either."""
+def test_model_on_the_meta_device(tmp_path: Path) -> None:
+    """Weights are streamed from a folder, with equal results."""
     build("plain").save_pretrained(tmp_path / "weights")
     attached = {"weights": tmp_path / "weights"}
     trainer = make(tmp_path / "out", build("meta"), nvme=tmp_path / "nvme", attached=attached)
@@ -52,8 +52,8 @@ def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
     trainer.end()
 
 
-def test_from_pretrained(tmp_path: Path) -> None:
-    """A model that is sharded and placed for the Trainer, and knows where its weights are."""
+def test_model_of_from_pretrained(tmp_path: Path) -> None:
+    """The model is sharded, has the device map that the Trainer needs, and knows its weights folder."""
     build("plain").save_pretrained(tmp_path / "weights")
     model = infinity.from_pretrained(tmp_path / "weights", mp_policy=POLICIES["fp32"])
     trainer = make(tmp_path / "out", model, nvme=tmp_path / "nvme")
@@ -64,7 +64,7 @@ def test_from_pretrained(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("clip", [1.0, pytest.param(0.0, marks=WIDE)])
 def test_evaluation_between_steps(clip: float, tmp_path: Path) -> None:
-    """Before training, between two steps and after the last one; steps behind one are like the others."""
+    """Evaluation before, during and after training does not change the steps."""
     expected = by_hand(build(), evaluate_every=2, clip=clip)
     given = {"eval_strategy": "steps", "eval_steps": 2, "max_grad_norm": clip}
     trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", **given)
@@ -78,8 +78,8 @@ def test_evaluation_between_steps(clip: float, tmp_path: Path) -> None:
     trainer.end()
 
 
-def test_the_ordinary_trainer(tmp_path: Path) -> None:
-    """The same Trainer in memory, with a model that nobody has sharded, computes the same bits."""
+def test_trainer_equals_the_unmodified_trainer(tmp_path: Path) -> None:
+    """The other Trainer trains an unsharded model in memory."""
     given = {"gradient_accumulation_steps": 2, "warmup_steps": 2, "lr_scheduler_type": "cosine"}
     ordinary = make(tmp_path / "memory", build("plain"), **given)
     ordinary.train()
@@ -98,8 +98,8 @@ ACCUMULATED = {
 
 @pytest.mark.parametrize("clip", [1.0, pytest.param(0.0, marks=WIDE)])
 @pytest.mark.parametrize("kind", ACCUMULATED)
-def test_accumulation(kind: str, clip: float, tmp_path: Path) -> None:
-    """Layer by layer, or in the Trainer's own loop: the bits of the same in memory."""
+def test_gradient_accumulation_equals_memory(kind: str, clip: float, tmp_path: Path) -> None:
+    """Micro-batches run layer by layer, or in the Trainer's own loop."""
     made, layer_major, by = ACCUMULATED[kind]
     model = made()
     if by:
@@ -114,7 +114,7 @@ def test_accumulation(kind: str, clip: float, tmp_path: Path) -> None:
 
 
 def test_evaluation_between_layer_major_steps(tmp_path: Path) -> None:
-    """Batches of evaluation are not sliced: any number of rows, and their logits are there."""
+    """Evaluation batches are not sliced, so they may have any number of rows."""
     model = build()
     layers = LayerMajor(model)
     sliced = partial(layers.slices, 3)
@@ -122,40 +122,40 @@ def test_evaluation_between_layer_major_steps(tmp_path: Path) -> None:
     given = {"gradient_accumulation_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
     shapes: list[tuple[int, ...]] = []
 
-    def look(found: Any) -> dict[str, float]:
+    def record_shape(found: Any) -> dict[str, float]:
         shapes.append(found.predictions.shape)
         return {}
 
-    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", compute_metrics=look, **given)
+    trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", compute_metrics=record_shape, **given)
     trainer.train()
     outcome_of(trainer).equals(expected)
     assert shapes == [(12, LENGTH, VOCABULARY)] * 3
     trainer.end()
 
 
-def test_gradients_between_micro_batches(tmp_path: Path) -> None:
-    """In the loop, none of the whole model waits in memory for the last micro-batch: all are reduced, and paged."""
+def test_gradients_between_micro_batches_are_paged(tmp_path: Path) -> None:
+    """In the loop, gradients are reduced and paged after every micro-batch."""
     from transformers import TrainerCallback
 
-    looked = []
+    checked = []
 
-    class Look(TrainerCallback):
+    class CheckGradients(TrainerCallback):
         def on_substep_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
             for _, group in torch_private.parameter_groups(model):
                 for param in torch_private.fsdp_params(group):
                     assert param.unsharded_accumulated_grad is None
                     assert isinstance(param.sharded_param.grad.to_local(), PagedGradient)
-                    looked.append(param)
+                    checked.append(param)
 
-    given = {"gradient_accumulation_steps": 2, "attached": {"layer_major": False}, "callbacks": [Look()]}
+    given = {"gradient_accumulation_steps": 2, "attached": {"layer_major": False}, "callbacks": [CheckGradients()]}
     trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", **given)
     trainer.train()
-    assert len(looked) == trainers.STEPS * len(list(trainer.model.parameters()))
+    assert len(checked) == trainers.STEPS * len(list(trainer.model.parameters()))
     trainer.end()
 
 
-def test_a_norm_that_is_not_finite(tmp_path: Path) -> None:
-    """Its step changes nothing; the others do."""
+def test_step_with_a_non_finite_norm_is_skipped(tmp_path: Path) -> None:
+    """Its update changes no weights; other updates do."""
     calls = []
 
     def loss_of(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -171,11 +171,11 @@ def test_a_norm_that_is_not_finite(tmp_path: Path) -> None:
 
 
 def read_per_step(tmp_path: Path, accumulation: int, layer_major: bool | None) -> int:
-    """Return the bytes that a step reads by its plan, where next to nothing stays in memory."""
+    """Return the bytes that a step reads according to its plan, with a small host cache."""
     folder = tmp_path / f"{accumulation}-{layer_major}"
     folder.mkdir()
     given = {"gradient_accumulation_steps": accumulation, "max_grad_norm": 0.0, "max_steps": 4}
-    given["per_device_train_batch_size"] = 2  # 4 of them are not as many rows as a row has tokens
+    given["per_device_train_batch_size"] = 2  # 4 batches must not have as many rows as a row has tokens
     small = {"memory": {"host_bytes": "2MiB", "page_bytes": "64KiB"}}
     attached = {"layer_major": layer_major}
     trainer = make(folder / "out", build(layers=12), nvme=folder / "nvme", config=small, attached=attached, **given)
@@ -187,9 +187,9 @@ def read_per_step(tmp_path: Path, accumulation: int, layer_major: bool | None) -
     return read
 
 
-def test_what_accumulation_reads(tmp_path: Path) -> None:
-    """Layer-major reads what one batch reads; the loop reads weights and gradients again for every micro-batch."""
+def test_layer_major_accumulation_reads_weights_once(tmp_path: Path) -> None:
+    """The loop reads weights and gradients again for every micro-batch."""
     one, layers, loop = (read_per_step(tmp_path, count, kind) for count, kind in ((1, None), (4, None), (4, False)))
-    print(f"read per step: {one} with one batch, {layers} layer-major, {loop} in a loop")
+    print(f"bytes read per step: {one} with one batch, {layers} layer-major, {loop} in a loop")
     assert layers == one
     assert loop > 2.5 * one

@@ -1,4 +1,4 @@
-"""TrainingArguments, one after the other: the ordinary Trainer in memory computes the same bits."""
+"""Tests of TrainingArguments: for each, results are bitwise equal to the unmodified Trainer in memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from support.tables import all_but
 from support.trainers import build, dataset, make, outcome_of
 
 
-def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """Return a loss of the user's own."""
+def custom_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Compute a user-defined loss."""
     logits = outputs.logits[..., :-1, :].flatten(0, 1).float()
     total = torch.nn.functional.cross_entropy(logits, labels[..., 1:].flatten(), reduction="sum")
     return total / num_items_in_batch
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """A data set without a length."""
+    """Dataset without a length."""
 
     def __iter__(self) -> Any:
         return iter(dataset())
@@ -29,7 +29,7 @@ class Stream(torch.utils.data.IterableDataset):
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 CASES: dict[str, dict[str, Any]] = {
     "label smoothing": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
-    "compute_loss_func": {"compute_loss_func": summed, "gradient_accumulation_steps": 2},
+    "compute_loss_func": {"compute_loss_func": custom_loss, "gradient_accumulation_steps": 2},
     "sgd": {"optim": "sgd", "optim_args": "momentum=0.9"},
     "adagrad": {"optim": "adagrad"},
     "rmsprop": {"optim": "rmsprop"},
@@ -56,15 +56,15 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "every second layer": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}},
     "torch_compile": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
-    "emptied caches": {"torch_empty_cache_steps": 1, "full_determinism": True},
-    "looked into": {"debug": "underflow_overflow"},
+    "empty cache steps": {"torch_empty_cache_steps": 1, "full_determinism": True},
+    "debug": {"debug": "underflow_overflow"},
     "best": {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"},
 }  # fmt: skip
 QUICK = {"label smoothing", "compute_loss_func", "reduce_lr_on_plateau", "a shorter last step", "best"}
 
 
 @pytest.mark.parametrize("case", all_but(CASES, *(CASES.keys() - QUICK)))
-def test_the_ordinary_trainer(case: str, tmp_path: Path) -> None:
+def test_training_argument_equals_the_unmodified_trainer(case: str, tmp_path: Path) -> None:
     """Losses, norms, evaluations and weights are equal."""
     given = dict(CASES[case])
     attached = given.pop("attached", {})
@@ -77,8 +77,8 @@ def test_the_ordinary_trainer(case: str, tmp_path: Path) -> None:
     trainer.end()
 
 
-def test_an_optimizer_that_is_passed(tmp_path: Path) -> None:
-    """With its scheduler, which was made on it before."""
+def test_user_optimizer_and_scheduler(tmp_path: Path) -> None:
+    """The scheduler was created for the optimizer before the offload."""
 
     def given(model: torch.nn.Module) -> dict[str, Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -95,8 +95,8 @@ def test_an_optimizer_that_is_passed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "update_schedule", all_but(("auto", "in_backward", "in_forward", "after_backward"), "in_backward", "after_backward")
 )
-def test_a_norm_that_nobody_clips(update_schedule: str, tmp_path: Path) -> None:
-    """Is logged where gradients wait for the step anyway, and else keeps no update from running in backward."""
+def test_norm_without_clipping(update_schedule: str, tmp_path: Path) -> None:
+    """It is logged if gradients wait for the step anyway; it does not prevent updates in backward."""
     ordinary = make(tmp_path / "memory", build("plain"), max_grad_norm=0.0)
     ordinary.train()
     config = {"update": {"schedule": update_schedule}}
@@ -112,8 +112,8 @@ def test_a_norm_that_nobody_clips(update_schedule: str, tmp_path: Path) -> None:
     trainer.end()
 
 
-def test_metrics_of_the_run(tmp_path: Path) -> None:
-    """The loss that the Trainer logs is among those of `infinity top` and the daemon."""
+def test_training_loss_is_published(tmp_path: Path) -> None:
+    """The loss that the Trainer logs is available to `infinity top` and the daemon."""
     trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme")
     trainer.train()
     value = trainer.optimizer.optimizer.run.stats.snapshot().value("training_loss")

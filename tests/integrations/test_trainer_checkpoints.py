@@ -1,4 +1,4 @@
-"""Checkpoints of a Trainer whose state is on NVMe: checkpoints, named by folders that the Trainer writes."""
+"""Tests of Trainer checkpoints with the state on NVMe: folders that refer to checkpoints of the run."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ SHUFFLED = {"train_sampling_strategy": "random", "max_steps": 8, "lr_scheduler_t
 SAVED = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
 
 
-def names(folder: Path) -> list[str]:
-    """Return the names of checkpoints in a folder, in order."""
+def checkpoint_names(folder: Path) -> list[str]:
+    """Return the names of the checkpoints in a folder, in order."""
     return sorted(path.name for path in folder.glob("checkpoint-*"))
 
 
-def checkpointed(nvme: Path) -> list[int]:
-    """Return the steps of the checkpoints of the one run that there is."""
+def checkpoint_steps(nvme: Path) -> list[int]:
+    """Return the steps of the checkpoints of the only run."""
     (run,) = (path for path in nvme.iterdir() if path.is_dir())
     return [checkpoint.step for checkpoint in complete_checkpoints(published_in(run / "checkpoints"))]
 
 
 def close(trainer: Any) -> None:
-    """End the run, as the end of the process does."""
+    """Close the run, as at the end of the process."""
     trainer.optimizer.optimizer.close()
 
 
 def trained(tmp_path: Path, name: str, **given: Any) -> Outcome:
-    """Return what a training without interruption shows; its weights draw random numbers (dropout)."""
+    """Return the outcome of an uninterrupted training of a model with dropout, which draws random numbers."""
     trainer = make(tmp_path / name, build(dropout=0.1), nvme=tmp_path / f"{name}-nvme", **given)
     trainer.train()
     outcome = outcome_of(trainer)
@@ -52,27 +52,27 @@ def trained(tmp_path: Path, name: str, **given: Any) -> Outcome:
 
 
 @pytest.mark.parametrize("named", [True, pytest.param("checkpoint-4", marks=WIDE)], ids=["last", "by name"])
-def test_resumed_in_the_middle(named: bool | str, tmp_path: Path) -> None:
-    """Bit for bit: weights, moments, scheduler, random numbers and the order of the data."""
-    expected = trained(tmp_path, "whole", **SHUFFLED)
+def test_resume_in_the_middle_is_exact(named: bool | str, tmp_path: Path) -> None:
+    """Weights, moments, scheduler, random numbers and the order of the data are restored."""
+    expected = trained(tmp_path, "uninterrupted", **SHUFFLED)
     out, nvme = tmp_path / "out", tmp_path / "nvme"
     first = make(out, build(dropout=0.1), nvme=nvme, **SHUFFLED, **SAVED)
     first.add_callback(stop_at(7))
     first.train()
     close(first)
-    assert names(out) == ["checkpoint-4", "checkpoint-6"]
+    assert checkpoint_names(out) == ["checkpoint-4", "checkpoint-6"]
     again = make(out, build("meta", dropout=0.1), nvme=nvme, **SHUFFLED, **SAVED)
     again.train(resume_from_checkpoint=named if named is True else str(out / named))
     resumed = outcome_of(again)
-    assert resumed.losses == expected.losses  # those before come with trainer_state.json
+    assert resumed.losses == expected.losses  # earlier losses are restored from trainer_state.json
     resumed.equals(expected)
-    assert names(out) == ["checkpoint-6", "checkpoint-8"]
-    assert checkpointed(nvme) == [6, 8]
+    assert checkpoint_names(out) == ["checkpoint-6", "checkpoint-8"]
+    assert checkpoint_steps(nvme) == [6, 8]
     close(again)
 
 
 def stop_at(step: int) -> Any:
-    """Return a callback that ends training behind a step."""
+    """Return a callback that stops training after a step."""
     from transformers import TrainerCallback
 
     class Stop(TrainerCallback):
@@ -82,13 +82,13 @@ def stop_at(step: int) -> Any:
     return Stop()
 
 
-def test_a_checkpoint_is_a_checkpoint_and_no_copy(tmp_path: Path) -> None:
-    """What belongs to the Trainer is in the folder; weights and moments are not."""
+def test_trainer_checkpoint_contains_no_copy_of_the_state(tmp_path: Path) -> None:
+    """The folder contains the Trainer's own files, but no weights or moments."""
     out, nvme = tmp_path / "out", tmp_path / "nvme"
     trainer = make(out, build(), nvme=nvme, **SAVED)
     trainer.train()
-    assert names(out) == ["checkpoint-4", "checkpoint-6"]
-    assert checkpointed(nvme) == [4, 6]
+    assert checkpoint_names(out) == ["checkpoint-4", "checkpoint-6"]
+    assert checkpoint_steps(nvme) == [4, 6]
     for step in (4, 6):
         folder = out / f"checkpoint-{step}"
         found = {path.name for path in folder.iterdir()}
@@ -100,14 +100,14 @@ def test_a_checkpoint_is_a_checkpoint_and_no_copy(tmp_path: Path) -> None:
         assert named == {"run_id": trainer.optimizer.optimizer.run.folder.run_id, "step": step}
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     state = 12 * sum(param.numel() for param in trainer.model.parameters())
-    print(f"two checkpoints: {size} bytes beside {state} bytes of state")
+    print(f"two checkpoints: {size} bytes, compared with {state} bytes of state")
     assert size < state / 10
     close(trainer)
 
 
 @pytest.mark.parametrize("limit", [1, pytest.param(2, marks=WIDE)])
-def test_the_best_model_at_the_end(limit: int, tmp_path: Path) -> None:
-    """The best checkpoint is kept beside the last one, and its weights are those of the ordinary Trainer's."""
+def test_load_best_model_at_end(limit: int, tmp_path: Path) -> None:
+    """The best checkpoint is kept in addition to the last one, with the weights of the unmodified Trainer."""
     given = {
         **SAVED, "save_total_limit": limit, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True,
         "learning_rate": 3e-2, "max_steps": 10,
@@ -118,23 +118,23 @@ def test_the_best_model_at_the_end(limit: int, tmp_path: Path) -> None:
     trainer.train()
     best = Path(trainer.state.best_model_checkpoint)
     assert best.name == Path(ordinary.state.best_model_checkpoint).name != "checkpoint-10"
-    assert names(tmp_path / "out") == names(tmp_path / "memory")
+    assert checkpoint_names(tmp_path / "out") == checkpoint_names(tmp_path / "memory")
     outcome_of(trainer).equals(outcome_of(ordinary))
     assert trainer.evaluate()["eval_loss"] == ordinary.evaluate()["eval_loss"] == trainer.state.best_metric
     close(trainer)
 
 
-def test_the_best_adapters_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read from the best checkpoint; of the base, which is frozen, nothing is, and nothing is written."""
+def test_load_best_adapters_at_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read from the best checkpoint; the frozen base is neither read nor written."""
     pytest.importorskip("peft")
     read: list[str] = []
-    own = CheckpointReader.read
+    original = CheckpointReader.read
 
-    def noted(self: CheckpointReader, index: int, *given: Any, **named: Any) -> torch.Tensor:
+    def record_read(self: CheckpointReader, index: int, *given: Any, **named: Any) -> torch.Tensor:
         read.extend(self.tensors[index].names)
-        return own(self, index, *given, **named)
+        return original(self, index, *given, **named)
 
-    monkeypatch.setattr(CheckpointReader, "read", noted)
+    monkeypatch.setattr(CheckpointReader, "read", record_read)
     given = {
         **SAVED, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "quality",
         "greater_is_better": True, "load_best_model_at_end": True,
@@ -152,8 +152,8 @@ def test_the_best_adapters_at_the_end(tmp_path: Path, monkeypatch: pytest.Monkey
     close(trainer)
 
 
-def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
-    """With a limit of 2, it stays while others come and go; so does its checkpoint."""
+def test_best_checkpoint_is_kept_when_newer_ones_are_removed(tmp_path: Path) -> None:
+    """The checkpoint of the run is kept as well."""
     given = {**SAVED, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "quality", "max_steps": 10}
     quality = iter([0.1, 0.9, 0.2, 0.3, 0.4])
     trainer = make(
@@ -161,14 +161,14 @@ def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
         compute_metrics=lambda _: {"quality": next(quality)},
     )  # fmt: skip
     trainer.train()
-    assert names(tmp_path / "out") == ["checkpoint-10", "checkpoint-4"]
-    assert checkpointed(tmp_path / "nvme") == [4, 10]
+    assert checkpoint_names(tmp_path / "out") == ["checkpoint-10", "checkpoint-4"]
+    assert checkpoint_steps(tmp_path / "nvme") == [4, 10]
     close(trainer)
 
 
 @WIDE
 def test_early_stopping(tmp_path: Path) -> None:
-    """A callback ends training, as in memory."""
+    """A callback stops training at the same step as in memory."""
     from transformers import EarlyStoppingCallback
 
     quality = iter([0.1, 0.9, 0.2, 0.3, 0.4])
@@ -183,7 +183,7 @@ def test_early_stopping(tmp_path: Path) -> None:
     close(trainer)
 
 
-LIFE = """
+PROGRAM = """
 import os, sys
 from pathlib import Path
 from infinity.integrations import run_folders
@@ -195,48 +195,45 @@ from transformers import TrainerCallback
 folder, moment = Path(sys.argv[1]), sys.argv[2]
 wanted = 6
 
-def die(*args, **named):
+def kill(*args, **named):
     os._exit(9)
 
-class Die(TrainerCallback):
+class Kill(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         if state.global_step == 5 and moment == "step":
-            die()
+            kill()
         if state.global_step == 6 and moment == "before the checkpoint":
-            PagedOptimizer.save_checkpoint = die
-        if state.global_step == 6 and moment == "behind the checkpoint":
-            trainer_checkpoints.remove_others = die
+            PagedOptimizer.save_checkpoint = kill
+        if state.global_step == 6 and moment == "after the checkpoint":
+            trainer_checkpoints.remove_others = kill
 
-trainer = make(folder / "out", build(dropout=0.1), nvme=folder / "nvme", callbacks=[Die()], **eval(sys.argv[3]))
+trainer = make(folder / "out", build(dropout=0.1), nvme=folder / "nvme", callbacks=[Kill()], **eval(sys.argv[3]))
 trainer.train()
 """
-MOMENTS = ("step", "before the checkpoint", "behind the checkpoint")
+MOMENTS = ("step", "before the checkpoint", "after the checkpoint")
 
 
-@pytest.mark.parametrize("moment", all_but(MOMENTS, "step", "behind the checkpoint"))
-def test_killed_and_resumed(moment: str, tmp_path: Path) -> None:
-    """At any moment, also between a folder and its checkpoint, with a single checkpoint:
-
-    the last checkpoint has a folder.
-    """
+@pytest.mark.parametrize("moment", all_but(MOMENTS, "step", "after the checkpoint"))
+def test_killed_trainer_resumes_exactly(moment: str, tmp_path: Path) -> None:
+    """The process may be killed between writing the folder and saving the checkpoint, even with a limit of 1."""
     given = {**SHUFFLED, **SAVED, "save_total_limit": 1}
-    command = [sys.executable, "-c", LIFE, str(tmp_path), moment, repr(given)]
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), moment, repr(given)]
     environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))}
-    life = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    expected = trained(tmp_path, "whole", **SHUFFLED)
-    output, _ = life.communicate(timeout=600)
-    assert life.returncode == 9, output.decode()[-3000:]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    expected = trained(tmp_path, "uninterrupted", **SHUFFLED)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 9, output.decode()[-3000:]
     out = tmp_path / "out"
-    assert names(out) == (["checkpoint-4"] if moment == "step" else ["checkpoint-4", "checkpoint-6"])
+    assert checkpoint_names(out) == (["checkpoint-4"] if moment == "step" else ["checkpoint-4", "checkpoint-6"])
     trainer = make(out, build("meta", dropout=0.1), nvme=tmp_path / "nvme", **given)
     trainer.train(resume_from_checkpoint=True)
     outcome_of(trainer).equals(expected)
-    assert names(out) == ["checkpoint-8"]
+    assert checkpoint_names(out) == ["checkpoint-8"]
     close(trainer)
 
 
-def test_nothing_to_resume_from(tmp_path: Path) -> None:
-    """No checkpoint, one of an ordinary Trainer, one whose checkpoint is gone: said before anything begins."""
+def test_resume_without_a_valid_checkpoint_raises(tmp_path: Path) -> None:
+    """There is no checkpoint, it belongs to an unmodified Trainer, or it was removed."""
     out, nvme = tmp_path / "out", tmp_path / "nvme"
     trainer = make(out, build(), nvme=nvme, **SAVED)
     with pytest.raises(CheckpointError, match="nothing to resume from"):
@@ -249,58 +246,57 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
     with pytest.raises(InfinityError, match="resume_from_checkpoint"):
         trainer.train(resume_from_checkpoint=str(out / "checkpoint-4"))
     close(trainer)
-    torn = out / "checkpoint-6"
-    (torn / "infinity.json").write_text('{"run_id": 1, "step": 2}')
+    damaged = out / "checkpoint-6"
+    (damaged / "infinity.json").write_text('{"run_id": 1, "step": 2}')
     with pytest.raises(CheckpointError, match="run_id = 1, step = 2"):
-        make(out, build(), nvme=nvme, **SAVED).train(resume_from_checkpoint=str(torn))
+        make(out, build(), nvme=nvme, **SAVED).train(resume_from_checkpoint=str(damaged))
 
 
-def test_a_file_that_is_torn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of the last checkpoint: the one before it is resumed from, bit for bit, and saving goes on."""
+def test_damaged_last_checkpoint_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The run resumes exactly from the previous checkpoint and continues to save."""
     out, nvme = tmp_path / "out", tmp_path / "nvme"
-    whole = make(out, build(), nvme=nvme, **SAVED)
-    whole.train()
-    expected = outcome_of(whole)
-    close(whole)
+    uninterrupted = make(out, build(), nvme=nvme, **SAVED)
+    uninterrupted.train()
+    expected = outcome_of(uninterrupted)
+    close(uninterrupted)
     (out / "checkpoint-6" / "infinity.json").write_text('{"run_id": "')
     again = make(out, build("meta"), nvme=nvme, **SAVED)
     again.train(resume_from_checkpoint=True)
     outcome_of(again).equals(expected)
     assert "checkpoint-6 is ignored" in caplog.text
-    assert names(out) == ["checkpoint-4", "checkpoint-6"]
-    assert checkpointed(nvme) == [4, 6]
+    assert checkpoint_names(out) == ["checkpoint-4", "checkpoint-6"]
+    assert checkpoint_steps(nvme) == [4, 6]
     close(again)
 
 
-def test_durable_before_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All files of a checkpoint have been flushed when its checkpoint is made;
-
-    the one that names it was put as a whole.
-    """
+def test_trainer_files_are_flushed_before_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files of the folder are on the drive before the checkpoint is saved."""
     flushed: set[Path] = set()
-    put: list[Path] = []
-    own = (run_folders.sync_file, trainer_checkpoints.write_durably, PagedOptimizer.save_checkpoint)
-    monkeypatch.setattr(run_folders, "sync_file", lambda file: (own[0](file), flushed.add(file)))
-    monkeypatch.setattr(trainer_checkpoints, "write_durably", lambda file, data: (own[1](file, data), put.append(file)))
+    written: list[Path] = []
+    original = (run_folders.sync_file, trainer_checkpoints.write_durably, PagedOptimizer.save_checkpoint)
+    monkeypatch.setattr(run_folders, "sync_file", lambda file: (original[0](file), flushed.add(file)))
+    monkeypatch.setattr(
+        trainer_checkpoints, "write_durably", lambda file, data: (original[1](file, data), written.append(file))
+    )
     folder = tmp_path / "out" / "checkpoint-6"
 
     def save_checkpoint(self: PagedOptimizer, *given: Any, **named: Any) -> None:
         assert flushed == set(folder.iterdir())
-        assert put == [folder / "infinity.json"]
-        own[2](self, *given, **named)
-        put.clear()
+        assert written == [folder / "infinity.json"]
+        original[2](self, *given, **named)
+        written.clear()
 
     monkeypatch.setattr(PagedOptimizer, "save_checkpoint", save_checkpoint)
     trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", **SAVED | {"save_steps": 6})
     trainer.train()
-    assert not put
-    assert names(tmp_path / "out") == ["checkpoint-6"]
+    assert not written
+    assert checkpoint_names(tmp_path / "out") == ["checkpoint-6"]
     close(trainer)
 
 
 @WIDE
-def test_train_again(tmp_path: Path) -> None:
-    """A second train() goes on with weights and moments, as in memory, and its checkpoints name later checkpoints."""
+def test_second_train_call_continues(tmp_path: Path) -> None:
+    """The second call continues with weights and moments, as in memory, and saves later checkpoints."""
     given = {**SAVED, "max_steps": 4}
     ordinary = make(tmp_path / "memory", build("plain"), **given)
     trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme", **given)
@@ -309,6 +305,6 @@ def test_train_again(tmp_path: Path) -> None:
         one.train_dataset = dataset()[64:]
         one.train()
     outcome_of(trainer).equals(outcome_of(ordinary))
-    assert checkpointed(tmp_path / "nvme") == [6, 8]
-    assert names(tmp_path / "out") == ["checkpoint-2", "checkpoint-4"]
+    assert checkpoint_steps(tmp_path / "nvme") == [6, 8]
+    assert checkpoint_names(tmp_path / "out") == ["checkpoint-2", "checkpoint-4"]
     close(trainer)

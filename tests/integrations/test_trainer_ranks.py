@@ -1,4 +1,4 @@
-"""A Trainer with its state on NVMe, on two ranks."""
+"""Tests of a Trainer with its state on NVMe on two ranks."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    """Two ranks that live as long as the module."""
+    """Two ranks for all tests of the module."""
     ranks = RankPool(2)
     yield ranks
     ranks.close()
 
 
 @pytest.mark.parametrize("case", all_but(CASES, "not clipped", "weights in bf16", "loop"))
-def test_the_loop_written_by_hand(case: str, pool: RankPool, tmp_path: Path) -> None:
-    """Every rank sees the losses, norms and weights of FSDP2 in memory, with labels counted over both."""
+def test_trainer_on_two_ranks_equals_a_loop_in_memory(case: str, pool: RankPool, tmp_path: Path) -> None:
+    """Labels are counted across both ranks."""
     given, by, policy = CASES[case]
     expected = pool.run(trainer_ranks.hand_written, policy, by)
     for (outcome, _), wanted in zip(pool.run(trainer_ranks.offloaded, tmp_path, policy, given), expected, strict=True):
@@ -42,26 +42,26 @@ def test_the_loop_written_by_hand(case: str, pool: RankPool, tmp_path: Path) -> 
         }
 
 
-def test_lengths_that_differ_on_one_rank(pool: RankPool, tmp_path: Path) -> None:
-    """Rank 1 has micro-batches of two lengths in every second step: then both ranks run the loop, else layer-major.
+def test_different_lengths_on_one_rank_select_the_loop(pool: RankPool, tmp_path: Path) -> None:
+    """If rank 1 has micro-batches of two lengths, both ranks run the loop; otherwise they run layer by layer.
 
-    So weights are those of a training whose every second step is told to be a loop, on both ranks.
+    The weights must therefore equal those of a training in which every second step is a loop on both ranks.
     """
-    looped = pool.run(trainer_ranks.uneven, tmp_path / "uneven", True)
-    told = pool.run(trainer_ranks.uneven, tmp_path / "told", False)
-    for (losses, weights, joined), (expected, wanted, _) in zip(looped, told, strict=True):
+    automatic = pool.run(trainer_ranks.uneven, tmp_path / "uneven", True)
+    forced = pool.run(trainer_ranks.uneven, tmp_path / "forced", False)
+    for (losses, weights, joined), (expected, wanted, _) in zip(automatic, forced, strict=True):
         assert joined == [0, 2] * (trainers.STEPS // 2)
         assert losses == expected
         assert weights == wanted
 
 
-def test_resumed_in_the_middle(pool: RankPool, tmp_path: Path) -> None:
-    """Checkpoints of both ranks, the best one kept, resumed bit for bit."""
+def test_resume_on_two_ranks_is_exact(pool: RankPool, tmp_path: Path) -> None:
+    """Checkpoints of both ranks, including the best one, are kept and resumed."""
     saved = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
     saved |= {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
-    (whole, left), _ = pool.run(trainer_ranks.offloaded, tmp_path, "fp32", saved)
-    assert left == ["checkpoint-4", "checkpoint-6"]
+    (uninterrupted, names), _ = pool.run(trainer_ranks.offloaded, tmp_path, "fp32", saved)
+    assert names == ["checkpoint-4", "checkpoint-6"]
     (tmp_path / "out" / "checkpoint-6" / "infinity.json").unlink()
-    (resumed, left), _ = pool.run(trainer_ranks.offloaded, tmp_path, "fp32", saved, True)
-    assert left == ["checkpoint-4", "checkpoint-6"]
-    resumed.equals(whole)
+    (resumed, names), _ = pool.run(trainer_ranks.offloaded, tmp_path, "fp32", saved, True)
+    assert names == ["checkpoint-4", "checkpoint-6"]
+    resumed.equals(uninterrupted)

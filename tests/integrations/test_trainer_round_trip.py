@@ -1,4 +1,4 @@
-"""A real pretrained model through the Trainer, there and back: fine-tuned on NVMe, resumed, exported, loaded again."""
+"""Tests of fine-tuning a pretrained model with the Trainer on NVMe: resumed, exported and loaded again."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from transformers import AutoModel, Trainer, get_scheduler
 import infinity
 from infinity.integrations.transformers import attach
 from support import fine_tune, real_model
-from support.train import whole
+from support.train import full_copy
 from support.trainers import arguments
 
 STEPS, MIDDLE, PAIRS = 4, 2, 8
 RATE, DECAY = 2e-5, 0.01
-SIDES = ("names", "said")
+SIDES = ("names", "sentences")
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-"""The Trainer seeds generators where a loop does not."""
+"""Dropout is off because, unlike the loop, the Trainer seeds the random generators."""
 
 
 class Pairs(Trainer):
-    """Tells, for every name, which sentence of the batch is its own."""
+    """Trainer that learns which sentence of the batch belongs to each name."""
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> torch.Tensor:
-        """Return the loss of a batch of both sides."""
         return real_model.loss_of(model, tuple(_side(inputs, side) for side in SIDES))
 
 
@@ -37,7 +36,7 @@ def _side(inputs: dict[str, Any], side: str) -> dict[str, Any]:
 
 
 def rows(batches: list[Any]) -> list[dict[str, torch.Tensor]]:
-    """Return the pairs of some batches, each as the Trainer's collator takes it."""
+    """Return the pairs of the batches as rows for the Trainer's collator."""
     return [
         {
             f"{side}_{key}": value[row]
@@ -49,14 +48,14 @@ def rows(batches: list[Any]) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def said(model: nn.Module, batch: tuple[Any, Any]) -> torch.Tensor:
-    """Return what a model makes of a batch, in evaluation."""
+def evaluate(model: nn.Module, batch: tuple[Any, Any]) -> torch.Tensor:
+    """Return the vectors of a batch in evaluation mode."""
     with torch.no_grad():
         return real_model.vectors(model.eval(), batch[1])
 
 
 def by_hand(batches: list[Any]) -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
-    """Train the model under FSDP2 in memory, without a Trainer; return losses, weights and what it then says."""
+    """Train under FSDP2 in memory, without a Trainer; return losses, weights and the final vectors."""
     model = AutoModel.from_pretrained(real_model.folder(), **NO_DROPOUT).train()
     mesh = infinity.mesh("cpu")
     for layer in model.encoder.layer:
@@ -81,11 +80,11 @@ def by_hand(batches: list[Any]) -> tuple[list[float], dict[str, torch.Tensor], t
         scheduler.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, {name: whole(param) for name, param in model.named_parameters()}, said(model, batches[0])
+    return losses, {name: full_copy(param) for name, param in model.named_parameters()}, evaluate(model, batches[0])
 
 
 def on_nvme(folder: Path, source: Path, batches: list[Any], **given: Any) -> Pairs:
-    """Return a Trainer of a model's folder, with its state on NVMe."""
+    """Return a Trainer for the model in a folder, with its state on NVMe."""
     given = {
         "per_device_train_batch_size": PAIRS,
         "max_steps": STEPS,
@@ -101,27 +100,27 @@ def on_nvme(folder: Path, source: Path, batches: list[Any], **given: Any) -> Pai
     return trainer
 
 
-def test_there_and_back_by_the_trainer(tmp_path: Path) -> None:
-    """Losses and weights of a loop in memory, bit for bit, though it was stopped in the middle."""
+def test_pretrained_model_is_finetuned_resumed_and_exported(tmp_path: Path) -> None:
+    """Losses and weights are bitwise equal to a loop in memory, although the Trainer was stopped in the middle."""
     batches = list(real_model.batches(STEPS))
     losses, weights, expected = by_hand(batches)
-    assert losses[0] < 1.0, "it knows English: a model that was not pretrained would be at log(8)"
+    assert losses[0] < 1.0, "the model must be pretrained: otherwise the loss is about log(8)"
 
-    class Stopped(Exception):
-        """Somebody pulls the plug."""
+    class StoppedError(Exception):
+        """Simulated interruption."""
 
     trainer = on_nvme(tmp_path, real_model.folder(), batches)
     step = trainer.training_step
-    taken: list[int] = []
+    steps: list[int] = []
 
-    def until_the_middle(*given: Any, **named: Any) -> torch.Tensor:
-        if len(taken) == MIDDLE:
-            raise Stopped
-        taken.append(1)
+    def stop_in_the_middle(*given: Any, **named: Any) -> torch.Tensor:
+        if len(steps) == MIDDLE:
+            raise StoppedError
+        steps.append(1)
         return step(*given, **named)
 
-    trainer.training_step = until_the_middle
-    with pytest.raises(Stopped):
+    trainer.training_step = stop_in_the_middle
+    with pytest.raises(StoppedError):
         trainer.train()
     trainer.end()
     trainer = on_nvme(tmp_path, real_model.folder(), batches)
@@ -134,10 +133,10 @@ def test_there_and_back_by_the_trainer(tmp_path: Path) -> None:
     loaded = AutoModel.from_pretrained(tmp_path / "exported")
     assert [name for name, param in loaded.named_parameters() if not torch.equal(param, weights[name])] == []
     plain = AutoModel.from_pretrained(real_model.folder())
-    plain.load_state_dict(weights, strict=False)  # without buffers, which are not trained
-    assert torch.equal(said(loaded, batches[0]), said(plain, batches[0]))
+    plain.load_state_dict(weights, strict=False)  # without buffers
+    assert torch.equal(evaluate(loaded, batches[0]), evaluate(plain, batches[0]))
     again = infinity.from_pretrained(tmp_path / "exported", mesh=infinity.mesh("cpu"))
     optimizer = torch.optim.AdamW(again.parameters(), fused=True)
     settings = {"storage": {"paths": [str(tmp_path / "again")]}, "memory": {"host_bytes": "160MiB"}}
     with infinity.offload(again, optimizer, settings):
-        assert torch.equal(said(again, batches[0]), expected)
+        assert torch.equal(evaluate(again, batches[0]), expected)

@@ -1,4 +1,4 @@
-"""`save_model` of a Trainer whose state is on NVMe."""
+"""Tests of `save_model` of a Trainer with its state on NVMe."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from infinity.integrations.transformers.exports import move_export
 from support.ranks import RankPool
 from support.tables import WIDE
-from support.trainer_ranks import adapters, adapters_nowhere
+from support.trainer_ranks import adapters, adapters_to_unwritable_folder
 from support.trainers import build, make, outcome_of, with_adapters
 
 
-def test_what_is_exported_loads(tmp_path: Path) -> None:
-    """Into the output folder, where checkpoints are too, before training, behind it and once more."""
+def test_saved_model_can_be_loaded(tmp_path: Path) -> None:
+    """The model is saved before, after and again after training, also into the output folder with its checkpoints."""
     from transformers import LlamaForCausalLM
 
     out = tmp_path / "out"
@@ -41,18 +41,18 @@ def test_what_is_exported_loads(tmp_path: Path) -> None:
     trainer.end()
 
 
-def test_an_export_replaces_the_one_before(tmp_path: Path) -> None:
-    """Of one file, of several, of others, of one again: what is loaded is the last one, and no more lies there."""
+def test_save_model_replaces_the_previous_export(tmp_path: Path) -> None:
+    """The exports have different numbers of files; other files in the folder are kept."""
     from transformers import LlamaForCausalLM
 
     out = tmp_path / "out"
     trainer = make(out, build(), nvme=tmp_path / "nvme")
     trainer.save_model()
-    (out / "model.txt").write_text("not a part of any")
+    (out / "model.txt").write_text("not part of an export")
     trainer.train()
-    whole = trainer.optimizer.optimizer.save_pretrained
+    save_pretrained = trainer.optimizer.optimizer.save_pretrained
     for size, last in (("64KiB", "model.safetensors.index.json"), ("160KiB", None), ("1GiB", "model.safetensors")):
-        trainer.optimizer.optimizer.save_pretrained = partial(whole, file_bytes=size)
+        trainer.optimizer.optimizer.save_pretrained = partial(save_pretrained, file_bytes=size)
         trainer.save_model()
         with torch.no_grad():
             loaded = LlamaForCausalLM.from_pretrained(out)
@@ -60,7 +60,7 @@ def test_an_export_replaces_the_one_before(tmp_path: Path) -> None:
                 found = trainer.model.get_parameter(name)
                 assert param.equal(found.full_tensor()), name
                 found.mul_(2)
-        whole(tmp_path / size, file_bytes=size)
+        save_pretrained(tmp_path / size, file_bytes=size)
         named = {path.name for path in (tmp_path / size).iterdir() if ".safetensors" in path.name}
         assert {path.name for path in out.iterdir() if ".safetensors" in path.name} == named
         assert len(named) == 1 or "model.safetensors" not in named
@@ -70,8 +70,8 @@ def test_an_export_replaces_the_one_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_moving_that_is_cut_off(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Old and new weights are never mixed: they are whole, or loading fails."""
+def test_interrupted_move_never_mixes_weights(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a partially replaced export fails."""
     old, new = tmp_path / "old", tmp_path / "new"
     model = build("plain")
     model.save_pretrained(old, max_shard_size="200KB")
@@ -82,21 +82,21 @@ def test_moving_that_is_cut_off(number: int, tmp_path: Path, monkeypatch: pytest
     assert len(list(old.glob("model-*"))) == len(list(new.glob("model-*"))) > 2
     moved, move = [], Path.replace
 
-    def cut_off(self: Path, target: Path) -> Path:
+    def interrupted_replace(self: Path, target: Path) -> Path:
         if len(moved) == number:
-            raise OSError("cut off")
+            raise OSError("interrupted")
         moved.append(target)
         return move(self, target)
 
-    monkeypatch.setattr(Path, "replace", cut_off)
-    with pytest.raises(OSError, match="cut off"):
+    monkeypatch.setattr(Path, "replace", interrupted_replace)
+    with pytest.raises(OSError, match="interrupted"):
         move_export(new, old)
     with pytest.raises(OSError, match="no file named"):
         type(model).from_pretrained(old)
 
 
 def test_save_only_model(tmp_path: Path) -> None:
-    """Checkpoints are exports then, as many as are asked for, and no checkpoint is made."""
+    """Checkpoints are exports, limited by `save_total_limit`, and the run saves no checkpoints."""
     out, nvme = tmp_path / "out", tmp_path / "nvme"
     saved = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True, "save_total_limit": 2}
     trainer = make(out, build(), nvme=nvme, **saved)
@@ -106,11 +106,11 @@ def test_save_only_model(tmp_path: Path) -> None:
     assert {"model.safetensors", "config.json", "trainer_state.json"} <= found
     assert not found & {"infinity.json", "optimizer.pt"}
     trainer.end()
-    assert not nvme.exists()  # a run without a checkpoint leaves nothing
+    assert not nvme.exists()  # a run without a checkpoint is removed
 
 
-def test_adapters(tmp_path: Path) -> None:
-    """Of a model of peft, adapters are trained and saved, as by the ordinary Trainer; checkpoints are checkpoints."""
+def test_save_model_with_adapters(tmp_path: Path) -> None:
+    """Adapters of a peft model are trained and saved as by the unmodified Trainer."""
     pytest.importorskip("peft")
     saved = {"save_strategy": "steps", "save_steps": 3}
     ordinary = make(tmp_path / "memory", with_adapters("plain"), **saved)
@@ -128,8 +128,8 @@ def test_adapters(tmp_path: Path) -> None:
 
 
 @WIDE
-def test_adapters_of_two_ranks(tmp_path: Path) -> None:
-    """They are put together."""
+def test_save_model_with_adapters_on_two_ranks(tmp_path: Path) -> None:
+    """The file contains full tensors."""
     pytest.importorskip("peft")
     pool = RankPool(2)
     try:
@@ -141,12 +141,12 @@ def test_adapters_of_two_ranks(tmp_path: Path) -> None:
 
 
 @WIDE
-def test_adapters_that_cannot_be_written(tmp_path: Path) -> None:
-    """Both ranks are told, with rank 0's reason; none waits for it."""
+def test_failed_adapter_save_raises_on_both_ranks(tmp_path: Path) -> None:
+    """Both ranks report the reason of rank 0."""
     pytest.importorskip("peft")
     pool = RankPool(2)
     try:
-        first, second = pool.run(adapters_nowhere, tmp_path)
+        first, second = pool.run(adapters_to_unwritable_folder, tmp_path)
     finally:
         pool.close()
     assert "should be a directory, not a file" in first

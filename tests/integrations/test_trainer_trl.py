@@ -1,4 +1,4 @@
-"""TRL's trainers with their state on NVMe."""
+"""Tests of TRL's trainers with their state on NVMe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS = [f"w{number}" for number in range(VOCABULARY - 2)]
 
 
 def tokenizer() -> Any:
-    """Return one that knows a few words."""
+    """Return a tokenizer with a small vocabulary."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -27,7 +27,7 @@ def tokenizer() -> Any:
 
 
 def texts(lengths: tuple[int, ...]) -> Any:
-    """Return a data set of texts, of these numbers of words in turn."""
+    """Return a dataset of texts whose lengths in words cycle through `lengths`."""
     from datasets import Dataset
 
     generator = torch.Generator().manual_seed(2)
@@ -37,7 +37,7 @@ def texts(lengths: tuple[int, ...]) -> Any:
 
 
 def sft(out: Path, model: Any, *, nvme: Path | None = None, lengths: tuple[int, ...] = (15,), **given: Any) -> Any:
-    """Return an SFTTrainer."""
+    """Return an `SFTTrainer`."""
     from trl import SFTConfig, SFTTrainer
 
     defaults: dict[str, Any] = {
@@ -57,7 +57,7 @@ def sft(out: Path, model: Any, *, nvme: Path | None = None, lengths: tuple[int, 
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "as it comes": {"bf16": True, "gradient_checkpointing": True, "lengths": (5, 9, 15)},
+    "defaults": {"bf16": True, "gradient_checkpointing": True, "lengths": (5, 9, 15)},
     "evaluated": {"eval_strategy": "steps", "eval_steps": 2},
     "packed": {"packing": True, "max_length": 24, "lengths": (5, 9, 15)},
     "several lengths": {"gradient_accumulation_steps": 3, "lengths": (5,) * BATCH + (9,) * BATCH + (15,) * BATCH},
@@ -66,8 +66,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", all_but(CASES, "evaluated", "packed", "several lengths", "dft"))
-def test_sft(case: str, tmp_path: Path) -> None:
-    """Losses, norms and weights are those of the SFTTrainer in memory."""
+def test_sft_trainer_equals_memory(case: str, tmp_path: Path) -> None:
+    """Losses, norms and weights equal those of the unmodified `SFTTrainer`."""
     ordinary = sft(tmp_path / "memory", build("plain"), **CASES[case])
     ordinary.train()
     trainer = sft(tmp_path / "out", build(), nvme=tmp_path / "nvme", **CASES[case])
@@ -76,8 +76,8 @@ def test_sft(case: str, tmp_path: Path) -> None:
     trainer.end()
 
 
-def test_sft_layer_major(tmp_path: Path) -> None:
-    """Micro-batches of one length run layer by layer: the bits of one batch that is sliced like that in memory."""
+def test_sft_trainer_layer_major_equals_memory(tmp_path: Path) -> None:
+    """Micro-batches of equal length run layer by layer, like a sliced batch in memory."""
     model = build()
     layers = LayerMajor(model, head=False)
     ordinary = sft(tmp_path / "memory", model, per_device_train_batch_size=3 * BATCH)
@@ -90,13 +90,13 @@ def test_sft_layer_major(tmp_path: Path) -> None:
 
 
 @WIDE
-def test_sft_resumed_from_the_meta_device(tmp_path: Path) -> None:
-    """Also a model that has no memory of its own; checkpoints have the tokenizer."""
+def test_sft_trainer_resumes_on_the_meta_device(tmp_path: Path) -> None:
+    """Checkpoints contain the tokenizer."""
     saved = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
-    whole = sft(tmp_path / "whole", build(), nvme=tmp_path / "whole-nvme")
-    whole.train()
-    expected = outcome_of(whole)
-    whole.optimizer.optimizer.close()
+    uninterrupted = sft(tmp_path / "uninterrupted", build(), nvme=tmp_path / "uninterrupted-nvme")
+    uninterrupted.train()
+    expected = outcome_of(uninterrupted)
+    uninterrupted.optimizer.optimizer.close()
     first = sft(tmp_path / "out", build(), nvme=tmp_path / "nvme", **saved)
     first.add_callback(_stopping(5))
     first.train()

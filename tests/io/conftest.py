@@ -1,4 +1,4 @@
-"""Engines and files for the tests of `infinity.io`."""
+"""Fixtures with engines and files for the tests of `infinity.io`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from support.engines import KINDS, make_engine
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """Name of an engine."""
+    """Name of an I/O engine."""
     return request.param
 
 
 @pytest.fixture
 def engine(kind: str) -> Iterator[Engine]:
-    """A running engine of each kind, closed afterwards."""
+    """A running engine of each kind, which is closed afterwards."""
     running = make_engine(kind)
     yield running
     running.close()
@@ -28,13 +28,13 @@ def engine(kind: str) -> Iterator[Engine]:
 
 @pytest.fixture(scope="session")
 def blob() -> bytes:
-    """Four MiB of noise."""
+    """Four MiB of random bytes."""
     return os.urandom(4 << 20)
 
 
 @pytest.fixture
 def filled(tmp_path: Path, blob: bytes) -> str:
-    """A file that holds `blob`."""
+    """Path of a file that contains `blob`."""
     path = tmp_path / "filled"
     path.write_bytes(blob)
     return str(path)

@@ -1,4 +1,4 @@
-"""The contract of `infinity.io.engine`, for every engine."""
+"""Tests of the contract of `infinity.io.engine` for every engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from infinity.io import Engine, Op, Ticket
 from support.engines import BLOCK, KINDS, PATIENCE, make_engine, mapped, open_descriptors
 
 
-def test_round_trip(engine: Engine, tmp_path: Path, blob: bytes) -> None:
+def test_written_bytes_are_read_back(engine: Engine, tmp_path: Path, blob: bytes) -> None:
     with mapped(len(blob)) as out, mapped(len(blob)) as back:
         out[:] = blob
         engine.register(out)
@@ -47,7 +47,7 @@ _runs = st.lists(st.tuples(st.integers(0, 255), st.integers(1, 64)), min_size=1,
     depth=st.integers(1, 9),
     registered=st.booleans(),
 )
-def test_random_transfers(
+def test_random_transfers_match_the_expected_content(
     kind: str,
     writes: list[tuple[int, int]],
     reads: list[tuple[int, int]],
@@ -77,7 +77,7 @@ def test_random_transfers(
         engine.close()
 
 
-def test_many_tickets_from_many_threads(engine: Engine, filled: str, blob: bytes) -> None:
+def test_many_threads_can_submit_concurrently(engine: Engine, filled: str, blob: bytes) -> None:
     file = engine.open(filled)
     failures: list[BaseException] = []
 
@@ -108,7 +108,7 @@ def test_many_tickets_from_many_threads(engine: Engine, filled: str, blob: bytes
     assert not failures, failures
 
 
-def test_thread_may_end_before_its_transfer(engine: Engine, filled: str, blob: bytes) -> None:
+def test_submitting_thread_may_end_before_its_transfer(engine: Engine, filled: str, blob: bytes) -> None:
     file = engine.open(filled)
     with mapped(len(blob)) as memory:
         tickets: list[Ticket] = []
@@ -119,11 +119,11 @@ def test_thread_may_end_before_its_transfer(engine: Engine, filled: str, blob: b
         assert memory == blob
 
 
-def test_a_ticket_waits_for_itself_only(kind: str, filled: str) -> None:
+def test_ticket_waits_for_its_own_transfer_only(kind: str, filled: str) -> None:
     engine = make_engine(kind, depth=2, request=BLOCK)
     file = engine.open(filled)
     with mapped((4 << 20) + BLOCK) as memory:
-        for _ in range(10):  # the long one may win when the machine is busy
+        for _ in range(10):  # the long request may finish first if the machine is busy
             short = engine.submit(Op.READ, file, 0, memory[:BLOCK])
             long = engine.submit(Op.READ, file, 0, memory[BLOCK:])
             short.wait(PATIENCE)
@@ -162,7 +162,7 @@ def test_callbacks_run_once_in_order(engine: Engine, filled: str) -> None:
     assert calls == [("first", ticket), ("second", ticket), ("third", ticket)]
 
 
-def test_callback_may_submit_and_may_fail(engine: Engine, filled: str) -> None:
+def test_callback_may_submit_and_raise(engine: Engine, filled: str) -> None:
     file = engine.open(filled)
     left = [20]
     end = threading.Event()
@@ -174,17 +174,17 @@ def test_callback_may_submit_and_may_fail(engine: Engine, filled: str) -> None:
                 engine.submit(Op.READ, file, 0, memory).on_done(again)
             else:
                 end.set()
-            raise RuntimeError("a user's mistake must not stop the engine")
+            raise RuntimeError("an error in a callback must not stop the engine")
 
         engine.submit(Op.READ, file, 0, memory).on_done(again)
         assert end.wait(PATIENCE)
         engine.submit(Op.READ, file, 0, memory).wait(PATIENCE)
 
 
-def test_misaligned_is_refused(engine: Engine, filled: str) -> None:
+def test_misaligned_or_invalid_requests_are_rejected(engine: Engine, filled: str) -> None:
     file = engine.open(filled)
     if not file.direct:
-        pytest.skip("the temporary folder has no O_DIRECT")
+        pytest.skip("the temporary folder does not support O_DIRECT")
     with mapped(4 * BLOCK) as memory:
         for offset, part in ((1, memory[:BLOCK]), (0, memory[: BLOCK - 1]), (0, memory[1 : BLOCK + 1])):
             with pytest.raises(ValueError, match="multiples of"):
@@ -200,7 +200,7 @@ def test_misaligned_is_refused(engine: Engine, filled: str) -> None:
             engine.submit(Op.READ, file, 0, memory.toreadonly())
 
 
-def test_read_only_memory_can_be_written(engine: Engine, tmp_path: Path) -> None:
+def test_read_only_memory_can_be_a_write_source(engine: Engine, tmp_path: Path) -> None:
     file = engine.open(str(tmp_path / "file"), create=True)
     with mapped(4 * BLOCK) as memory:
         memory[:] = os.urandom(4 * BLOCK)
@@ -208,7 +208,7 @@ def test_read_only_memory_can_be_written(engine: Engine, tmp_path: Path) -> None
         assert Path(file.path).read_bytes() == memory
 
 
-def test_missing_file(engine: Engine, tmp_path: Path) -> None:
+def test_opening_a_missing_file_raises_storage_error(engine: Engine, tmp_path: Path) -> None:
     path = str(tmp_path / "missing")
     with pytest.raises(StorageError) as caught:
         engine.open(path)
@@ -216,7 +216,7 @@ def test_missing_file(engine: Engine, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("start", [2 << 20, 4 << 20, 5 << 20])
-def test_read_past_the_end(engine: Engine, filled: str, start: int) -> None:
+def test_read_past_the_end_raises_storage_error(engine: Engine, filled: str, start: int) -> None:
     file = engine.open(filled)
     with mapped(4 << 20) as memory:
         ticket = engine.submit(Op.READ, file, start, memory)
@@ -226,7 +226,7 @@ def test_read_past_the_end(engine: Engine, filled: str, start: int) -> None:
     assert (error.op, error.path, error.offset, error.length) == ("read", filled, start, 4 << 20)
 
 
-def test_file_that_ends_within_a_block(engine: Engine, tmp_path: Path) -> None:
+def test_file_ending_within_a_block_raises_storage_error(engine: Engine, tmp_path: Path) -> None:
     path = tmp_path / "odd"
     path.write_bytes(bytes(BLOCK + 100))
     file = engine.open(str(path))
@@ -234,7 +234,7 @@ def test_file_that_ends_within_a_block(engine: Engine, tmp_path: Path) -> None:
         engine.submit(Op.READ, file, 0, memory).wait(PATIENCE)
 
 
-def test_forgotten_file_is_refused(engine: Engine, filled: str) -> None:
+def test_request_for_a_forgotten_file_raises(engine: Engine, filled: str) -> None:
     file = engine.open(filled)
     engine.forget(file)
     other = engine.open(filled)  # gets the same descriptor number
@@ -247,7 +247,7 @@ def test_forgotten_file_is_refused(engine: Engine, filled: str) -> None:
         engine.sync(file)
 
 
-def test_failure_of_one_leaves_others(engine: Engine, filled: str, blob: bytes) -> None:
+def test_failed_request_does_not_affect_others(engine: Engine, filled: str, blob: bytes) -> None:
     file = engine.open(filled)
     with mapped(len(blob)) as memory, mapped(1 << 20) as scratch:
         bad = [engine.submit(Op.READ, file, 8 << 20, scratch) for _ in range(4)]
@@ -259,7 +259,7 @@ def test_failure_of_one_leaves_others(engine: Engine, filled: str, blob: bytes) 
                 ticket.wait(PATIENCE)
 
 
-def test_close_finishes_what_is_in_flight(kind: str, tmp_path: Path, blob: bytes) -> None:
+def test_close_completes_requests_in_flight(kind: str, tmp_path: Path, blob: bytes) -> None:
     engine = make_engine(kind)
     with mapped(len(blob)) as memory:
         memory[:] = blob
@@ -275,7 +275,7 @@ def test_close_finishes_what_is_in_flight(kind: str, tmp_path: Path, blob: bytes
     assert Path(file.path).read_bytes() == blob * 8
 
 
-def test_nothing_leaks(kind: str, filled: str) -> None:
+def test_engine_leaks_no_descriptors_threads_or_mappings(kind: str, filled: str) -> None:
     def cycle() -> None:
         engine = make_engine(kind)
         with mapped(64 << 10) as memory:
@@ -291,14 +291,14 @@ def test_nothing_leaks(kind: str, filled: str) -> None:
     after = open_descriptors(), threading.active_count(), _mappings()
     assert after[0] <= before[0]
     assert after[1] <= before[1]
-    assert after[2] <= before[2] + 50  # a leak would add one per cycle; stacks and arenas of the C library vary
+    assert after[2] <= before[2] + 50  # a leak would add one per cycle; stacks and malloc arenas vary
 
 
 def _mappings() -> int:
     return len(Path("/proc/self/maps").read_text().splitlines())
 
 
-def test_registering_twice_and_in_pieces(engine: Engine, filled: str, blob: bytes) -> None:
+def test_memory_can_be_registered_repeatedly_and_in_pieces(engine: Engine, filled: str, blob: bytes) -> None:
     file = engine.open(filled)
     with mapped(len(blob)) as memory:
         engine.register(memory[: 1 << 20])
@@ -310,7 +310,7 @@ def test_registering_twice_and_in_pieces(engine: Engine, filled: str, blob: byte
 
 
 def test_gil_is_released_during_transfers(kind: str, tmp_path: Path) -> None:
-    """Python code goes on while bytes move: held for a whole transfer, the lock would allow a step or two."""
+    """Holding the lock for an entire transfer would allow the counter only one or two steps."""
     engine = make_engine(kind, depth=4, request=8 << 20)
     size = 64 << 20
     stop = threading.Event()
@@ -326,7 +326,7 @@ def test_gil_is_released_during_transfers(kind: str, tmp_path: Path) -> None:
         counter = threading.Thread(target=count)
         counter.start()
         most = {Op.WRITE: 0, Op.READ: 0}
-        for _ in range(100):  # others may have the processor meanwhile
+        for _ in range(100):  # other processes may occupy the CPU
             for op in most:
                 before = ticks[0]
                 engine.submit(op, file, 0, memory).wait(PATIENCE)

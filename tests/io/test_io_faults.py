@@ -1,4 +1,4 @@
-"""Each kind of fault does what it says, and the same seed does it again."""
+"""Tests of fault injection: each kind of fault has its effect, and a seed reproduces it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = 16 * BLOCK
 
 
 class Rig:
-    """A file of 64 pieces of `SIZE` bytes of ones, and memory of twos."""
+    """A file of 64 pieces of `SIZE` bytes with value 1, and memory with value 2."""
 
     def __init__(self, folder: Path, memory: memoryview) -> None:
         self.path, self.memory = folder / "file", memory
@@ -51,7 +51,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 @pytest.mark.parametrize(("kind", "code"), [(FaultKind.EIO, errno.EIO), (FaultKind.ENOSPC, errno.ENOSPC)])
-def test_errno(rig: Rig, kind: FaultKind, code: int) -> None:
+def test_errno_fault_raises_storage_error(rig: Rig, kind: FaultKind, code: int) -> None:
     file = rig.start(Fault(kind=kind, op=Op.WRITE, at=(1,)))
     rig.write(file).wait(PATIENCE)
     with pytest.raises(StorageError) as caught:
@@ -64,7 +64,7 @@ def test_errno(rig: Rig, kind: FaultKind, code: int) -> None:
 
 
 @pytest.mark.parametrize("op", list(Op))
-def test_short_is_an_error(rig: Rig, op: Op) -> None:
+def test_short_transfer_raises_storage_error(rig: Rig, op: Op) -> None:
     file = rig.start(Fault(kind=FaultKind.SHORT))
     ticket = rig.write(file) if op is Op.WRITE else rig.read(file)
     with pytest.raises(StorageError, match="short transfer"):
@@ -76,7 +76,7 @@ def test_short_is_an_error(rig: Rig, op: Op) -> None:
     assert landed == new * moved + old * (SIZE - moved)
 
 
-def test_torn_write_looks_fine(rig: Rig) -> None:
+def test_torn_write_reports_success(rig: Rig) -> None:
     file = rig.start(Fault(kind=FaultKind.TORN))
     rig.write(file).wait(PATIENCE)
     moved = int(rig.engine.injected[0].detail)
@@ -85,7 +85,7 @@ def test_torn_write_looks_fine(rig: Rig) -> None:
     assert rig.piece(8) == b"\x02" * moved + b"\x01" * (SIZE - moved)
 
 
-def test_misdirected_write_looks_fine(rig: Rig) -> None:
+def test_misdirected_write_reports_success(rig: Rig) -> None:
     file = rig.start(Fault(kind=FaultKind.MISDIRECTED))
     rig.write(file).wait(PATIENCE)
     assert rig.piece(8) == b"\x01" * SIZE
@@ -108,7 +108,7 @@ def test_flip_changes_one_bit(rig: Rig) -> None:
 
 
 def test_slow_requests_are_overtaken(rig: Rig) -> None:
-    for seconds in (0.4, 4, 40, 400):  # whatever else the machine does
+    for seconds in (0.4, 4, 40, 400):  # longer delays if the machine is busy
         file = rig.start(Fault(kind=FaultKind.SLOW, at=(0,), seconds=seconds), seed=1)
         order: list[int] = []
         slow = rig.write(file)
@@ -126,9 +126,9 @@ def test_slow_requests_are_overtaken(rig: Rig) -> None:
     assert rig.piece(8) == b"\x02" * SIZE
 
 
-def test_delayed_requests_take_memory_late(rig: Rig) -> None:
-    """Memory that is reused before its ticket completes shows in the file."""
-    for seconds in (0.3, 3, 30, 300):  # whatever else the machine does
+def test_delayed_write_uses_the_current_memory_content(rig: Rig) -> None:
+    """Memory that is reused before its ticket completes shows up in the file."""
+    for seconds in (0.3, 3, 30, 300):  # longer delays if the machine is busy
         file = rig.start(Fault(kind=FaultKind.SLOW, seconds=seconds))
         ticket = rig.write(file)
         rig.memory[:SIZE] = b"\x03" * SIZE
@@ -138,7 +138,7 @@ def test_delayed_requests_take_memory_late(rig: Rig) -> None:
     assert rig.piece(8) == b"\x03" * SIZE
 
 
-def test_stuck_until_released(rig: Rig) -> None:
+def test_stuck_request_completes_after_release(rig: Rig) -> None:
     file = rig.start(Fault(kind=FaultKind.STUCK, limit=1))
     stuck = rig.write(file)
     rig.write(file, 9).wait(PATIENCE)
@@ -150,7 +150,7 @@ def test_stuck_until_released(rig: Rig) -> None:
     assert rig.piece(8) == b"\x02" * SIZE
 
 
-def test_close_loses_no_ticket(rig: Rig) -> None:
+def test_close_completes_every_ticket(rig: Rig) -> None:
     file = rig.start(Fault(kind=FaultKind.STUCK, every=3), Fault(kind=FaultKind.SLOW, every=2, seconds=36e3))
     tickets = [rig.write(file, piece) for piece in range(12)]
     rig.engine.close()  # at once, not after hours
@@ -162,7 +162,7 @@ def test_close_loses_no_ticket(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("kind", ["io_uring", "threads"])
-def test_same_seed_same_faults(rig: Rig, kind: str) -> None:
+def test_seed_reproduces_faults(rig: Rig, kind: str) -> None:
     def run(seed: int) -> list[object]:
         rig.path.write_bytes(b"\x01" * (64 * SIZE))
         file = rig.start(
@@ -188,7 +188,7 @@ def test_same_seed_same_faults(rig: Rig, kind: str) -> None:
     assert other[1] != first[1]
 
 
-def test_path_and_limit(rig: Rig, tmp_path: Path) -> None:
+def test_fault_is_restricted_to_path_and_limit(rig: Rig, tmp_path: Path) -> None:
     file = rig.start(Fault(kind=FaultKind.EIO, path="other", limit=1))
     other = rig.engine.open(str(tmp_path / "other"), create=True)
     rig.write(file).wait(PATIENCE)
@@ -201,6 +201,6 @@ def test_path_and_limit(rig: Rig, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"probability": 2.0}, {"every": 0}, {"every": 2, "at": (1,)}, {"probability": 0.5, "every": 2}]
 )
-def test_contradicting_rules_are_refused(wrong: dict[str, float]) -> None:
+def test_contradictory_fault_rules_are_rejected(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         Fault(kind=FaultKind.EIO, **wrong)

@@ -1,4 +1,4 @@
-"""An engine that hands requests on as fast as a file may be moved."""
+"""Tests of the paced engine, which limits the bandwidth of each folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZE = 64 * BLOCK
 
 @pytest.fixture
 def paced() -> Iterator[PacedEngine]:
-    """An engine without limits."""
+    """Engine without rate limits."""
     engine = PacedEngine(ThreadEngine(4, 1 << 20))
     yield engine
     engine.close()
@@ -29,8 +29,8 @@ def pacing_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "infinity-io-pace"]
 
 
-def test_it_goes_no_faster_than_its_rate(paced: PacedEngine, tmp_path: Path) -> None:
-    """A tenth of a second's worth goes ahead of time, and the last request."""
+def test_rate_is_not_exceeded(paced: PacedEngine, tmp_path: Path) -> None:
+    """A tenth of a second's worth of bytes and the last request are not delayed."""
     file = paced.open(str(tmp_path / "file"), create=True)
     rate = 4 * SIZE
     with mapped(SIZE) as memory:
@@ -46,7 +46,6 @@ def test_it_goes_no_faster_than_its_rate(paced: PacedEngine, tmp_path: Path) -> 
 
 
 def test_files_of_a_folder_share_its_rate(paced: PacedEngine, tmp_path: Path) -> None:
-    """What one moves, the other has to wait for."""
     files = [paced.open(str(tmp_path / name), create=True) for name in ("pages", "activations")]
     rate = 4 * SIZE
     with mapped(SIZE) as memory:
@@ -61,8 +60,8 @@ def test_files_of_a_folder_share_its_rate(paced: PacedEngine, tmp_path: Path) ->
         tickets.clear()
 
 
-def test_other_folders_are_not_held_back(paced: PacedEngine, tmp_path: Path) -> None:
-    """Even if the files of one may hardly move anything; what waits goes when its rate is taken back."""
+def test_rate_does_not_delay_other_folders(paced: PacedEngine, tmp_path: Path) -> None:
+    """Delayed requests are submitted when the limit is removed."""
     for name in ("slow", "free"):
         (tmp_path / name).mkdir()
     slow, free = (paced.open(str(tmp_path / name / "file"), create=True) for name in ("slow", "free"))
@@ -78,16 +77,16 @@ def test_other_folders_are_not_held_back(paced: PacedEngine, tmp_path: Path) -> 
         waiting.clear()
 
 
-def test_a_file_s_requests_keep_their_order(tmp_path: Path) -> None:
-    """Also when its rate changes meanwhile."""
+def test_requests_of_a_file_keep_their_order(tmp_path: Path) -> None:
+    """This holds even if the rate changes meanwhile."""
     seen: list[int] = []
 
-    class Noted(ThreadEngine):
+    class RecordingEngine(ThreadEngine):
         def submit(self, op: Op, file, offset: int, memory: memoryview) -> Ticket:  # type: ignore[no-untyped-def]
             seen.append(offset)
             return super().submit(op, file, offset, memory)
 
-    engine = PacedEngine(Noted(1, 1 << 20))
+    engine = PacedEngine(RecordingEngine(1, 1 << 20))
     file = engine.open(str(tmp_path / "file"), create=True)
     with mapped(SIZE) as memory:
         engine.pace({str(tmp_path): 1.0})
@@ -100,8 +99,8 @@ def test_a_file_s_requests_keep_their_order(tmp_path: Path) -> None:
     assert len(seen) == SIZE // BLOCK
 
 
-def test_closing_completes_what_waits(tmp_path: Path) -> None:
-    """At once, whatever the rate; then nothing more is taken, and no rate starts a thread."""
+def test_close_completes_delayed_requests(tmp_path: Path) -> None:
+    """They complete immediately; afterwards no request is accepted, and no rate starts a thread."""
     engine = PacedEngine(ThreadEngine(4, 1 << 20))
     file = engine.open(str(tmp_path / "file"), create=True)
     with mapped(SIZE) as memory:
@@ -117,8 +116,8 @@ def test_closing_completes_what_waits(tmp_path: Path) -> None:
         tickets.clear()
 
 
-def test_what_the_other_engine_refuses_fails(paced: PacedEngine, tmp_path: Path) -> None:
-    """On the pacing thread there is nobody to raise it to: whoever waits hears it."""
+def test_request_rejected_by_the_inner_engine_fails_its_ticket(paced: PacedEngine, tmp_path: Path) -> None:
+    """The pacing thread has no caller, so the error is raised by wait()."""
     file = paced.open(str(tmp_path / "file"), create=True)
     with mapped(BLOCK) as memory:
         paced.pace({str(tmp_path): 1e9})
@@ -128,8 +127,7 @@ def test_what_the_other_engine_refuses_fails(paced: PacedEngine, tmp_path: Path)
             ticket.wait(PATIENCE)
 
 
-def test_without_a_rate_there_is_no_thread(paced: PacedEngine, tmp_path: Path) -> None:
-    """And the ticket is the other engine's own."""
+def test_no_thread_is_started_without_a_rate(paced: PacedEngine, tmp_path: Path) -> None:
     file = paced.open(str(tmp_path / "file"), create=True)
     with mapped(BLOCK) as memory:
         paced.submit(Op.WRITE, file, 0, memory).wait(PATIENCE)
@@ -137,8 +135,8 @@ def test_without_a_rate_there_is_no_thread(paced: PacedEngine, tmp_path: Path) -
         assert not pacing_threads()
 
 
-def test_a_rate_of_next_to_nothing_does_not_end_the_thread(paced: PacedEngine, tmp_path: Path) -> None:
-    """A clock has a largest time to wait; when the rate is gone, requests go on."""
+def test_very_low_rate_does_not_stop_the_pacing_thread(paced: PacedEngine, tmp_path: Path) -> None:
+    """A wait would exceed the longest possible timeout; requests continue when the rate is removed."""
     file = paced.open(str(tmp_path / "file"), create=True)
     with mapped(2 * BLOCK) as memory:
         paced.pace({str(tmp_path): 1e-9})

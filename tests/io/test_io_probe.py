@@ -1,4 +1,4 @@
-"""`infinity.io.probe`: what is measured, what is refused, and that nothing is left."""
+"""Tests of `infinity.io.probe`: measurements, invalid requests, and cleanup."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("engine", ["auto", "threads"])
-def test_several_paths_at_once(tmp_path: Path, engine: str) -> None:
+def test_several_paths_are_measured_together(tmp_path: Path, engine: str) -> None:
     folders = [str(tmp_path / name) for name in "ab"]
     for folder in folders:
         os.mkdir(folder)
@@ -42,17 +42,17 @@ def test_several_paths_at_once(tmp_path: Path, engine: str) -> None:
     assert open_descriptors() <= files
 
 
-def test_impossible_requests_are_refused(tmp_path: Path) -> None:
+def test_invalid_probe_requests_are_rejected(tmp_path: Path) -> None:
     point = points_of([Load.READ], [MIB], [4])
-    with pytest.raises(ConfigError, match="not a folder"):
+    with pytest.raises(ConfigError, match="missing' is not a folder"):
         measure_paths([tmp_path / "missing"], point, file_bytes=16 * MIB)
-    with pytest.raises(ConfigError, match="too small"):
+    with pytest.raises(ConfigError, match="size = 4 MiB"):
         measure_paths([tmp_path], point, file_bytes=4 * MIB)
-    with pytest.raises(BudgetError, match="free"):
+    with pytest.raises(BudgetError, match=rf"{tmp_path}: .* free"):
         measure_paths([tmp_path], point, file_bytes=1 << 60)
-    with pytest.raises(ConfigError, match="twice"):
+    with pytest.raises(ConfigError, match=f"twice: {tmp_path}, {tmp_path}"):
         measure_paths([tmp_path, tmp_path], point, file_bytes=16 * MIB)
-    with pytest.raises(ConfigError, match="engine"):
+    with pytest.raises(ConfigError, match="engine = 'aio'"):
         measure_paths([tmp_path], point, file_bytes=16 * MIB, engine="aio")
     with pytest.raises(ConfigError, match="multiple of 4096"):
         points_of([Load.READ], [1000], [4])
@@ -61,8 +61,8 @@ def test_impossible_requests_are_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_the_same_files_through_one_other_engine(tmp_path: Path) -> None:
-    """As a run has one for all its paths: what its threads are at most, they are for all."""
+def test_files_are_measured_through_another_shared_engine(tmp_path: Path) -> None:
+    """Like a run, the bench uses one engine for all paths, so its thread limit applies to all of them."""
     folders = [str(tmp_path / name) for name in "ab"]
     for folder in folders:
         os.mkdir(folder)
@@ -76,20 +76,20 @@ def test_the_same_files_through_one_other_engine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["auto", "threads"])
 @pytest.mark.parametrize("load", [Load.WRITE, Load.BOTH])
-def test_what_is_written_is_bounded(tmp_path: Path, load: Load, engine: str) -> None:
-    """In bytes, however long it may take."""
+def test_written_bytes_are_limited(tmp_path: Path, load: Load, engine: str) -> None:
+    """The limit in bytes holds regardless of the duration."""
     points = points_of([load], [MIB], [4])
     found = measure_paths([tmp_path], points, file_bytes=16 * MIB, seconds=600, most_written=8 * MIB, engine=engine)
     (measured,) = found[str(tmp_path)]
     written = measured.write_bytes_per_second * measured.seconds
-    assert written == pytest.approx(8 * MIB, abs=1)  # no request more, however many threads submit
+    assert written == pytest.approx(8 * MIB, abs=1)  # exact, regardless of the number of threads that submit
     with pytest.raises(ConfigError, match=rf"most_written = {MIB} "):
         measure_paths([tmp_path], points, file_bytes=16 * MIB, most_written=MIB)
 
 
 @pytest.mark.parametrize("when", [1, 2])
-def test_it_ends_when_it_is_told_to(tmp_path: Path, when: int) -> None:
-    """What it has found by then is nothing."""
+def test_probe_can_be_stopped(tmp_path: Path, when: int) -> None:
+    """It returns no partial result."""
     stop, files = threading.Event(), open_descriptors()
 
     def progressed(progress: Progress) -> None:
@@ -112,8 +112,8 @@ def test_it_ends_when_it_is_told_to(tmp_path: Path, when: int) -> None:
         measure_paths([tmp_path], points, file_bytes=16 * MIB, stop=stop)
 
 
-def test_what_was_left_behind_can_be_removed(tmp_path: Path) -> None:
-    """By its name, and only when nobody can be about to remove it."""
+def test_files_of_interrupted_probes_are_removed(tmp_path: Path) -> None:
+    """Only files that no running probe can still use are removed."""
     for name in (".infinity-probe-old", ".infinity-probe-new", "other"):
         (tmp_path / name).write_text("")
     os.utime(tmp_path / ".infinity-probe-old", (0, 0))
@@ -121,30 +121,29 @@ def test_what_was_left_behind_can_be_removed(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == [".infinity-probe-new", "other"]
 
 
-def test_folder_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_folder_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode, effective_ids: False)
-    with pytest.raises(ConfigError, match="not writable"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}' is not writable"):
         measure_paths([tmp_path], points_of([Load.READ], [MIB], [4]), file_bytes=16 * MIB)
 
 
-def test_quick_rates_are_of_every_load(tmp_path: Path) -> None:
-    """Of all folders, and nothing is left; one load alone has its own function."""
+def test_quick_rates_measure_every_load(tmp_path: Path) -> None:
+    """All folders are measured, and all files are removed."""
     folders = [str(tmp_path / name) for name in "ab"]
     for folder in folders:
         os.mkdir(folder)
     found = quick_rates(folders)
     assert list(found) == folders
     for rates in found.values():
-        assert min(rates.read, rates.write, rates.mixed) > QUICK_BYTES / 3600  # one that was measured, in bytes
+        assert min(rates.read, rates.write, rates.mixed) > QUICK_BYTES / 3600  # a measured value in bytes per second
     assert set(quick_mixed(folders[:1])) == set(folders[:1])
     assert [os.listdir(folder) for folder in folders] == [[], []]
 
 
 def test_quick_rates_can_be_stopped(tmp_path: Path) -> None:
-    """By whoever has no time for them."""
     stop = threading.Event()
     stop.set()
     with pytest.raises(ProbeStoppedError):
         quick_rates([tmp_path], stop=stop)
-    with pytest.raises(ConfigError, match="not a folder"):
+    with pytest.raises(ConfigError, match="missing' is not a folder"):
         quick_rates([tmp_path / "missing"])

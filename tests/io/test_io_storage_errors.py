@@ -1,4 +1,4 @@
-"""What drives, limits and file systems refuse becomes an error that says where."""
+"""Tests of errors from drives, limits and file systems: each one reports where it occurred."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ engine.close()
 """
 
 
-def test_write_past_the_file_size_limit(kind: str, tmp_path: Path) -> None:
+def test_write_past_the_file_size_limit_raises_efbig(kind: str, tmp_path: Path) -> None:
     path = str(tmp_path / "file")
     command = [
         sys.executable,
@@ -65,7 +65,7 @@ def test_write_past_the_file_size_limit(kind: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def tiny(request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A mounted file system with 16 MiB."""
+    """A mounted file system of 16 MiB."""
     spec = importlib.util.spec_from_file_location("loopdev", _ROOT / "benchmarks" / "loopdev.py")
     assert spec is not None
     assert spec.loader is not None
@@ -75,12 +75,12 @@ def tiny(request: pytest.FixtureRequest) -> Iterator[Path]:
         device = loopdev.loop_device(16 << 20, filesystem="ext4")
         folder = device.__enter__()
     except (loopdev.LoopDeviceError, OSError) as error:
-        pytest.skip(f"no small file system to fill: {error}")
+        pytest.skip(f"cannot create a small file system: {error}")
     yield folder
     device.__exit__(None, None, None)
 
 
-def test_full_file_system(kind: str, tiny: Path) -> None:
+def test_full_file_system_raises_enospc(kind: str, tiny: Path) -> None:
     engine = make_engine(kind)
     with mapped(32 << 20) as memory:
         file = engine.open(str(tiny / "file"), create=True)
@@ -92,8 +92,8 @@ def test_full_file_system(kind: str, tiny: Path) -> None:
         engine.close()
 
 
-def test_write_to_a_file_that_was_opened_for_reading(engine: Engine, filled: str) -> None:
-    """Any errno of a completion arrives: here EBADF, after the descriptor was replaced."""
+def test_errno_of_a_completion_is_raised(engine: Engine, filled: str) -> None:
+    """The descriptor is replaced by a read-only one, so the write fails with EBADF."""
     file = engine.open(filled)
     reading = os.open(filled, os.O_RDONLY | os.O_DIRECT)
     os.dup2(reading, file.fd)
@@ -105,15 +105,17 @@ def test_write_to_a_file_that_was_opened_for_reading(engine: Engine, filled: str
     assert (caught.value.errno, caught.value.offset, caught.value.length) == (errno.EBADF, BLOCK, BLOCK)
 
 
-def test_file_system_without_direct_io(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_direct_io_warns_once(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.open
 
-    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+    def open_without_direct_io(path: str, flags: int, mode: int = 0o777) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no O_DIRECT")
         return real(path, flags, mode)
 
-    monkeypatch.setattr(alignment_module.os, "open", refuse)
+    monkeypatch.setattr(alignment_module.os, "open", open_without_direct_io)
     path = str(tmp_path / "file")
     with pytest.warns(RuntimeWarning, match=path) as caught:
         file = engine.open(path, create=True)
@@ -125,7 +127,7 @@ def test_file_system_without_direct_io(engine: Engine, tmp_path: Path, monkeypat
         assert Path(path).read_bytes()[7:] == memory[3:1000]
 
 
-def test_alignment_of_a_direct_file(engine: Engine, filled: str) -> None:
+def test_direct_file_has_a_valid_alignment(engine: Engine, filled: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         file = engine.open(filled)
@@ -133,47 +135,47 @@ def test_alignment_of_a_direct_file(engine: Engine, filled: str) -> None:
     assert BLOCK % file.alignment == 0
 
 
-def test_alignment_without_statx(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_alignment_is_used_without_statx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alignment_module, "_libc", object())
     assert alignment_module.direct_alignment(0) == alignment_module.DEFAULT_ALIGNMENT
 
 
-def _refuse(code: int) -> type[Ring]:
-    class Refused(Ring):
+def _failing_ring(code: int) -> type[Ring]:
+    class FailingRing(Ring):
         def __init__(self, entries: int) -> None:
             raise RingRefusedError(code)
 
-    return Refused
+    return FailingRing
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.ENOMEM])
-def test_threads_where_io_uring_is_refused(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infinity.io.uring.Ring", _refuse(code))
+def test_auto_engine_uses_threads_without_io_uring(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infinity.io.uring.Ring", _failing_ring(code))
     before = open_descriptors()
     engine, reason = open_engine(StorageConfig(engine="auto"))
     engine.close()
     assert engine.name == "threads"
     assert reason.startswith("io_uring ")
     assert errno.errorcode[code] in reason
-    assert open_descriptors() <= before  # fewer: another test's engine may end meanwhile
+    assert open_descriptors() <= before  # an engine of another test may close meanwhile
     with pytest.raises(ConfigError, match=r"storage\.engine .*'io_uring'"):
         open_engine(StorageConfig(engine="io_uring"))
 
 
-def test_threads_where_a_ring_may_be_made_but_not_entered(
+def test_auto_engine_uses_threads_if_io_uring_enter_is_blocked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As under a seccomp profile that forgot one of the calls: found out before the first transfer, and said once."""
+    """A seccomp profile may block one system call; this is detected before the first transfer and logged once."""
     real = ring_module._syscall
 
-    def refuse(number: int, *arguments: object) -> int:
+    def block_enter(number: int, *arguments: object) -> int:
         if number == ring_module._SYS_ENTER:
             ctypes.set_errno(errno.EPERM)
             return -1
         return real(number, *arguments)
 
     make_engine("io_uring").close()
-    monkeypatch.setattr(ring_module, "_syscall", refuse)
+    monkeypatch.setattr(ring_module, "_syscall", block_enter)
     select_module._say_once.cache_clear()
     before = open_descriptors()
     for _ in range(2):
@@ -188,7 +190,7 @@ def test_threads_where_a_ring_may_be_made_but_not_entered(
         open_engine(StorageConfig(engine="io_uring"))
 
 
-def test_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger=select_module.__name__):
         engine, reason = open_engine(StorageConfig(engine="threads"))
     engine.close()
@@ -196,17 +198,17 @@ def test_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> N
     assert [record.getMessage() for record in caplog.records] == ["I/O engine threads: set by storage.engine"]
 
 
-def test_registration_refused_is_not_fatal(
+def test_failed_buffer_registration_is_not_fatal(
     filled: str, blob: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(self: Ring, first: int, pieces: list[tuple[int, int]]) -> None:
+    def fail(self: Ring, first: int, pieces: list[tuple[int, int]]) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(ring_module.Ring, "register", refuse)
+    monkeypatch.setattr(ring_module.Ring, "register", fail)
     engine = make_engine("io_uring")
     file = engine.open(filled)
     with mapped(len(blob)) as memory:
-        with caplog.at_level("INFO", logger="infinity"):  # a command in this process may have set another
+        with caplog.at_level("INFO", logger="infinity"):  # a CLI test in this process may have changed the level
             engine.register(memory)
         engine.submit(Op.READ, file, 0, memory).wait(PATIENCE)
         assert memory == blob
@@ -214,8 +216,8 @@ def test_registration_refused_is_not_fatal(
     assert "Cannot allocate memory" in caplog.text
 
 
-def test_registration_without_the_new_system_calls(filled: str, blob: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels before 5.19 have no sparse tables: one registration works, a second is done without."""
+def test_buffer_registration_works_on_old_kernels(filled: str, blob: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels before 5.19 lack sparse tables, so the first registration works and a second one is skipped."""
     real = ring_module.Ring._register
 
     def old(self: Ring, opcode: int, argument: object, count: int) -> int:
@@ -233,7 +235,7 @@ def test_registration_without_the_new_system_calls(filled: str, blob: bytes, mon
         engine.close()
 
 
-def test_broken_ring_fails_every_ticket(filled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_ring_fails_all_tickets(filled: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Ring, wait_for: int) -> None:
         raise OSError(errno.EBADF, "broken")
 
@@ -242,19 +244,19 @@ def test_broken_ring_fails_every_ticket(filled: str, monkeypatch: pytest.MonkeyP
     file = engine.open(filled)
     with mapped(1 << 20) as memory:
         tickets = [engine.submit(Op.READ, file, 0, memory)]
-        with contextlib.suppress(InfinityError):  # it may have failed by now, and takes no more
+        with contextlib.suppress(InfinityError):  # the engine may have failed already and reject requests
             tickets.append(engine.submit(Op.READ, file, 0, memory))
         for ticket in tickets:
             with pytest.raises(StorageError, match="io_uring failed"):
                 ticket.wait(PATIENCE)
         for thread in threading.enumerate():
             if thread.name == "infinity-io-uring":
-                thread.join(PATIENCE)  # and with it goes the descriptor that would wake it
+                thread.join(PATIENCE)  # its wake-up descriptor is closed with it
         engine.close()
 
 
 class InterruptedLock:
-    """A lock after whose next release by the ring's thread, if that is about to sleep, `then` is called."""
+    """Lock that calls `then` once, after the ring's thread has released it and is about to sleep."""
 
     def __init__(self, ring: RingThread, then: Callable[[], None]) -> None:
         self._ring, self._then = ring, then
@@ -271,9 +273,9 @@ class InterruptedLock:
             self._then()
 
 
-def test_a_request_is_seen_that_comes_as_the_thread_falls_asleep(filled: str, blob: bytes) -> None:
-    """Between its last look at what is new and its wait in the kernel."""
-    make_engine("io_uring").close()  # where it is not allowed, this is skipped
+def test_request_submitted_before_the_ring_sleeps_is_not_lost(filled: str, blob: bytes) -> None:
+    """The request arrives between the thread's last look at its queue and its wait."""
+    make_engine("io_uring").close()  # skips the test if io_uring is not available
     engine = UringEngine(4, BLOCK, rings=1)
     (ring,) = engine._rings
     file = engine.open(filled)
@@ -286,7 +288,7 @@ def test_a_request_is_seen_that_comes_as_the_thread_falls_asleep(filled: str, bl
             thread.join()
 
         ring._lock = InterruptedLock(ring, submit)  # type: ignore[assignment]
-        engine.register(other)  # wakes the thread, which then finds nothing more to do
+        engine.register(other)  # wakes the thread, which then has no more requests
         while not tickets:
             time.sleep(0.01)
         tickets[0].wait(60)
@@ -295,11 +297,11 @@ def test_a_request_is_seen_that_comes_as_the_thread_falls_asleep(filled: str, bl
         engine.close()
 
 
-@pytest.mark.parametrize(("machine", "tried"), [("x86_64", 2), ("aarch64", 1)])
-def test_kernels_before_6_1_are_refused_where_loads_are_reordered(
-    machine: str, tried: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("machine", "attempts"), [("x86_64", 2), ("aarch64", 1)])
+def test_old_kernels_are_rejected_on_weakly_ordered_machines(
+    machine: str, attempts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They write completions at any time; plain loads of Python would see an entry of before."""
+    """Kernels before 6.1 post completions at any time, and Python's plain loads could read a stale entry."""
     flags: list[int] = []
 
     def without_deferred_work(_: int, __: int, parameters: object) -> int:
@@ -309,13 +311,13 @@ def test_kernels_before_6_1_are_refused_where_loads_are_reordered(
 
     monkeypatch.setattr(ring_module, "_syscall", without_deferred_work)
     monkeypatch.setattr(ring_module.platform, "machine", lambda: machine)
-    with pytest.raises(RingRefusedError, match=f"older than 6.1 on {machine}" if tried == 1 else "EINVAL|Invalid"):
+    with pytest.raises(RingRefusedError, match=f"older than 6.1 on {machine}" if attempts == 1 else "EINVAL|Invalid"):
         Ring(8)
-    assert len(flags) == tried
+    assert len(flags) == attempts
 
 
-def test_closing_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a device that does not answer; the file stays open, and a second close is good when it has answered."""
+def test_close_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the device does not respond, the file stays open, and a second close succeeds after it has responded."""
     answer = threading.Event()
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *arguments: (answer.wait(PATIENCE), preadv(*arguments))[1])

@@ -1,4 +1,4 @@
-"""Percentiles of a measurement: those of all its requests, from memory that does not grow."""
+"""Tests of latency percentiles: computed over all requests in a fixed amount of memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize("count", [1, 2, 20, 100, 10_000])
 @pytest.mark.parametrize("spread", [0.0, 0.5, 3.0])
-def test_percentiles_are_never_too_low_and_hardly_too_high(count: int, spread: float) -> None:
-    """By the width of a bucket at most; the longest is exact."""
+def test_percentiles_are_accurate_to_one_bucket(count: int, spread: float) -> None:
+    """They are never too low and at most one bucket too high; the maximum is exact."""
     rng = random.Random(f"{count} {spread}")
     times = sorted(2e-3 * math.exp(rng.gauss(0, spread)) for _ in range(count))
     found = Latencies(times).summary()
@@ -33,8 +33,8 @@ def test_percentiles_are_never_too_low_and_hardly_too_high(count: int, spread: f
     assert found.longest == times[-1]
 
 
-def test_extremes_have_a_place() -> None:
-    """What is faster than a microsecond, or takes hours; and nothing at all."""
+def test_extreme_latencies_are_counted() -> None:
+    """This includes latencies below a microsecond, of hours, and no latencies."""
     assert Latencies().summary() == Latency(p50=0, p95=0, p99=0, longest=0)
     assert Latencies([0.0, -1.0]).summary().longest == 0
     found = Latencies([1e-9, 1e6]).summary()
@@ -43,8 +43,7 @@ def test_extremes_have_a_place() -> None:
     assert 3600 < found.p99 <= 1e6
 
 
-def test_memory_is_bounded() -> None:
-    """Whatever is added."""
+def test_memory_does_not_grow_with_the_number_of_latencies() -> None:
     latencies = Latencies([1e-3])
     size = len(latencies._counts)
     for number in range(100_000):
@@ -52,8 +51,8 @@ def test_memory_is_bounded() -> None:
     assert len(latencies._counts) == size
 
 
-def test_a_slow_request_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the longest, and not in the median: every fifth read waits."""
+def test_slow_requests_appear_in_the_maximum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fifth read is slow, which does not change the median."""
     engines: list[FaultEngine] = []
 
     def slow(settings: StorageConfig) -> tuple[Engine, str]:

@@ -1,4 +1,4 @@
-"""Sustained writes: how a cliff is told, and when they end."""
+"""Tests of sustained writes: detection of bandwidth drops, and the end of the measurement."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ MIB = 1 << 20
     ("slices", "fall"),
     [
         ([], None),
-        ([100, 1, 1], None),  # too short
+        ([100, 1, 1], None),  # too few slices
         ([100] * 60, None),
-        ([100, 90, 10] * 20, None),  # uneven, but no less at the end
-        ([100] * 30 + [10] * 2 + [100] * 30, None),  # a pause, no cliff
+        ([100, 90, 10] * 20, None),  # uneven, but not slower at the end
+        ([100] * 30 + [10] * 2 + [100] * 30, None),  # a pause, not a drop
         ([100] * 30 + [71] * 30, None),
         ([100] * 30 + [69] * 30, Fall(before=100, after=69, written=3000, second=30)),
         ([100] * 20 + [10] * 2 + [100] * 20 + [20] * 20, Fall(before=100, after=20, written=4020, second=42)),
@@ -39,20 +39,20 @@ MIB = 1 << 20
         ([0] * 20, None),
     ],
 )
-def test_a_cliff_is_told_by_the_rule(slices: list[int], fall: Fall | None) -> None:
-    """Medians of the first and the last seconds; where it is, too."""
+def test_bandwidth_drop_is_detected_by_the_medians(slices: list[int], fall: Fall | None) -> None:
+    """The medians of the first and the last seconds are compared, and the position of the drop is found."""
     assert fall_of(slices) == fall
 
 
-def test_speeds_are_per_second() -> None:
-    """Whatever the length of what is counted."""
+def test_bandwidths_are_per_second() -> None:
+    """This holds for any slice length."""
     fall = fall_of([100] * 10 + [10] * 10, slice_seconds=0.1)
     assert fall is not None
     assert (fall.before, fall.after, fall.written) == (pytest.approx(1000), pytest.approx(100), 1000)
 
 
-def test_all_is_written_once_where_there_is_no_cliff(tmp_path: Path) -> None:
-    """To each folder, and nothing is left."""
+def test_without_a_drop_all_bytes_are_written_once(tmp_path: Path) -> None:
+    """Each folder receives all bytes, and all files are removed."""
     folders = [str(tmp_path / name) for name in "ab"]
     for folder in folders:
         os.mkdir(folder)
@@ -67,18 +67,17 @@ def test_all_is_written_once_where_there_is_no_cliff(tmp_path: Path) -> None:
     assert open_descriptors() <= files
 
 
-def test_it_ends_when_the_time_is_over(tmp_path: Path) -> None:
-    """Before all is written."""
+def test_sustain_ends_after_its_time_limit(tmp_path: Path) -> None:
     (one,) = sustain([tmp_path], 4096, 1, most_bytes=256 * MIB, most_seconds=0.05).values()
     assert 0 < one.written < 256 * MIB
     assert not one.long_enough
     assert one.fall is None
 
 
-class _Falling(WrappedEngine):
-    """Writes that take a millisecond each, from the 8000th on ten, by a clock that only they advance."""
+class _SlowingEngine(WrappedEngine):
+    """Engine whose writes take 1 ms, and 10 ms from the 8000th on, by a clock that only writes advance."""
 
-    kind = "falling"
+    kind = "slowing"
 
     def __init__(self, settings: StorageConfig) -> None:
         super().__init__(ThreadEngine(settings.queue_depth, settings.request_bytes))
@@ -89,17 +88,17 @@ class _Falling(WrappedEngine):
         self._thread.start()
 
     def perf_counter(self) -> float:
-        """Return the time."""
+        """Return the simulated time."""
         return self._seconds
 
     def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
-        """Write, one request after the other."""
+        """Queue a write; writes run one at a time."""
         ticket = Ticket(op, file.path, offset, len(memory), submitted=self._seconds)
         self._waiting.put(ticket)
         return ticket
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._waiting.put(None)
         self._thread.join()
         super().close()
@@ -111,45 +110,45 @@ class _Falling(WrappedEngine):
             ticket.complete()
 
 
-def test_it_ends_behind_a_cliff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drive that is slow from its 8000th write on is found, and not worn out further."""
+def test_sustain_ends_after_a_bandwidth_drop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drive is not written further, to limit its wear."""
 
-    def falling(settings: StorageConfig) -> tuple[Engine, str]:
-        engine = _Falling(settings)
+    def open_slowing_engine(settings: StorageConfig) -> tuple[Engine, str]:
+        engine = _SlowingEngine(settings)
         monkeypatch.setattr(stream, "time", engine)
         monkeypatch.setattr(io_engine, "time", engine)
         return engine, "for the test"
 
-    monkeypatch.setattr(targets, "open_engine", falling)
+    monkeypatch.setattr(targets, "open_engine", open_slowing_engine)
     monkeypatch.setattr(sustained, "_LOOK_SECONDS", 0.02)
-    told: list[dict[str, int]] = []
+    reported: list[dict[str, int]] = []
     (one,) = sustain(
         [tmp_path], 4096, 4, most_bytes=256 * MIB, most_seconds=600,
-        on_progress=lambda written, _: told.append(written),
+        on_progress=lambda written, _: reported.append(written),
     ).values()  # fmt: skip
     assert one.written < 256 * MIB
     assert one.fall is not None
     assert (one.fall.before, one.fall.after) == (4096 * 1000, 4096 * 100)
     assert 7900 * 4096 <= one.fall.written <= 8004 * 4096
-    assert told[-1][str(tmp_path)] > 0
+    assert reported[-1][str(tmp_path)] > 0
     assert os.listdir(tmp_path) == []
 
 
-def test_it_can_be_stopped_and_refuses(tmp_path: Path) -> None:
-    """What cannot be, before a file is made."""
+def test_sustain_can_be_stopped_and_rejects_invalid_sizes(tmp_path: Path) -> None:
+    """Invalid sizes are rejected before a file is created."""
     stop = threading.Event()
     stop.set()
     with pytest.raises(ProbeStoppedError):
         sustain([tmp_path], 4096, 1, most_bytes=64 * MIB, most_seconds=600, stop=stop)
     with pytest.raises(ConfigError, match="too small"):
         sustain([tmp_path], MIB, 4, most_bytes=MIB, most_seconds=1)
-    with pytest.raises(BudgetError, match="free"):
+    with pytest.raises(BudgetError, match=rf"{tmp_path}: .* free"):
         sustain([tmp_path], MIB, 4, most_bytes=1 << 60, most_seconds=1)
     assert os.listdir(tmp_path) == []
 
 
-def test_half_of_the_free_space_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shared by the folders that are on one file system, unless a size is asked for."""
+def test_sustain_uses_at_most_half_of_the_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders on one file system share that half, unless a size is given."""
     (tmp_path / "b").mkdir()
     paths = [tmp_path, tmp_path / "b"]
     monkeypatch.setattr(sustained, "free_space", lambda path: 100 * MIB)
@@ -158,5 +157,5 @@ def test_half_of_the_free_space_at_most(tmp_path: Path, monkeypatch: pytest.Monk
     assert bytes_to_sustain(paths, 7) == 7
     monkeypatch.setattr(sustained, "free_space", lambda path: 1 << 60)
     assert bytes_to_sustain(paths, None) == MOST_BYTES
-    with pytest.raises(ConfigError, match="not a folder"):
+    with pytest.raises(ConfigError, match="missing' is not a folder"):
         bytes_to_sustain([tmp_path / "missing"], None)

@@ -1,4 +1,4 @@
-"""Memory for transfers, in a child that was forked."""
+"""Tests of transfer memory in forked processes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from infinity.hugepages import transfer_memory
 from infinity.units import MIB
 
 
-def test_children_have_no_copy() -> None:
-    """The kernel would copy memory that is pinned, all of it, for every worker of a data loader."""
+def test_forked_children_do_not_copy_transfer_memory() -> None:
+    """Linux would copy pinned memory eagerly for every data loader worker."""
     memory = transfer_memory(2 * MIB)
     memory[:] = b"x" * (2 * MIB)
     child = os.fork()

@@ -1,4 +1,4 @@
-"""How many requests of each file are in the kernel, and whose turn it is."""
+"""Tests of the io_uring engine's queue depth and the order of requests per file."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from support.engines import BLOCK, PATIENCE, make_engine, mapped
 DEPTH, CHUNKS = 4, 64
 
 
-def test_every_path_has_a_depth_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file for which much was asked first leaves the others their turns, at once."""
+def test_each_path_has_its_own_queue_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with many earlier requests does not delay the requests of other files."""
     pushed: list[int] = []
     most: Counter[int] = Counter()
     inside: Counter[int] = Counter()
@@ -30,7 +30,7 @@ def test_every_path_has_a_depth_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     def watched_push(
         ring: Ring, opcode: int, fd: int, address: int, length: int, offset: int, data: int, *more: Any
     ) -> None:
-        if fd >= 0 and data < 3 * DEPTH:  # a slot: not what tries the ring, nor the wake-up
+        if fd >= 0 and data < 3 * DEPTH:  # a request slot, neither a trial request nor a wake-up
             pushed.append(fd)
             slots[data] = fd
             inside[fd] += 1
@@ -68,8 +68,7 @@ def test_every_path_has_a_depth_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     assert Counter(pushed) == dict.fromkeys(fds, CHUNKS)
 
 
-def test_a_run_has_a_depth_for_each_of_its_paths() -> None:
-    """In all, as many requests are in flight as all its drives take."""
+def test_engine_depth_is_multiplied_by_the_number_of_paths() -> None:
     try:
         engine, _ = open_engine(StorageConfig(paths=("a", "b", "c"), engine="auto", queue_depth=5))
     except RingRefusedError as error:
@@ -80,8 +79,8 @@ def test_a_run_has_a_depth_for_each_of_its_paths() -> None:
     engine.close()
 
 
-def test_requests_of_each_file_are_shared_by_the_rings(tmp_path: Path) -> None:
-    """Also where requests of two files take turns; and the rings share the depth."""
+def test_rings_share_the_requests_of_each_file(tmp_path: Path) -> None:
+    """This holds if requests of two files alternate, and the rings share the depth."""
     try:
         engine = UringEngine(DEPTH, BLOCK, paths=2)
     except RingRefusedError as error:
@@ -105,9 +104,9 @@ def test_requests_of_each_file_are_shared_by_the_rings(tmp_path: Path) -> None:
     assert sum(ring._depth for ring in engine._rings) == DEPTH
 
 
-def test_one_ring_does_where_there_is_no_room_for_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the whole depth then; the one that was opened in vain is closed."""
-    make_engine("io_uring").close()  # where it is not allowed, this is skipped
+def test_one_ring_is_used_if_a_second_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the full depth, and the failed ring is closed."""
+    make_engine("io_uring").close()  # skips the test if io_uring is not available
     opened = 0
     real = Ring.__init__
 

@@ -1,4 +1,4 @@
-"""Memory does not grow with the model."""
+"""Tests of host memory: it does not grow with the model, and freed memory is returned to the operating system."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GROUPS = Path("/sys/fs/cgroup/memory")
 def start(
     mode: str, layers: int, folder: Path, joins: Callable[[], None] | None = None, host: int = HOST
 ) -> subprocess.Popen[str]:
-    """Start the training program."""
+    """Start the training script."""
     command = [sys.executable, "-m", "support.peak", mode, str(layers), str(host), str(folder)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.Popen(
@@ -35,24 +35,21 @@ def start(
 
 
 def outcome(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any], str]:
-    """Return exit status, what the program printed, and its errors."""
+    """Return the exit status, the printed result and stderr."""
     out, err = process.communicate(timeout=900)
     return process.returncode, json.loads(out) if out.strip() else {}, err
 
 
 def peak(mode: str, layers: int, folder: Path) -> int:
-    """Return the peak resident memory of a training, in bytes."""
+    """Return the peak resident memory of a training process in bytes."""
     status, found, errors = outcome(start(mode, layers, folder))
     assert status == 0, errors
     return found["peak"]
 
 
 @pytest.mark.wide
-def test_three_times_the_layers_need_no_more_memory(tmp_path: Path) -> None:
-    """At a fixed host cache;
-
-    20 MiB are allowed for objects and what the heap creeps; the bf16 weights would be 32 more.
-    """
+def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
+    """20 MiB are allowed for objects and heap growth; the bf16 weights would add 32 MiB."""
     layers = 8
     grown = 3 * layers * ELEMENTS - layers * ELEMENTS
     assert 2 * grown >= 32 * MIB
@@ -61,11 +58,8 @@ def test_three_times_the_layers_need_no_more_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.wide
-def test_formats_are_streamed(tmp_path: Path) -> None:
-    """To write a folder of DCP takes a part of what is in it; to begin a run with it, not more than to train.
-
-    So does a save from a run that trains.
-    """
+def test_dcp_export_load_and_save_are_streamed(tmp_path: Path) -> None:
+    """An export needs a fraction of its size; starting a run from it and saving in a run need no more than training."""
     layers = 16
     of_training = peak("checkpoint", layers, tmp_path)
     of_saves = peak("save", layers, tmp_path / "apart")
@@ -80,7 +74,7 @@ def test_formats_are_streamed(tmp_path: Path) -> None:
 
 @contextmanager
 def memory_group(limit: int) -> Iterator[Path]:
-    """Make a memory cgroup; skip where that is not possible."""
+    """Create a memory cgroup, or skip the test if that is not possible."""
     group = GROUPS / f"infinity-test-{os.getpid()}"
     if os.geteuid() != 0 or not (GROUPS / "memory.limit_in_bytes").exists():
         pytest.skip("needs root and the memory controller of cgroup v1")
@@ -95,12 +89,8 @@ def memory_group(limit: int) -> Iterator[Path]:
         group.rmdir()
 
 
-def test_training_works_under_a_memory_limit(tmp_path: Path) -> None:
-    """Imports + host cache + some FSDP modules, half of the state; the same model in memory is killed there.
-
-    So it would be with the host cache that suits the whole machine: one whose size is not set is as small as it must
-    be.
-    """
+def test_training_fits_a_memory_limit_that_kills_training_in_memory(tmp_path: Path) -> None:
+    """The limit allows imports, host cache and some FSDP modules, half of the state; the default cache fits too."""
     layers = 12
     state = 14 * layers * ELEMENTS
     limit = peak("nothing", 0, tmp_path) + HOST + 64 * MIB
@@ -119,58 +109,57 @@ def test_training_works_under_a_memory_limit(tmp_path: Path) -> None:
     assert len(set(limited["losses"])) == 2
 
 
-def use(blocks: int) -> None:
-    """Write to so many blocks of 64 MiB, and free them."""
+def allocate_and_free(blocks: int) -> None:
+    """Write to blocks of 64 MiB, and free them."""
     held = [torch.ones(16 * MIB) for _ in range(blocks)]
     assert len(held) == blocks
 
 
 @pytest.fixture
 def little_creep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the heap creep by half a block."""
+    """Reduce the tolerated heap growth to half a block."""
     monkeypatch.setattr(heap, "CREEP_BYTES", 32 * MIB)
 
 
-def measured(blocks: int) -> heap.FreedMemory:
-    """Return what bounds freed memory, after a step of FSDP modules that need no, and so many blocks."""
+def measured_freed_memory(blocks: int) -> heap.FreedMemory:
+    """Return the bound of freed memory, measured in a step whose FSDP module needs the given number of blocks."""
     if platform.libc_ver()[0] != "glibc":
-        pytest.skip("only glibc can be told what to keep")
+        pytest.skip("only glibc can limit the freed memory that it keeps")
     freed = heap.FreedMemory()
-    freed.bound(measure=True)  # what tests before have left
+    freed.bound(measure=True)  # memory that earlier tests have freed
     for number in (0, blocks, 0):
-        use(number)
+        allocate_and_free(number)
         freed.bound(measure=True)
     freed.bound()
     return freed
 
 
 def kept(freed: heap.FreedMemory, blocks: int) -> int:
-    """Return by how many bytes the process has grown after an FSDP module that needs so many blocks."""
+    """Return by how many bytes the process grows after an FSDP module that needs the given number of blocks."""
     before = heap.resident_bytes()
-    use(blocks)
+    allocate_and_free(blocks)
     freed.bound()
     return heap.resident_bytes() - before
 
 
 @pytest.mark.usefixtures("little_creep")
-def test_freed_memory_is_kept_as_far_as_a_fsdp_module_needs_it() -> None:
-    """However large its blocks are."""
-    assert kept(measured(4), 4) > 4 * 64 * MIB - 16 * MIB
+def test_freed_memory_that_an_fsdp_module_needs_is_kept() -> None:
+    assert kept(measured_freed_memory(4), 4) > 4 * 64 * MIB - 16 * MIB
 
 
 @pytest.mark.usefixtures("little_creep")
-def test_freed_memory_beyond_that_is_given_back() -> None:
-    """And what the next FSDP module needs by itself is kept from then on."""
-    freed = measured(1)
+def test_freed_memory_beyond_the_bound_is_returned() -> None:
+    """Memory that the next FSDP module needs is kept from then on."""
+    freed = measured_freed_memory(1)
     assert kept(freed, 4) < 16 * MIB
     assert kept(freed, 4) > 4 * 64 * MIB - 16 * MIB
 
 
 @pytest.mark.usefixtures("little_creep")
-def test_memory_of_before_the_first_step_says_nothing() -> None:
-    """A model that was in memory once leaves no room for a heap as large."""
+def test_memory_before_the_first_step_is_not_counted() -> None:
+    """A model that was loaded into memory does not raise the bound."""
     held = torch.ones(64 * MIB)
-    freed = measured(1)
+    freed = measured_freed_memory(1)
     del held
     freed.bound(measure=True)
     freed.bound()
@@ -178,40 +167,38 @@ def test_memory_of_before_the_first_step_says_nothing() -> None:
 
 
 @pytest.mark.usefixtures("little_creep")
-def test_what_a_larger_fsdp_module_cannot_use_is_given_back_before_it() -> None:
-    """FSDP modules of one size go on with what the one before has freed."""
-    freed = measured(0)
+def test_freed_memory_is_returned_before_a_larger_fsdp_module() -> None:
+    """FSDP modules of equal size reuse the memory that the previous one freed."""
+    freed = measured_freed_memory(0)
     for fsdp_module, blocks in (("layer", 2), ("head", 6), ("layer", 2)):
         freed.bound(fsdp_module, measure=True)
-        use(blocks)
+        allocate_and_free(blocks)
     freed.bound("end", measure=True)
     base = heap.resident_bytes()
     freed.bound("layer")
     for following in ("layer", "layer", "head"):
-        use(2)
+        allocate_and_free(2)
         freed.bound(following)
         kept = heap.resident_bytes() - base
         assert kept < 16 * MIB if following == "head" else kept > 2 * 64 * MIB - 16 * MIB
-    use(6)
+    allocate_and_free(6)
     freed.bound("layer")
-    assert heap.resident_bytes() - base > 6 * 64 * MIB - 16 * MIB, "the process is as large as it has to be"
+    assert heap.resident_bytes() - base > 6 * 64 * MIB - 16 * MIB, "the memory of the largest module must be kept"
 
 
 @pytest.mark.usefixtures("little_creep")
 @pytest.mark.parametrize("first", [False, True])
-def test_a_step_begins_with_little(first: bool) -> None:
-    """What the largest FSDP module has freed behind the others is given back where the first may not find a
-    use for it.
-    """
-    freed = measured(0)
+def test_freed_memory_is_returned_at_the_start_of_a_step(first: bool) -> None:
+    """Memory that the largest FSDP module freed last is returned if the first module may not reuse it."""
+    freed = measured_freed_memory(0)
     for fsdp_module, blocks in (("first", 2), ("head", 6)):
         freed.bound(fsdp_module, measure=True)
-        use(blocks)
+        allocate_and_free(blocks)
     freed.bound("first", measure=True)
     base = heap.resident_bytes()
-    use(2)
+    allocate_and_free(2)
     freed.bound("head")
-    use(6)
+    allocate_and_free(6)
     freed.bound("first", first=first)
     kept = heap.resident_bytes() - base
     assert kept < 16 * MIB if first else kept > 6 * 64 * MIB - 16 * MIB

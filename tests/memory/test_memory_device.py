@@ -1,4 +1,4 @@
-"""The room of the device: registration, waits, and what the pager does with marks that are not passed."""
+"""Tests of the device interface: pinning of host memory, waits for events, and the pager with incomplete events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import infinity
 from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import InfinityError, StallError
-from infinity.memory import device as room
+from infinity.memory import device as device_module
 from infinity.memory.device import CpuDevice, CudaDevice, wait
 from infinity.memory.host_cache import HostCache
 from infinity.optim.update_thread import UpdateWorker
@@ -27,17 +27,17 @@ from support.layouts import transformer
 PIECE = 4096
 PACKAGE = Path(infinity.__file__).parent
 SOON, NEVER = 0.05, 300.0
-"""Seconds: a time limit that is to be reached, one that is not."""
+"""Time limits in seconds: one that a test reaches, and one that it does not."""
 
 
 # Registration #
 
 
 class Runtime:
-    """What CUDA's runtime does with host memory, and what it was asked to."""
+    """Fake CUDA runtime that records registrations of host memory."""
 
     def __init__(self, failing: int = -1) -> None:
-        self.failing = failing  # which registration fails; -1: none
+        self.failing = failing  # index of the registration that fails, or -1
         self.registered: list[tuple[int, int, int]] = []
         self.unregistered: list[int] = []
 
@@ -60,10 +60,7 @@ class Runtime:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Runtime], SimpleNamespace]:
-    """Return what makes a CUDA device over a runtime, with what was done besides;
-
-    largest pieces are 3 cache slots long.
-    """
+    """Return a factory of CUDA devices over a fake runtime whose pieces hold at most three cache slots."""
 
     def make(runtime: Runtime) -> SimpleNamespace:
         made = SimpleNamespace(devices=[], cleared=0)
@@ -73,13 +70,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Runtime], SimpleNamespace
         made.device = CudaDevice(torch.device("cuda:1"))
         return made
 
-    assert room._LARGEST_PIECE == 64 << 30
-    monkeypatch.setattr(room, "_LARGEST_PIECE", 3 * PIECE + 100)
+    assert device_module._LARGEST_PIECE == 64 << 30
+    monkeypatch.setattr(device_module, "_LARGEST_PIECE", 3 * PIECE + 100)
     return make
 
 
-def test_memory_is_registered_in_pieces_of_whole_cache_slots(cuda: Callable[[Runtime], SimpleNamespace]) -> None:
-    """For all devices of the process, with this rank's one current; and unregistered so."""
+def test_host_memory_is_pinned_in_multiples_of_cache_slots(cuda: Callable[[Runtime], SimpleNamespace]) -> None:
+    """Memory is pinned for all devices while this rank's device is current, and unpinned on close."""
     runtime, memory = Runtime(), memoryview(bytearray(10 * PIECE))
     made = cuda(runtime)
     pinned = made.device.pin(memory, PIECE)
@@ -92,8 +89,8 @@ def test_memory_is_registered_in_pieces_of_whole_cache_slots(cuda: Callable[[Run
     assert not pinned.registered
 
 
-def test_a_piece_that_fails_leaves_none(cuda: Callable[[Runtime], SimpleNamespace]) -> None:
-    """The error does not stay for the next launch, and a warning says what it was."""
+def test_failed_pinning_releases_all_pieces(cuda: Callable[[Runtime], SimpleNamespace]) -> None:
+    """The CUDA error is cleared, and a warning contains it."""
     runtime = Runtime(failing=2)
     made = cuda(runtime)
     with pytest.warns(UserWarning, match=r"12288 bytes.*out of memory: cudaErrorMemoryAllocation, error 2.*ulimit -l"):
@@ -104,11 +101,11 @@ def test_a_piece_that_fails_leaves_none(cuda: Callable[[Runtime], SimpleNamespac
     assert made.cleared == 1
 
 
-# Marks #
+# Events #
 
 
-class Gate:
-    """A mark that is passed when somebody says so."""
+class ManualEvent:
+    """Event that completes when a test sets `open`."""
 
     def __init__(self) -> None:
         self.open = False
@@ -117,34 +114,31 @@ class Gate:
         return self.open
 
     def before(self, stream: object) -> None:
-        """Nothing waits for it here."""
+        """Do nothing, because no stream waits for this event."""
 
 
-def test_a_wait_ends_when_the_mark_is_passed() -> None:
-    """However often it has to look."""
-    gate = Gate()
+def test_wait_ends_when_the_event_completes() -> None:
+    gate = ManualEvent()
     threading.Timer(SOON, lambda: setattr(gate, "open", True)).start()
     assert wait(gate, NEVER)
 
 
-def test_a_wait_has_a_time_limit() -> None:
-    """And says so."""
+def test_wait_returns_false_after_its_time_limit() -> None:
     began = time.perf_counter()
-    assert not wait(Gate(), SOON)
+    assert not wait(ManualEvent(), SOON)
     assert time.perf_counter() - began >= SOON
 
 
-def test_a_wait_is_given_up() -> None:
-    """When nobody needs it any more."""
+def test_wait_ends_when_it_is_cancelled() -> None:
     looks = iter([False, False, True])
-    assert not wait(Gate(), NEVER, lambda: next(looks))
+    assert not wait(ManualEvent(), NEVER, lambda: next(looks))
 
 
 # The pager #
 
 
-class Kept:
-    """A store that has pages in memory, and is always done."""
+class ImmediateStore:
+    """Store in memory whose transfers complete immediately."""
 
     def __init__(self) -> None:
         self.pages: dict[int, bytes] = {}
@@ -164,21 +158,21 @@ class Kept:
         return page in self.pages
 
     def expect_gradients(self, stored: bool) -> None:
-        """Always has room."""
+        """Accept any plan, because the store has no size limit."""
 
     def oldest_request(self) -> tuple[float, str] | None:
         return None
 
 
-class Silence:
-    """Is told what the pager does."""
+class IgnoringObserver:
+    """Observer that ignores all events."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None
 
 
-class Entered(CpuDevice):
-    """A CPU that notes which threads entered it."""
+class RecordingCpuDevice(CpuDevice):
+    """CPU device that records which threads entered it."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -189,29 +183,35 @@ class Entered(CpuDevice):
 
 
 class Bench:
-    """A pager over two pages of weights."""
+    """Pager over a model with two layers."""
 
     def __init__(self, timeout: float) -> None:
         self.layout: Layout = transformer(2, 4096, 64 << 10)
-        self.device, self.failures = Entered(), []
-        self.store = Kept()
+        self.device, self.failures = RecordingCpuDevice(), []
+        self.store = ImmediateStore()
         host_cache = HostCache(4, self.layout.page_bytes, device=self.device)
         self.pager = Pager(
-            self.layout, host_cache, self.device, self.store, Silence(), timeout=timeout, failed=self.failures.append
+            self.layout,
+            host_cache,
+            self.device,
+            self.store,
+            IgnoringObserver(),
+            timeout=timeout,
+            failed=self.failures.append,
         )
         self.first, self.second = [page.index for page in self.layout.pages if page.role is Role.PARAM][:2]
         for page in (self.first, self.second):
             self.use(page, Mode.WRITE)
 
-    def use(self, page: int, mode: Mode, mark: Gate | None = None) -> None:
-        """Use a page, with a copy behind it that has ended when the mark is passed."""
-        with self.pager.access((Use(page, mode),), planned=False, copies=(lambda: mark) if mark else None):
+    def use(self, page: int, mode: Mode, event: ManualEvent | None = None) -> None:
+        """Use a page, followed by a copy that ends when the event completes."""
+        with self.pager.access((Use(page, mode),), planned=False, copies=(lambda: event) if event else None):
             pass
 
 
 @pytest.fixture
 def bench() -> Iterator[Callable[[float], Bench]]:
-    """Return what makes a bench; its thread ends."""
+    """Return a factory of benches, and stop their threads afterwards."""
     made: list[Bench] = []
 
     def make(timeout: float) -> Bench:
@@ -220,14 +220,14 @@ def bench() -> Iterator[Callable[[float], Bench]]:
 
     yield make
     for each in made:
-        each.pager.fail(InfinityError("the test has ended"))
+        each.pager.fail(InfinityError("the test has finished"))
         each.pager._cache.copies.close()
 
 
-def test_a_copy_that_never_ends_is_an_error(bench: Callable[[float], Bench]) -> None:
-    """For whoever waits for the page, and for everybody from then on."""
+def test_hanging_copy_raises_stall_error(bench: Callable[[float], Bench]) -> None:
+    """The error is raised by the thread that waits for the page, and by every later use."""
     made = bench(SOON)
-    made.use(made.first, Mode.READ, Gate())
+    made.use(made.first, Mode.READ, ManualEvent())
     with pytest.raises(StallError, match="the device to copy"):
         made.use(made.first, Mode.UPDATE)
     assert isinstance(made.failures[0], StallError)
@@ -235,16 +235,16 @@ def test_a_copy_that_never_ends_is_an_error(bench: Callable[[float], Bench]) -> 
         made.use(made.second, Mode.READ)
 
 
-def test_a_failure_is_told_while_a_copy_is_waited_for(bench: Callable[[float], Bench]) -> None:
-    """Nobody waits for the device under the lock: the failure is noted, and raised, at once."""
-    made, told = bench(NEVER), []
-    made.use(made.first, Mode.READ, Gate())
+def test_failure_interrupts_a_wait_for_a_copy(bench: Callable[[float], Bench]) -> None:
+    """No thread waits for the device while it holds the lock, so the failure is recorded and raised immediately."""
+    made, errors = bench(NEVER), []
+    made.use(made.first, Mode.READ, ManualEvent())
 
     def use() -> None:
         try:
             made.use(made.first, Mode.UPDATE)
         except InfinityError as error:
-            told.append(str(error))
+            errors.append(str(error))
 
     user = threading.Thread(target=use)
     user.start()
@@ -253,12 +253,12 @@ def test_a_failure_is_told_while_a_copy_is_waited_for(bench: Callable[[float], B
     failer.join(30)
     user.join(30)
     assert not failer.is_alive()
-    assert told == ["another rank failed"]
+    assert errors == ["another rank failed"]
 
 
-def test_a_page_is_changed_behind_its_copy_only(bench: Callable[[float], Bench]) -> None:
-    """Reading it needs no wait."""
-    made, gate, changed = bench(NEVER), Gate(), threading.Event()
+def test_modification_waits_for_the_copy_of_a_page(bench: Callable[[float], Bench]) -> None:
+    """Reading does not wait."""
+    made, gate, changed = bench(NEVER), ManualEvent(), threading.Event()
     made.use(made.first, Mode.READ, gate)
     made.use(made.first, Mode.READ)
 
@@ -275,18 +275,18 @@ def test_a_page_is_changed_behind_its_copy_only(bench: Callable[[float], Bench])
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_drain_says_whether_the_device_is_done(ends: bool, bench: Callable[[float], Bench]) -> None:
-    """It waits for copies, as long as everything else is waited for."""
-    made, gate = bench(NEVER if ends else SOON), Gate()
+def test_drain_returns_whether_copies_have_ended(ends: bool, bench: Callable[[float], Bench]) -> None:
+    """It waits for copies up to the time limit."""
+    made, gate = bench(NEVER if ends else SOON), ManualEvent()
     made.use(made.first, Mode.READ, gate)
     if ends:
         threading.Timer(SOON, lambda: setattr(gate, "open", True)).start()
     assert made.pager.drain() is ends
 
 
-def test_flush_waits_for_what_comes_from_the_device(bench: Callable[[float], Bench]) -> None:
-    """A page that is being filled is not written before."""
-    made, gate = bench(NEVER), Gate()
+def test_flush_waits_for_copies_from_the_device(bench: Callable[[float], Bench]) -> None:
+    """A page is not written to the store while it is being filled."""
+    made, gate = bench(NEVER), ManualEvent()
     made.pager.flush()
     made.store.pages.clear()
     made.use(made.first, Mode.UPDATE, gate)
@@ -299,9 +299,9 @@ def test_flush_waits_for_what_comes_from_the_device(bench: Callable[[float], Ben
     assert made.first in made.store.pages
 
 
-def test_threads_enter_the_device(bench: Callable[[float], Bench]) -> None:
-    """That of updates, and that which waits for copies: a thread that does not takes the first device."""
-    made, gate = bench(NEVER), Gate()
+def test_update_and_copy_threads_enter_the_device(bench: Callable[[float], Bench]) -> None:
+    """A thread that does not enter the device would use the first device."""
+    made, gate = bench(NEVER), ManualEvent()
     worker = UpdateWorker(1, made.failures.append, made.device.enter_thread)
     worker.close()
     made.use(made.first, Mode.READ, gate)
@@ -310,11 +310,11 @@ def test_threads_enter_the_device(bench: Callable[[float], Bench]) -> None:
     assert made.device.threads == ["infinity-update_0", "infinity-copies"]
 
 
-# The one room #
+# Imports of torch.cuda #
 
 
-def test_only_one_room_names_cuda() -> None:
-    """But for random states in checkpoints, and the mesh."""
+def test_torch_cuda_is_used_in_three_modules_only() -> None:
+    """Besides the device module, only random states in checkpoints and the mesh use it."""
     named = {
         file.relative_to(PACKAGE).as_posix()
         for file in PACKAGE.rglob("*.py")

@@ -1,4 +1,4 @@
-"""`from_pretrained` of what transformers saved: the same bits as the model that transformers loads, sharded by hand."""
+"""Tests of fine-tuning models loaded by `from_pretrained`: bitwise equal to models that transformers loads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = {
     "experts": "Qwen3Moe",
     "state space": "Mamba",
 }
-"""Families that `make test` fine-tunes, by kind; `make test-wide` has the others, and all of `support.wide_models`."""
+"""Families that `make test` fine-tunes, by kind. `make test-wide` adds `WIDE` and all of `support.wide_models`."""
 WIDE = ("Qwen3", "Gemma3", "GPT2", "Bart", "Whisper", "Mixtral", "Albert", "Swin", "Wav2Vec2")
 
 
@@ -31,20 +31,20 @@ def _quiet() -> None:
 
 
 def save(name: str, folder: Path) -> None:
-    """Save a model of a family as its users have it."""
+    """Save a model of a family with `save_pretrained`."""
     torch.manual_seed(1)
     build(fine_tune.row_of(name)).save_pretrained(folder / "saved")
 
 
 @pytest.mark.parametrize("name", all_but((*KINDS.values(), *WIDE), *WIDE))
-def test_it_is_fine_tuned_as_in_memory(name: str, tmp_path: Path) -> None:
-    """Logits, losses, weights and moments in bf16; and what is exported is loaded with the trained weights."""
+def test_fine_tuning_matches_memory(name: str, tmp_path: Path) -> None:
+    """Compares logits, losses, weights and moments in bf16; the export loads with the trained weights."""
     save(name, tmp_path)
     assert fine_tune.compare(name, tmp_path) == []
 
 
 @pytest.mark.parametrize("name", all_but(("Llama", "T5", "Llava"), "T5", "Llava"))
-def test_two_ranks(name: str, tmp_path: Path, pair: RankPool) -> None:
-    """Each reads its own slices."""
+def test_fine_tuning_on_two_ranks_matches_memory(name: str, tmp_path: Path, pair: RankPool) -> None:
+    """Each rank reads only its own slices."""
     save(name, tmp_path)
     assert pair.run(fine_tune.compare, name, tmp_path) == [[], []]

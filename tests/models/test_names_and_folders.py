@@ -1,4 +1,4 @@
-"""What `from_pretrained` and `from_config` take: folders, ids of the Hub, classes, values; and what they refuse."""
+"""Tests of the arguments of `from_pretrained` and `from_config`: folders, Hub ids, classes, values, and invalid ones."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ CHECKPOINT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing is asked of the network, and nothing is found but what a test puts there."""
+    """Disable network access and use an empty Hub cache."""
     transformers.logging.set_verbosity_error()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
 def saved(folder: Path, seed: int = 1, **options: Any) -> nn.Module:
-    """Save a model; return it."""
+    """Save a model and return it."""
     torch.manual_seed(seed)
     model = build(LLAMA)
     model.save_pretrained(folder, **options)
@@ -42,21 +42,21 @@ def saved(folder: Path, seed: int = 1, **options: Any) -> nn.Module:
 
 
 def changed(folder: Path, **values: Any) -> None:
-    """Change the config.json of a folder; None removes a value."""
+    """Change the config.json of a folder. The value None removes a key."""
     file = folder / "config.json"
     found = {**json.loads(file.read_text()), **values}
     file.write_text(json.dumps({name: value for name, value in found.items() if value is not None}))
 
 
 def same_weights(model: nn.Module, original: nn.Module, folder: Path) -> bool:
-    """Whether a model is offloaded with the weights of another."""
+    """Return whether offloading a model gives it the weights of the original model."""
     with fine_tune.offload(model, folder, keep="never"):
         found = dict(model.named_parameters())
         return all(torch.equal(found[name].full_tensor(), value) for name, value in original.named_parameters())
 
 
 def in_cache(hub: Path, source: Path, *, revision: str = "main") -> Path:
-    """Lay a folder as transformers does what it has fetched for org/small; return the folder there."""
+    """Arrange a folder like a download of org/small in the Hub cache and return the snapshot folder."""
     model = hub / "models--org--small"
     snapshot = model / "snapshots" / CHECKPOINT
     (model / "refs").mkdir(parents=True)
@@ -69,11 +69,11 @@ def in_cache(hub: Path, source: Path, *, revision: str = "main") -> Path:
     return snapshot
 
 
-# Where weights come from #
+# Sources of weights #
 
 
-def test_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that is named from the folder in which the program began."""
+def test_from_pretrained_reads_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path refers to the working directory at the call."""
     original = saved(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     model = infinity.from_pretrained("model")
@@ -84,14 +84,16 @@ def test_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert same_weights(model, original, tmp_path / "run")
 
 
-@pytest.mark.parametrize("size", ["1GB", "10KB"], ids=["one file", "several"])
-def test_an_id_in_the_cache(size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offline, as transformers has left it there. Of a model's files its config.json and safetensors are asked for."""
-    hub, asked = transformers.utils.hub, set()
+@pytest.mark.parametrize("size", ["1GB", "10KB"], ids=["one file", "several files"])
+def test_from_pretrained_reads_the_hub_cache_offline(
+    size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only config.json and the safetensors files of a model are requested."""
+    hub, requested = transformers.utils.hub, set()
     download = hub.hf_hub_download
 
     def noted(name: str, filename: str, **options: Any) -> str:
-        asked.add(filename)
+        requested.add(filename)
         return download(name, filename, **options)
 
     monkeypatch.setattr(hub, "hf_hub_download", noted)
@@ -101,11 +103,10 @@ def test_an_id_in_the_cache(size: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert same_weights(infinity.from_pretrained("org/small"), original, tmp_path / "run")
     index = {"model.safetensors.index.json"} if size == "10KB" else set()
     files = {file.name for file in snapshot.glob("*.safetensors")}
-    assert files <= asked <= {"config.json", "model.safetensors"} | index | files
+    assert files <= requested <= {"config.json", "model.safetensors"} | index | files
 
 
-def test_an_id_in_another_cache_and_revision(tmp_path: Path) -> None:
-    """As they are named."""
+def test_cache_dir_and_revision_are_used(tmp_path: Path) -> None:
     original = saved(tmp_path / "model")
     in_cache(tmp_path / "elsewhere", tmp_path / "model", revision="v2")
     place = {"cache_dir": tmp_path / "elsewhere", "local_files_only": True}
@@ -115,8 +116,7 @@ def test_an_id_in_another_cache_and_revision(tmp_path: Path) -> None:
             infinity.from_pretrained("org/small", **wrong)
 
 
-def test_a_part_of_a_download_is_refused(tmp_path: Path) -> None:
-    """One of the files of the index is not in the cache."""
+def test_incomplete_download_raises(tmp_path: Path) -> None:
     saved(tmp_path / "model", max_shard_size="10KB")
     snapshot = in_cache(tmp_path / "hub", tmp_path / "model")
     next(snapshot.glob("model-00002*")).unlink()
@@ -124,14 +124,12 @@ def test_a_part_of_a_download_is_refused(tmp_path: Path) -> None:
         infinity.from_pretrained("org/small")
 
 
-def test_a_folder_below(tmp_path: Path) -> None:
-    """As `subfolder` of transformers."""
+def test_subfolder_is_used(tmp_path: Path) -> None:
     original = saved(tmp_path / "model" / "inner")
     assert same_weights(infinity.from_pretrained(tmp_path / "model", subfolder="inner"), original, tmp_path / "run")
 
 
-def test_weights_that_are_named_win(tmp_path: Path) -> None:
-    """Over those that the model was made with."""
+def test_weights_argument_overrides_the_source_folder(tmp_path: Path) -> None:
     saved(tmp_path / "first")
     second = saved(tmp_path / "second", seed=2)
     model = infinity.from_pretrained(tmp_path / "first")
@@ -140,8 +138,8 @@ def test_weights_that_are_named_win(tmp_path: Path) -> None:
         assert torch.equal(model.lm_head.weight.full_tensor(), second.lm_head.weight)
 
 
-def test_a_run_that_resumes_reads_none(tmp_path: Path) -> None:
-    """What it has checkpointed counts, though the folder has other values by then."""
+def test_resumed_run_ignores_the_source_folder(tmp_path: Path) -> None:
+    """The checkpoint is used even if the folder contains other values by then."""
     saved(tmp_path / "model")
     model = infinity.from_pretrained(tmp_path / "model")
     with fine_tune.offload(model, tmp_path / "run") as optimizer:
@@ -154,8 +152,8 @@ def test_a_run_that_resumes_reads_none(tmp_path: Path) -> None:
         assert all(torch.equal(param.full_tensor(), checkpointed[name]) for name, param in again.named_parameters())
 
 
-def test_a_new_head(tmp_path: Path) -> None:
-    """Is asked for with `strict=False`, as the error says; the rest is what was saved."""
+def test_new_head_requires_strict_false(tmp_path: Path) -> None:
+    """The error recommends `strict=False`; all other weights are loaded."""
     original = saved(tmp_path / "model")
     settings = {"storage": {"paths": [str(tmp_path / "run")]}, "memory": {"host_bytes": "16MiB"}}
 
@@ -174,8 +172,8 @@ def test_a_new_head(tmp_path: Path) -> None:
         assert torch.equal(model.model.norm.weight.full_tensor(), original.model.norm.weight)
 
 
-def test_a_model_around_it_has_other_names(tmp_path: Path) -> None:
-    """So its weights are not looked for by themselves, and nothing is initialized in their place."""
+def test_wrapped_model_requires_explicit_weights(tmp_path: Path) -> None:
+    """The parameter names differ, so the source is not used, and nothing is initialized instead."""
     saved(tmp_path / "model")
     around = nn.Module()
     around.language = infinity.from_pretrained(tmp_path / "model")
@@ -185,8 +183,7 @@ def test_a_model_around_it_has_other_names(tmp_path: Path) -> None:
         infinity.offload(around, fine_tune.adamw(around), settings)
 
 
-def test_generation_config(tmp_path: Path) -> None:
-    """That which lies beside the weights."""
+def test_generation_config_is_loaded(tmp_path: Path) -> None:
     original = saved(tmp_path / "model")
     original.generation_config.max_new_tokens = 7
     original.generation_config.save_pretrained(tmp_path / "model")
@@ -196,8 +193,8 @@ def test_generation_config(tmp_path: Path) -> None:
 # Classes and values #
 
 
-def test_what_a_model_is_for(tmp_path: Path) -> None:
-    """By an AutoModel class or the model's own, or the name of one."""
+def test_auto_class_selects_the_model_class(tmp_path: Path) -> None:
+    """Accepts an AutoModel class, a model class, or the name of either."""
     config = transformers.LlamaConfig(**GQA)
     for given, cls in (
         ("AutoModelForCausalLM", transformers.LlamaForCausalLM),
@@ -210,8 +207,8 @@ def test_what_a_model_is_for(tmp_path: Path) -> None:
     assert isinstance(infinity.from_config(config), transformers.LlamaForCausalLM)
 
 
-def test_the_language_model_of_a_configuration_for_several_inputs() -> None:
-    """Is built of the part that is its own, by its class as by AutoModel."""
+def test_text_model_of_a_multimodal_configuration() -> None:
+    """The model is built from the text part of the configuration."""
     config = transformers.Gemma3Config(text_config={**GQA, "head_dim": 8}, vision_config=VISION)
     for given in ("Gemma3ForCausalLM", "AutoModelForCausalLM"):
         model = infinity.from_config(config, auto_class=given)
@@ -219,8 +216,8 @@ def test_the_language_model_of_a_configuration_for_several_inputs() -> None:
         assert "Gemma3" in type(model).__name__
 
 
-def test_precision_and_memory() -> None:
-    """As the arguments say; by default fp32 is trained and bf16 is gathered."""
+def test_precision_and_memory_arguments() -> None:
+    """By default, parameters are trained in fp32 and gathered in bf16."""
     config = transformers.LlamaConfig(**GQA, architectures=["LlamaForCausalLM"])
 
     def groups(**options: Any) -> list[Any]:
@@ -245,8 +242,7 @@ def test_precision_and_memory() -> None:
     assert infinity.from_config(config, attn_implementation="eager").config._attn_implementation == "eager"
 
 
-def test_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs where that is asked for: a configuration and a model that transformers does not have."""
+def test_remote_code_requires_trust_remote_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     original = saved(tmp_path / "model")
@@ -269,8 +265,8 @@ def test_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert same_weights(model, original, tmp_path / "run")
 
 
-def test_what_a_class_freezes_stays_frozen(tmp_path: Path) -> None:
-    """A table of positions that is computed; transformers makes it trainable when it loads it."""
+def test_parameters_frozen_by_the_class_remain_frozen(tmp_path: Path) -> None:
+    """transformers makes the computed table of positions trainable when it loads the model."""
     row = fine_tune.row_of("Whisper")
     build(row).save_pretrained(tmp_path / "model")
     for model, frozen in (
@@ -280,14 +276,14 @@ def test_what_a_class_freezes_stays_frozen(tmp_path: Path) -> None:
         assert [name for name, param in model.named_parameters() if not param.requires_grad] == frozen
 
 
-# What cannot work #
+# Unsupported sources and values #
 
 
 def _pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
-def _another_model(folder: Path) -> None:
+def _other_weights(folder: Path) -> None:
     save_file({"a": torch.ones(2)}, folder / "model.safetensors")
 
 
@@ -311,20 +307,20 @@ UNSUPPORTED: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], st
                         "architecture.*auto_class.*AutoModel"),
     "wrong numbers": (lambda folder: changed(folder, num_attention_heads=0), {}, "cannot be (built|read)"),
     "an unknown class": (None, {"auto_class": "AutoModelForCausalML"}, "did you mean AutoModelForCausalLM"),
-    "a class for others": (None, {"auto_class": "AutoModelForImageClassification"},
+    "a class for images": (None, {"auto_class": "AutoModelForImageClassification"},
                            "AutoModelForImageClassification .* type llama; .*AutoModelForCausalLM"),
     "a class of another model": (None, {"auto_class": "BertModel"}, "BertModel .*BertConfig.*LlamaConfig"),
-    "no class of a model": (None, {"auto_class": nn.Linear}, "auto_class=.*Linear.* must be"),
-    "a value that it lacks": (None, {"attention_dropot": 0.1}, "attention_dropot .*; did you mean attention_dropout"),
-    "whole numbers": (None, {"dtype": "int32"}, "dtype='int32' .*floating-point"),
-    "no dtype": (None, {"dtype": "fp32"}, "dtype='fp32' .*floating-point"),
+    "not a model class": (None, {"auto_class": nn.Linear}, "auto_class=.*Linear.* must be"),
+    "an unknown value": (None, {"attention_dropot": 0.1}, "attention_dropot .*; did you mean attention_dropout"),
+    "an integer dtype": (None, {"dtype": "int32"}, "dtype='int32' .*floating-point"),
+    "an unknown dtype": (None, {"dtype": "fp32"}, "dtype='fp32' .*floating-point"),
     "a number of ranks": (None, {"reshard_after_forward": 2}, "reshard_after_forward=2 .*True, False or None"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_a_folder_is_refused(name: str, tmp_path: Path) -> None:
-    """In one line that says what to do, before anything is read of the weights."""
+def test_unsupported_source_raises(name: str, tmp_path: Path) -> None:
+    """The one-line message states the remedy, and no weights are read."""
     change, options, words = UNSUPPORTED[name]
     saved(tmp_path / "model")
     if change is not None:
@@ -334,10 +330,10 @@ def test_a_folder_is_refused(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_weights_of_another_model_are_refused_by_offload(tmp_path: Path) -> None:
-    """In a list, as with `weights=`; the folder of the run is as it was."""
+def test_offload_rejects_weights_of_a_different_model(tmp_path: Path) -> None:
+    """The message lists the names, and the run folder is unchanged."""
     saved(tmp_path / "model")
-    _another_model(tmp_path / "model")
+    _other_weights(tmp_path / "model")
     model = infinity.from_pretrained(tmp_path / "model")
     settings = {"storage": {"paths": [str(tmp_path / "run")]}, "memory": {"host_bytes": "16MiB"}}
     with pytest.raises(ConfigError, match=r"(?s)LlamaForCausalLM.*missing .*unexpected +a\b"):
@@ -346,14 +342,14 @@ def test_weights_of_another_model_are_refused_by_offload(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["no/such-model", "no such model", "/no/such/folder", "a/b/c"])
-def test_a_name_that_leads_nowhere(name: str) -> None:
-    """Is said with what transformers says about it."""
+def test_unknown_model_id_raises(name: str) -> None:
+    """The message includes the one of transformers."""
     with pytest.raises(ConfigError, match=f"{name!r} .* Hub: .+"):
         infinity.from_pretrained(name)
 
 
-def test_what_is_no_folder_and_no_configuration(tmp_path: Path) -> None:
-    """A file, a name, a model without activation checkpointing, and one with a parameter without dimensions."""
+def test_invalid_source_types_raise(tmp_path: Path) -> None:
+    """Covers a file, a name, and models that do not support checkpointing or sharding."""
     saved(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"model\.safetensors is a file.*from_config"):
         infinity.from_pretrained(tmp_path / "model" / "model.safetensors")

@@ -1,4 +1,4 @@
-"""A real pretrained model, there and back: fine-tuned on NVMe, resumed, exported, loaded by transformers."""
+"""Test of a pretrained model's round trip: fine-tuned on NVMe, resumed, exported and loaded by transformers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch.optim.lr_scheduler import LambdaLR
 import infinity
 from support import fine_tune, real_model
 from support.command import run_here
-from support.train import whole
+from support.train import full_copy
 
 transformers = pytest.importorskip("transformers")
 STEPS, MIDDLE = 4, 2
 
 
-def tools(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of both runs."""
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that both runs use."""
     return torch.optim.AdamW(model.parameters(), lr=2e-5, weight_decay=0.01, fused=True)
 
 
 def warm_up(optimizer: torch.optim.Optimizer) -> LambdaLR:
-    """Return a scheduler: the rate rises for three steps."""
+    """Return a scheduler that increases the learning rate for three steps."""
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
 
 
 def take_steps(model: nn.Module, optimizer: Any, scheduler: LambdaLR, batches: list[Any]) -> list[float]:
-    """Take a step with each batch; return the losses."""
+    """Train one step per batch and return the losses."""
     losses = []
     for batch in batches:
         loss = real_model.loss_of(model, batch)
@@ -43,41 +43,41 @@ def take_steps(model: nn.Module, optimizer: Any, scheduler: LambdaLR, batches: l
     return losses
 
 
-def said(model: nn.Module, batch: tuple[Any, Any]) -> torch.Tensor:
-    """Return what a model makes of a batch, in evaluation."""
+def embed(model: nn.Module, batch: tuple[Any, Any]) -> torch.Tensor:
+    """Return the embedding of a batch in evaluation mode."""
     with torch.no_grad():
         return real_model.vectors(model.eval(), batch[1])
 
 
 def in_memory(batches: list[Any]) -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
-    """Fine-tune under FSDP2 in memory; return losses, weights and what the model then says."""
+    """Fine-tune under FSDP2 in memory; return the losses, the weights and the embedding afterwards."""
     model = transformers.AutoModel.from_pretrained(real_model.folder()).train()
     mesh = infinity.mesh("cpu")
     for layer in model.encoder.layer:
         fully_shard(layer, mesh=mesh, mp_policy=fine_tune.BF16)
     fully_shard(model, mesh=mesh, mp_policy=fine_tune.BF16)
-    optimizer = tools(model)
+    optimizer = make_optimizer(model)
     fine_tune.seed(5)
     losses = take_steps(model, optimizer, warm_up(optimizer), batches)
-    weights = {name: whole(param) for name, param in model.named_parameters()}
-    return losses, weights, said(model, batches[0])
+    weights = {name: full_copy(param) for name, param in model.named_parameters()}
+    return losses, weights, embed(model, batches[0])
 
 
 def on_nvme(folder: Path, source: Path, **run: Any) -> tuple[nn.Module, infinity.PagedOptimizer, LambdaLR]:
-    """Begin or resume with a model's folder."""
+    """Start or resume a run from a model folder."""
     model = infinity.from_pretrained(source, mesh=infinity.mesh("cpu"))
-    optimizer = tools(model)
-    scheduler = warm_up(optimizer)  # before a run resumes, which sets the rate
+    optimizer = make_optimizer(model)
+    scheduler = warm_up(optimizer)  # created first, because resuming sets the learning rate
     settings = {"storage": {"paths": [str(folder)]}, "memory": {"host_bytes": "160MiB"}, "run": run}
     return model, infinity.offload(model, optimizer, settings), scheduler
 
 
-def test_there_and_back(tmp_path: Path) -> None:
-    """Losses, weights and what the model says are those of fine-tuning in memory, bit for bit."""
+def test_fine_tune_resume_export_round_trip(tmp_path: Path) -> None:
+    """Losses, weights and embeddings are bitwise equal to fine-tuning in memory."""
     transformers.logging.set_verbosity_error()
     folder, batches = real_model.folder(), list(real_model.batches(STEPS))
     losses, weights, expected = in_memory(batches)
-    assert losses[0] < 1.0, "it knows English: a model that was not pretrained would be at log(8)"
+    assert losses[0] < 1.0, "the model is pretrained: otherwise the loss would be about log(8)"
 
     model, paged, scheduler = on_nvme(tmp_path / "nvme", folder)
     fine_tune.seed(5)
@@ -97,10 +97,10 @@ def test_there_and_back(tmp_path: Path) -> None:
     loaded = transformers.AutoModel.from_pretrained(out)
     assert [name for name, param in loaded.named_parameters() if not torch.equal(param, weights[name])] == []
     plain = transformers.AutoModel.from_pretrained(folder)
-    before = said(plain, batches[0])
-    plain.load_state_dict(weights, strict=False)  # without buffers, which are not trained
-    assert torch.equal(said(loaded, batches[0]), said(plain, batches[0]))
-    assert not torch.equal(said(loaded, batches[0]), before)
+    before = embed(plain, batches[0])
+    plain.load_state_dict(weights, strict=False)  # `weights` contains no buffers
+    assert torch.equal(embed(loaded, batches[0]), embed(plain, batches[0]))
+    assert not torch.equal(embed(loaded, batches[0]), before)
     again, paged, _ = on_nvme(tmp_path / "again", out)
     with paged:
-        assert torch.equal(said(again, batches[0]), expected)
+        assert torch.equal(embed(again, batches[0]), expected)

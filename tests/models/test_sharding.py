@@ -1,4 +1,4 @@
-"""Which modules of a model become FSDP modules: those that a person would name, for every family that is tried here."""
+"""Tests of the selection of modules that become FSDP modules, for all families of the table."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FEATURES = {
     name: tuple(f"{name.lower()}.feature_extractor.conv_layers.{number}" for number in range(2))
     for name in ("Wav2Vec2", "Hubert")
 }
-"""Layers beyond those of the table: it leaves convolutions of the input with the root."""
+"""Layers in addition to the table, which assigns convolutions of the input to the root."""
 
 
 class Block(nn.Module):
-    """A layer with a part that may be somewhere else too."""
+    """A layer with a submodule that may be shared."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Pair(nn.Module):
-    """A container that is never called itself."""
+    """A container that is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Pair(nn.Module):
 
 
 class Stage(Block):
-    """A layer with a list of its own."""
+    """A layer that contains a list of layers."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(2, 2))
@@ -50,7 +50,7 @@ class Stage(Block):
 
 
 def model_of(*lists: nn.Module, **rest: nn.Module) -> nn.Module:
-    """Return a module with lists of layers, and other modules."""
+    """Return a module with the given lists of layers and other modules."""
     model = nn.Module()
     for number, layers in enumerate(lists):
         model.add_module(f"list{number}", layers)
@@ -60,13 +60,13 @@ def model_of(*lists: nn.Module, **rest: nn.Module) -> nn.Module:
 
 
 def names_of(model: nn.Module) -> list[str]:
-    """Return the names of the layers."""
+    """Return the names of the detected layers."""
     names = {module: name for name, module in model.named_modules()}
     return [names[layer] for layer in layers_of(model)]
 
 
 def expected(row: ModelRow, model: nn.Module) -> list[str]:
-    """Return the names of the layers that the table has."""
+    """Return the names of the layers in the table."""
     found = list(FEATURES.get(row.name, ()))
     for path in row.layers:
         parent = path.removesuffix(".*")
@@ -75,8 +75,8 @@ def expected(row: ModelRow, model: nn.Module) -> list[str]:
     return found
 
 
-def test_layers_of_every_family() -> None:
-    """Found by their structure, as the table has them by hand; and heads stay in the root, for `micro_batches`."""
+def test_layers_are_detected_in_every_family() -> None:
+    """The layers match the table, and heads remain in the root, as `micro_batches` requires."""
     pytest.importorskip("transformers").logging.set_verbosity_error()
     mesh, sliced = infinity.mesh("cpu"), 0
     for row in (*ROWS, LLAVA):
@@ -90,16 +90,14 @@ def test_layers_of_every_family() -> None:
     assert sliced > 40
 
 
-def test_lists_in_lists_and_in_containers() -> None:
-    """Members that can be called are layers, wherever their list is."""
+def test_nested_lists_of_layers_are_detected() -> None:
     nested = nn.ModuleList([nn.ModuleList([Block(nn.Linear(2, 2))]), nn.ModuleList([Block(nn.Linear(2, 2))])])
     assert names_of(model_of(nested)) == ["list0.0.0", "list0.1.0"]
     assert names_of(model_of(nn.ModuleList([Pair()]))) == ["list0.0.inner.0", "list0.0.inner.1"]
     assert names_of(model_of(nn.ModuleList([Stage()]))) == ["list0.0"]
 
 
-def test_what_is_not_to_be_split() -> None:
-    """Is named by transformers: the layers of a stage rather than the stage, and not what is inside of a layer."""
+def test_no_split_modules_select_the_layers() -> None:
     model = model_of(nn.ModuleList([Stage()]))
     model._no_split_modules = ["Block"]
     assert names_of(model) == ["list0.0.blocks.0", "list0.0.blocks.1"]
@@ -107,31 +105,28 @@ def test_what_is_not_to_be_split() -> None:
     assert names_of(model) == ["list0.0"]
 
 
-def test_lists_of_plain_modules_are_no_layers() -> None:
-    """Heads, one for each of several outputs."""
+def test_lists_of_linear_modules_are_not_layers() -> None:
+    """For example, a list of one head per output."""
     heads = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
     assert names_of(model_of(heads, nn.ModuleList([Block(nn.Linear(2, 2))]))) == ["list1.0"]
 
 
-def test_shared_parameters_stay_with_the_root(caplog: pytest.LogCaptureFixture) -> None:
-    """An FSDP module owns its parameters:
-
-    those of two layers, or of a layer and something outside, are nobody's own.
-    """
+def test_layers_with_shared_parameters_join_the_root(caplog: pytest.LogCaptureFixture) -> None:
+    """An FSDP module owns its parameters, so it cannot share them with a different layer or module."""
     common, tied = nn.Linear(2, 2), nn.Linear(2, 2)
     layers = nn.ModuleList([Block(common), Block(nn.Linear(2, 2)), Block(common), Block(tied)])
     model = model_of(layers, head=tied)
     assert names_of(model) == ["list0.1"]
     again = model_of(layers, nn.ModuleList([Block(nn.Linear(2, 2))]), same=model_of(layers))
-    assert names_of(again) == ["list0.1", "list0.3", "list1.0"], "a list that is met twice is still one"
+    assert names_of(again) == ["list0.1", "list0.3", "list1.0"], "a list that occurs twice counts once"
     with caplog.at_level(logging.WARNING, "infinity"):
         shard(model, mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy())
     assert "3 of the layers of Module" in caplog.text
     assert [name for name, _ in torch_private.parameter_groups(model)] == ["root", "list0.1"]
 
 
-def test_a_model_without_layers_is_one_fsdp_module(caplog: pytest.LogCaptureFixture) -> None:
-    """And that is said."""
+def test_model_without_layers_is_one_fsdp_module(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning reports this."""
     model = model_of(head=nn.Linear(2, 2))
     with caplog.at_level(logging.WARNING, "infinity"):
         shard(model, mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy())
@@ -139,8 +134,7 @@ def test_a_model_without_layers_is_one_fsdp_module(caplog: pytest.LogCaptureFixt
     assert [name for name, _ in torch_private.parameter_groups(model)] == ["root"]
 
 
-def test_what_fully_shard_does_not_take_is_refused() -> None:
-    """Before any module is sharded."""
+def test_shard_rejects_unsupported_models_before_sharding() -> None:
     model = model_of(nn.ModuleList([Block(nn.Linear(2, 2))]))
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(UnsupportedError, match=r"scale of Module .*shape \(1,\)"):

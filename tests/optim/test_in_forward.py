@@ -106,7 +106,9 @@ def test_late_fsdp_module_is_updated_in_the_next_forward_once(reads: bool, tmp_p
     expected = run(model, make_optimizer(recipe, model))
     with offloaded(recipe, Paging(host_cache="least"), tmp_path) as (model, optimizer):
         assert run(model, optimizer) == expected
-        assert optimizer.run.stats.snapshot().value("plan_divergences_total") == 1, "only the step with a different order may depart from the plan"
+        assert optimizer.run.stats.snapshot().value("plan_divergences_total") == 1, (
+            "only the step with a different order may depart from the plan"
+        )
 
 
 def checkpoint_every_step(folder: str) -> list[float]:

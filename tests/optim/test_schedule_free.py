@@ -28,7 +28,7 @@ MAKES = {
 
 
 def train(model: nn.Module, optimizer: Any, first: int, last: int) -> Found:
-    """Run steps; evaluate behind every second one with the averaged weights, and return losses and these weights."""
+    """Run steps and evaluate with averaged weights after every second one; return losses and averaged weights."""
     found: Found = []
     for step in range(first, last):
         optimizer.train()
@@ -83,8 +83,8 @@ def test_run_resumes_from_a_checkpoint_in_eval_mode(tmp_path: Path) -> None:
     for first, last in ((0, 4), (4, 6)):
         model = build()
         run = {"resume": "latest"} if first else {}
-        given = MAKES["adamw"](groups_of(model))
-        with infinity.offload(model, given, settings(tmp_path, Paging(), 4 << 20, run=run)) as optimizer:
+        base_optimizer = MAKES["adamw"](groups_of(model))
+        with infinity.offload(model, base_optimizer, settings(tmp_path, Paging(), 4 << 20, run=run)) as optimizer:
             assert [group["train_mode"] for group in optimizer.param_groups] == [False, False]
             found += train(model, optimizer, first, last)
             optimizer.save_checkpoint()
@@ -178,9 +178,9 @@ def test_mode_change_that_mixes_parameters_is_unsupported(tmp_path: Path) -> Non
     """The slicing check converts modes during its trial; setting the current mode again is permitted."""
     assert make_kernel(schedulefree.SGDScheduleFree([nn.Parameter(torch.ones(2, 3))])).modes
     model = build()
-    given = MixingSGD(groups_of(model), lr=0.1)
-    given.train()
-    with infinity.offload(model, given, settings(tmp_path, Paging(), 4 << 20)) as optimizer:
+    base_optimizer = MixingSGD(groups_of(model), lr=0.1)
+    base_optimizer.train()
+    with infinity.offload(model, base_optimizer, settings(tmp_path, Paging(), 4 << 20)) as optimizer:
         optimizer.train()
         with pytest.raises(UnsupportedError, match=r"eval\(\) of MixingSGD would have to change weights"):
             optimizer.eval()

@@ -1,4 +1,4 @@
-"""Tests two_group_optimizer custom optimizers with additional state: bitwise equal to training in memory, or rejected with a reason."""
+"""Tests of custom optimizers with additional state: bitwise equal to training in memory, or rejected with a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.layouts import FORMATS
 from support.optimizers import build, compare, groups_of, train
 from support.ranks import RankPool
 from support.train import Outcome, Paging, batch, local, settings
-from support.whole import MuonByFlag
+from support.unsharded import MuonByFlag
 
 SUPPORTED: dict[str, own.Make] = {
     "counter_in_group": lambda p: own.CounterInGroup(p, weight_decay=0.1),
@@ -39,11 +39,11 @@ COUNTING = ["counter_in_group", "counter_on_self"]
 UNSUPPORTED: dict[str, tuple[own.Make, str]] = {
     "global_norm": (
         lambda p: own.GlobalNorm(p, lr=0.1),
-        "GlobalNorm.*depends on gradients, values or settings two_group_optimizer other groups",
+        "GlobalNorm.*depends on gradients, values or settings of other groups",
     ),
-    "rate_of_another_group": (lambda p: own.LargestRate(p, lr=0.1), "LargestRate.*two_group_optimizer other groups"),
+    "rate_of_another_group": (lambda p: own.LargestRate(p, lr=0.1), "LargestRate.*of other groups"),
     "noise": (lambda p: own.Noisy(p, lr=0.1), "Noisy draws random numbers"),
-    "factored": (lambda p: own.Factored(p, lr=0.1), r"Factored.*state 'rows' two_group_optimizer shape \(12,\)"),
+    "factored": (lambda p: own.Factored(p, lr=0.1), r"Factored.*state 'rows' of shape \(12,\)"),
 }
 
 
@@ -84,9 +84,7 @@ def compare_by_name(name: str, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("update_schedule", ["in_forward", "after_backward"])
-def test_skipped_steps_do_not_advance_counters(
-    update_schedule: str, tmp_path: Path
-) -> None:
+def test_skipped_steps_do_not_advance_counters(update_schedule: str, tmp_path: Path) -> None:
     """A step with a nonfinite norm counts as not taken; a step without gradients counts as in memory."""
 
     def run(model: nn.Module, optimizer: Any, *, clips: bool) -> list[Any]:
@@ -127,7 +125,7 @@ def test_unsupported_optimizers_are_rejected_with_a_reason(name: str, tmp_path: 
 
 
 def ones(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
-    """Return parameters two_group_optimizer ones with the given shapes."""
+    """Return parameters filled with ones, with the given shapes."""
     return [nn.Parameter(torch.ones(shape)) for shape in shapes]
 
 
@@ -146,7 +144,7 @@ def test_smallest_sufficient_slice_shape_is_chosen() -> None:
     assert slices(own.TrustRatio(params, lr=0.1)) == ["whole"] * 3
     assert slices(torch.optim.Muon(params[1:2])) == ["whole"]
     stacks = [{"params": ones((2, 3), (4, 2, 3)), "use_muon": True}]
-    assert slices(MuonByFlag(stacks)) == ["whole", "rows"]  # each matrix two_group_optimizer a stack by itself
+    assert slices(MuonByFlag(stacks)) == ["whole", "rows"]  # each matrix of a stack by itself
 
 
 def test_slicing_check_works_with_a_zero_learning_rate() -> None:
@@ -169,11 +167,11 @@ def test_slicing_check_does_not_change_optimizer_or_random_state() -> None:
 
 
 def test_optimizer_attribute_can_be_changed_between_steps(tmp_path: Path) -> None:
-    """Like a setting two_group_optimizer a group, it applies from the next step on and not to pending updates."""
+    """Like a setting of a group, it applies from the next step on and not to pending updates."""
 
-    def run(model: nn.Module, given: Any, optimizer: Any) -> list[torch.Tensor]:
+    def run(model: nn.Module, base_optimizer: Any, optimizer: Any) -> list[torch.Tensor]:
         for number in range(4):
-            given.factor = 0.1 * (number + 1)
+            base_optimizer.factor = 0.1 * (number + 1)
             train(model, optimizer, Outcome(), number, number + 1)
         return [local(param) for param in model.parameters()]
 
@@ -196,7 +194,7 @@ def test_rows_that_do_not_fit_pages_are_unsupported(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"Centralised .*rows.*state\.format"):
         infinity.offload(model, own.Centralised(groups_of(model), lr=0.1), tree)
     spec = ShardSpec(name="wide", numel=80_000, padded=80_000, segment_key="plain", trainable=True, row=20_000)
-    with pytest.raises(BudgetError, match=r"whole rows two_group_optimizer wide.*memory\.page_bytes"):
+    with pytest.raises(BudgetError, match=r"whole rows of wide.*memory\.page_bytes"):
         build_layout([FSDPModuleSpec(name="fsdp_module", shards=(spec,))], FORMATS, 64 << 10)
 
 
@@ -211,7 +209,7 @@ class HoldingSGD(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("held", "reason"),
     [
-        (torch.zeros(10_000), "a tensor two_group_optimizer shape"),
+        (torch.zeros(10_000), "a tensor of shape"),
         ([nn.Linear(2, 2)], "a module"),
         ((n for n in ()), "cannot be copied"),
     ],
@@ -242,31 +240,30 @@ def test_optimizer_methods_are_unsupported_and_attributes_readable(tmp_path: Pat
 
 
 def matrices(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
-    """Return the parameters two_group_optimizer the first group."""
+    """Return the parameters of the first group."""
     return list(groups[0]["params"])
 
 
-APART: dict[str, tuple[own.Make, str]] = {
-    "ids": (lambda p: own.ById(p, {id(one) for one in matrices(p)}, lr=0.1), "the id two_group_optimizer a parameter in .*rule"),
-    "list two_group_optimizer ids": (lambda p: own.ById(p, [id(one) for one in matrices(p)], lr=0.1), "the id two_group_optimizer a parameter in .*rule"),
-    "keys": (lambda p: own.ById(p, {id(one): 0.1 for one in matrices(p)}, lr=0.1), "the id two_group_optimizer a parameter in .*rule"),
+UNCOPYABLE_RULES: dict[str, tuple[own.Make, str]] = {
+    "ids": (lambda p: own.ById(p, {id(one) for one in matrices(p)}, lr=0.1), "the id of a parameter in .*rule"),
+    "list of ids": (lambda p: own.ById(p, [id(one) for one in matrices(p)], lr=0.1), "the id of a parameter in .*rule"),
+    "keys": (lambda p: own.ById(p, {id(one): 0.1 for one in matrices(p)}, lr=0.1), "the id of a parameter in .*rule"),
     "parameters": (lambda p: own.ByParameter(p, dict.fromkeys(matrices(p), 0.1), lr=0.1), "a parameter in .*rule"),
     "setting": (
         lambda p: torch.optim.SGD([{**g, "apart": (frozenset(map(id, g["params"])),)} for g in p], lr=0.1),
-        "the id two_group_optimizer a parameter in 'apart' two_group_optimizer its param groups",
+        "the id of a parameter in 'apart' of its param groups",
     ),
     "function": (lambda p: own.ByFunction(p, lr=0.1), "a function in .*rule .*the optimizer"),
     "zero_grad": (lambda p: own.Halving(p, lr=0.1), r"Halving .*zero_grad\(\)"),
 }
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", UNCOPYABLE_RULES)
 def test_rules_that_slice_copies_cannot_follow_are_unsupported(name: str, tmp_path: Path) -> None:
-    """Rules by parameter or ID, functions bound to the original optimizer, and custom `zero_grad` methods are rejected.
-    """
-    make, words = APART[name]
+    """Rules by parameter or ID, functions bound to the optimizer, and custom `zero_grad` methods are rejected."""
+    make, reason = UNCOPYABLE_RULES[name]
     model = build()
-    with pytest.raises(UnsupportedError, match=words):
+    with pytest.raises(UnsupportedError, match=reason):
         infinity.offload(model, make(groups_of(model)), settings(tmp_path, Paging(), 64 << 20))
     assert list((tmp_path / "nvme0").iterdir()) == []
 
@@ -279,14 +276,14 @@ def test_rules_by_parameter_name_or_attribute_are_unsupported() -> None:
         make_kernel(own.ByName(named, lr=0.1))
     make_kernel(torch.optim.AdamW(named))
     make_kernel(own.ByAttribute(params, lr=0.1))
-    params[1].ones = True  # type: ignore[attr-defined]
-    with pytest.raises(UnsupportedError, match=r"ByAttribute reads .*\(ones\).*param group"):
+    params[1].small = True  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedError, match=r"ByAttribute reads .*\(small\).*param group"):
         make_kernel(own.ByAttribute(params, lr=0.1))
     make_kernel(torch.optim.AdamW(named))
 
 
 def test_unused_parameter_names_and_attributes_are_ignored(tmp_path: Path) -> None:
-    """PyTorch adds `param_names` to groups two_group_optimizer named parameters, and transformers marks initialized parameters."""
+    """PyTorch adds `param_names` to groups of named parameters, and transformers marks initialized parameters."""
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         given = [{**g, "params": [(f"{n}.{i}", p) for i, p in enumerate(g["params"])]} for n, g in enumerate(groups)]
@@ -317,10 +314,10 @@ class ByObject(own.Ruled):
 def test_object_attribute_can_be_changed_between_steps(update_schedule: str, tmp_path: Path) -> None:
     """Like a number, it applies from the next step on and not to pending updates."""
 
-    def run(model: nn.Module, given: Any, optimizer: Any) -> list[torch.Tensor]:
+    def run(model: nn.Module, base_optimizer: Any, optimizer: Any) -> list[torch.Tensor]:
         for number in range(4):
             train(model, optimizer, Outcome(), number, number + 1)
-            given.rule.factors[0] *= 0.5
+            base_optimizer.rule.factors[0] *= 0.5
         return [local(param) for param in model.parameters()]
 
     plain = build()
@@ -335,8 +332,10 @@ def test_object_attribute_can_be_changed_between_steps(update_schedule: str, tmp
     assert all(map(torch.equal, expected, found))
 
 
-def two_group_optimizer(model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **settings: Any) -> Any:
-    """Return an optimizer with two parameter groups, one two_group_optimizer which has `settings`."""
+def two_group_optimizer(
+    model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **settings: Any
+) -> Any:
+    """Return an optimizer with two parameter groups, one of which has `settings`."""
     return kind([{"params": [model.weight], **settings}, {"params": [model.bias]}])
 
 
@@ -358,7 +357,10 @@ def test_slicing_results_of_torch_optimizers_are_cached(monkeypatch: pytest.Monk
     model = nn.Linear(3, 4)
     assert count_checks(two_group_optimizer(model)) == 1
     assert count_checks(two_group_optimizer(nn.Linear(5, 7))) == 0, "the result must not depend on sizes"
-    first, known = make_kernel(two_group_optimizer(model, torch.optim.NAdam)), make_kernel(two_group_optimizer(model, torch.optim.NAdam))
+    first, known = (
+        make_kernel(two_group_optimizer(model, torch.optim.NAdam)),
+        make_kernel(two_group_optimizer(model, torch.optim.NAdam)),
+    )
     assert len(checks) == 1
     for name in ("layouts", "advancing", "advancing_own", "uses_closure"):
         assert getattr(first, name) == getattr(known, name)
@@ -373,10 +375,13 @@ def test_slicing_results_of_torch_optimizers_are_cached(monkeypatch: pytest.Monk
     assert {name: count_checks(optimizer) for name, optimizer in others.items()} == dict.fromkeys(others, 0)
     with_object = two_group_optimizer(model)
     with_object.helper = own.TrustRatio
-    assert [count_checks(with_object), count_checks(with_object)] == [1, 1], "the effect two_group_optimizer a function is unknown"
-    assert [count_checks(two_group_optimizer(model, CustomAdamW)), count_checks(two_group_optimizer(model, CustomAdamW))] == [1, 1]
+    assert [count_checks(with_object), count_checks(with_object)] == [1, 1], "the effect of a function is unknown"
+    assert [
+        count_checks(two_group_optimizer(model, CustomAdamW)),
+        count_checks(two_group_optimizer(model, CustomAdamW)),
+    ] == [1, 1]
     reaching = two_group_optimizer(model)
     reaching.param_groups[0]["first"] = id(model.weight)
     for _ in range(2):
-        with pytest.raises(UnsupportedError, match="the id two_group_optimizer a parameter"):
+        with pytest.raises(UnsupportedError, match="the id of a parameter"):
             make_kernel(reaching)

@@ -52,7 +52,9 @@ def look_repeatedly(watch: Watch, first: Load, second: Load, times: int = 30) ->
         (Load(100, 0.2), Load(100, 0.01), None),  # neither path is saturated
     ],
 )
-def test_pages_move_only_after_sustained_imbalance(first: Load, second: Load, factors: tuple[float, float] | None) -> None:
+def test_pages_move_only_after_sustained_imbalance(
+    first: Load, second: Load, factors: tuple[float, float] | None
+) -> None:
     """The second path is known to transfer 300 bytes per second."""
     found = look_repeatedly(Watch([0.0, 300.0]), first, second)
     assert found[0] is None, "a single look must not move pages"
@@ -111,13 +113,13 @@ def rebalance_continuously(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, .
     """Spread pages by random rates throughout training; return the paths used by each redistribution."""
     chance = random.Random(7)
     redistributions: list[tuple[int, ...]] = []
-    spread_anew = PageStore.spread_anew
+    redirect_writes = PageStore.redirect_writes
 
     def note(store: PageStore, paths: Sequence[int]) -> None:
-        spread_anew(store, paths)
+        redirect_writes(store, paths)
         redistributions.append(tuple(paths))
 
-    monkeypatch.setattr(PageStore, "spread_anew", note)
+    monkeypatch.setattr(PageStore, "redirect_writes", note)
     monkeypatch.setattr(balance, "_EVERY_SECONDS", 0.005)
     monkeypatch.setattr(balance, "_FLUSHED_STEPS", 0)
     monkeypatch.setattr(Watch, "look", lambda *_: [Finding(MIB, 0.1 + chance.random()) for _ in range(2)])

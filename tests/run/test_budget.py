@@ -52,9 +52,7 @@ def test_page_size_grows_with_the_state(fsdp_modules: int, elements: int, host: 
         (32, 218_000_000, 128 * GIB, 64 * MIB),  # 7 billion parameters: maximum size
     ],
 )
-def test_page_size_grows_earlier_on_a_gpu(
-    fsdp_modules: int, elements: int, host: int, expected: int
-) -> None:
+def test_page_size_grows_earlier_on_a_gpu(fsdp_modules: int, elements: int, host: int, expected: int) -> None:
     """The Python overhead per page is a larger part of a GPU step."""
     assert choose_budget(model(fsdp_modules, elements), FORMATS, host, 0, device=True).layout.page_bytes == expected
 

@@ -10,7 +10,7 @@ import pytest
 from infinity.errors import InfinityError, StorageError
 from infinity.io import Op
 from support.fault_engine import Fault, FaultKind
-from support.faults import CASES, KILLED, KILLED_UNSEEN, LEFT, DyingRanks, damaged_pages, describe, put_back
+from support.faults import CASES, EXITED, KILLED, KILLED_WITHOUT_PIDFD, FaultyRanks, damaged_pages, describe, put_back
 from support.ranks import RankPool
 from support.session import EVERY, Session, reference
 from support.train import faulty
@@ -31,9 +31,9 @@ def undisturbed_pair(pair: RankPool, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def dying() -> DyingRanks:
+def dying() -> FaultyRanks:
     """Launcher of two ranks in processes that may die."""
-    return DyingRanks()
+    return FaultyRanks()
 
 
 def resumed(folder: Path) -> tuple[int, list[float]]:
@@ -52,10 +52,10 @@ def test_fault_with_one_rank(name: str, undisturbed: list[float], tmp_path: Path
         case.begin(session, engines[-1])
         with pytest.raises(Exception) as caught:  # noqa: PT011
             session.run()
-        if name not in ("own-mistake", "data-file-gone", "checkpoints-folder-gone"):
+        if name not in ("user-error", "data-file-missing", "checkpoints-folder-missing"):
             with pytest.raises(InfinityError):
                 session.save_checkpoint()
-    assert re.match(case.says, describe(caught.value)), describe(caught.value)
+    assert re.match(case.error, describe(caught.value)), describe(caught.value)
     if isinstance(caught.value, StorageError):
         assert caught.value.path.startswith(str(tmp_path))
     put_back(tmp_path)
@@ -63,25 +63,25 @@ def test_fault_with_one_rank(name: str, undisturbed: list[float], tmp_path: Path
         assert resumed(tmp_path) == (EVERY, undisturbed[EVERY:])
 
 
-QUICK = {"EIO-read", "ENOSPC", "flipped", "own-mistake"}
+QUICK = {"EIO-read", "ENOSPC", "flipped", "user-error"}
 """A failing drive, a full drive, a corrupt page, and an error in user code."""
 ON_TWO_RANKS = [
     *(pytest.param(name, 1, marks=[] if name in QUICK else pytest.mark.wide) for name in CASES),
     ("EIO-read", 0),
-    pytest.param("own-mistake", 0, marks=pytest.mark.wide),
+    pytest.param("user-error", 0, marks=pytest.mark.wide),
 ]
 
 
 @pytest.mark.parametrize(("name", "rank"), ON_TWO_RANKS)
 def test_fault_with_two_ranks(
-    name: str, rank: int, pair: RankPool, dying: DyingRanks, undisturbed_pair: list[list[float]], tmp_path: Path
+    name: str, rank: int, pair: RankPool, dying: FaultyRanks, undisturbed_pair: list[list[float]], tmp_path: Path
 ) -> None:
     """Both ranks exit with the reason, long before the timeout of the process group."""
     case = CASES[name]
     ends = dying.run(case, rank, tmp_path)
     struck, peer = ends[rank], ends[1 - rank]
-    assert re.match(case.says, struck.said), struck.said
-    assert re.match(case.peer_says(rank), peer.said), peer.said
+    assert re.match(case.error, struck.said), struck.said
+    assert re.match(case.peer_error(rank), peer.said), peer.said
     assert [struck.status, peer.status] == [1, 1]
     put_back(tmp_path)
     if not (case.damages and damaged_pages(tmp_path)):
@@ -90,39 +90,39 @@ def test_fault_with_two_ranks(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_peer_detects_a_killed_rank(
-    rank: int, pair: RankPool, dying: DyingRanks, undisturbed_pair: list[list[float]], tmp_path: Path
+    rank: int, pair: RankPool, dying: FaultyRanks, undisturbed_pair: list[list[float]], tmp_path: Path
 ) -> None:
     """A killed rank cannot publish a reason, so its peer watches the process."""
     ends = dying.run(KILLED, rank, tmp_path)
     struck, peer = ends[rank], ends[1 - rank]
     assert (struck.status, peer.status) == (-9, 1)
-    assert re.match(KILLED.peer_says(rank), peer.said), peer.said
+    assert re.match(KILLED.peer_error(rank), peer.said), peer.said
     assert pair.run(resumed, tmp_path) == [(EVERY, losses[EVERY:]) for losses in undisturbed_pair]
 
 
-@pytest.mark.parametrize("logged", KILLED_UNSEEN)
-def test_peer_detects_a_killed_rank_without_pidfd_open(logged: str, dying: DyingRanks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("logged", KILLED_WITHOUT_PIDFD)
+def test_peer_detects_a_killed_rank_without_pidfd_open(logged: str, dying: FaultyRanks, tmp_path: Path) -> None:
     """The peer polls for the process instead and logs this once."""
-    case = KILLED_UNSEEN[logged]
+    case = KILLED_WITHOUT_PIDFD[logged]
     struck, peer = dying.run(case, 1, tmp_path)[::-1]
     assert (struck.status, peer.status) == (-9, 1)
-    assert re.match(case.peer_says(1), peer.said), peer.said
+    assert re.match(case.peer_error(1), peer.said), peer.said
     assert peer.logged.count(logged) == 1
 
 
-def test_rank_that_closes_first_is_not_reported_as_failed(dying: DyingRanks, tmp_path: Path) -> None:
+def test_rank_that_closes_first_is_not_reported_as_failed(dying: FaultyRanks, tmp_path: Path) -> None:
     """Its process may exit before the other ranks close."""
-    struck, peer = dying.run(LEFT, 1, tmp_path)[::-1]
+    struck, peer = dying.run(EXITED, 1, tmp_path)[::-1]
     assert (struck.status, peer.status) == (0, 1)
-    assert re.match(LEFT.peer_says(1), peer.said), peer.said
+    assert re.match(EXITED.peer_error(1), peer.said), peer.said
 
 
-def test_peer_of_a_failed_rank_exits_from_its_collective(dying: DyingRanks, tmp_path: Path) -> None:
+def test_peer_of_a_failed_rank_exits_from_its_collective(dying: FaultyRanks, tmp_path: Path) -> None:
     """The failed rank keeps its connections open, so its peer would otherwise wait in a collective forever."""
     case = CASES["EIO-read"]
     _, peer = dying.run(case, 1, tmp_path, swallowed=True)[::-1]
     assert peer.status == 1
-    assert re.search(rf"rank 1 failed: {case.says}.*; rank 0 .*collective .*2 s", peer.logged)
+    assert re.search(rf"rank 1 failed: {case.error}.*; rank 0 .*collective .*2 s", peer.logged)
 
 
 TRANSIENT = {
@@ -154,7 +154,11 @@ def test_transient_faults_are_retried_with_equal_losses(
     for label, expected in (("one", [undisturbed]), ("two", undisturbed_pair)):
         folder = tmp_path / label
         folder.mkdir()
-        found = [train_with_transient_fault(name, folder)] if label == "one" else pair.run(train_with_transient_fault, name, folder)
+        found = (
+            [train_with_transient_fault(name, folder)]
+            if label == "one"
+            else pair.run(train_with_transient_fault, name, folder)
+        )
         for (losses, struck, retries, errors), wanted in zip(found, expected, strict=True):
             assert losses == wanted
             assert struck > 0

@@ -65,7 +65,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @functools.cache
 def undisturbed(recipe: Recipe) -> Outcome:
-    """Train in memory, in two parts."""
+    """Train in memory, in the same two parts."""
     model, found = models.build(recipe.model, policy=recipe.policy), Outcome()
     optimizer = make_optimizer(recipe, model)
     train(with_steps(recipe, HALF), model, optimizer, found)
@@ -113,7 +113,7 @@ def test_live_save_with_two_ranks(name: str, pair: RankPool, tmp_path: Path) -> 
 
 
 def test_save_pretrained_converts_names_and_copies_companions(tmp_path: Path) -> None:
-    """Files have the tensor names of the source, include tokenizer and configuration, and load with `from_pretrained`."""
+    """Files have the tensor names of the source, include the tokenizer, and load with `from_pretrained`."""
     expected = families.filled("mixtral")
     expected.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / "tokenizer.json").write_text("{}")

@@ -33,7 +33,7 @@ class Answers:
 
 
 def applied_limits(monkeypatch: pytest.MonkeyPatch, *answers: dict[str, Any] | None) -> list[Mapping[str, float]]:
-    """Return the limits that the engine received while a daemon gave these answers."""
+    """Return the limits that the engine received for these answers of a daemon."""
     monkeypatch.setattr(pacing, "_EVERY_SECONDS", 0.001)
     daemon, found = Answers(*answers), []
     it = Pacing(daemon, "r", list(FOLDERS), list(FOLDERS.values()), found.append)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from support.command import run_here
      ("cpu", 1, 0), ("cpu", 2, 0), ("cpu", 3, 1), ("cpu", 64, 1)],
 )  # fmt: skip
 def test_default_update_cores(device: str, cores: int, expected: int) -> None:
-    """On a GPU, updates use all cores except three, at most eight; on a CPU, one core that two compute threads leave idle."""
+    """On a GPU, updates use all cores except three, at most eight; on a CPU, one core if two threads leave it idle."""
     assert UpdateConfig().thread_cores(device, cores=cores, computing=2) == expected
     assert UpdateConfig(cores=5).thread_cores(device, cores=cores, computing=2) == 5
 

@@ -75,7 +75,9 @@ def test_auto_chooses_the_faster_device_and_reports_both_times(
     assert "0.50 ns on the CPU" in why
 
 
-def test_gpu_resident_state_does_not_count_as_link_traffic(worker: UpdateWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_resident_state_does_not_count_as_link_traffic(
+    worker: UpdateWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With half of the state in GPU memory, the transfer time is halved."""
     monkeypatch.setattr(update_device, "_seconds_on_device", lambda device: 0.8e-9)
     monkeypatch.setattr(update_device, "_seconds_on_host", lambda worker: 0.5e-9)

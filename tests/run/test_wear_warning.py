@@ -51,7 +51,9 @@ def warning(answer: Any, *written: float) -> str:
 
 def test_warning_reports_bytes_lifetime_and_settings() -> None:
     """The warning describes the drive that wears out fastest relative to its rating."""
-    found = warning({"wear": {PATHS[0]: drive_wear("d"), PATHS[1]: drive_wear("e", rated=10 * TB, left=5 * TB)}}, 3 * TB, 2 * TB)
+    found = warning(
+        {"wear": {PATHS[0]: drive_wear("d"), PATHS[1]: drive_wear("e", rated=10 * TB, left=5 * TB)}}, 3 * TB, 2 * TB
+    )
     assert "writes 2 TB per day to drive e: 20 % of its" in found
     assert "0.1 %" in found
     assert "2.5 more days" in found
@@ -69,7 +71,8 @@ def test_paths_on_one_drive_are_added() -> None:
 @pytest.mark.parametrize(
     "answer",
     [None, {}, {"wear": None}, {"wear": []}, {"wear": {PATHS[0]: None}}, {"wear": {PATHS[0]: drive_wear(rated=None)}},
-     {"wear": {PATHS[0]: drive_wear(rated=0)}}, {"wear": {PATHS[0]: drive_wear(left=-1)}}, {"wear": {PATHS[0]: drive_wear(share=0)}},
+     {"wear": {PATHS[0]: drive_wear(rated=0)}}, {"wear": {PATHS[0]: drive_wear(left=-1)}},
+     {"wear": {PATHS[0]: drive_wear(share=0)}},
      {"wear": {PATHS[0]: drive_wear(share=float("nan"))}}, {"wear": {PATHS[0]: drive_wear(rated=10**400)}},
      {"wear": {PATHS[0]: drive_wear(device="\n")}}, {"wear": {PATHS[0]: drive_wear(share="1")}},
      {"wear": {PATHS[0]: drive_wear(share=1)}}],

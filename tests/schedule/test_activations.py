@@ -197,7 +197,7 @@ def test_full_cache_without_a_store_raises_budget_error() -> None:
             assert torch.equal(loaded(pages, kept.pop(), PAGE), content(PAGE, number))
 
 
-def keep_20(pages: ActivationPages, kept: list[StoredActivation]) -> None:
+def keep_20_tensors(pages: ActivationPages, kept: list[StoredActivation]) -> None:
     for number in range(20):
         kept.append(pages.keep(content(PAGE, number))[0])
 
@@ -207,7 +207,7 @@ def test_drive_error_is_raised_by_every_later_call() -> None:
     store.failing = StorageError("write", "somewhere", 0, PAGE, 5)
     with opened(store) as (pages, _):
         with pytest.raises(StorageError, match="EIO"):
-            keep_20(pages, kept)
+            keep_20_tensors(pages, kept)
         with pytest.raises(StorageError, match="EIO"):
             pages.keep(content(PAGE, 0))
 
@@ -235,7 +235,7 @@ def test_unresponsive_drive_raises_stall_error() -> None:
         with pytest.raises(
             StallError, match="waited 0 s for a free cache slot of the host cache; the request of the test"
         ):
-            keep_20(pages, kept)
+            keep_20_tensors(pages, kept)
         pages._transfers.writes = 0
 
 

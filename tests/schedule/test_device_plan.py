@@ -168,7 +168,7 @@ def test_gpu_resident_modules_need_memory_for_stored_gradients() -> None:
 
 
 def test_frequently_gathered_weights_are_kept_first() -> None:
-    """A kept byte saves a copy per gather but one; a byte of a GPU-resident module saves two and a part of a third."""
+    """A kept byte saves a copy per gather but one; a byte of a GPU-resident module saves about two copies."""
     for times, first in ((1, "gpu_resident"), (2, "kept"), (4, "kept")):
         events = EVENTS[:-1] * times + EVENTS[-1:]
         found = resident_schedule("after_backward", SLOTS * MODULE_BYTES + RESIDENT_BYTES + GRAD_BYTES, events=events)

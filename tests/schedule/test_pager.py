@@ -83,7 +83,7 @@ class SlowStore:
 
     def _end_read(self, page: int, content: bytes, memory: memoryview, done: Done) -> None:
         if self.content.get(page) != content:
-            self.wrong.append(f"page {page} was given up or replaced while it was being read")
+            self.wrong.append(f"page {page} was discarded or replaced while it was being read")
         memory[:8] = content
         done(self.failing)
 

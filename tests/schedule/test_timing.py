@@ -177,8 +177,10 @@ def fully_cached(name: str = "in_backward", *, fsdp_modules_ahead: int = 3) -> t
 def step_time(drawn: tuple[Plan, Layout], work: float = ALONE, **resources: float) -> float:
     """Return the duration of a step."""
     plan, layout = drawn
-    behind = int(resources.pop("behind", 0))
-    (found,) = lengths(plan, layout, [work], resources=OtherResources(**resources, behind=behind), threaded=True)
+    update_limit = int(resources.pop("update_limit", 0))
+    (found,) = lengths(
+        plan, layout, [work], resources=OtherResources(**resources, update_limit=update_limit), threaded=True
+    )
     return found
 
 
@@ -194,7 +196,7 @@ def step_time(drawn: tuple[Plan, Layout], work: float = ALONE, **resources: floa
     st.booleans(),
 )
 def test_step_time_with_other_resources_is_bounded(
-    drawn: tuple[Plan, Layout], shares: dict[str, float], behind: int, threaded: bool
+    drawn: tuple[Plan, Layout], shares: dict[str, float], update_limit: int, threaded: bool
 ) -> None:
     """The upper bound is the sum of all times, with other resources twice because a step may leave work to the next."""
     plan, layout = drawn
@@ -202,7 +204,7 @@ def test_step_time_with_other_resources_is_bounded(
     plan = replace(plan, prefix=(), reach=tuple(position - lead for position in plan.reach[lead:]))
     work = float(plan.traffic.total_bytes or layout.state_bytes)
     times = {name: share * work for name, share in shares.items()}
-    resources = OtherResources(**times, behind=behind)
+    resources = OtherResources(**times, update_limit=update_limit)
     (found,) = lengths(plan, layout, [work], resources=resources, threaded=threaded)
     left_over = plan.cache_slots * layout.page_bytes
     most = work + plan.traffic.total_bytes + left_over + 2 * sum(times.values())
@@ -218,7 +220,7 @@ def test_update_limit_without_copies_has_no_effect(drawn: tuple[Plan, Layout], t
     lead = len(plan.prefix)
     plan = replace(plan, prefix=(), reach=tuple(position - lead for position in plan.reach[lead:]))
     works = [0.0, float(plan.traffic.total_bytes)]
-    with_limit = lengths(plan, layout, works, resources=OtherResources(behind=2), threaded=threaded)
+    with_limit = lengths(plan, layout, works, resources=OtherResources(update_limit=2), threaded=threaded)
     assert with_limit == lengths(plan, layout, works, threaded=threaded)
 
 
@@ -323,10 +325,12 @@ def test_pages_updated_on_the_device_occupy_the_link() -> None:
 @pytest.mark.parametrize("name", ["in_backward", "in_forward", "after_backward"])
 def test_gradient_copies_overlap_computation(name: str) -> None:
     """Only the copies of the last FSDP module can be exposed."""
-    found, without = (step_time(fully_cached(name), gradients=gradients, behind=2) for gradients in (0.3 * ALONE, 0.0))
+    found, without = (
+        step_time(fully_cached(name), gradients=gradients, update_limit=2) for gradients in (0.3 * ALONE, 0.0)
+    )
     assert without == pytest.approx(ALONE)
     assert found <= ALONE + 2 * 0.3 * ALONE / LAYERS
-    assert step_time(fully_cached(name), gradients=2 * ALONE, behind=2) >= 1.9 * ALONE
+    assert step_time(fully_cached(name), gradients=2 * ALONE, update_limit=2) >= 1.9 * ALONE
 
 
 def test_updates_wait_for_gradients() -> None:
@@ -342,7 +346,10 @@ def test_updates_wait_for_gradients() -> None:
 def test_number_of_modules_awaiting_updates_is_limited() -> None:
     """The training thread waits for the update of an earlier module; without a limit the window decides."""
     drawn = fully_cached(fsdp_modules_ahead=2 * LAYERS)
-    found = [step_time(drawn, gradients=0.1 * ALONE, updates=1.5 * ALONE, behind=behind) for behind in (1, 2, 6, 0)]
+    found = [
+        step_time(drawn, gradients=0.1 * ALONE, updates=1.5 * ALONE, update_limit=update_limit)
+        for update_limit in (1, 2, 6, 0)
+    ]
     assert all(fewer >= more - 1 for fewer, more in itertools.pairwise(found))
     assert found[0] > 1.05 * found[-1]
 

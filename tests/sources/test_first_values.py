@@ -1,4 +1,4 @@
-"""First values that are not whole, not of the kind of the parameter, or of another length are refused."""
+"""Tests of initial values: incomplete values and values of an incompatible dtype raise an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECIPE = Recipe(model="toy")
 
 
 def saved(folder: Path, change: object = None) -> Path:
-    """Return a folder of DCP with the model's weights, some of them changed."""
+    """Save the model's weights in a DCP folder, optionally changed, and return the folder."""
     state = {name: value.full_tensor() for name, value in build(RECIPE).state_dict().items()}
     if change is not None:
         state = {name: change(value) for name, value in state.items()}  # type: ignore[operator]
@@ -37,8 +37,8 @@ def begin(weights: Path, place: Path) -> None:
     ).close()
 
 
-def test_a_folder_of_which_a_part_is_missing_is_refused(tmp_path: Path) -> None:
-    """What no chunk covers would be whatever was in memory."""
+def test_incomplete_dcp_folder_raises(tmp_path: Path) -> None:
+    """Elements that no chunk covers would otherwise be uninitialized."""
     weights = saved(tmp_path / "dcp")
     begin(weights, tmp_path / "good")
     file = weights / ".metadata"
@@ -50,15 +50,15 @@ def test_a_folder_of_which_a_part_is_missing_is_refused(tmp_path: Path) -> None:
         begin(weights, tmp_path / "bad")
 
 
-def test_weights_of_another_kind_are_refused(tmp_path: Path) -> None:
-    """Codes that need a scale are not weights."""
+def test_quantized_weights_raise(tmp_path: Path) -> None:
+    """Integer codes without their scale are not weights."""
     weights = saved(tmp_path / "dcp", lambda value: value.to(torch.int8))
     with pytest.raises(ConfigError, match=r"is torch\.int8, this run needs torch\.float32"):
         begin(weights, tmp_path / "place")
 
 
-def test_what_can_be_converted() -> None:
-    """Floats among each other, but for those that need a scale; integers where none is lost."""
+def test_convertible_dtypes() -> None:
+    """Floating-point dtypes are convertible except for scaled ones, and integers only to wider integers."""
     assert convertible(torch.bfloat16, torch.float32)
     assert not convertible(torch.float8_e4m3fn, torch.float32)
     assert not convertible(torch.int32, torch.float32)
@@ -66,8 +66,8 @@ def test_what_can_be_converted() -> None:
     assert not convertible(torch.int64, torch.int32)
 
 
-def test_parameters_that_were_tied_too_late_are_named(tmp_path: Path) -> None:
-    """After `fully_shard` it is another parameter that FSDP2 gathers."""
+def test_parameters_tied_after_fully_shard_raise(tmp_path: Path) -> None:
+    """FSDP2 gathers the original parameter."""
 
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which files and which names of a folder are the weights; what does not fit is refused before anything is written."""
+"""Tests of the files and names that are read from a weights folder; mismatches raise before anything is written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LATEST = {"resume": "latest"}
 
 
 class Normed(Toy):
-    """A norm with running statistics, and a persistent buffer that nothing computes."""
+    """A model with a norm with running statistics and a persistent buffer that no code computes."""
 
     def __init__(self) -> None:
         super().__init__(blocks=1)
@@ -44,7 +44,7 @@ class Normed(Toy):
 
 
 class Headed(nn.Module):
-    """A model inside of another, whose own parts have names that end like those of the inner one."""
+    """A model inside a wrapper whose own parts have names that end like those of the inner model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Headed(nn.Module):
 
 
 def filled(model: nn.Module) -> nn.Module:
-    """Give every tensor values that no initialization gives."""
+    """Fill all tensors with values that no initialization produces."""
     with torch.no_grad():
         for value in model.state_dict().values():
             value.copy_(torch.rand(value.shape) * 8 + 1 if value.is_floating_point() else torch.full_like(value, 7))
@@ -62,21 +62,21 @@ def filled(model: nn.Module) -> nn.Module:
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
-    """Return a model on the meta device, sharded as one FSDP module."""
+    """Return a sharded model on the meta device."""
     with torch.device("meta"):
         model = make()
     return families.shard(model) if not isinstance(model, Toy) else shard(model, "fp32")
 
 
 def save(model: nn.Module, folder: Path, name: str = "model.safetensors") -> Path:
-    """Write the tensors of a model to a file; return the folder."""
+    """Save the tensors of a model to a file and return the folder."""
     folder.mkdir(exist_ok=True)
     save_file({key: value.contiguous() for key, value in model.state_dict().items()}, folder / name)
     return folder
 
 
-def refused(make: Callable[[], nn.Module], folder: Path, weights: Path, **options: Any) -> str:
-    """Return why weights are refused; nothing may be left on the paths."""
+def rejection(make: Callable[[], nn.Module], folder: Path, weights: Path, **options: Any) -> str:
+    """Return the error for the given weights, and check that no run was created."""
     with pytest.raises(ConfigError) as caught:
         offload(on_meta(make), folder, weights=weights, **options)
     assert look_for_runs([folder])[0] == []
@@ -85,15 +85,15 @@ def refused(make: Callable[[], nn.Module], folder: Path, weights: Path, **option
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder of a Toy's weights."""
+    """A folder with the weights of a Toy."""
     return save(filled(Toy()), tmp_path / "saved")
 
 
-# Which files.
+# Files.
 
 
-def test_other_files_do_not_count(folder: Path, tmp_path: Path) -> None:
-    """`model.safetensors` alone, whatever lies beside it; not an index either."""
+def test_model_safetensors_takes_precedence(folder: Path, tmp_path: Path) -> None:
+    """Other weight files and an index in the same folder are ignored."""
     expected = load_file(folder / "model.safetensors")
     for other in ("model_old.safetensors", "zzz.safetensors", "model-00001-of-00001.safetensors"):
         save(filled(Toy()), folder, other)
@@ -104,8 +104,8 @@ def test_other_files_do_not_count(folder: Path, tmp_path: Path) -> None:
         assert all(torch.equal(param.full_tensor(), expected[name]) for name, param in model.named_parameters())
 
 
-def test_a_file_or_its_index_may_be_named(folder: Path, tmp_path: Path) -> None:
-    """A variant, by its path; or by config.json, as in transformers."""
+def test_weight_file_or_index_can_be_selected(folder: Path, tmp_path: Path) -> None:
+    """By path, or by `transformers_weights` in config.json."""
     variant = save(filled(Toy()), folder, "model.fp16.safetensors") / "model.fp16.safetensors"
     expected = load_file(variant)
     index = folder / "model.fp16.safetensors.index.json"
@@ -130,8 +130,7 @@ def test_a_file_or_its_index_may_be_named(folder: Path, tmp_path: Path) -> None:
         (("unet/model.safetensors",), r"/unet"),
     ],
 )
-def test_a_folder_without_weights_says_what_to_do(files: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    """By what there is instead."""
+def test_folder_without_weights_raises_with_a_remedy(files: tuple[str, ...], message: str, tmp_path: Path) -> None:
     for file in files:
         (tmp_path / "saved" / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "saved" / file).touch()
@@ -184,33 +183,34 @@ def _quantized(folder: Path) -> None:
         (_quantized, r"\(fp8\).*save_pretrained"),
     ],
 )
-def test_malformed_files_are_named(change: Callable[[Path], None], message: str, folder: Path, tmp_path: Path) -> None:
-    """With what to do about them."""
+def test_malformed_weight_files_raise(
+    change: Callable[[Path], None], message: str, folder: Path, tmp_path: Path
+) -> None:
     change(folder)
     with pytest.raises(ConfigError, match=message):
         offload(on_meta(Toy), tmp_path, weights=folder)
     assert look_for_runs([tmp_path])[0] == []
 
 
-@pytest.mark.parametrize(("there", "fits"), [(torch.int32, True), (torch.bool, False), (torch.float32, False)])
-def test_integers_are_widened_only(there: torch.dtype, fits: bool, tmp_path: Path) -> None:
-    """A buffer of int64 takes int32; nothing of another kind."""
+@pytest.mark.parametrize(("dtype", "fits"), [(torch.int32, True), (torch.bool, False), (torch.float32, False)])
+def test_integer_buffers_are_only_widened(dtype: torch.dtype, fits: bool, tmp_path: Path) -> None:
+    """An int64 buffer accepts int32 values, but no bool or float values."""
     tensors = filled(Normed()).state_dict()
     (tmp_path / "saved").mkdir()
-    save_file({**tensors, "order_of": torch.ones(5).to(there)}, tmp_path / "saved" / "model.safetensors")
+    save_file({**tensors, "order_of": torch.ones(5).to(dtype)}, tmp_path / "saved" / "model.safetensors")
     if fits:
         found = buffers_of(tmp_path / "saved", tmp_path)["order_of"]
         assert torch.equal(found, torch.ones(5, dtype=torch.int64))
     else:
-        assert f"order_of: {there} in the folder, torch.int64" in refused(Normed, tmp_path, tmp_path / "saved")
+        assert f"order_of: {dtype} in the folder, torch.int64" in rejection(Normed, tmp_path, tmp_path / "saved")
 
 
-# Which names.
+# Names.
 
 
-def test_names_that_end_alike_are_not_taken_for_each_other(folder: Path, tmp_path: Path) -> None:
-    """A model that is not of transformers has its own names and no others."""
-    message = refused(Headed, tmp_path, folder)
+def test_names_with_equal_suffixes_do_not_match(folder: Path, tmp_path: Path) -> None:
+    """Prefixes are only adapted for transformers models."""
+    message = rejection(Headed, tmp_path, folder)
     assert "missing     v_head.norm.weight" in message
     assert "missing     second.blocks.0.up.weight" in message
     assert "missing     base.blocks.0.up.weight" in message
@@ -222,32 +222,33 @@ def test_names_that_end_alike_are_not_taken_for_each_other(folder: Path, tmp_pat
 
 
 @pytest.mark.parametrize(("there", "here"), [(3, 2), (2, 3)])
-def test_other_layers_are_refused(there: int, here: int, tmp_path: Path) -> None:
-    """A folder of three layers for a model of two, and the other way round; all at once, with what to do."""
+def test_different_number_of_layers_raises(there: int, here: int, tmp_path: Path) -> None:
+    """The message lists all missing or unexpected names and recommends `strict=False`."""
     families.filled("llama", num_hidden_layers=there).save_pretrained(tmp_path / "saved")
-    message = refused(lambda: families.make("llama", num_hidden_layers=here), tmp_path, tmp_path / "saved")
+    message = rejection(lambda: families.make("llama", num_hidden_layers=here), tmp_path, tmp_path / "saved")
     kind = "unexpected" if there > here else "missing"
     assert "LlamaForCausalLM" in message
     assert message.count(f"  {kind}  model.layers.2.") == 9
     assert "strict=False" in message
 
 
-def test_another_shape_is_refused_in_any_case(tmp_path: Path) -> None:
-    """`strict=False` does not make a model of other sizes."""
+def test_different_shape_raises_even_if_not_strict(tmp_path: Path) -> None:
     families.filled("llama").save_pretrained(tmp_path / "saved")
     for strict in (True, False):
-        message = refused(lambda: families.make("llama", vocab_size=72), tmp_path, tmp_path / "saved", strict=strict)
+        message = rejection(lambda: families.make("llama", vocab_size=72), tmp_path, tmp_path / "saved", strict=strict)
         assert "model.embed_tokens.weight: shape (64, 32) in the folder, (72, 32) in the model" in message
         assert "config.json" in message
 
 
-def test_what_is_missing_may_be_initialized(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As without a folder, from the seed; the rest is the folder's, and what it has besides is passed over."""
+def test_strict_false_initializes_missing_parameters(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The seed determines their values, and unexpected tensors are ignored with a warning."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     lost = ("blocks.1.up.weight", "head.bias")
     save_file({"other": torch.ones(2), **{name: value for name, value in tensors.items() if name not in lost}}, file)
-    assert "missing     blocks.1.up.weight" in refused(Toy, tmp_path, folder)
+    assert "missing     blocks.1.up.weight" in rejection(Toy, tmp_path, folder)
     plain = on_meta(Toy)
     with offload(plain, tmp_path):
         initial = {name: plain.get_parameter(name).full_tensor().clone() for name in lost}
@@ -259,13 +260,12 @@ def test_what_is_missing_may_be_initialized(folder: Path, tmp_path: Path, caplog
         for name, param in model.named_parameters():
             assert torch.equal(param.full_tensor(), initial.get(name, tensors[name])), name
         optimizer.step()
-    said = "\n".join(record.getMessage() for record in caplog.records)
-    assert "by the model: head.bias, blocks.1.up.weight" in said
-    assert ": other" in said
+    messages = "\n".join(record.getMessage() for record in caplog.records)
+    assert "by the model: head.bias, blocks.1.up.weight" in messages
+    assert ": other" in messages
 
 
-def test_strict_is_for_safetensors(folder: Path, tmp_path: Path) -> None:
-    """Without weights, and for a folder of DCP, it means nothing."""
+def test_strict_false_requires_safetensors(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"strict=False .*safetensors"):
         offload(on_meta(Toy), tmp_path, strict=False)
     dcp.save({"model": get_model_state_dict(models.build("toy"))}, checkpoint_id=tmp_path / "dcp")
@@ -273,26 +273,26 @@ def test_strict_is_for_safetensors(folder: Path, tmp_path: Path) -> None:
         offload(on_meta(Toy), tmp_path, strict=False, weights=tmp_path / "dcp")
 
 
-def test_the_prefix_of_the_base_model_is_added_and_removed(tmp_path: Path) -> None:
-    """A base model's folder for a model with a head, and the other way round, as `from_pretrained` does."""
+def test_base_model_prefix_is_added_or_removed(tmp_path: Path) -> None:
+    """A base model's folder loads into a model with a head, and vice versa, as with `from_pretrained`."""
     import transformers
 
-    whole = families.filled("qwen2")  # tied: its head is in the embedding
-    whole.model.save_pretrained(tmp_path / "base")
-    whole.save_pretrained(tmp_path / "whole")
+    full = families.filled("qwen2")  # its head is tied to the embedding
+    full.model.save_pretrained(tmp_path / "base")
+    full.save_pretrained(tmp_path / "full")
     assert "embed_tokens.weight" in load_file(tmp_path / "base" / "model.safetensors")
     model = families.on_meta("qwen2")
     with offload(model, tmp_path, weights=tmp_path / "base"):
-        assert families.differing(whole, model) == []
+        assert families.differing(full, model) == []
     with torch.device("meta"):
-        base = transformers.Qwen2Model(whole.config)
+        base = transformers.Qwen2Model(full.config)
     families.shard(base)
-    with offload(base, tmp_path, weights=tmp_path / "whole"):
-        assert families.differing(whole.model, base) == []
+    with offload(base, tmp_path, weights=tmp_path / "full"):
+        assert families.differing(full.model, base) == []
 
 
-def test_tied_weights_of_different_values_are_refused(tmp_path: Path) -> None:
-    """One parameter cannot have both; equal ones, or either alone, are it."""
+def test_tied_weights_with_different_values_raise(tmp_path: Path) -> None:
+    """Equal copies, or either one alone, are accepted."""
     model = families.filled("qwen2")
     model.save_pretrained(tmp_path / "saved")
     file = tmp_path / "saved" / "model.safetensors"
@@ -306,13 +306,12 @@ def test_tied_weights_of_different_values_are_refused(tmp_path: Path) -> None:
     other = embedding.clone()
     other[-1, -1] += 1
     save_file({**tensors, "model.embed_tokens.weight": embedding, "lm_head.weight": other}, file)
-    message = refused(lambda: families.make("qwen2"), tmp_path, tmp_path / "saved")
-    assert "tie_word_embeddings=False" in message
+    message = rejection(lambda: families.make("qwen2"), tmp_path, tmp_path / "saved")
     assert "tie_word_embeddings=False" in message
 
 
-def test_what_transformers_passes_over_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Buffers that were persistent once, without a word; Marian's computed positions need not be there."""
+def test_names_ignored_by_transformers_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """For example, buffers that older releases saved. No warning is logged."""
     model = families.filled("llama")
     model.save_pretrained(tmp_path / "saved")
     file = tmp_path / "saved" / "model.safetensors"
@@ -327,7 +326,7 @@ def test_what_transformers_passes_over_is_passed_over(tmp_path: Path, caplog: py
 
 
 def buffers_of(weights: Path | None, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
-    """Return the buffers of a run that begins or goes on; it checkpoints."""
+    """Return the buffers of a run that starts or resumes and then checkpoints."""
     model = on_meta(Normed)
     with offload(model, folder, weights=weights, **options) as optimizer:
         optimizer.save_checkpoint()
@@ -335,19 +334,19 @@ def buffers_of(weights: Path | None, folder: Path, **options: Any) -> dict[str, 
 
 
 def on_two_ranks(folder: str) -> dict[str, torch.Tensor]:
-    """Go on from a checkpoint of one rank. Runs on every rank."""
+    """Resume from a checkpoint of one rank. Runs on every rank."""
     return buffers_of(None, Path(folder), run=LATEST)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether two models have equal buffers."""
+    """Return whether two models have equal buffers."""
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )
 
 
-def test_buffers_are_those_of_the_folder(tmp_path: Path, pair: RankPool) -> None:
-    """Running statistics, counts, and what nothing computes; also after resuming and resharding."""
+def test_buffers_are_loaded_resumed_and_resharded(tmp_path: Path, pair: RankPool) -> None:
+    """Covers running statistics, counters and buffers that no code computes."""
     expected = filled(Normed())
     buffers = dict(expected.named_buffers())
     assert len(buffers) == 5
@@ -358,30 +357,30 @@ def test_buffers_are_those_of_the_folder(tmp_path: Path, pair: RankPool) -> None
         assert same(buffers, on_rank)
 
 
-def test_buffers_are_those_of_a_folder_of_dcp(tmp_path: Path) -> None:
-    """In the dtypes of the model."""
+def test_buffers_are_loaded_from_dcp(tmp_path: Path) -> None:
+    """They keep the dtypes of the model."""
     model = shard(filled(Normed()), "fp32")
     expected = {name: buffer.clone() for name, buffer in model.named_buffers()}
     dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=tmp_path / "dcp")
     assert same(expected, buffers_of(tmp_path / "dcp", tmp_path))
 
 
-def test_a_missing_buffer_is_missing(tmp_path: Path) -> None:
-    """It is in the list; not strictly, the model's own code computes it."""
+def test_missing_buffers_raise_unless_not_strict(tmp_path: Path) -> None:
+    """With `strict=False`, the model's own code computes them."""
     save(filled(Normed()), tmp_path / "saved")
     file = tmp_path / "saved" / "model.safetensors"
     save_file({name: value for name, value in load_file(file).items() if "running" not in name}, file)
-    assert "missing  statistics.running_mean" in refused(Normed, tmp_path, tmp_path / "saved")
+    assert "missing  statistics.running_mean" in rejection(Normed, tmp_path, tmp_path / "saved")
     found = buffers_of(tmp_path / "saved", tmp_path, strict=False)
     assert torch.equal(found["statistics.running_var"], torch.ones(WIDTH))
     assert found["statistics.num_batches_tracked"] == 7
 
 
-# What goes along.
+# Companion files.
 
 
-def test_companions_go_along(folder: Path, tmp_path: Path) -> None:
-    """Tokenizers and the like, from the folder of the weights, a run's own copies, or a folder that is named."""
+def test_export_includes_companion_files(folder: Path, tmp_path: Path) -> None:
+    """For example, tokenizer files: from the weights folder, the run's copies, or an explicit folder."""
     for name in ("tokenizer.json", "spiece.model", "chat_template.jinja", "generation_config.json", "vocab.txt"):
         (folder / name).write_text(f'{{"of": "{name}"}}')
     for name in ("trainer_state.json", "model.safetensors.index.json", ".hidden.json", "pytorch_model.bin", "x.gguf"):
@@ -404,14 +403,13 @@ def test_companions_go_along(folder: Path, tmp_path: Path) -> None:
 
 
 def carried(folder: str) -> list[str]:
-    """Go on from a checkpoint of one rank and export. Runs on every rank."""
+    """Resume from a checkpoint of one rank and list its companion files. Runs on every rank."""
     with offload(on_meta(Toy), Path(folder), run=LATEST) as optimizer:
         run = optimizer.run.folder
         return sorted(file.name for file in (run.checkpoints / "model").iterdir())
 
 
-def test_companions_are_carried_to_a_resharded_run(folder: Path, tmp_path: Path, pair: RankPool) -> None:
-    """The new run has its own copies."""
+def test_resharded_run_copies_the_companion_files(folder: Path, tmp_path: Path, pair: RankPool) -> None:
     (folder / "tokenizer.json").write_text("{}")
     with offload(on_meta(Toy), tmp_path, weights=folder) as optimizer:
         optimizer.save_checkpoint()

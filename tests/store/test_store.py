@@ -237,8 +237,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.rig.store.checkpoints == tuple(sorted(self.checkpoints))
 
     @rule(paths=st.tuples(*[st.integers(0, 1)] * len(PAGES)))
-    def spread_anew(self, paths: tuple[int, ...]) -> None:
-        self.rig.store.spread_anew(paths)
+    def redirect_writes(self, paths: tuple[int, ...]) -> None:
+        self.rig.store.redirect_writes(paths)
 
     @rule(stored=st.booleans())
     def expect_gradients(self, stored: bool) -> None:
@@ -444,12 +444,12 @@ def test_repeated_moves_do_not_grow_the_files(rig: Rig) -> None:
     layouts_by_path = [(0,) * len(PAGES), (1,) * len(PAGES)]
     rig.store.adopt(1, rig.store.versions(STATE_PAGES))
     for paths in layouts_by_path:
-        rig.store.spread_anew(paths)
+        rig.store.redirect_writes(paths)
         for item in PAGES:
             rig.write(item.index, content_of(item.index, 1))
     sizes = list(rig.sizes)
     for number in range(8):
-        rig.store.spread_anew(layouts_by_path[number % 2])
+        rig.store.redirect_writes(layouts_by_path[number % 2])
         for item in PAGES:
             rig.write(item.index, content_of(item.index, number))
         rig.store.adopt(2 + number, rig.store.versions(STATE_PAGES))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.cuda._sanitizer import EventHandler
 
-from support.gpu import WholeBlocks
+from support.gpu import BlockAccesses
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +21,7 @@ def test_the_sanitizer_drops_accesses_within_a_freed_block(freed: bool) -> None:
     reported.
     """
     handler = EventHandler()
-    handler.tensors_accessed = WholeBlocks()
+    handler.tensors_accessed = BlockAccesses()
     handler._handle_memory_allocation(1000)
     handler._handle_memory_allocation(2000)
     assert not handler._handle_kernel_launch(7, {1500}, set(), set(), "reads a view", {1500: []})

@@ -1,4 +1,4 @@
-"""Models that are frozen in part: with adapters of peft, and without."""
+"""Partly frozen models, with and without peft adapters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import nn
 
 
 def llama(**settings: Any) -> nn.Module:
-    """Return a tiny Llama, with biases in its attention if asked for."""
+    """Return a tiny Llama."""
     from support import models
 
     return models.llama(**settings)
 
 
 def gpt2() -> nn.Module:
-    """Return a tiny GPT-2 without dropout, whose matrices are transposed."""
+    """Return a tiny GPT-2 without dropout. Its weight matrices are transposed."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -29,12 +29,12 @@ def gpt2() -> nn.Module:
 
 
 def adapted(kind: str, make: Callable[[], nn.Module] = llama, **settings: Any) -> nn.Module:
-    """Return a model with an adapter of peft.
+    """Return a model with a peft adapter.
 
     Args:
-        kind: of it: the name of its class of settings, such as ``LoraConfig``.
-        make: makes the base.
-        settings: of the adapter.
+        kind: Class name of the adapter's configuration, such as ``LoraConfig``.
+        make: Function that creates the base model.
+        settings: Settings of the adapter.
     """
     import peft
 
@@ -48,12 +48,12 @@ lora = partial(adapted, "LoraConfig")
 
 
 def _in_bf16() -> nn.Module:
-    """Return a base in bf16, with adapters that peft makes in fp32."""
+    """Return a bf16 base model with fp32 adapters."""
     return lora(lambda: llama().to(torch.bfloat16))
 
 
 def _two() -> nn.Module:
-    """Return a model with two adapters, of which one is trained."""
+    """Return a model with two adapters, one of which is trained."""
     import peft
 
     model: Any = lora()
@@ -62,7 +62,7 @@ def _two() -> nn.Module:
 
 
 def _reentrant() -> nn.Module:
-    """Return a model that checkpoints as users of peft have long had it: inputs that require gradients."""
+    """Return a model with reentrant activation checkpointing, for which peft makes inputs require gradients."""
     model: Any = lora()
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
@@ -70,29 +70,25 @@ def _reentrant() -> nn.Module:
 
 
 def _trained(make: Callable[[], nn.Module], *parts: str) -> nn.Module:
-    """Return a model of which only parameters are trained that have one of `parts` in their names."""
+    """Return a model whose trainable parameters are those with one of `parts` in their names."""
     model = make()
     for name, param in model.named_parameters():
         param.requires_grad_(any(part in name for part in parts))
     return model
 
 
-def quantized(how: str) -> nn.Module:
-    """Return a base in bf16 whose layers are quantized.
-
-    Args:
-        how: ``int8`` or ``nf4``.
-    """
+def quantized(dtype: str) -> nn.Module:
+    """Return a bf16 base model whose layers are quantized to ``int8`` or ``nf4``."""
     from infinity.formats.quantized import quantize_
 
     base = llama(width=128).to(torch.bfloat16)
-    quantize_(base, quantization(how))
+    quantize_(base, quantization(dtype))
     return base
 
 
-def quantization(how: str) -> Any:
-    """Return torchao's settings of ``int8`` or ``nf4``, with blocks that small matrices are multiples of."""
-    if how == "int8":
+def quantization(dtype: str) -> Any:
+    """Return the torchao configuration for ``int8`` or ``nf4``, with block sizes that divide small matrices."""
+    if dtype == "int8":
         from torchao.quantization import Int8WeightOnlyConfig
 
         return Int8WeightOnlyConfig()
@@ -107,7 +103,7 @@ ADAPTED: dict[str, Callable[[], nn.Module]] = {
     "lora": lora,
     "lora-all": partial(lora, target_modules="all-linear", bias="all"),
     "lora-dropout": partial(lora, lora_dropout=0.1),
-    "lora-rank-stabilised": partial(lora, use_rslora=True, init_lora_weights="gaussian"),
+    "lora-rank-stabilized": partial(lora, use_rslora=True, init_lora_weights="gaussian"),
     "lora-bf16-base": _in_bf16,
     "lora-two-adapters": _two,
     "lora-reentrant": _reentrant,
@@ -134,4 +130,4 @@ ADAPTED: dict[str, Callable[[], nn.Module]] = {
     "tied-frozen": partial(_trained, partial(llama, tied=True), "layers"),
     "tied-trained": partial(_trained, partial(llama, tied=True), "embed_tokens"),
 }
-"""Makes each model, by name."""
+"""Functions that create the models, by name."""

@@ -1,4 +1,4 @@
-"""A program that trains, checkpoints, goes on and exports with the library alone: `bare.py FOLDER`."""
+"""Train, save a checkpoint, resume and export without optional dependencies: `bare.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from infinity.store.marker import look_for_runs
 
 
 class Model(torch.nn.Sequential):
-    """Two layers, with an attribute as models of transformers have it."""
+    """Two layers, with an attribute that transformers models have."""
 
     loss_function = None
 
 
 def train(folder: Path, resume: str) -> int:
-    """Train two steps more; return the steps taken in all."""
+    """Train two more steps; return the total number of steps."""
     with torch.device("meta"):
         model = Model(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
     mesh = infinity.mesh()

@@ -1,4 +1,4 @@
-"""Chromium without a window, driven over its DevTools protocol through two pipes: nothing else has to be installed."""
+"""Headless Chromium, controlled with the DevTools protocol over two pipes, without other dependencies."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _KEYS = {"Tab": 9, "Enter": 13}
 
 
 class Tab:
-    """A page in a browser. `errors` are what its console and its exceptions have said."""
+    """A browser tab. `errors` contains its exceptions, and warnings and errors from its console and log."""
 
     def __init__(self, commands: int, answers: int) -> None:
         self._commands, self._answers = commands, answers  # descriptors of the pipes
-        self._rest = b""  # of a message that is not complete
+        self._rest = b""  # part of an incomplete message
         self._numbers = itertools.count(1)
         self._session: str | None = None
         self.errors: list[str] = []
@@ -53,7 +53,7 @@ class Tab:
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
             ready, _, _ = select.select([self._answers], [], [], _ANSWER_SECONDS)
-            assert ready, "the browser says nothing"
+            assert ready, "the browser does not respond"
             found = os.read(self._answers, 1 << 20)
             assert found, "the browser has ended"
             self._rest += found
@@ -69,28 +69,28 @@ class Tab:
         return message
 
     def open(self, address: str) -> None:
-        """Go to a page."""
+        """Navigate to a page."""
         assert "errorText" not in self.send("Page.navigate", url=address)
 
     def value(self, expression: str) -> Any:
-        """Return the value of an expression of JavaScript, or of what it promises."""
+        """Return the value of a JavaScript expression. Promises are awaited."""
         found = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def until(self, expression: str, seconds: float = 300) -> None:
-        """Wait until an expression is true."""
+        """Wait until a JavaScript expression is true."""
         end = time.monotonic() + seconds
         while not self.value(f"Boolean({expression})"):
-            assert time.monotonic() < end, f"{expression} is not true; the page says {self.text()}"
+            assert time.monotonic() < end, f"{expression} is not true; text of the page: {self.text()}"
             time.sleep(0.05)
 
     def text(self, selector: str = "body") -> str:
-        """Return what a person sees of an element."""
+        """Return the visible text of an element."""
         return str(self.value(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
 
-    def look_like(self, *, width: int = 1280, height: int = 900, scale: float = 1, dark: bool = False) -> None:
-        """Have a screen of this size in pixels, and this theme."""
+    def emulate(self, *, width: int = 1280, height: int = 900, scale: float = 1, dark: bool = False) -> None:
+        """Set the screen size in pixels and the color theme."""
         self.send(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=scale, mobile=width < 600,
@@ -105,32 +105,32 @@ class Tab:
         self.send("Input.dispatchKeyEvent", type="keyUp", **code)
 
     def write(self, text: str) -> None:
-        """Write a text where the focus is."""
+        """Insert text at the focus."""
         self.send("Input.insertText", text=text)
 
-    def picture(self, *, whole: bool = False) -> bytes:
-        """Return a PNG of what is on the screen, or of the whole page."""
-        found = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+    def screenshot(self, *, full_page: bool = False) -> bytes:
+        """Return a PNG screenshot of the visible part, or of the full page."""
+        found = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=full_page)
         return base64.b64decode(found["data"])
 
-    def described(self) -> list[dict[str, Any]]:
-        """Return the nodes that assistive programs are told of."""
+    def accessibility_nodes(self) -> list[dict[str, Any]]:
+        """Return the nodes of the accessibility tree that are not ignored."""
         nodes: list[dict[str, Any]] = self.send("Accessibility.getFullAXTree")["nodes"]
         return [node for node in nodes if not node["ignored"]]
 
 
 @contextlib.contextmanager
 def browser(folder: Path) -> Iterator[Tab]:
-    """A browser with one tab; what it keeps lies in a folder."""
+    """Yield a tab of a browser whose user data is stored in a folder."""
     assert PROGRAM is not None
     there, commands = os.pipe()
     answers, back = os.pipe()
-    # The program expects its ends at 3 and 4, which are others' here.
+    # Chromium expects the pipes at descriptors 3 and 4, which are in use in this process.
     ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (there, back)]
     options = [
         "--headless=new", "--remote-debugging-pipe", "--no-first-run", "--disable-gpu", "--disable-dev-shm-usage",
         "--hide-scrollbars", "--no-proxy-server", f"--user-data-dir={folder}",
-        "--no-sandbox",  # which root and most containers cannot have; the pages are our own
+        "--no-sandbox",  # the sandbox is not available to root and in most containers
     ]  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-c", _START, *map(str, ends), PROGRAM, *options],
@@ -141,7 +141,7 @@ def browser(folder: Path) -> Iterator[Tab]:
     try:
         yield Tab(commands, answers)
     finally:
-        os.close(commands)  # at which it ends
+        os.close(commands)  # Chromium exits at EOF
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:

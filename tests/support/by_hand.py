@@ -1,4 +1,4 @@
-"""The loop that frameworks run, written by hand with plain FSDP2 in memory: what theirs are compared with."""
+"""Reference training loop with plain FSDP2 in memory, for comparison with the loops of frameworks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch.distributed.tensor import DTensor
 from support import models
 
 BATCHES, HALF, CLIP = 8, 4, 0.5
-"""Batches of two sequences, where a run is stopped, and the largest norm of gradients."""
+"""Number of batches (of two sequences), number of batches before an interruption, and maximum gradient norm."""
 
 
 def data() -> torch.Tensor:
-    """Return all sequences, shape (16, 24)."""
+    """Return all sequences, with shape (16, 24)."""
     return torch.randint(0, 256, (2 * BATCHES, 24), generator=torch.Generator().manual_seed(5))
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """Return a schedule that changes every step."""
+    """Return a scheduler that changes lr in every step."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of all weights, whole."""
+def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of all full weights by name."""
     found = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in model.named_parameters()}
     return {n: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for n, v in found.items()}
 
@@ -33,7 +33,7 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[torch.Tensor], accumulation: int
 ) -> list[float]:
-    """Train with clipping and a schedule; return the losses."""
+    """Train with gradient clipping and a scheduler; return the losses."""
     scheduler, losses = scheduler_of(optimizer), []
     for number, batch in enumerate(batches, 1):
         loss = models.loss_of(model, batch)

@@ -1,4 +1,4 @@
-"""Writes docs/reference/cli.md: the help of every command."""
+"""Print docs/reference/cli.md, the help of every command (``make docs``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WIDTH = 100
 
 
 def _helps(name: str, command: Any, parent: Any = None) -> Iterator[tuple[str, str]]:
-    """Yield the name and the help text of a command and of the commands below it."""
+    """Yield the names and help texts of a command and its subcommands."""
     context = command.make_context(name, [], parent=parent, resilient_parsing=True, terminal_width=_WIDTH)
     yield context.command_path, command.get_help(context)
     for below in getattr(command, "commands", {}):
@@ -27,7 +27,7 @@ def _helps(name: str, command: Any, parent: Any = None) -> Iterator[tuple[str, s
 
 
 def page() -> str:
-    """Return the page."""
+    """Return the text of the page."""
     infinity = typer.main.get_command(app)
     entries = [*_helps("infinity", infinity), *_helps("infinityd", typer.main.get_command(daemon))]
     assert len(entries) > len(COMMANDS)

@@ -1,4 +1,4 @@
-"""Running the command line: in this process, or in one of its own as a person does."""
+"""Run the command line, in this process or in a new one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from infinity_tools.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["train", "--model", "tiny", "--seq", "32", "--batch-tokens", "128", "--host-memory", "1MiB"]
-SMALL += ["--threads", "1"]  # threads of several test processes that spin on the same cores take many times as long
+SMALL += ["--threads", "1"]  # threads of several test processes that spin on the same cores are many times slower
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A command that has ended."""
+    """Result of a command."""
 
     status: int
     output: str
@@ -32,12 +32,12 @@ class Finished:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What `--json` printed."""
+        """Output of `--json`."""
         return json.loads(self.output)
 
 
 def environment(runtime: Path) -> dict[str, str]:
-    """Return an environment in which this checkout is imported and stats pages are kept apart."""
+    """Return an environment that imports this checkout and uses a separate folder for stats files."""
     inherited = {
         key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "XDG_RUNTIME_DIR")
     }
@@ -51,7 +51,7 @@ def environment(runtime: Path) -> dict[str, str]:
 
 
 def run_here(*arguments: object, picture: bool = False) -> Finished:
-    """Run `infinity` in this process; without `picture`, training draws no summary.png, half a second."""
+    """Run `infinity` in this process. Without `picture`, training does not draw summary.png, which takes 0.5 s."""
     with ExitStack() as stack:
         if arguments[:1] == ("train",) and not picture:
             stack.enter_context(patch("infinity_tools.loop.write_picture", autospec=True))
@@ -64,7 +64,7 @@ def run_here(*arguments: object, picture: bool = False) -> Finished:
 def run_process(
     folder: Path, *arguments: str, ranks: int = 0, program: Sequence[str] = ("-m", "infinity_tools")
 ) -> Finished:
-    """Run `infinity` in a process of its own in `folder`; with `ranks`, under torchrun."""
+    """Run `infinity` in a new process in `folder`, started by torchrun if `ranks` is not 0."""
     launcher: Sequence[str] = ()
     if ranks:
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
@@ -81,10 +81,10 @@ def run_process(
 
 
 @contextmanager
-def training(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """Run `infinity` in a folder, and yield its process once it has taken a step; it is killed at the end."""
+def training(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Run `infinity` in a folder, and yield its process after the first step. The process is killed at the end."""
     with subprocess.Popen(
-        [sys.executable, "-m", "infinity_tools", *words],
+        [sys.executable, "-m", "infinity_tools", *arguments],
         cwd=folder,
         env=environment(folder / "tmp"),
         stderr=subprocess.PIPE,

@@ -1,6 +1,6 @@
-"""`infinity` with a drive that fails on one rank: `python -m support.command_faults RANK KIND FIRST TIMES train …`.
+"""Run `infinity` with I/O faults on one rank: `python -m support.command_faults RANK KIND FIRST TIMES train …`.
 
-KIND strikes TIMES transfers from number FIRST on.
+Faults of type KIND affect TIMES transfers, beginning with transfer number FIRST.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from infinity_tools.cli import main
 from support.fault_engine import Fault, FaultEngine, FaultKind
 
 
-def break_drive(kind: str, first: int, times: int) -> None:
-    """Let every engine that is opened from now on fail."""
+def inject_faults(kind: str, first: int, times: int) -> None:
+    """Inject faults into all engines that are opened from now on."""
     module = importlib.import_module("infinity.run.run")
     original = module.open_engine
     fault = Fault(kind=FaultKind(kind), at=tuple(range(first, first + times)))
@@ -32,5 +32,5 @@ if __name__ == "__main__":
     rank, kind, first, times = sys.argv[1:5]
     del sys.argv[1:5]
     if os.environ.get("RANK", "0") == rank:
-        break_drive(kind, int(first), int(times))
+        inject_faults(kind, int(first), int(times))
     main()

@@ -1,4 +1,4 @@
-"""A rank of a training that has only its stats page: tests count its steps."""
+"""A rank that does not train, but writes the metrics of steps to a stats file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from infinity.telemetry import Stats
 
 
 class CountedRank:
-    """A stats page in a folder, or in memory, and what a step counts in it."""
+    """Write the metrics of a rank to a stats file in a folder, or in memory if `folder` is ``None``."""
 
     def __init__(
         self, folder: Path | None, run: str = "run-1", rank: int = 0, world_size: int = 1, paths=(), version="0.1.0"
@@ -24,7 +24,7 @@ class CountedRank:
     def step(
         self, *, seconds: float = 0.5, tokens: int = 100, loss: float | None = None, when: float | None = None
     ) -> None:
-        """Count a step of which a fifth was spent waiting for reads, and 6 MiB read and 4 MiB written."""
+        """Record a step with a read stall of 20%, 6 MiB read and 4 MiB written."""
         stats = self.stats
         stats.histogram("step_duration_seconds").observe(seconds)
         stats.counter("step_part_seconds_total", part="compute").add(0.8 * seconds)
@@ -44,6 +44,6 @@ class CountedRank:
         stats.counter("steps_total").add()
 
     def save_checkpoint(self, seconds: float = 2.0, when: float | None = None) -> None:
-        """Count a checkpoint."""
+        """Record a checkpoint."""
         self.stats.histogram("checkpoint_duration_seconds").observe(seconds)
         self.stats.gauge("checkpoint_last_success_timestamp_seconds").set(time.time() if when is None else when)

@@ -1,15 +1,14 @@
-"""Kills a training run at random instants and resumes it, over and over; or cuts its power.
+"""Kill a training run at random points, or simulate a loss of power, and resume it repeatedly.
 
     PYTHONPATH=tests python -m support.crash --trials 1000 --power 200
 
-A *life* is one process per rank: it resumes, checks every bit of the state it finds against a run that nobody
-disturbs, trains and checkpoints every step, some steps twice, until one of its ranks is killed, or loses power as a
-node of
-its own does; the others are killed a moment later, as torchrun does. Now and then a life has pages of another size than
-the one before it, and goes on as another run. Lives are forked from a process that has loaded torch, so one takes a
-fraction of a second.
+A *life* consists of one process per rank. It resumes, compares its state bitwise with an uninterrupted run, trains, and
+saves a checkpoint after every step (after some steps, two checkpoints), until one rank is killed or loses power. The
+other ranks are killed shortly afterwards, as torchrun does. Some lives use a different page size than the previous life
+and continue as a new run. Lives are forked from a process that has imported torch, so that each takes a fraction of a
+second.
 
-Between them, commands are ended in the same way: exports, `store gc` and `store rm` (crash_commands.py).
+Between lives, commands are interrupted in the same way: exports, `store gc` and `store rm` (crash_commands.py).
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch._dynamo  # what every life needs is loaded before they are forked
+import torch._dynamo  # imported before lives are forked
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from infinity.checkpoint.manifest import complete_checkpoints, published_in
 from support.crash_commands import COMMANDS, Commands
-from support.ends import End, ended
+from support.ends import End, ending
 from support.session import Session
 from support.train import KIB, MIB, local, state_on_nvme
 
@@ -44,11 +43,11 @@ STEPS = 8
 RETAINED = 2
 _PATIENCE = 300.0
 _GRACE = 0.05
-"""Seconds at most for which the other ranks outlive the one that is killed."""
+"""Maximum seconds between the death of one rank and the kill of the others."""
 
 
 def digest(session: Session) -> str:
-    """Return a digest of every bit that must survive: weights, moments, step counts, random states, rates."""
+    """Return a digest of the state that must survive: weights, moments, step counts, random states, learning rates."""
     found = hashlib.sha256()
     for name, states in sorted(state_on_nvme(session.model, session.optimizer).items()):
         for kind, value in sorted(states.items()):
@@ -62,19 +61,19 @@ def digest(session: Session) -> str:
 
 
 def live(folder: Path, log: int, end: End, seed: int, *, reference: bool = False, other_pages: bool = False) -> None:
-    """Run one rank of a life; what it saw goes line by line into the file `log`, which outlives it.
+    """Run one rank of a life, which writes its progress as lines to the file descriptor `log`.
 
-    Digests are of the state that it begins and ends with; of every step in the `reference`.
+    It logs digests of its first and last state or, for the `reference`, of the state after every step.
     """
 
     def say(*words: object) -> None:
         os.write(log, (" ".join(map(str, words)) + "\n").encode())
 
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    with ended(end, seed, folder, "" if alone else f"rank{dist.get_rank():05d}") as calls:
+    with ending(end, seed, folder, "" if alone else f"rank{dist.get_rank():05d}") as calls:
         exists = _has_checkpoint(folder / "nvme0")
         if dist.is_initialized():
-            dist.barrier()  # all have looked before one begins
+            dist.barrier()  # all ranks check before one of them creates files
         run = {"resume": "latest" if exists else "", "retained_checkpoints": RETAINED}
         memory = {"memory": {"page_bytes": 128 * KIB, "host_bytes": 64 * MIB}} if other_pages else {}
         with Session(folder, host_cache="small", run=run, **memory) as session:
@@ -92,7 +91,7 @@ def live(folder: Path, log: int, end: End, seed: int, *, reference: bool = False
 
 
 def save_checkpoint(session: Session, say: Callable[..., None]) -> None:
-    """Checkpoint a step, every other one twice; what is told apart is only `extra`."""
+    """Save one checkpoint or, in every other step, two checkpoints that differ only in `extra`."""
     steps = session.optimizer.steps
     for note in range(1, 2 + steps % 2):
         session.optimizer.save_checkpoint({"scheduler": session.scheduler.state_dict(), "note": note})
@@ -112,10 +111,10 @@ class Life:
     def run(
         self, ends: dict[int, End], seed: int, *, reference: bool = False, other_pages: bool = False
     ) -> tuple[list[list[list[str]]], int]:
-        """Let the life run to its end.
+        """Run the life until all ranks have ended.
 
         Returns:
-            The words of every rank, and the exit status (minus a signal) of the rank that ended first or failed first.
+            Logged words of every rank, and the exit status (or negative signal) of the rank that failed first.
         """
         logs = [self._folder / f"log{rank}" for rank in range(self._ranks)]
         for file in (*logs, self._folder / "store", *self._folder.glob("trace*")):
@@ -166,7 +165,7 @@ class Life:
 
 @dataclass
 class Report:
-    """What came of the trials."""
+    """Results of the trials."""
 
     trials: int = 0
     ends: int = 0
@@ -179,24 +178,24 @@ class Report:
 
 
 class Harness:
-    """One run after the other in one folder, each killed many times."""
+    """Run and kill consecutive runs in one folder."""
 
     def __init__(self, folder: Path, seed: int, ranks: int) -> None:
         self.folder, self.rng, self.ranks = folder, random.Random(seed), ranks
         self.life = Life(folder, ranks)
         self.report = Report(failures=[])
         self.expected: list[dict[int, str]] = []
-        self.calls = self.start = 0  # of a whole life, and of its start
+        self.calls = self.start = 0  # system calls of a complete life, and of its startup
         self.seconds = 1.0
         self._checkpointed = (-1, 0)
         self._other_pages = False
         self.commands: Commands
 
     def reference(self) -> None:
-        """Run a life that nobody disturbs: what every other one must equal, how long it takes, how many calls it makes.
+        """Run an uninterrupted life to get the expected digests, its duration and its number of system calls.
 
         Raises:
-            RuntimeError: it failed by itself.
+            RuntimeError: if it fails.
         """
         began = time.monotonic()
         ends = dict.fromkeys(range(self.ranks), End(call=1 << 30))
@@ -204,14 +203,14 @@ class Harness:
         self.seconds = time.monotonic() - began
         self.expected = [{int(word[1]): word[2] for word in said if len(word) == 4} for said in words]
         if status or any(len(set(digests.values())) != STEPS + 1 for digests in self.expected):
-            raise RuntimeError(f"the undisturbed run ended with {status}: {words}{self._traces()}")
+            raise RuntimeError(f"the uninterrupted run exited with status {status}: {words}{self._traces()}")
         self.calls = min(int(said[-1][1]) for said in words)
         self.start = min(int(word[1]) for said in words for word in said if word[0] == "begun")
         self.commands = Commands(self.folder / "nvme0", self.folder.parent / f"{self.folder.name}-commands")
         self._reset()
 
     def trial(self, *, power: bool) -> None:
-        """End one life, and check what it found; or a command, and check what it left."""
+        """Interrupt a life or a command, and check the results."""
         if self.rng.random() < 0.25:
             self._command(power)
             return
@@ -234,13 +233,13 @@ class Harness:
         name = self.rng.choice(sorted(COMMANDS))
         seed, end = self.rng.randrange(1 << 30), self._end(power, self.commands.calls[name])
         status, problems = self.commands.trial(name, end, seed)
-        if status == -signal.SIGKILL and not problems and self.rng.random() < 0.2:  # what it left is resumed, too
-            folder = self.commands.place.parent
-            words, ended = Life(folder, self.ranks).run({}, seed)
+        if status == -signal.SIGKILL and not problems and self.rng.random() < 0.2:  # the run is also resumed
+            folder = self.commands.directory.parent
+            words, code = Life(folder, self.ranks).run({}, seed)
             found = [said[0][:3] for said in words if said]
             wanted = [["resumed", str(STEPS), digests[STEPS]] for digests in self.expected]
-            if ended or found != wanted:
-                problems.append(f"the run beside it is resumed as {found} with status {ended}, not {wanted}")
+            if code or found != wanted:
+                problems.append(f"after the command, the run resumed as {found} with status {code}, not {wanted}")
         self.report.commands += 1
         self._count(power, status)
         if problems:
@@ -256,12 +255,12 @@ class Harness:
         self.report.failures += [f"trial {self.report.trials} ({place}): {text}" for text in problems]
 
     def _end(self, power: bool, calls: int | None = None) -> End:
-        """Draw the end of a life, or of a command with so many calls."""
+        """Draw the end of a life, or of a command with the given number of system calls."""
         after, kind = self.rng.random() < 0.5, self.rng.random()
         if calls is not None:
             return End(call=int(calls * kind), after=after, power=power)
-        left = 1 - max(0, self._checkpointed[0]) / STEPS  # a life that resumes is shorter
-        if kind < 0.15:  # in its start
+        left = 1 - max(0, self._checkpointed[0]) / STEPS  # a resumed life is shorter
+        if kind < 0.15:  # during startup
             return End(call=self.rng.randrange(self.start), after=after, power=power)
         if power or kind < 0.6:
             call = self.start + int((self.calls - self.start) * left * self.rng.random())
@@ -270,17 +269,17 @@ class Harness:
 
     def _problems(self, words: list[list[list[str]]], status: int) -> Iterator[str]:
         if status not in (0, -signal.SIGKILL):
-            yield f"ended with {status}{self._traces()}"
+            yield f"exited with status {status}{self._traces()}"
         begun = {(int(said[0][1]), int(said[0][3])) for said in words if said}
         if len(begun) > 1:
-            yield f"the ranks went on from different checkpoints (step, which of the step): {sorted(begun)}"
+            yield f"the ranks resumed from different checkpoints (step, number within the step): {sorted(begun)}"
         for rank, said in enumerate(words):
             for word in said:
                 where = (int(word[1]), int(word[3])) if len(word) == 4 else (0, 0)
                 if word[0] in ("started", "resumed") and where < self._checkpointed:
-                    yield f"{self._checkpointed} was checkpointed, but rank {rank} {word[0]} at {where}"
+                    yield f"checkpoint {self._checkpointed} was saved, but rank {rank} {word[0]} at {where}"
                 if word[0] != "checkpointed" and len(word) == 4 and self.expected[rank][int(word[1])] != word[2]:
-                    yield f"rank {rank} {word[0]} step {word[1]} with other bits than the undisturbed run"
+                    yield f"rank {rank} {word[0]} step {word[1]} with a state that differs from the uninterrupted run"
         self.report.resumes += any(said and said[0][0] == "resumed" for said in words)
         self._checkpointed = max(
             ((int(word[1]), int(word[2])) for said in words for word in said if word[0] == "checkpointed"),
@@ -311,22 +310,28 @@ def run(trials: int, power: int, seed: int, ranks: int, folder: Path, progress: 
 def main() -> int:
     """Parse the command line, run, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=100, help="lives that are killed")
-    parser.add_argument("--power", type=int, default=None, help="lives that lose power; default: a fifth of --trials")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="world sizes that share the trials")
+    parser.add_argument("--trials", type=int, default=100, help="number of lives to kill")
+    parser.add_argument(
+        "--power", type=int, default=None, help="number of lives that lose power [default: a fifth of --trials]"
+    )
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2], help="world sizes, between which the trials are divided"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dir", type=Path, default=None, help="folder on a drive; default: a temporary one")
+    parser.add_argument(
+        "--dir", type=Path, default=None, help="folder on the drive to test [default: a temporary folder]"
+    )
     options = parser.parse_args()
     power = options.trials // 5 if options.power is None else options.power
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     trials, failures = 0, []
-    # No thread of its own: the process forks.
+    # No refresh thread, because the process forks.
     with Progress(*columns, console=console, auto_refresh=False) as bar:
         for number, ranks in enumerate(options.ranks):
             mine = [
-                whole * (number + 1) // len(options.ranks) - whole * number // len(options.ranks)
-                for whole in (options.trials, power)
+                total * (number + 1) // len(options.ranks) - total * number // len(options.ranks)
+                for total in (options.trials, power)
             ]
             task = bar.add_task(f"killing and resuming, {ranks} rank{'s' * (ranks > 1)}", total=sum(mine))
 
@@ -340,9 +345,9 @@ def main() -> int:
             trials += report.trials
             failures += report.failures or []
             bar.console.print(
-                f"{ranks} rank{'s' * (ranks > 1)}: {report.resumes} resumes, {report.ends} lives killed, of which "
-                f"{report.power_losses} lost power, {report.runs} that reached their end; {report.reshards} went on "
-                f"with other pages, {report.commands} were commands"
+                f"{ranks} rank{'s' * (ranks > 1)}: {report.resumes} resumes, {report.ends} kills, of which "
+                f"{report.power_losses} with a loss of power, {report.runs} completed runs, {report.reshards} resumes "
+                f"with a different page size, {report.commands} interrupted commands"
             )
     for failure in failures:
         console.print(failure, markup=False, soft_wrap=True)

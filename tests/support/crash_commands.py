@@ -1,4 +1,4 @@
-"""Commands that are ended at a system call: exports, `store gc` and `store rm`; what they leave is checked."""
+"""Exports, `store gc` and `store rm` that are interrupted at a system call, and checks of the remaining files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from infinity.store.folder import RunFolder
 from infinity.store.marker import Marker, write_marker
 from infinity_tools.cli import app
 from infinity_tools.stored_runs import waste
-from support.ends import End, ended
+from support.ends import End, ending
 
 _FILE_BYTES = 128 << 10
 _OTHER, _DEAD = "20200101-000000-aaaaaa", "20200102-000000-bbbbbb"
@@ -63,7 +63,7 @@ def _reader(place: Path) -> CheckpointReader:
 
 
 def _content(out: Path) -> str:
-    """Return a digest of everything that an export has, as its readers find it."""
+    """Return a digest of an export's contents, read with the libraries of its format."""
     found = hashlib.sha256()
     if (out / ".metadata").exists():
         reader, metadata = open_checkpoint(out)
@@ -83,13 +83,13 @@ def _content(out: Path) -> str:
 
 
 class Commands:
-    """Runs commands on copies of a run, with another one that can be removed and waste beside it."""
+    """Run commands on copies of a run folder, which also contains a removable run and obsolete files."""
 
     def __init__(self, run: Path, place: Path) -> None:
-        """Keep a copy of the folder that has the run, and run every command once.
+        """Copy the folder of the run, and run every command once without interruption.
 
         Raises:
-            RuntimeError: a command fails by itself.
+            RuntimeError: if a command fails without interruption.
         """
         self._good, self.directory = place / "good" / "nvme0", place / "now" / "nvme0"
         shutil.copytree(run, self._good)
@@ -98,10 +98,10 @@ class Commands:
         self._expected: dict[str, str] = {}
         self.calls: dict[str, int] = {}
         for name in COMMANDS:
-            status, said = self._attempt(name, End(call=1 << 30), 0)
+            status, output = self._attempt(name, End(call=1 << 30), 0)
             if status:
-                raise RuntimeError(f"{name} ended with {status}: {said}")
-            self.calls[name] = int(said)
+                raise RuntimeError(f"{name} exited with status {status}: {output}")
+            self.calls[name] = int(output)
             if (self.directory.parent / "out").exists():
                 self._expected[name] = _content(self.directory.parent / "out")
 
@@ -118,18 +118,20 @@ class Commands:
         (root / "checkpoints" / f"step000000000009.rank00000.{0:024x}.safetensors").write_bytes(b"x")
 
     def trial(self, name: str, end: End, seed: int) -> tuple[int, list[str]]:
-        """End a command; return its status and what is wrong with what it left."""
-        status, said = self._attempt(name, end, seed)
-        problems = [f"ended with {status}: {said}"] if status not in (0, -9) else []
+        """Interrupt a command; return its status and the problems with the remaining files."""
+        status, output = self._attempt(name, end, seed)
+        problems = [f"exited with status {status}: {output}"] if status not in (0, -9) else []
         try:
             problems += self._export_problems(name) if name in self._expected else self._store_problems(name)
         except Exception:
-            problems.append(f"what it left cannot be used: {traceback.format_exc()}")
+            problems.append(f"the remaining files cannot be used: {traceback.format_exc()}")
         kept = sorted(file.name for file in _run(self.directory).checkpoints.glob("step*.json"))
-        return status, problems + ([f"of {self._names} are left {kept}"] if kept != self._names else [])
+        return status, problems + (
+            [f"of the checkpoints {self._names}, only {kept} remain"] if kept != self._names else []
+        )
 
     def _attempt(self, name: str, end: End, seed: int) -> tuple[int, str]:
-        """Run a command in a process of its own, on a new copy; return its status, and its calls or its error."""
+        """Run a command in a new process on a new copy; return its status, and its number of calls or its error."""
         top = self.directory.parent
         shutil.rmtree(top, ignore_errors=True)
         shutil.copytree(self._good, self.directory)
@@ -137,7 +139,7 @@ class Commands:
         if not child:
             status = 1
             try:
-                with ended(end, seed, top) as calls:
+                with ending(end, seed, top) as calls:
                     COMMANDS[name](self.directory)
                     (top / "log").write_text(str(calls()))
                 status = 0
@@ -150,24 +152,24 @@ class Commands:
         return os.waitstatus_to_exitcode(waited), log.read_text() if log.exists() else ""
 
     def _export_problems(self, name: str) -> list[str]:
-        """It is not there, or all of it is; and the next one does not mind what is left."""
+        """Check that the export is missing or complete, and that the next export succeeds."""
         out = self.directory.parent / "out"
         if out.exists() and _content(out) != self._expected[name]:
-            return ["half an export looks like one"]
+            return ["an incomplete export looks like a complete one"]
         if not out.exists():
             COMMANDS[name](self.directory)
-        return [] if _content(out) == self._expected[name] else ["the next export is another one"]
+        return [] if _content(out) == self._expected[name] else ["the next export differs"]
 
     def _store_problems(self, name: str) -> list[str]:
-        """The next one ends what this one began; of the run that was not meant nothing is gone."""
+        """Check that the next command completes the interrupted one, and that the other run is unchanged."""
         if name == "gc":
             _gc(self.directory)
             left = [item.name for item in waste([self.directory])]
             roots = (self.directory / _OTHER, *_run(self.directory).roots)
-            whole = [len(complete_checkpoints(published_in(root / "checkpoints"))) for root in roots]
-            lost = ["the other run lost a checkpoint"] if whole[0] != whole[1] else []
-            return lost + ([f"gc leaves {left}"] if left else [])
+            complete = [len(complete_checkpoints(published_in(root / "checkpoints"))) for root in roots]
+            lost = ["the other run lost a checkpoint"] if complete[0] != complete[1] else []
+            return lost + ([f"gc does not remove {left}"] if left else [])
         if (self.directory / _OTHER / "infinity.run").exists():
             _rm(self.directory)
         _gc(self.directory)
-        return ["rm leaves files that nothing removes"] if any((self.directory / _OTHER).glob("*")) else []
+        return ["files of the removed run remain"] if any((self.directory / _OTHER).glob("*")) else []

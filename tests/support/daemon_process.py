@@ -1,4 +1,4 @@
-"""A daemon as a process, and how tests talk to it."""
+"""Run infinityd in a process, and communicate with it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENVIRONMENT = {
 
 
 def start(folder, *options):
-    """Start a daemon; return its process, with `port` and `log` (path of its stderr)."""
+    """Start a daemon; return its process, with the attributes `port` and `log` (path of its stderr)."""
     command = [sys.executable, "-m", "infinity_daemon.main", "--runtime-dir", str(folder), "--port", "0", *options]
     log = Path(folder) / "daemon.log"
     with log.open("w") as stderr:
@@ -38,7 +38,7 @@ def start(folder, *options):
 
 @contextlib.contextmanager
 def daemon(folder, *options):
-    """A started daemon; ended by SIGTERM, which must be clean."""
+    """Yield a running daemon, and stop it with SIGTERM. Its exit status must be 0."""
     process = start(folder, *options)
     try:
         yield process
@@ -50,7 +50,7 @@ def daemon(folder, *options):
 def until(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "waited for too long"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.01)
 
 
@@ -62,7 +62,7 @@ def client(folder):
 
 
 def talk(folder, *messages):
-    """Send each message (an object or raw bytes) over one connection; return the answers."""
+    """Send each message (an object or raw bytes) over one connection; return the responses."""
     with client(folder) as peer, peer.makefile("rb") as answers:
         found = []
         for message in messages:

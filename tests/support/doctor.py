@@ -1,4 +1,4 @@
-"""A faked machine for `infinity doctor` to look at."""
+"""Simulated machine for tests of `infinity doctor`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ V2_MOUNT = "41 31 0:38 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
 
 
 class Machine:
-    """The files of a kernel, in a folder; by default of a good machine."""
+    """The /proc and /sys files of a machine, in a folder. By default, all checks succeed."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -27,33 +27,33 @@ class Machine:
         (root / "sys/devices/system/node/node0").mkdir(parents=True)
 
     def write(self, name: str, text: str) -> None:
-        """Plant a file."""
+        """Write a file."""
         file = self.root / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
 
     def memory(self, total: int = 64 * GIB, available: int = 60 * GIB, swap: int = 0, free: int = 0) -> None:
-        """Plant what memory there is."""
+        """Write the amounts of memory and swap space."""
         kib = {"total": total >> 10, "available": available >> 10, "swap": swap >> 10, "free": free >> 10}
         self.write("proc/meminfo", MEMINFO.format(**kib))
 
     def group(self, **values: str) -> None:
-        """Plant the limits of the only control group, with `_` for the dot in names."""
+        """Write limits of the only control group; `_` in a name stands for a dot."""
         for name, text in values.items():
             self.write(f"sys/fs/cgroup/{name.replace('_', '.')}", text)
 
     def drive(self, name: str, rotational: int = 0, model: str = "") -> None:
-        """Plant a drive."""
+        """Write the files of a drive."""
         self.write(f"sys/class/block/{name}/queue/rotational", f"{rotational}\n")
         self.write(f"sys/class/block/{name}/device/model", f"{model}\n")
 
     def look(self, check: Check[World]) -> Finding:
-        """Return what a check finds in it."""
+        """Return the finding of a check on this machine."""
         return check.look(World.of([], self.root / "runtime", self.root))
 
 
-def is_(found: Finding, status: str, says: str = "", fix: str = "") -> bool:
-    """Whether a finding is such, with a fix where it is not ok; else it is shown."""
+def matches(found: Finding, status: str, says: str = "", fix: str = "") -> bool:
+    """Assert the status of a finding and parts of its value and fix. Only findings that are not ok have a fix."""
     assert found.status == status, found
     assert says in found.value, found
     assert fix in found.fix, found

@@ -1,8 +1,9 @@
-"""Text of docs/reference/doctor.md: a description of the command and of each check."""
+"""Print docs/reference/doctor.md: a description of the command and of each check (``make docs``)."""
 
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -31,16 +32,16 @@ Each check prints a line with its status and, if the status is not ok, a fix:
 | warning | training works, but more slowly or not in every case | 1 |
 | problem | training does not work | 2 |
 
-The exit status is that of the worst finding. An invalid command line also exits with 2 and prints one line to stderr
-that begins with `error:`. A check that fails or times out is reported as a warning, and the other checks continue.
+The command exits with the highest exit status among its findings. An invalid command line also exits with 2 and prints
+one line to stderr that begins with `error:`. A check that fails or times out is reported as a warning, and the other
+checks continue.
 
 `--json` prints a list of objects with `check`, `status`, `value`, `fix` (empty if the status is ok) and `folder` (null
-for a check of the machine). `--report` prints Markdown for a bug report: versions, findings, mounts of the folders,
-limits and relevant environment variables, without the names of host and user. Review it before publishing, because it
-contains the paths of the folders.
+if the check applies to the machine). `--report` prints Markdown for a bug report: versions, findings, mounts of the
+folders, limits and relevant environment variables, without the host name and the user name. Review the report before
+you publish it, because it contains the paths of the folders.
 
-If a folder is not usable, only the check `folder` is run for it. `make docs` generates the tables below from the
-checks.
+If a folder is not usable, only the check `folder` runs for it. `make docs` generates the lists below from the checks.
 """
 
 _SAMPLE = (
@@ -49,7 +50,8 @@ _SAMPLE = (
     Finding(
         check="io_uring",
         status=Status.WARNING,
-        value='io_uring refused: EPERM (sysctl kernel.io_uring_disabled); engine = "auto" uses threads',
+        value="io_uring is not available: EPERM (disabled by sysctl kernel.io_uring_disabled); "
+        'engine = "auto" uses threads',
         fix="as root: sysctl kernel.io_uring_disabled=0",
     ),
 )
@@ -70,14 +72,15 @@ def _sample() -> str:
 def _section(group: Group) -> str:
     text = ""
     if group.of_folders:
-        text += f"## Each folder\n\n{_rows(group.of_folders)}\n"
-    return text + f"## {group.title}\n\n{_rows(group.checks)}"
+        text += f"## Each folder\n\n{_list(group.of_folders)}\n"
+    return text + f"## {group.title}\n\n{_list(group.checks)}"
 
 
-def _rows(checks: Sequence[Check[World]] | Sequence[Check[Folder]]) -> str:
-    lines = ["| check | description |", "|---|---|"]
-    lines += [f"| {one.name} | {one.meaning} |" for one in checks]
-    return "\n".join(lines) + "\n"
+def _list(checks: Sequence[Check[World]] | Sequence[Check[Folder]]) -> str:
+    return "".join(
+        textwrap.fill(f"- **{one.name}**: {one.meaning}", 120, subsequent_indent="  ", break_on_hyphens=False) + "\n"
+        for one in checks
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How a process ends at a system call, killed or without power, and what the drive then has lost."""
+"""End a process at a system call, by SIGKILL or a simulated loss of power that undoes unsynced changes."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from infinity.config import StorageConfig
 from support.volatile_engine import VolatileEngine
 
 _CALLS = ("fsync", "rename", "unlink", "mkdir", "rmdir", "posix_fallocate", "truncate", "ftruncate")
-"""System calls before or after which a life may end: the named points of the publish protocol, and of start and end."""
+"""System calls before or after which a process may end. They include all steps of publishing a checkpoint."""
 _NOT_LOST = ("log", "trace", "store", "undo", "runtime")
-"""Beginnings of names of what belongs to the trial itself, or is made anew at every start."""
+"""Prefixes of the names of files that belong to the test or are created at every start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How a life ends: after so many seconds, or at the so-manieth of `_CALLS`, or not at all."""
+    """End of a process: after a time in seconds, at one of the `_CALLS` (by number), or no end."""
 
     seconds: float | None = None
     call: int | None = None
     after: bool = False
     power: bool = False
-    """At that call the power goes as well."""
+    """Whether a loss of power is simulated at the call."""
 
     def __str__(self) -> str:
         if self.seconds is not None:
             return f"SIGKILL after {self.seconds:.3f} s"
         if self.call is None:
             return "no end"
-        what = "loss of power" if self.power else "SIGKILL"
-        return f"{what} {'after' if self.after else 'before'} call {self.call}"
+        kind = "loss of power" if self.power else "SIGKILL"
+        return f"{kind} {'after' if self.after else 'before'} call {self.call}"
 
 
 class Drive:
-    """Renames, removals and new files below a folder, which a loss of power undoes as long as they are not synced."""
+    """Unsynced renames, removals and new files in a folder, which a loss of power undoes."""
 
     def __init__(self, folder: Path, keep: Path, mine: str) -> None:
         self._folder, self._keep, self._mine = folder, keep, mine
@@ -55,7 +55,7 @@ class Drive:
         return about.st_dev, about.st_ino
 
     def _files(self) -> list[Path]:
-        """Return the files whose content may be lost: not those of pages, which an engine keeps."""
+        """Return the files whose content may be lost, except data files, for which `VolatileEngine` is responsible."""
         found = []
         for place, folders, names in os.walk(self._folder):
             folders[:] = [name for name in folders if not name.startswith(_NOT_LOST)]
@@ -89,9 +89,9 @@ class Drive:
             self._durable.add(self._key(path))
 
     def lose_power(self, rng: random.Random) -> None:
-        """Undo the latest changes, as many as chance wants: file systems keep the order of changes to a folder.
+        """Undo a random number of the latest changes. File systems preserve the order of changes to a folder.
 
-        Of a file that was not synced, any part may be zero, or not there.
+        A file that was not synced may be truncated, and any block of it may be zero.
         """
         lost = [file for file in self._files() if self._key(file) not in self._durable]
         for file in lost:
@@ -105,10 +105,10 @@ class Drive:
 
 
 @contextlib.contextmanager
-def ended(end: End, seed: int, folder: Path, mine: str = "") -> Iterator[Callable[[], int]]:
-    """Let the process end at a system call; yields what tells how many there were.
+def ending(end: End, seed: int, folder: Path, mine: str = "") -> Iterator[Callable[[], int]]:
+    """Make the process end at a system call; yield a function that returns the number of system calls.
 
-    Files whose names have `mine` are on the drive that loses power with it.
+    A loss of power affects files whose names contain `mine`.
     """
     if end.call is None:
         yield lambda: 0
@@ -161,4 +161,4 @@ def ended(end: End, seed: int, folder: Path, mine: str = "") -> Iterator[Callabl
         setattr(os, name, wrapped(name))
     if end.power:
         module.open_engine = open_engine
-    yield lambda: count  # nothing is put back: the process ends
+    yield lambda: count  # the patches are not undone, because the process ends

@@ -1,4 +1,4 @@
-"""What the tests of `infinity.io` share besides fixtures."""
+"""Helpers for tests of `infinity.io`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from support.fault_engine import FaultEngine
 KINDS = ("io_uring", "threads", "faulty-io_uring", "faulty-threads", "paced-io_uring", "paced-threads")
 BLOCK = 4096
 PATIENCE = 300.0
-"""Seconds after which a transfer is called lost."""
+"""Seconds after which a transfer counts as lost."""
 
 
 class _Paced(PacedEngine):
-    """All its files have a rate, which is high enough for a test."""
+    """A paced engine whose files all have a rate limit, which is high enough for tests."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -35,7 +35,7 @@ class _Paced(PacedEngine):
 
 
 def make_engine(kind: str, *, depth: int = 8, request: int = 64 << 10) -> Engine:
-    """Start an engine by the name that tests give it; skip where the kernel refuses it."""
+    """Start an engine of one of `KINDS`. Skip the test if the operating system does not allow io_uring."""
     if kind.startswith("faulty-"):
         return FaultEngine(make_engine(kind.removeprefix("faulty-"), depth=depth, request=request), 0)
     if kind.startswith("paced-"):
@@ -50,7 +50,7 @@ def make_engine(kind: str, *, depth: int = 8, request: int = 64 << 10) -> Engine
 
 @contextmanager
 def mapped(size: int) -> Iterator[memoryview]:
-    """Page-aligned zeroed memory; unmapping it fails if an engine still holds on to it."""
+    """Yield page-aligned zeroed memory. Unmapping it fails if an engine still references it."""
     area = mmap.mmap(-1, size)
     view = memoryview(area)
     yield view
@@ -59,6 +59,6 @@ def mapped(size: int) -> Iterator[memoryview]:
 
 
 def open_descriptors() -> int:
-    """Return the number of open descriptors, garbage of earlier tests collected."""
+    """Return the number of open descriptors after a garbage collection."""
     gc.collect()
     return len(os.listdir("/proc/self/fd"))

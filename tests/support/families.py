@@ -1,4 +1,4 @@
-"""Tiny models of transformers whose checkpoints are named, fused or tied otherwise than the models."""
+"""Tiny transformers models whose checkpoints use different names, fusion or tying than the model classes."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "resnet": ("ResNetForImageClassification", "ResNetConfig", {"embedding_size": 8, "hidden_sizes": [8, 16],
                "depths": [1, 1]}),
 }  # fmt: skip
-"""By name: class, class of its configuration, and the values of that."""
+"""Class, configuration class and configuration values, by name."""
 
 
 def make(name: str, **values: Any) -> nn.Module:
-    """Return a model of a family, not sharded, on the current device."""
+    """Return an unsharded model of a family on the current device."""
     import transformers
 
     cls, config, settings = FAMILIES[name]
@@ -80,7 +80,7 @@ def make(name: str, **values: Any) -> nn.Module:
 
 
 def filled(name: str, seed: int = 1, **values: Any) -> nn.Module:
-    """Return a model with values in all parameters and persistent buffers that no initialization gives."""
+    """Return a model whose parameters and persistent buffers have values that no initialization produces."""
     torch.manual_seed(seed)
     model = make(name, **values)
     computed = getattr(model, "_keys_to_ignore_on_save", None) or ()
@@ -89,19 +89,19 @@ def filled(name: str, seed: int = 1, **values: Any) -> nn.Module:
             if value.is_floating_point() and key not in computed:
                 value.copy_(torch.rand_like(value) * 0.2 + 0.01)
             elif not value.is_floating_point() and value.ndim == 0:
-                value.fill_(3)  # how many batches a norm has seen
+                value.fill_(3)  # number of batches, in batch norm
     return model
 
 
 def on_meta(name: str, **values: Any) -> nn.Module:
-    """Return a model of a family on the meta device, sharded."""
+    """Return a sharded model of a family on the meta device."""
     with torch.device("meta"):
         model = make(name, **values)
     return shard(model)
 
 
 def shard(model: nn.Module) -> nn.Module:
-    """Shard a model: the members of its outermost lists, and the rest."""
+    """Apply `fully_shard` to the members of the outermost module lists and to the model."""
     mesh = infinity.mesh("cpu")
     inside: set[int] = set()
     for module in model.modules():
@@ -114,7 +114,7 @@ def shard(model: nn.Module) -> nn.Module:
 
 
 def offload(model: nn.Module, folder: Any, **options: Any) -> infinity.PagedOptimizer:
-    """Move a model to a folder."""
+    """Offload a model to a folder."""
     trained = [param for param in model.parameters() if param.requires_grad]
     settings = {"storage": {"paths": [str(folder)]}, "memory": {"host_bytes": 16 << 20, "page_bytes": 64 << 10}}
     if run := options.pop("run", None):
@@ -123,7 +123,7 @@ def offload(model: nn.Module, folder: Any, **options: Any) -> infinity.PagedOpti
 
 
 def inputs(model: Any) -> dict[str, torch.Tensor]:
-    """Return a batch that a model takes."""
+    """Return a batch for a model."""
     generator = torch.Generator().manual_seed(7)
     if model.main_input_name == "pixel_values":
         size = getattr(model.config, "image_size", 16)
@@ -133,13 +133,13 @@ def inputs(model: Any) -> dict[str, torch.Tensor]:
 
 
 def output(model: Any) -> torch.Tensor:
-    """Return the logits of that batch, or the last hidden state."""
+    """Return the logits for `inputs(model)`, or the last hidden state."""
     with torch.no_grad():
         return model.eval()(**inputs(model))[0]
 
 
 def differing(one: nn.Module, other: nn.Module) -> list[str]:
-    """Return the names of the parameters and buffers that are not equal, bit by bit."""
+    """Return the names of parameters and buffers that are not bitwise equal."""
     expected = {**dict(one.named_parameters()), **dict(one.named_buffers())}
     found = {**dict(other.named_parameters()), **dict(other.named_buffers())}
     full = {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in found.items()}

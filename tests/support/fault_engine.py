@@ -1,4 +1,4 @@
-"""An engine that fails on purpose, around another one. Same seed and same requests: same faults."""
+"""I/O engine that injects faults. The same seed and the same requests result in the same faults."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _LOG_LENGTH = 10_000
 
 
 class FaultKind(Enum):
-    """What goes wrong with a request."""
+    """Type of a fault."""
 
     EIO = "eio"
-    """The device reports EIO; nothing is moved."""
+    """The request fails with EIO, and no data is transferred."""
     ENOSPC = "enospc"
-    """A write reports ENOSPC; nothing is moved."""
+    """A write fails with ENOSPC, and no data is transferred."""
     SHORT = "short"
-    """A part is moved, then the request fails without an errno."""
+    """Part of the data is transferred, and the request fails without an errno."""
     TORN = "torn"
-    """Only a prefix of a write reaches the file, and success is reported."""
+    """Only a prefix of the data is written, and the request succeeds."""
     MISDIRECTED = "misdirected"
-    """A write goes to another offset of the file, and success is reported."""
+    """The data is written to a different offset, and the request succeeds."""
     FLIP = "flip"
-    """One bit of what is read is wrong, and success is reported."""
+    """One bit of the data that was read is inverted, and the request succeeds."""
     SLOW = "slow"
-    """The request reaches the device after a random delay; later requests may overtake it."""
+    """The request is submitted after a random delay, so that later requests may complete earlier."""
     STUCK = "stuck"
-    """The request never reaches the device before `FaultEngine.release` or `close`."""
+    """The request is not submitted until `FaultEngine.release`, or fails at `close`."""
 
 
 _ONLY = {
@@ -56,45 +56,45 @@ _ONLY = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One rule: which requests suffer what.
+    """Rule that selects requests and the fault to inject into them.
 
-    Requests that match `op` and `path` are counted from 0. A matching request suffers when its number is in
-    `at`, or is the last of `every` ones, or with `probability`; with none of the three, always.
+    Requests that match `op` and `path` are numbered from 0. The fault is injected if the number is in `at`, for every
+    `every`-th request, or with `probability`. If none of these is set, it is injected into all matching requests.
 
     Raises:
-        ConfigError: contradicting or out-of-range values.
+        ConfigError: if values contradict each other or are out of range.
     """
 
     kind: FaultKind
     op: Op | None = None
-    """Direction; both by default, as far as the kind allows."""
+    """Direction. By default, all directions that the kind supports."""
     path: str = ""
-    """Part of the file's path; all files by default."""
+    """Substring of the file's path. By default, all files match."""
     probability: float | None = None
     every: int | None = None
     at: tuple[int, ...] | None = None
     limit: int | None = None
-    """How often at most; without end by default."""
+    """Maximum number of faults. By default, unlimited."""
     seconds: float = 0.1
-    """Longest delay of `SLOW`."""
+    """Maximum delay of `SLOW` faults."""
 
     def __post_init__(self) -> None:
         if sum(rule is not None for rule in (self.probability, self.every, self.at)) > 1:
-            raise ConfigError(f"fault {self.kind.value}: give only one of probability, every, at")
+            raise ConfigError(f"fault {self.kind.value}: set only one of probability, every and at")
         if self.probability is not None and not 0 <= self.probability <= 1:
-            raise ConfigError(f"fault {self.kind.value}: probability = {self.probability} is not in 0..1")
+            raise ConfigError(f"fault {self.kind.value}: probability = {self.probability} is out of range; use 0 to 1")
         if self.every is not None and self.every < 1:
-            raise ConfigError(f"fault {self.kind.value}: every = {self.every} is below 1")
+            raise ConfigError(f"fault {self.kind.value}: every = {self.every} is out of range; use 1 or more")
         only = _ONLY.get(self.kind)
         if only is not None and self.op not in (None, only):
-            raise ConfigError(f"fault {self.kind.value} concerns a {only.value} only")
+            raise ConfigError(f"fault {self.kind.value} supports only op = {only.value}")
 
-    def concerns(self, op: Op, path: str) -> bool:
-        """Whether a request is counted by this rule."""
+    def matches(self, op: Op, path: str) -> bool:
+        """Return whether a request matches this rule."""
         return self.op in (None, op) and _ONLY.get(self.kind) in (None, op) and self.path in path
 
-    def strikes(self, number: int, rng: random.Random) -> bool:
-        """Whether the `number`-th request that this rule concerns suffers."""
+    def applies(self, number: int, rng: random.Random) -> bool:
+        """Return whether to inject the fault into the `number`-th matching request."""
         if self.at is not None:
             return number in self.at
         if self.every is not None:
@@ -104,7 +104,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Injected:
-    """A fault that was injected: what, where, and how bad (a byte count, offset, bit number or seconds)."""
+    """An injected fault. `detail` is an errno, a number of bytes, an offset, a bit number or a delay in seconds."""
 
     kind: FaultKind
     op: Op
@@ -125,10 +125,10 @@ class _Call:
 
 
 class FaultEngine(WrappedEngine):
-    """Passes requests to `inner`, which it owns and closes, and lets `faults` strike some of them.
+    """Forward requests to `inner`, which is owned and closed by this engine, and inject `faults` into some of them.
 
-    The first rule that strikes a request decides. No ticket is ever lost: what is delayed at `close` is
-    carried out, what is stuck fails.
+    If several rules apply to a request, the first one is used. Every ticket completes: at `close`, delayed requests are
+    submitted and stuck requests fail.
     """
 
     kind = "faulty"
@@ -138,38 +138,38 @@ class FaultEngine(WrappedEngine):
         self._seed, self._faults = seed, tuple(faults)
         self._lock = threading.Lock()
         self._seen = [0] * len(self._faults)
-        self._struck = [0] * len(self._faults)
+        self._selected = [0] * len(self._faults)
         self._stuck: list[_Call] = []
         self._delays = _Delays()
         self._closed = False
         self.injected: deque[Injected] = deque(maxlen=_LOG_LENGTH)
-        """The latest faults, in order of submission."""
+        """The most recent faults, in order of submission."""
 
     def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
-        """Start a transfer, faulty or not. Raises `ValueError` or `InfinityError` as any engine."""
+        """Start a transfer, possibly with a fault."""
         pin_request(op, file, offset, memory).release()
         with self._lock:
             if self._closed:
                 raise InfinityError(f"{op.value} of {file.path}: the I/O engine is closed")
-            struck = self._choose(op, file.path)
-            if struck is None:
+            selected = self._choose(op, file.path)
+            if selected is None:
                 return self._inner.submit(op, file, offset, memory)
-            fault, rng = struck
+            fault, rng = selected
             ticket = Ticket(op, file.path, offset, memory.nbytes)
-            # A view of our own: the caller may release its view as soon as it has let go of the ticket.
+            # A separate view, because the caller may release its view before the request completes.
             call = _Call(op, file, offset, memoryview(memory).cast("B"), ticket, rng)
-        _STRIKES[fault.kind](self, fault, call)
+        _INJECT[fault.kind](self, fault, call)
         return ticket
 
     def release(self) -> None:
-        """Let every request that is stuck now go on to the device."""
+        """Submit all requests that are currently stuck."""
         with self._lock:
             stuck, self._stuck = self._stuck, []
         for call in stuck:
             self._pass_on(call)
 
     def close(self) -> None:
-        """Carry out what is delayed, fail what is stuck, close the inner engine. Idempotent."""
+        """Submit delayed requests, let stuck requests fail, and close the inner engine. Idempotent."""
         with self._lock:
             self._closed = True
             stuck, self._stuck = self._stuck, []
@@ -181,19 +181,19 @@ class FaultEngine(WrappedEngine):
     def _choose(self, op: Op, path: str) -> tuple[Fault, random.Random] | None:
         chosen = None
         for index, fault in enumerate(self._faults):
-            if not fault.concerns(op, path):
+            if not fault.matches(op, path):
                 continue
             number = self._seen[index]
             self._seen[index] += 1
-            # Each decision has its own generator, so that rules do not disturb one another.
+            # Each decision has its own generator, so that rules do not affect each other.
             rng = random.Random(f"{self._seed}/{index}/{number}")
-            spent = fault.limit is not None and self._struck[index] >= fault.limit
-            if chosen is None and not spent and fault.strikes(number, rng):
-                self._struck[index] += 1
+            spent = fault.limit is not None and self._selected[index] >= fault.limit
+            if chosen is None and not spent and fault.applies(number, rng):
+                self._selected[index] += 1
                 chosen = fault, rng
         return chosen
 
-    def _note(self, kind: FaultKind, call: _Call, detail: float) -> None:
+    def _record(self, kind: FaultKind, call: _Call, detail: float) -> None:
         self.injected.append(
             Injected(
                 kind=kind,
@@ -207,30 +207,30 @@ class FaultEngine(WrappedEngine):
 
     def _fail(self, fault: Fault, call: _Call) -> None:
         code = errno.EIO if fault.kind is FaultKind.EIO else errno.ENOSPC
-        self._note(fault.kind, call, code)
+        self._record(fault.kind, call, code)
         self._finish(call, _failure(call, code, "injected"))
 
     def _short(self, fault: Fault, call: _Call) -> None:
         moved = _prefix(call)
-        self._note(fault.kind, call, moved)
+        self._record(fault.kind, call, moved)
         error = _failure(call, None, f"injected: short transfer, {moved} bytes")
         self._transfer(call, call.offset, call.memory[:moved], lambda inner: inner or error)
 
     def _torn(self, fault: Fault, call: _Call) -> None:
         moved = _prefix(call)
-        self._note(fault.kind, call, moved)
+        self._record(fault.kind, call, moved)
         self._transfer(call, call.offset, call.memory[:moved], lambda inner: inner)
 
     def _misdirected(self, fault: Fault, call: _Call) -> None:
         length = call.ticket.length
         steps = [step for step in (-2, -1, 1, 2) if call.offset + step * length >= 0]
         offset = call.offset + call.rng.choice(steps) * length
-        self._note(fault.kind, call, offset)
+        self._record(fault.kind, call, offset)
         self._transfer(call, offset, call.memory, lambda inner: inner)
 
     def _flip(self, fault: Fault, call: _Call) -> None:
         bit = call.rng.randrange(8 * call.ticket.length)
-        self._note(fault.kind, call, bit)
+        self._record(fault.kind, call, bit)
 
         def flip(inner: InfinityError | None) -> InfinityError | None:
             if inner is None:
@@ -241,13 +241,13 @@ class FaultEngine(WrappedEngine):
 
     def _slow(self, fault: Fault, call: _Call) -> None:
         seconds = call.rng.uniform(0, fault.seconds)
-        self._note(fault.kind, call, seconds)
-        # The delay comes before the transfer: until it is over a read has brought nothing, and a write
-        # still takes its bytes, so that memory which is used again too early shows.
+        self._record(fault.kind, call, seconds)
+        # The request is submitted after the delay, so that during the delay a read has no effect and a write still needs
+        # its buffer. A buffer that is reused too early therefore causes a visible error.
         self._delays.add(seconds, lambda: self._pass_on(call))
 
-    def _hang(self, fault: Fault, call: _Call) -> None:
-        self._note(fault.kind, call, 0)
+    def _stuck_request(self, fault: Fault, call: _Call) -> None:
+        self._record(fault.kind, call, 0)
         with self._lock:
             if not self._closed:
                 self._stuck.append(call)
@@ -275,14 +275,14 @@ class FaultEngine(WrappedEngine):
         inner.on_done(lambda ticket: self._finish(call, result(ticket.error)))
 
     def _finish(self, call: _Call, error: InfinityError | None) -> None:
-        call.memory.release()  # before anybody who waits goes on and unmaps it
+        call.memory.release()  # before a waiting thread continues and unmaps it
         try:
             call.ticket.complete(error)
         except Exception:
             _log.exception("a callback of %s failed", call.ticket)
 
 
-_STRIKES: dict[FaultKind, Callable[[FaultEngine, Fault, _Call], None]] = {
+_INJECT: dict[FaultKind, Callable[[FaultEngine, Fault, _Call], None]] = {
     FaultKind.EIO: FaultEngine._fail,
     FaultKind.ENOSPC: FaultEngine._fail,
     FaultKind.SHORT: FaultEngine._short,
@@ -290,12 +290,12 @@ _STRIKES: dict[FaultKind, Callable[[FaultEngine, Fault, _Call], None]] = {
     FaultKind.MISDIRECTED: FaultEngine._misdirected,
     FaultKind.FLIP: FaultEngine._flip,
     FaultKind.SLOW: FaultEngine._slow,
-    FaultKind.STUCK: FaultEngine._hang,
+    FaultKind.STUCK: FaultEngine._stuck_request,
 }
 
 
 def _prefix(call: _Call) -> int:
-    """Return a length below that of the request, aligned for its file; 0 for a request of one block."""
+    """Return an aligned length that is shorter than the request; 0 for a request of one block."""
     block = max(call.file.alignment, 1)
     return align_down(call.rng.randrange(call.ticket.length), block)
 
@@ -305,7 +305,7 @@ def _failure(call: _Call, code: int | None, detail: str) -> StorageError:
 
 
 class _Delays:
-    """Runs actions later, in one thread that exists while there are any."""
+    """Run actions after a delay, in one thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -315,7 +315,7 @@ class _Delays:
         self._closing = False
 
     def add(self, seconds: float, action: Callable[[], None]) -> None:
-        """Run `action` after `seconds`, or when `close` is called."""
+        """Run `action` after `seconds`, or at `close`."""
         with self._changed:
             heapq.heappush(self._actions, (time.monotonic() + seconds, next(self._numbers), action))
             if self._thread is None:
@@ -324,7 +324,7 @@ class _Delays:
             self._changed.notify()
 
     def close(self) -> None:
-        """Run what is left at once and end the thread."""
+        """Run the remaining actions immediately, and stop the thread."""
         with self._changed:
             self._closing = True
             thread = self._thread

@@ -1,4 +1,4 @@
-"""What can go wrong while a run goes on, and what every rank must say then; and the ranks to try it on."""
+"""Failures during a run, the expected errors of all ranks, and the processes that run the ranks."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ from infinity.errors import CorruptPageError
 from infinity.io import Op
 from infinity.store.page_store import read_version
 from support.fault_engine import Fault, FaultKind
-from support.processes import ready_made
+from support.processes import fork_server
 from support.session import EVERY, Session
 from support.train import Switch, faulty
 
 PATIENCE = 900.0
-"""Seconds within which both ranks have ended, however slow the machine; the process group waits for longer."""
+"""Seconds within which both ranks must end, on any machine. The timeout of the process group is longer."""
 PLACE = r"(read|write) of \d+ bytes at offset \d+ of \S+\.pages"
 CORRUPT = rf"CorruptPageError: {PLACE} failed: .*page \S+ is corrupt: checksum"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Something that happens on one rank after the first checkpoint."""
+    """A failure that occurs on one rank after the first checkpoint."""
 
-    says: str
-    """What the rank that it happens to raises, as a pattern over ``Type: message``."""
+    error: str
+    """Regular expression for ``Type: message`` of the error on the failing rank."""
     peer: str = ""
-    """What the others raise; by default that this rank failed, with what it says."""
+    """Regular expression for the error on the other rank. By default, a `LostRankError` with the error of this rank."""
     fault: Fault | None = None
     act: Callable[[Session], None] | None = None
     storage: dict[str, Any] = field(default_factory=dict)
     damages: bool = False
-    """The last checkpoint may be hit."""
+    """Whether the last checkpoint may be damaged."""
     prepare: Callable[[], None] | None = None
-    """Called on every rank before it begins."""
+    """Function called on every rank before training."""
 
-    def peer_says(self, rank: int) -> str:
-        """Return the pattern for the other ranks when it happens to `rank`."""
-        return self.peer.format(rank=rank) or rf"LostRankError: rank {rank} failed: {self.says}"
+    def peer_error(self, rank: int) -> str:
+        """Return the regular expression for the error on the other rank if `rank` fails."""
+        return self.peer.format(rank=rank) or rf"LostRankError: rank {rank} failed: {self.error}"
 
     def begin(self, session: Session, engine: Switch) -> None:
-        """Let it happen, now or at the next transfers."""
+        """Cause the failure, immediately or at one of the next transfers."""
         engine.on = True
         if self.act is not None:
             self.act(session)
@@ -63,46 +63,46 @@ def _kill(session: Session) -> None:
     session.model.blocks[1].register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def _refuse_pidfd() -> None:
-    def refuse(*_: Any) -> int:
+def _forbid_pidfd() -> None:
+    def fail(*_: Any) -> int:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-    os.pidfd_open = refuse
+    os.pidfd_open = fail
 
 
 def _lack_pidfd() -> None:
-    del os.pidfd_open  # as in Pythons that were built without it
+    del os.pidfd_open  # as in Python builds without pidfd_open
 
 
-def _leave(session: Session) -> None:
+def _exit_early(session: Session) -> None:
     session.optimizer.close()
     os._exit(0)
 
 
-def _mistake(session: Session) -> None:
-    def raise_it(*_: Any) -> None:
-        raise ValueError("a mistake of one's own")
+def _raise_user_error(session: Session) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("user error")
 
-    session.model.blocks[1].register_full_backward_hook(raise_it)
+    session.model.blocks[1].register_full_backward_hook(fail)
 
 
 def _move_data(session: Session) -> None:
     folder, rank = session.optimizer.run.folder, dist.get_rank() if dist.is_initialized() else 0
-    aside(folder.data_file(0, rank))
+    move_away(folder.data_file(0, rank))
 
 
 def _move_checkpoints(session: Session) -> None:
-    session.step()  # the other rank has ended its checkpoint then
-    aside(session.optimizer.run.folder.checkpoints)
+    session.step()  # after which the other rank has completed its checkpoint
+    move_away(session.optimizer.run.folder.checkpoints)
 
 
-def aside(place: Path) -> None:
-    """Rename a file or folder."""
+def move_away(place: Path) -> None:
+    """Rename a file or folder, so that it is missing."""
     place.rename(place.with_name(f"{place.name}.aside"))
 
 
 def put_back(folder: Path) -> None:
-    """Undo `aside` everywhere below a folder."""
+    """Undo `move_away` for all files in a folder."""
     for place in folder.rglob("*.aside"):
         place.rename(place.with_name(place.name.removesuffix(".aside")))
 
@@ -110,61 +110,61 @@ def put_back(folder: Path) -> None:
 CASES = {
     "EIO-read": Case(
         fault=Fault(kind=FaultKind.EIO, op=Op.READ),
-        says=rf"StorageError: {PLACE} failed: EIO \(Input/output error\)",
+        error=rf"StorageError: {PLACE} failed: EIO \(Input/output error\)",
     ),
     "EIO-write": Case(
         fault=Fault(kind=FaultKind.EIO, op=Op.WRITE),
-        says=rf"StorageError: {PLACE} failed: EIO \(Input/output error\)",
+        error=rf"StorageError: {PLACE} failed: EIO \(Input/output error\)",
     ),
     "EIO-without-retries": Case(
         fault=Fault(kind=FaultKind.EIO, at=(7,)),
         storage={"retries": 0},
-        says=rf"StorageError: {PLACE} failed: EIO \(Input/output error\)",
+        error=rf"StorageError: {PLACE} failed: EIO \(Input/output error\)",
     ),
     "short": Case(
         fault=Fault(kind=FaultKind.SHORT, at=(5,)),
-        says=rf"StorageError: {PLACE} failed: .*short transfer, \d+ bytes",
+        error=rf"StorageError: {PLACE} failed: .*short transfer, \d+ bytes",
     ),
     "ENOSPC": Case(
         fault=Fault(kind=FaultKind.ENOSPC, at=(3,)),
-        says=rf"StorageError: {PLACE} failed: ENOSPC \(No space left on device\)",
+        error=rf"StorageError: {PLACE} failed: ENOSPC \(No space left on device\)",
     ),
-    "misdirected": Case(fault=Fault(kind=FaultKind.MISDIRECTED, at=(2,)), says=CORRUPT, damages=True),
-    "torn": Case(fault=Fault(kind=FaultKind.TORN, at=(2,)), says=CORRUPT),
-    "flipped": Case(fault=Fault(kind=FaultKind.FLIP), says=CORRUPT),
-    "no-answer": Case(
+    "misdirected": Case(fault=Fault(kind=FaultKind.MISDIRECTED, at=(2,)), error=CORRUPT, damages=True),
+    "torn": Case(fault=Fault(kind=FaultKind.TORN, at=(2,)), error=CORRUPT),
+    "flipped": Case(fault=Fault(kind=FaultKind.FLIP), error=CORRUPT),
+    "stuck": Case(
         fault=Fault(kind=FaultKind.STUCK, at=(4,)),
         storage={"timeout_seconds": 5},
-        says=r"StallError: waited 5 s for (a page to be (read|written)|the update of a page); "
+        error=r"StallError: waited 5 s for (a page to be (read|written)|the update of a page); "
         rf"oldest of \d+ requests in flight: {PLACE}, for \d+\.\d s",
     ),
-    "data-file-gone": Case(
+    "data-file-missing": Case(
         act=_move_data,
-        says=r"StorageError: sync .*\.pages failed: ENOENT .*: the data file was removed or replaced",
+        error=r"StorageError: sync .*\.pages failed: ENOENT .*: the data file was removed or replaced",
         peer=r"InfinityError: checkpoint of step 6 failed on rank {rank}: StorageError: sync .* was removed",
     ),
-    "checkpoints-folder-gone": Case(
+    "checkpoints-folder-missing": Case(
         act=_move_checkpoints,
-        says=r"StorageError: checkpoint .*checkpoints\S* failed: ENOENT \(No such file or directory\)",
+        error=r"StorageError: checkpoint .*checkpoints\S* failed: ENOENT \(No such file or directory\)",
         peer=r"StorageError: checkpoint .*checkpoints\S* failed: ENOENT \(No such file or directory\)",
     ),
-    "own-mistake": Case(act=_mistake, says="ValueError: a mistake of one's own"),
+    "user-error": Case(act=_raise_user_error, error="ValueError: user error"),
 }
 KILLED = Case(
-    act=_kill, says="", peer=r"LostRankError: rank {rank} \(process \d+\) exited unexpectedly \(killed, out of"
+    act=_kill, error="", peer=r"LostRankError: rank {rank} \(process \d+\) exited unexpectedly \(killed, out of"
 )
-KILLED_UNSEEN = {
-    "pidfd_open failed (Operation not permitted)": replace(KILLED, prepare=_refuse_pidfd),
+KILLED_WITHOUT_PIDFD = {
+    "pidfd_open failed (Operation not permitted)": replace(KILLED, prepare=_forbid_pidfd),
     "pidfd_open failed (module 'os' has no attribute 'pidfd_open')": replace(KILLED, prepare=_lack_pidfd),
 }
-"""By what is logged where no descriptor of another process can be held: it is forbidden, or Python lacks it."""
-LEFT = Case(act=_leave, says="", peer="RuntimeError: .*by peer")
-"""Closed in order, though the others go on: no failure, but the end of their collectives."""
+"""Cases without pidfd_open, because it is not permitted or not available in Python, by logged reason."""
+EXITED = Case(act=_exit_early, error="", peer="RuntimeError: .*by peer")
+"""A rank that closes its optimizer and exits while the other rank continues. The collectives of the latter fail."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How the process of a rank has ended."""
+    """Exit status, error and log of the process of a rank."""
 
     status: int
     said: str
@@ -172,21 +172,24 @@ class End:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error as the patterns have it."""
+    """Return ``Type: message`` of an error."""
     return f"{type(error).__name__}: {error}"
 
 
-class DyingRanks:
-    """Two ranks in processes of their own, one of which is disturbed; forked from one that has loaded torch."""
+class FaultyRanks:
+    """Two ranks in separate processes, one of which fails."""
 
     def __init__(self) -> None:
-        self._context = ready_made()
+        self._context = fork_server()
 
     def run(self, case: Case, rank: int, folder: Path, *, swallowed: bool = False) -> list[End]:
-        """Let `case` happen to `rank`; return how both have ended.
+        """Run both ranks, with the failure `case` on `rank`; return the results of both.
 
         Args:
-            swallowed: the rank catches its error and lives on, without closing, until the other one has ended.
+            case: Failure.
+            rank: Rank that fails.
+            folder: Folder of the run.
+            swallowed: Whether the rank catches its error and continues, without closing, until the other rank has ended.
         """
         arguments = [(case, number == rank, number, str(folder), swallowed) for number in range(2)]
         processes = [self._context.Process(target=_live, args=each) for each in arguments]
@@ -217,22 +220,22 @@ def _text(file: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def _live(case: Case, struck: bool, rank: int, folder: str, swallowed: bool) -> None:
+def _live(case: Case, fails: bool, rank: int, folder: str, swallowed: bool) -> None:
     torch.set_num_threads(1)
     logging.basicConfig(filename=f"{folder}/log{rank}", format="%(message)s")
-    peer_failures.GRACE_SECONDS = 2.0 if swallowed else PATIENCE  # a rank that fails takes its time to close
+    peer_failures.GRACE_SECONDS = 2.0 if swallowed else PATIENCE  # a failing rank may need long to close
     if case.prepare is not None:
         case.prepare()
     store = dist.FileStore(f"{folder}/group", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=2 * PATIENCE))
     try:
-        _disturbed(case if struck else None, Path(folder), case.storage, swallowed)
+        _run_rank(case if fails else None, Path(folder), case.storage, swallowed)
     except BaseException as error:
         Path(folder, f"said{rank}").write_text(describe(error))
         raise SystemExit(1) from None
 
 
-def _disturbed(case: Case | None, folder: Path, storage: dict[str, Any], swallowed: bool) -> None:
+def _run_rank(case: Case | None, folder: Path, storage: dict[str, Any], swallowed: bool) -> None:
     faults = (case.fault,) if case is not None and case.fault is not None else ()
     with faulty(*faults, on=False) as engines, Session(folder, storage=storage) as session:
         session.run(EVERY)
@@ -248,7 +251,7 @@ def _disturbed(case: Case | None, folder: Path, storage: dict[str, Any], swallow
 
 
 def damaged_pages(folder: Path) -> int:
-    """Return how many checkpointed pages are not what they were: a misdirected write lies in the place of something."""
+    """Return the number of checkpointed pages with a wrong checksum, for example after a misdirected write."""
     found = 0
     for run in (folder / "nvme0").glob("*/checkpoints"):
         for name in published_in(run):

@@ -1,4 +1,4 @@
-"""Fine-tuning models of transformers from a folder: in memory, and paged by `from_pretrained`."""
+"""Fine-tuning of transformers models from a folder, in memory and offloaded after `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import infinity
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.formats.safetensors import export_safetensors
-from support.train import Outcome, Paging, differences, host_bytes, settings, state_in_memory, state_on_nvme, whole
+from support.train import Outcome, Paging, differences, full_copy, host_bytes, settings, state_in_memory, state_on_nvme
 from support.wide_models import LLAVA, ROWS, ModelRow, build
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -25,12 +25,12 @@ _PAGING = Paging(host_cache="least")
 
 
 def row_of(name: str) -> ModelRow:
-    """Return the row of a family."""
+    """Return the row of a model family."""
     return next(row for row in (*ROWS, LLAVA) if row.name == name)
 
 
 def load(row: ModelRow, folder: Path) -> nn.Module:
-    """Return a model as transformers loads it."""
+    """Load a model with transformers; all keys must match."""
     cls = getattr(importlib.import_module("transformers"), row.model)
     model, info = cls.from_pretrained(folder, attn_implementation="eager", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
@@ -38,7 +38,7 @@ def load(row: ModelRow, folder: Path) -> nn.Module:
 
 
 def shard(row: ModelRow, model: nn.Module, policy: MixedPrecisionPolicy) -> nn.Module:
-    """Shard the layers that a row names one by one, and the rest with the root."""
+    """Apply `fully_shard` to the layers of a row and to the model."""
     mesh = infinity.mesh("cpu")
     for path in row.layers:
         found = model.get_submodule(path.removesuffix(".*"))
@@ -48,7 +48,7 @@ def shard(row: ModelRow, model: nn.Module, policy: MixedPrecisionPolicy) -> nn.M
 
 
 def inputs_of(row: ModelRow, step: int) -> dict[str, Any]:
-    """Return the arguments of one batch, with labels where the loss is the model's own; other ones on every rank."""
+    """Return the arguments of one batch, with labels if the model computes the loss. They differ between ranks."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     draw = torch.Generator().manual_seed(100 + step + 1000 * rank)
     ids = torch.randint(3, 12, (2, 10), generator=draw)
@@ -64,8 +64,8 @@ def inputs_of(row: ModelRow, step: int) -> dict[str, Any]:
         "wave": {"input_values": torch.rand(2, 400, generator=draw), "labels": ids[:, :4]},
     }
     if row.inputs == "image and text":
-        pictured = torch.cat([torch.full((2, 16), 95), ids], dim=1)  # a token for each of 16 patches
-        return {"input_ids": pictured, "pixel_values": image, "labels": pictured}
+        with_image = torch.cat([torch.full((2, 16), 95), ids], dim=1)  # a token for each of 16 patches
+        return {"input_ids": with_image, "pixel_values": image, "labels": with_image}
     return made[row.inputs]
 
 
@@ -80,7 +80,7 @@ def loss_of(row: ModelRow, model: nn.Module, step: int) -> torch.Tensor:
 
 
 def logits_of(row: ModelRow, model: nn.Module) -> torch.Tensor:
-    """Return what a model in evaluation says of a batch; it is in training again afterwards."""
+    """Return the logits of a batch in evaluation mode. The model is in training mode afterwards."""
     model.eval()
     with torch.no_grad():
         found = model(**inputs_of(row, 77)).logits.float()
@@ -89,19 +89,19 @@ def logits_of(row: ModelRow, model: nn.Module) -> torch.Tensor:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that everything is trained with."""
+    """Return AdamW for the trainable parameters."""
     return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3, fused=True)
 
 
 def seed(value: int) -> None:
-    """Set every generator that a model draws from."""
+    """Seed all generators that models use."""
     torch.manual_seed(value)
     np.random.seed(value)
     random.seed(value)
 
 
 def train(row: ModelRow, model: nn.Module, optimizer: torch.optim.Optimizer, outcome: Outcome) -> None:
-    """Train some steps; note the losses."""
+    """Train `STEPS` steps, and append the losses to `outcome`."""
     seed(5)
     for step in range(STEPS):
         loss = loss_of(row, model, step)
@@ -112,7 +112,7 @@ def train(row: ModelRow, model: nn.Module, optimizer: torch.optim.Optimizer, out
 
 
 def offload(model: nn.Module, folder: Path, **run: Any) -> infinity.PagedOptimizer:
-    """Offload a model with the least host cache; where its weights lie is not said."""
+    """Offload a model with the smallest host cache. `weights` is not passed, because `from_pretrained` sets it."""
     optimizer = adamw(model)
     folder.mkdir(exist_ok=True)
     config = settings(folder, _PAGING, host_bytes(_PAGING, model, optimizer, folder), run=run)
@@ -120,26 +120,26 @@ def offload(model: nn.Module, folder: Path, **run: Any) -> infinity.PagedOptimiz
 
 
 def compare(name: str, folder: Path) -> list[str]:
-    """Fine-tune a family in memory and paged; return what differs. On every rank, for `folder / "saved"`."""
+    """Fine-tune the model in `folder / "saved"` in memory and offloaded; return differences. Called on every rank."""
     row = row_of(name)
     plain = load(row, folder / "saved").train()
-    for key, param in build(row).named_parameters():  # what transformers loads trains what its class freezes
+    for key, param in build(row).named_parameters():  # from_pretrained does not keep requires_grad of the class
         plain.get_parameter(key).requires_grad_(param.requires_grad)
     shard(row, plain, BF16)
-    optimizer = adamw(plain)  # before a forward: the root stays gathered behind one
+    optimizer = adamw(plain)  # before a forward, because the root stays gathered after it
     expected, logits = Outcome(), [logits_of(row, plain)]
     train(row, plain, optimizer, expected)
     expected.state = state_in_memory(plain, optimizer)
-    weights = {key: whole(value) for key, value in plain.named_parameters()}
+    weights = {key: full_copy(value) for key, value in plain.named_parameters()}
     logits.append(logits_of(row, plain))
 
     found, wrong = Outcome(), []
     model = infinity.from_pretrained(folder / "saved", mesh=infinity.mesh("cpu"), attn_implementation="eager")
     with offload(model, folder / "paged") as paged:
-        wrong += [] if torch.equal(logits_of(row, model), logits[0]) else ["logits before"]
+        wrong += [] if torch.equal(logits_of(row, model), logits[0]) else ["logits before training"]
         train(row, model, paged, found)
         found.state = state_on_nvme(model, paged)
-        wrong += [] if torch.equal(logits_of(row, model), logits[1]) else ["logits after"]
+        wrong += [] if torch.equal(logits_of(row, model), logits[1]) else ["logits after training"]
         paged.save_checkpoint()
         if not dist.get_rank():
             export_safetensors(CheckpointReader(paged.run.folder), folder / "exported", file_bytes=1 << 30)
@@ -149,8 +149,8 @@ def compare(name: str, folder: Path) -> list[str]:
 
     again = infinity.from_pretrained(folder / "exported", mesh=infinity.mesh("cpu"), attn_implementation="eager")
     with offload(again, folder / "again", keep="never"):
-        wrong += [] if torch.equal(logits_of(row, again), logits[1]) else ["logits of what was exported"]
+        wrong += [] if torch.equal(logits_of(row, again), logits[1]) else ["logits of the exported model"]
     by_transformers = dict(load(row, folder / "exported").named_parameters())
     return wrong + [
-        f"{key} of what was exported" for key, value in weights.items() if not torch.equal(value, by_transformers[key])
+        f"{key} of the exported model" for key, value in weights.items() if not torch.equal(value, by_transformers[key])
     ]

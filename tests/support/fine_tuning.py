@@ -1,4 +1,4 @@
-"""What is fine-tuned in tests: a small model with a tokenizer of its own, and data sets."""
+"""A small model with a tokenizer, and datasets, for tests of fine-tuning."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ MARKED = (
 )
 
 
-def sentence(chance: random.Random, most: int = 12) -> str:
-    """Return some words."""
-    return " ".join(chance.choice(WORDS) for _ in range(chance.randint(2, most)))
+def sentence(rng: random.Random, most: int = 12) -> str:
+    """Return a sequence of random words."""
+    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(2, most)))
 
 
 def chats(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Return rows with `messages`."""
-    chance = random.Random(seed)
+    """Yield rows with `messages`."""
+    rng = random.Random(seed)
     for _ in range(count):
-        turns = [{"role": "system", "content": "be brief"}] if chance.random() < 0.5 else []
-        for _ in range(chance.randint(1, 2)):
-            turns += [{"role": "user", "content": sentence(chance)}, {"role": "assistant", "content": sentence(chance)}]
-        yield {"messages": turns}
+        messages = [{"role": "system", "content": "be brief"}] if rng.random() < 0.5 else []
+        for _ in range(rng.randint(1, 2)):
+            messages += [{"role": "user", "content": sentence(rng)}, {"role": "assistant", "content": sentence(rng)}]
+        yield {"messages": messages}
 
 
 def texts(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Return rows with `text`."""
-    chance = random.Random(seed)
+    """Yield rows with `text`."""
+    rng = random.Random(seed)
     for _ in range(count):
-        yield {"text": sentence(chance, 30)}
+        yield {"text": sentence(rng, 30)}
 
 
 def write_jsonl(file: Path, rows: Sequence[dict[str, Any]] | Iterator[dict[str, Any]]) -> Path:
@@ -65,7 +65,7 @@ def write_jsonl(file: Path, rows: Sequence[dict[str, Any]] | Iterator[dict[str, 
 
 
 def make_tokenizer(folder: Path, template: str | None = TEMPLATE) -> Any:
-    """Train a small byte-level BPE and save it as transformers does; return it."""
+    """Train a small byte-level BPE tokenizer, save it in transformers format, and return it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

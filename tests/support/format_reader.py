@@ -28,14 +28,14 @@ import safetensors
 import xxhash
 
 
-class Refused(Exception):
+class Rejected(Exception):
     """The document says that a reader MUST refuse this."""
 
 
-def need(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
     """Refuse, unless a condition holds."""
     if not condition:
-        raise Refused(message)
+        raise Rejected(message)
 
 
 # Folders #
@@ -71,10 +71,10 @@ class Checkpoint:
 def regular_file(file: Path) -> bytes:
     """The content of a regular file."""
     try:
-        need(stat.S_ISREG(os.lstat(file).st_mode), f"{file} is not a regular file")
+        require(stat.S_ISREG(os.lstat(file).st_mode), f"{file} is not a regular file")
         return file.read_bytes()
     except OSError as error:
-        raise Refused(f"{file}: {error}") from error
+        raise Rejected(f"{file}: {error}") from error
 
 
 def find_runs(paths: list[Any]) -> list[Run]:
@@ -99,12 +99,12 @@ def marker(folder: Path) -> dict[str, Any] | None:
     """The first valid line of a marker."""
     try:
         lines = regular_file(folder / "infinity.run").splitlines()
-    except Refused:
+    except Rejected:
         return None
     for line in lines:
         try:
             return MARKER(body_of(line))
-        except Refused:
+        except Rejected:
             continue
     return None
 
@@ -135,13 +135,13 @@ def parse(content: str | bytes) -> Any:
     """JSON in which no object has a key twice."""
 
     def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
-        need(len(dict(found)) == len(found), "a key is there twice")
+        require(len(dict(found)) == len(found), "a key is there twice")
         return dict(found)
 
     try:
         return json.loads(content, object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
-        raise Refused(f"it is no JSON: {error}") from error
+        raise Rejected(f"it is no JSON: {error}") from error
 
 
 def checksum(data: bytes, seed: int = 0) -> str:
@@ -152,7 +152,7 @@ def checksum(data: bytes, seed: int = 0) -> str:
 def body_of(content: bytes) -> Any:
     """The body of `{"checksum": …, "body": …}`."""
     outer = record(checksum=text(), body=text())(parse(content))
-    need(outer["checksum"] == checksum(outer["body"].encode()), "the checksum does not match")
+    require(outer["checksum"] == checksum(outer["body"].encode()), "the checksum does not match")
     return parse(outer["body"])
 
 
@@ -161,7 +161,7 @@ def check(holds: Callable[[Any], bool], what: str) -> Check:
 
     def one(value: Any) -> Any:
         if not holds(value):
-            raise Refused(f"{value!r:.80} is not {what}")
+            raise Rejected(f"{value!r:.80} is not {what}")
         return value
 
     return one
@@ -323,7 +323,7 @@ def between_rows(segment: Segment, shards: list[Any], blocks: int, most: int) ->
         last = start + max(0, numel - 2 * row) // step * step
         while end - cuts[-1] > most:
             cut = min(last, start + max(0, cuts[-1] + most - start) // step * step)
-            need(cut > cuts[-1], "a page has no room for a row")
+            require(cut > cuts[-1], "a page has no room for a row")
             cuts.append(cut)
     return [*cuts, blocks * BLOCK]
 
@@ -465,7 +465,7 @@ def setting(value: Any, depth: int = 4) -> Any:
         return nested(tensor["value"], tensor["shape"], leaf(tensor["tensor"]))
     if isinstance(value, dict):
         kind = next(iter(value), "")
-        need(len(value) == 1 and kind in ("tuple", "list", "dict") and depth > 0, f"{value!r:.80} is no setting")
+        require(len(value) == 1 and kind in ("tuple", "list", "dict") and depth > 0, f"{value!r:.80} is no setting")
         inside: Check = lambda item: setting(item, depth - 1)  # noqa: E731
         found = table(text(), inside)(value[kind]) if kind == "dict" else items(inside)(value[kind])
         return tuple(found) if kind == "tuple" else found
@@ -581,7 +581,7 @@ class Manifest:
             file.seek(offset)
             content = file.read(length)
         if checksum(content, seed=number) != expected:
-            raise Refused(
+            raise Rejected(
                 f"page {number} is bad" if self.file.exists() else "the checkpoint has been removed meanwhile"
             )
         return content
@@ -597,39 +597,41 @@ def read_manifest(checkpoint: Checkpoint, rank: int) -> Manifest:
     run, file = checkpoint.run, checkpoint.manifests[rank]
     body = BODY(body_of(regular_file(file)))
     said = [body[name] for name in ("run_id", "step", "identity", "rank", "world_size")]
-    need(
+    require(
         said == [run.run_id, checkpoint.step, checkpoint.identity, rank, len(checkpoint.manifests)],
         f"{file} is of {said}",
     )
     segments = checked_layout(body["description"], body["page_bytes"])
-    need(
+    require(
         digest(body["description"]["fsdp_modules"], segments, body["page_bytes"]) == body["layout"], "of another layout"
     )
     check_tensors(body["description"])
     check_pages(run, body, segments)
     shards = len(body["description"]["tensors"])
     named = [*body["scalars"], *(index for group in body["groups"] for index in group["params"])]
-    need(all(index < shards for index in named), "scalars or groups are of other shards")
+    require(all(index < shards for index in named), "scalars or groups are of other shards")
     state = regular_file(
         run.checkpoints / f"step{checkpoint.step:012d}.rank{rank:05d}.{checkpoint.identity}.safetensors"
     )
-    need(checksum(state) == body["state_checksum"], "the state file does not match its checksum")
+    require(checksum(state) == body["state_checksum"], "the state file does not match its checksum")
     return Manifest(run, file, body, segments, state)
 
 
 def check_pages(run: Run, body: dict[str, Any], segments: list[Segment]) -> None:
     """Check that the pages are those of the layout and lie within the data files, each in bytes of its own."""
-    need(len(body["stripe_weights"]) == len(run.folders), "the run has another number of paths")
+    require(len(body["stripe_weights"]) == len(run.folders), "the run has another number of paths")
     lengths = {n: page.length for segment in segments for n, page in segment.pages.items() if page.role != "GRAD"}
-    need({n: length for n, (_, _, length, _) in body["pages"].items()} == lengths, "the pages are not the layout's")
+    require({n: length for n, (_, _, length, _) in body["pages"].items()} == lengths, "the pages are not the layout's")
     end, ends = (0, 0), {}
     for path, offset, length, _ in sorted(body["pages"].values()):
-        need(path < len(run.folders) and (path, offset) >= end, "a page is on no path, or shares a byte with another")
+        require(
+            path < len(run.folders) and (path, offset) >= end, "a page is on no path, or shares a byte with another"
+        )
         ends[path] = offset + length
         end = (path, offset + length)
     for path, size in ends.items():
         file = data_file(run, path, body["rank"])
-        need(file.is_file() and file.stat().st_size >= size, f"{file} is too short")
+        require(file.is_file() and file.stat().st_size >= size, f"{file} is too short")
 
 
 # Description #
@@ -640,23 +642,23 @@ def checked_layout(description: dict[str, Any], page_bytes: int) -> list[Segment
     fsdp_modules, formats = description["fsdp_modules"], description["formats"]
     for fmt in formats.values():
         dtypes = {"master": fmt["master"], **dict(fmt["kinds"])}
-        need(len(dtypes) == 1 + len(fmt["kinds"]), "a state is there twice")
+        require(len(dtypes) == 1 + len(fmt["kinds"]), "a state is there twice")
         encoded = [name for name, _ in fmt["encodings"]]
-        need(len(set(encoded)) == len(encoded), "two encodings of one section")
+        require(len(set(encoded)) == len(encoded), "two encodings of one section")
         for name, encoding in fmt["encodings"]:
-            need(dtypes.get(name) == "float32" and (name == "master") == (encoding == "split"), "no such encoding")
-            need(encoding != "split" or fmt["param"] == "bfloat16", "weights that are no half of the master")
+            require(dtypes.get(name) == "float32" and (name == "master") == (encoding == "split"), "no such encoding")
+            require(encoding != "split" or fmt["param"] == "bfloat16", "weights that are no half of the master")
         halves = fmt["grads"] == ["bfloat16", "int16"] and (fmt["master"] or fmt["param"]) == "float32"
-        need(len(fmt["grads"]) < 2 or halves, "no such gradient")
-        need(BLOCK * max(size for _, size in page_sets(fmt)) <= page_bytes, "a page has no room for 2048 elements")
+        require(len(fmt["grads"]) < 2 or halves, "no such gradient")
+        require(BLOCK * max(size for _, size in page_sets(fmt)) <= page_bytes, "a page has no room for 2048 elements")
     pages = 0.0
     for shard in (shard for fsdp_module in fsdp_modules for shard in fsdp_module["shards"]):
-        need(shard["segment_key"] in formats and shard["numel"] <= shard["padded"], "no such shard")
+        require(shard["segment_key"] in formats and shard["numel"] <= shard["padded"], "no such shard")
         fmt = formats[shard["segment_key"]]
-        need(shard["trainable"] == bool(fmt["grads"]), "trained without a gradient, or the other way round")
+        require(shard["trainable"] == bool(fmt["grads"]), "trained without a gradient, or the other way round")
         # A page is at least an eighth full, but for the last ones of a set.
         pages += sum(1 + 8 * (shard["padded"] + BLOCK) * size / page_bytes for _, size in page_sets(fmt))
-    need(pages <= 2**22, "too many pages")
+    require(pages <= 2**22, "too many pages")
     return build(fsdp_modules, formats, page_bytes)
 
 
@@ -665,13 +667,15 @@ def check_tensors(description: dict[str, Any]) -> None:
     shards = [shard for fsdp_module in description["fsdp_modules"] for shard in fsdp_module["shards"]]
     tensors = description["tensors"]
     names = [name for tensor in tensors for name in tensor["names"]]
-    need(len(set(names)) == len(names), "a name is there twice")
-    need(len(set(description["buffers"])) == len(description["buffers"]), "a buffer is there twice")
-    need(len(tensors) == len(shards), "there are other tensors than shards")
+    require(len(set(names)) == len(names), "a name is there twice")
+    require(len(set(description["buffers"])) == len(description["buffers"]), "a buffer is there twice")
+    require(len(tensors) == len(shards), "there are other tensors than shards")
     for tensor, shard in zip(tensors, shards, strict=True):
-        need(tensor["names"][0] == shard["name"], "a tensor of another shard")
-        need(tensor["shard_rank"] < tensor["shard_size"] and tensor["dim"] < max(1, len(tensor["shape"])), "no slice")
-        need(math.prod(slice_of(tensor)) == shard["numel"], "a shard of another size than its slice")
+        require(tensor["names"][0] == shard["name"], "a tensor of another shard")
+        require(
+            tensor["shard_rank"] < tensor["shard_size"] and tensor["dim"] < max(1, len(tensor["shape"])), "no slice"
+        )
+        require(math.prod(slice_of(tensor)) == shard["numel"], "a shard of another size than its slice")
 
 
 def slice_of(tensor: dict[str, Any]) -> list[int]:
@@ -684,7 +688,7 @@ def slice_of(tensor: dict[str, Any]) -> list[int]:
     return [] if tensor["shard_rank"] == 0 else [0]
 
 
-def same_on_all_ranks(manifest: Manifest) -> Any:
+def rank_independent(manifest: Manifest) -> Any:
     """What all ranks must say the same of."""
     description = manifest.body["description"]
     keys = [shard["segment_key"] for fsdp_module in description["fsdp_modules"] for shard in fsdp_module["shards"]]
@@ -718,15 +722,15 @@ def read(checkpoint: Checkpoint) -> Content:
         Refused: something in it is not as it MUST be.
     """
     ranks = [read_manifest(checkpoint, rank) for rank in range(len(checkpoint.manifests))]
-    need(all(same_on_all_ranks(one) == same_on_all_ranks(ranks[0]) for one in ranks), "ranks have other parameters")
+    require(all(rank_independent(one) == rank_independent(ranks[0]) for one in ranks), "ranks have other parameters")
     first, names = ranks[0].body, [tensor["names"] for tensor in ranks[0].tensors]
     slices = [dict(slices_of(manifest)) for manifest in ranks]
     parameters, scalars = {}, {}
     for shard, tensor in enumerate(ranks[0].tensors):
         name = names[shard][0]
-        need(not tensor["tensor_parallel"], f"{name} is tensor-parallel")
+        require(not tensor["tensor_parallel"], f"{name} is tensor-parallel")
         held = {one.tensors[shard]["shard_rank"]: values[shard] for one, values in zip(ranks, slices, strict=True)}
-        need(len(held) == tensor["shard_size"], f"slices of {name} are missing")
+        require(len(held) == tensor["shard_size"], f"slices of {name} are missing")
         parts = [held[position] for position in range(len(held))]
         parameters[name] = {key: joined([part[key] for part in parts], tensor["dim"]) for key in parts[0]}
         known = [one.body["scalars"][shard] for one in ranks if shard in one.body["scalars"]]
@@ -755,7 +759,7 @@ def slices_of(manifest: Manifest) -> Iterator[tuple[int, dict[str, np.ndarray]]]
 
 def buffer(state: dict[str, Any], name: str) -> np.ndarray:
     """A buffer of a state file."""
-    need(f"buffer.{name}" in state, f"the state file has no buffer {name}")
+    require(f"buffer.{name}" in state, f"the state file has no buffer {name}")
     found = state[f"buffer.{name}"]
     names = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL")
     code = dict(zip(names, DTYPES.values(), strict=True))[found["dtype"]]

@@ -1,4 +1,4 @@
-"""A plugin of pytest, for `make gpu-test`: without a GPU nothing passes as skipped; torch's sanitizer knows blocks."""
+"""Pytest plugin for `make gpu-test`: require a GPU, and make torch's CUDA sanitizer track allocator blocks."""
 
 from __future__ import annotations
 
@@ -11,50 +11,49 @@ import torch
 from torch.cuda import _sanitizer as sanitizer
 
 
-class WholeBlocks(sanitizer._TensorsAccessed):
-    """What the sanitizer knows of memory by its address: it forgets all of a block that is freed.
+class BlockAccesses(sanitizer._TensorsAccessed):
+    """Accesses by address, which are removed for an entire block when it is freed.
 
-    Torch's forgets the first address alone. What was done to a view further inside, such as one gradient of an FSDP
-    module, is
-    then held against the next tensor that begins there.
+    Torch removes only the accesses of the first address. Accesses to a view inside of the block, such as a gradient of
+    an FSDP module, are then attributed to the next tensor that begins at the same address.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._known: list[int] = []
-        """All addresses, in order."""
+        """All addresses, sorted."""
         self._blocks: set[int] = set()
-        """Those at which a block that the allocator has given out begins."""
+        """Addresses at which an allocated block begins."""
 
     def create_tensor(self, data_ptr: int, stack_trace: traceback.StackSummary | None) -> None:
-        """Know a block, or a view inside of one where there is no trace."""
+        """Add a block or, without a stack trace, a view inside of a block."""
         super().create_tensor(data_ptr, stack_trace)
         insort(self._known, data_ptr)
         if stack_trace is not None:
             self._blocks.add(data_ptr)
 
     def delete_tensor(self, data_ptr: int) -> None:
-        """Forget a block, and all inside of it."""
+        """Remove a block and all views inside of it."""
         first = bisect_left(self._known, data_ptr)
-        behind = first + 1
+        end = first + 1
         if data_ptr in self._blocks:
-            while behind < len(self._known) and self._known[behind] not in self._blocks:
-                behind += 1
-        for address in self._known[first:behind]:
+            while end < len(self._known) and self._known[end] not in self._blocks:
+                end += 1
+        for address in self._known[first:end]:
             super().delete_tensor(address)
-        del self._known[first:behind]
+        del self._known[first:end]
         self._blocks.discard(data_ptr)
 
 
-def see_views() -> None:
-    """Let the sanitizer of this process, if there is one, know of whole blocks."""
+def track_blocks() -> None:
+    """Make the sanitizer of this process, if it is enabled, track blocks."""
     tracing: Any = sanitizer.cuda_sanitizer
     if tracing.enabled:
-        tracing.dispatch.event_handler.tensors_accessed = WholeBlocks()
+        tracing.dispatch.event_handler.tensors_accessed = BlockAccesses()
 
 
 def pytest_configure() -> None:
-    """Refuse to begin without a GPU."""
+    """Raise an error without a GPU, so that the tests are not merely skipped."""
     if not torch.cuda.is_available():
-        raise pytest.UsageError(f"torch {torch.__version__} sees no GPU: nothing was tested")
-    see_views()
+        raise pytest.UsageError(f"torch {torch.__version__} does not detect a GPU, so that no test can run")
+    track_blocks()

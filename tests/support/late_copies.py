@@ -1,4 +1,4 @@
-"""Copies of a device that do not end before the test says so."""
+"""Device copies that complete only when a test allows it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infinity.memory.device import CpuDevice
 
 @contextmanager
 def late_copies() -> Iterator[Event]:
-    """Let marks of the CPU that are made inside of the block be passed when the event that it gets is set."""
+    """Yield an event. CPU device events recorded inside of the block are passed once it is set."""
     passed = Event()
 
     class DeviceEvent:
@@ -21,7 +21,7 @@ def late_copies() -> Iterator[Event]:
             return passed.is_set()
 
         def before(self, stream: Any) -> None:
-            """Nothing waits."""
+            pass
 
     with patch.object(CpuDevice, "record_event", lambda *_: DeviceEvent()):
         yield passed

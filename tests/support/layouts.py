@@ -1,4 +1,4 @@
-"""Random and transformer-like layouts and traces for the tests of planner and layout."""
+"""Random and transformer-like layouts and traces for tests of the planner and the layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KIB = 1 << 10
 
 @st.composite
 def layouts(draw: st.DrawFn, *, most: int = 40_000) -> Layout:
-    """Draw a layout: a few FSDP modules of a few shards in several segments, some of them padded or empty."""
+    """Draw a layout: a few FSDP modules, each with a few shards in several segments, some of them padded or empty."""
     page_bytes = draw(st.sampled_from([64, 128, 192])) * KIB
     fsdp_modules = []
     for fsdp_module in range(draw(st.integers(1, 4))):
@@ -50,7 +50,7 @@ def layouts(draw: st.DrawFn, *, most: int = 40_000) -> Layout:
 
 @st.composite
 def steps(draw: st.DrawFn, layout: Layout) -> tuple[Event, ...]:
-    """Draw the events of one step: repeated gathers, FSDP modules that are skipped, several backward passes."""
+    """Draw the events of one step, with repeated gathers, skipped FSDP modules and several backward passes."""
     trainable = [fsdp_module for fsdp_module, segments in enumerate(layout.fsdp_module_segments) if segments]
     events: list[Event] = []
     for _ in range(draw(st.integers(1, 2))):
@@ -66,14 +66,14 @@ def steps(draw: st.DrawFn, layout: Layout) -> tuple[Event, ...]:
 
 @st.composite
 def update_schedules(draw: st.DrawFn, layout: Layout, events: tuple[Event, ...]) -> UpdateSchedule:
-    """Draw an update schedule for a step; some of what could be updated in backward may be updated in `step()`."""
+    """Draw an update schedule in which `step()` may update some modules that could be updated in backward."""
     update_schedule = UpdateSchedule.of(draw(st.sampled_from(UPDATE_SCHEDULES)), events)
     early = frozenset(fsdp_module for fsdp_module in sorted(update_schedule.in_backward) if draw(st.booleans()))
     return replace(update_schedule, in_backward=early, overlapped=draw(st.booleans()))
 
 
 def transformer(layers: int, elements: int, page_bytes: int, key: str = "mixed") -> Layout:
-    """Return a layout of equal FSDP modules."""
+    """Return a layout of FSDP modules with one parameter of the same size each."""
     specs = [
         FSDPModuleSpec(
             name=f"layer{index}",
@@ -100,8 +100,6 @@ def transformer_step(layers: int) -> tuple[Event, ...]:
 
 
 def gpu_resident_bytes(layout: Layout, fsdp_module: int) -> int:
-    """Return the bytes of the weights and the state of an FSDP module that lives on the device, as far as steps use
-    them.
-    """
+    """Return the size of the weights and the state of a GPU-resident FSDP module that steps use."""
     pages = [page for page in layout.pages if page.fsdp_module == fsdp_module and page.role is not Role.GRAD]
     return sum(page.nbytes for page in pages if is_gpu_resident(layout, page))

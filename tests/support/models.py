@@ -1,4 +1,4 @@
-"""Small models for the tests of the core: one for every shape of trouble."""
+"""Small models for tests, each of which covers a special case."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ POLICIES = {
     "fp32": MixedPrecisionPolicy(),
     "pure_bf16": MixedPrecisionPolicy(),
 }
-WIDTH = 67  # no multiple of any vector width
+WIDTH = 67  # not a multiple of any vector width
 
 
 class Block(nn.Module):
-    """Norm, two odd-sized linear layers, residual."""
+    """Layer norm and two linear layers with unusual sizes, with a residual connection."""
 
     def __init__(self, width: int = WIDTH, checkpointed: bool = False) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    """Embedding, blocks, head; `order` says which block runs when."""
+    """Embedding, blocks and head. `order` contains the indices of the blocks in execution order."""
 
     vocabulary = 131
 
@@ -59,7 +59,7 @@ class Toy(nn.Module):
 
 
 class Even(Toy):
-    """Every FSDP module fills its 64 KiB pages to the last byte: 65536 elements each."""
+    """Model whose FSDP modules fill their 64 KiB pages completely, with 65536 elements each."""
 
     vocabulary = 128
 
@@ -75,7 +75,7 @@ class Even(Toy):
 
 
 class Buffered(Toy):
-    """A persistent buffer that every forward changes and uses, and one that is no part of the state."""
+    """Model with a persistent buffer that forward modifies and uses, and a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__(blocks=1)
@@ -92,7 +92,7 @@ class Buffered(Toy):
 
 
 class Spare(Toy):
-    """A parameter, and a whole FSDP module, that no forward uses."""
+    """Model with a parameter and an FSDP module that forward does not use."""
 
     def __init__(self) -> None:
         super().__init__(blocks=3, order=(0, 2))
@@ -100,7 +100,7 @@ class Spare(Toy):
 
 
 class Loose(Toy):
-    """A parameter of the root that no forward uses: its FSDP module is not complete when backward ends."""
+    """Model with an unused root parameter, so that the root module has no complete gradients after backward."""
 
     def __init__(self) -> None:
         super().__init__(blocks=2)
@@ -115,7 +115,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """Return the number of tokens that a model knows."""
+    """Return the vocabulary size of a model."""
     return model.vocabulary if isinstance(model, Toy) else model.config.vocab_size
 
 
@@ -123,7 +123,10 @@ def llama(
     *, width: int = 64, layers: int = 3, vocabulary: int = 256, tied: bool = False, dropout: float = 0.0
 ) -> nn.Module:
     """Return a tiny Llama."""
-    from transformers import LlamaConfig, LlamaForCausalLM  # here, so that other processes start without it
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+    )  # imported here, so that other processes start without transformers
 
     config = LlamaConfig(
         hidden_size=width,
@@ -142,7 +145,7 @@ def llama(
 
 
 def gpt2() -> nn.Module:
-    """Return GPT-2's head and vocabulary on a tiny body; dropout is on."""
+    """Return a tiny GPT-2 with the full vocabulary and dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -152,7 +155,7 @@ def gpt2() -> nn.Module:
 
 
 def frozen() -> nn.Module:
-    """Return a Llama of which the embedding, the first layer and one matrix of the second are not trained."""
+    """Return a Llama in which the embedding, the first layer and one matrix of the second layer are frozen."""
     model = llama()
     model.model.embed_tokens.requires_grad_(False)
     model.model.layers[0].requires_grad_(False)
@@ -177,7 +180,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:
-    """Return the layers that are sharded one by one."""
+    """Return the layers to which `fully_shard` is applied."""
     if isinstance(model, Toy):
         return model.blocks
     if hasattr(model, "peft_config"):
@@ -195,7 +198,7 @@ def build(
     reshard: bool = True,
     device: str = "cpu",
 ) -> nn.Module:
-    """Return a sharded model; the same call gives the same values, on any device."""
+    """Return a sharded model. The same arguments give the same values on any device."""
     torch.manual_seed(seed)
     with torch.device("meta" if meta else "cpu"):
         model = MODELS[name]()
@@ -211,7 +214,7 @@ def build(
 
 
 def shard(model: nn.Module, policy: str = "bf16", *, reshard: bool = True, device: str = "cpu") -> nn.Module:
-    """Shard a model, layer by layer."""
+    """Apply `fully_shard` to the layers and to the model."""
     mesh = infinity.mesh(device)
     for layer in layers_of(model):
         fully_shard(layer, mesh=mesh, mp_policy=POLICIES[policy], reshard_after_forward=reshard)

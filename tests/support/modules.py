@@ -1,4 +1,4 @@
-"""Modules of the packages, and what they import."""
+"""Modules of a package and their imports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = PACKAGE.parent
 
 
 def modules(folder: Path, package: str) -> dict[str, Path]:
-    """Return the modules of a package by dotted name."""
+    """Return the files of a package by dotted module name."""
     found = {}
     for file in folder.rglob("*.py"):
         parts = [package, *file.relative_to(folder).with_suffix("").parts]
@@ -24,7 +24,7 @@ def modules(folder: Path, package: str) -> dict[str, Path]:
 
 
 def imported(file: Path) -> Iterator[str]:
-    """Yield what a file imports, anywhere in it, as dotted names; not what it imports for types only."""
+    """Yield the dotted names of all imports in a file, except imports under `TYPE_CHECKING`."""
     tree = ast.parse(file.read_text())
     typing_only = {
         id(inner)

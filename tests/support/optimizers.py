@@ -1,4 +1,4 @@
-"""Training with any optimizer in memory and paged, comparing every bit; and optimizers that make trouble."""
+"""Bitwise comparison of training in memory and offloaded with any optimizer, and optimizers with special behavior."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class Pictures(models.Toy):
-    """Matrices, vectors, and a weight of four dimensions that spans pages."""
+    """A model with matrices, vectors, and a 4-dimensional weight that spans several pages."""
 
     def __init__(self) -> None:
         super().__init__(blocks=2)
@@ -47,13 +47,13 @@ class Pictures(models.Toy):
 
 
 def build() -> nn.Module:
-    """Return the model, sharded."""
+    """Return the sharded model."""
     torch.manual_seed(0)
     return models.shard(Pictures())
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Return two param groups with other settings: matrices, and all else."""
+    """Return two param groups with different settings: matrices, and other parameters."""
     params = list(model.parameters())
     return [
         {"params": [param for param in params if param.ndim == 2]},
@@ -62,7 +62,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 class Local:
-    """An optimizer over the local tensors of sharded parameters, for those that cannot run on DTensors."""
+    """Run an optimizer on the local tensors of sharded parameters, because it does not support DTensor."""
 
     def __init__(self, model: nn.Module, make: Make) -> None:
         self._pairs = [(param, nn.Parameter(param.to_local().detach())) for param in model.parameters()]
@@ -85,7 +85,7 @@ class Local:
 
 
 def train(model: nn.Module, optimizer: Any, outcome: Outcome, first: int = 0, last: int = STEPS) -> None:
-    """Run steps, with another learning rate in each."""
+    """Train with a learning rate that changes in every step."""
     groups = [group for group in optimizer.param_groups if "lr" in group]
     rates = [group.get("initial", group["lr"]) for group in groups]
     for group, rate in zip(groups, rates, strict=True):
@@ -101,7 +101,7 @@ def train(model: nn.Module, optimizer: Any, outcome: Outcome, first: int = 0, la
 
 
 def values_of(optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the numbers in the param groups."""
+    """Return the numeric settings of the param groups."""
     return {
         f"group {number}": {
             key: torch.as_tensor(value).reshape(-1)
@@ -114,10 +114,10 @@ def values_of(optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
 
 @functools.cache
 def in_memory(make: Make) -> Outcome:
-    """Train under plain FSDP2."""
+    """Train with plain FSDP2."""
     try:
         return _in_memory(lambda model: make(groups_of(model)))
-    except (NotImplementedError, RuntimeError, AssertionError):  # it cannot run on DTensors
+    except (NotImplementedError, RuntimeError, AssertionError):  # the optimizer does not support DTensor
         return _in_memory(lambda model: Local(model, make))
 
 
@@ -130,10 +130,7 @@ def _in_memory(make: Callable[[nn.Module], Any]) -> Outcome:
 
 
 def paged(make: Make, folder: Path, *, update_schedule: str = "auto", checkpoint: int = 0, page: int = PAGE) -> Outcome:
-    """Train with everything on NVMe;
-
-    checkpoint after so many steps, if not 0, and resume from that in another model.
-    """
+    """Train offloaded. If `checkpoint` is not 0, save a checkpoint after this step and resume it with a new model."""
     paging, outcome = Paging(host_cache="least", update_schedule=update_schedule, page=page), Outcome()
     first = 0
     for last in (checkpoint, STEPS) if checkpoint else (STEPS,):
@@ -151,22 +148,22 @@ def paged(make: Make, folder: Path, *, update_schedule: str = "auto", checkpoint
     return outcome
 
 
-def compare(make: Make, folder: Path, **given: Any) -> list[str]:
-    """Train both ways; return what differs."""
-    with tempfile.TemporaryDirectory(dir=folder) as apart:
-        return differences(in_memory(make), paged(make, Path(apart), **given))
+def compare(make: Make, folder: Path, **options: Any) -> list[str]:
+    """Train in memory and offloaded; return the differences."""
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        return differences(in_memory(make), paged(make, Path(temporary), **options))
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part."""
+    """Return the local tensor."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-# Optimizers that make trouble #
+# Optimizers with special behavior #
 
 
 class CounterInGroup(torch.optim.Optimizer):
-    """Counts steps in its param groups, as many packages do; one group has lists and tensors that change, too."""
+    """Optimizer that keeps a step count, a list and a tensor in its param groups."""
 
     def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "step": 0})
@@ -192,7 +189,7 @@ class CounterInGroup(torch.optim.Optimizer):
 
 
 class CounterOnSelf(torch.optim.SGD):
-    """Counts steps on itself."""
+    """Optimizer that keeps a step count in an attribute."""
 
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, **settings)
@@ -209,7 +206,7 @@ class CounterOnSelf(torch.optim.SGD):
 
 
 class DecayOfMatrices(torch.optim.SGD):
-    """Decays what has two dimensions or more."""
+    """Optimizer that applies weight decay to parameters with two or more dimensions."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -221,7 +218,7 @@ class DecayOfMatrices(torch.optim.SGD):
 
 
 class Centralised(torch.optim.SGD):
-    """Takes the mean of each row from the gradient."""
+    """Optimizer that subtracts the mean of each row from the gradient."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -234,7 +231,7 @@ class Centralised(torch.optim.SGD):
 
 
 class TrustRatio(torch.optim.SGD):
-    """Scales the gradient by the norms of parameter and gradient."""
+    """Optimizer that scales the gradient by the ratio of parameter norm to gradient norm."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -246,14 +243,14 @@ class TrustRatio(torch.optim.SGD):
 
 
 class Keywords(torch.optim.SGD):
-    """A subclass whose constructor names no settings."""
+    """Optimizer whose constructor has only keyword arguments."""
 
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, **settings)
 
 
 class SettingOnSelf(torch.optim.SGD):
-    """Keeps a setting on itself, and none of it in the groups."""
+    """Optimizer with a setting in an attribute instead of the param groups."""
 
     def __init__(self, params: Any, factor: float = 1.0, **settings: Any) -> None:
         super().__init__(params, **settings)
@@ -269,7 +266,7 @@ class SettingOnSelf(torch.optim.SGD):
 
 
 class GlobalNorm(torch.optim.SGD):
-    """Divides by the norm of all gradients."""
+    """Optimizer that divides gradients by their global norm."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -281,7 +278,7 @@ class GlobalNorm(torch.optim.SGD):
 
 
 class LargestRate(torch.optim.SGD):
-    """Uses the learning rate of the first group for all."""
+    """Optimizer that uses the learning rate of the first group for all groups."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -292,7 +289,7 @@ class LargestRate(torch.optim.SGD):
 
 
 class Noisy(torch.optim.SGD):
-    """Adds noise."""
+    """Optimizer that adds random noise to gradients."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -304,7 +301,7 @@ class Noisy(torch.optim.SGD):
 
 
 class Factored(torch.optim.SGD):
-    """Keeps one number for every row."""
+    """Optimizer that keeps one state value per row."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -317,7 +314,7 @@ class Factored(torch.optim.SGD):
 
 
 class Replacing(torch.optim.Optimizer):
-    """Puts new tensors in place of its state, of another dtype than the parameter."""
+    """Optimizer that replaces its state tensors in every step, with a different dtype than the parameter."""
 
     def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -334,7 +331,7 @@ class Replacing(torch.optim.Optimizer):
 
 
 class LossDependent(torch.optim.SGD):
-    """Scales its steps by the loss of the closure."""
+    """Optimizer that scales gradients by the loss that the closure returns."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -347,11 +344,11 @@ class LossDependent(torch.optim.SGD):
         return loss
 
     def first_step(self) -> None:
-        """A method of its own."""
+        """Additional public method."""
 
 
 class Ruled(torch.optim.SGD):
-    """Updates by a factor that a rule finds, which is kept on it and asked for every parameter."""
+    """Optimizer that multiplies the learning rate by a factor for each parameter, given by `rule`."""
 
     def __init__(self, params: Any, rule: Any = None, **settings: Any) -> None:
         super().__init__(params, **settings)
@@ -366,36 +363,32 @@ class Ruled(torch.optim.SGD):
                     param.add_(param.grad, alpha=-group["lr"] * self.factor_of(param))
 
     def factor_of(self, param: torch.Tensor) -> float:
-        """Return the factor of a parameter."""
         return self.factor
 
 
 class ById(Ruled):
-    """Knows parameters by their ids."""
+    """Optimizer that identifies parameters by `id()`."""
 
     def factor_of(self, param: torch.Tensor) -> float:
-        """Return the factor of a parameter."""
         return 0.1 if id(param) in self.rule else 1.0
 
 
 class ByParameter(Ruled):
-    """Knows parameters by themselves."""
+    """Optimizer that uses parameters as dictionary keys."""
 
     def factor_of(self, param: torch.Tensor) -> float:
-        """Return the factor of a parameter."""
         return float(self.rule.get(param, 1.0))
 
 
 class ByAttribute(Ruled):
-    """Knows parameters by an attribute that was set on them."""
+    """Optimizer that identifies parameters by an attribute."""
 
     def factor_of(self, param: torch.Tensor) -> float:
-        """Return the factor of a parameter."""
         return 0.1 if getattr(param, "small", False) else 1.0
 
 
 class ByName(Ruled):
-    """Knows parameters by their names."""
+    """Optimizer that identifies parameters by name."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -406,18 +399,16 @@ class ByName(Ruled):
 
 
 class ByFunction(Ruled):
-    """Asks a function that reaches the optimizer, or a method, which does not outlive its object."""
+    """Optimizer whose rule is a closure over the optimizer, or a bound method."""
 
     def __init__(self, params: Any, *, method: bool = False, **settings: Any) -> None:
         super().__init__(params, **settings)
         self.rule = self.current if method else lambda: self.factor
 
     def current(self) -> float:
-        """Return the factor."""
         return self.factor
 
     def factor_of(self, param: torch.Tensor) -> float:
-        """Return the factor of a parameter."""
         return float(self.rule())
 
     @torch.no_grad()
@@ -427,10 +418,9 @@ class ByFunction(Ruled):
 
 
 class Halving(torch.optim.SGD):
-    """Halves gradients where others drop them."""
+    """Optimizer whose `zero_grad` halves gradients."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Halve."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -438,8 +428,7 @@ class Halving(torch.optim.SGD):
 
 
 class Dropping(torch.optim.SGD):
-    """Drops gradients as torch does, in its own words."""
+    """Optimizer that overrides `zero_grad` without changing its effect."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop."""
         super().zero_grad(set_to_none=set_to_none)

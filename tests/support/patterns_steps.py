@@ -900,7 +900,7 @@ class Discriminator(models.Toy):
 
 
 def gan(loop: Loop, *, frozen: bool, discard: str) -> None:
-    """Train generator and discriminator alternately, and discard the gradients that generator steps leave in the latter."""
+    """Train generator and discriminator alternately; discard the discriminator gradients of generator steps."""
     generator, first = loop.begin(Generator())
     discriminator, second = loop.begin(Discriminator(blocks=2))
     for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""A program that trains a model of some layers and prints its losses and its peak resident memory."""
+"""Script that trains a model with the given number of layers and prints its losses and its peak resident memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from infinity.store.marker import look_for_runs
 
 WIDTH = 512
 ELEMENTS = 4 * WIDTH * WIDTH
-"""Parameters of a layer."""
+"""Number of parameters of a layer."""
 
 
 class Layer(nn.Module):
-    """Two large matrices; nothing else grows with the number of layers."""
+    """Two large matrices. No other tensors depend on the number of layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,12 +36,15 @@ class Layer(nn.Module):
 
 
 def main(mode: str, layers: int, host_bytes: int, folder: str) -> None:
-    """Do what `mode` says.
+    """Run one mode, and print the peak memory and the losses as JSON.
 
-    ``nothing`` (only the imports), ``memory`` or ``paged`` (train two steps), ``checkpoint`` (that, and checkpoint),
-    ``save``
-    (the same, and save to both formats), ``export`` (that checkpoint, to DCP) or ``load`` (begin a run with what was
-    exported).
+    Args:
+        mode: ``nothing`` (import only), ``memory`` or ``paged`` (train two steps), ``checkpoint`` (train offloaded and
+            save a checkpoint), ``save`` (train offloaded and save to both formats), ``export`` (export the checkpoint
+            to DCP) or ``load`` (start a run from the export).
+        layers: Number of layers.
+        host_bytes: Size of the host cache.
+        folder: Folder of the run and of the exports.
     """
     torch.set_num_threads(1)
     infinity.heap.CREEP_BYTES = 2 << 20
@@ -56,14 +59,14 @@ def main(mode: str, layers: int, host_bytes: int, folder: str) -> None:
 
 
 def export(folder: Path) -> None:
-    """Write the newest checkpoint in files of a parameter each."""
+    """Export the newest checkpoint to files that contain one parameter each."""
     run_id = look_for_runs([folder])[0][-1].run_id
     reader = CheckpointReader(RunFolder(run_id, (folder / run_id,)))
     DcpExport(reader).write(folder / "dcp", file_bytes=4 * WIDTH * 2 * WIDTH)
 
 
 def train(mode: str, layers: int, host_bytes: int, folder: Path) -> list[float]:
-    """Return the losses of two steps."""
+    """Train two steps (none in mode ``load``); return the losses."""
     mesh, policy = infinity.mesh("cpu"), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     torch.manual_seed(0)
     with torch.device("cpu" if mode == "memory" else "meta"):

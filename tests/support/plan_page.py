@@ -1,4 +1,4 @@
-"""What docs/how-to/plan.md has of results, made from them; as a program it prints all of it."""
+"""Generated blocks of docs/how-to/plan.md. Run as a script, it updates the page."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def errors(result: dict[str, Any]) -> str:
         ("seconds per step, before the run, from two seconds of the drive and three layers", "before_error"),
     ]
     lines = [f"| error in {len(result['setups'])} setups | median | worst |", "|---|---|---|"]
-    lines += [f"| {what} | {result[f'{key}_median']:.1%} | {result[f'{key}_worst']:.1%} |" for what, key in rows]
+    lines += [f"| {label} | {result[f'{key}_median']:.1%} | {result[f'{key}_worst']:.1%} |" for label, key in rows]
     return "\n".join(lines)
 
 
 def paper(result: dict[str, Any]) -> str:
-    """Return the table of published set-ups, as the benchmark prints it."""
+    """Return the table of published setups, as printed by the benchmark."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     spec = importlib.util.spec_from_file_location("paper_plan", ROOT / "benchmarks" / "paper_plan.py")
     module = importlib.util.module_from_spec(spec)
@@ -39,7 +39,7 @@ def paper(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Write the blocks of docs/how-to/plan.md anew."""
+    """Regenerate the blocks of docs/how-to/plan.md."""
     import os
     import re
 

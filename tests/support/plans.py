@@ -1,4 +1,4 @@
-"""Random plans."""
+"""Hypothesis strategy for plans."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from support.layouts import layouts, steps, update_schedules
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[Plan, Layout]:
-    """Draw a layout, a step, an update schedule, what comes before the first such step, and a host cache; plan it."""
+    """Draw a layout, a step, an update schedule, a prefix and a number of cache slots; return plan and layout."""
     layout = draw(layouts(most=120_000))
     events = draw(steps(layout))
     update_schedule = draw(update_schedules(layout, events))
     trace = expand(events, layout, update_schedule)
     assume(trace)
-    before = draw(st.sampled_from(["pending", "nothing", "flushing"]))  # as the optimizer does it
+    before = draw(st.sampled_from(["pending", "nothing", "flushing"]))  # the cases that occur in the optimizer
     prefix = expand_pending(events, layout, update_schedule) if before == "flushing" else ()
     if before != "pending":
         prefix += expand(events, layout, update_schedule, pending=False)
     least = least_cache_slots(max(len(access) for access in trace))
     used = len({use.page for access in trace for use in access})
-    cache_slots = draw(st.integers(least, max(least, used)))  # mostly fewer than the pages
+    cache_slots = draw(st.integers(least, max(least, used)))  # usually fewer than pages
     return prepend(prefix, make_plan(trace, layout, cache_slots), layout), layout

@@ -1,4 +1,4 @@
-"""Processes of tests in which all that takes long to import is there already, so that one starts in a moment."""
+"""Processes forked from a server that has imported torch and transformers, so that they start quickly."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from infinity import torchrun
 _LOADED = ["infinity.run.offload", "torch._dynamo", "transformers.trainer", "peft"]
 
 
-def ready_made() -> ForkServerContext:
-    """Return how to start processes by forking one that has imported torch and transformers and has never computed.
+def fork_server() -> ForkServerContext:
+    """Return a multiprocessing context whose server has imported torch and transformers, but never used them.
 
-    It is started at the first use, with the environment of that moment, and is there as long as this process.
+    The server starts at first use, with the environment at that time, and runs until this process ends.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_LOADED)
@@ -29,7 +29,7 @@ def ready_made() -> ForkServerContext:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody has at the moment."""
+    """Return a port that is currently unused on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
 
@@ -37,26 +37,29 @@ def free_port() -> int:
 def run_program(
     file: Path, *arguments: object, folder: Path, environment: Mapping[str, str], ranks: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program in a folder, in a process of its own that is `ready_made`, as `python FILE ARGUMENTS` would.
+    """Run a script in a folder, in a process of `fork_server`, like `python FILE ARGUMENTS`.
 
     Args:
-        environment: added to that of this process.
-        ranks: run so many, each told who it is as torchrun tells it.
+        file: Script.
+        arguments: Command-line arguments.
+        folder: Current directory of the script.
+        environment: Environment variables in addition to those of this process.
+        ranks: Number of processes, each with the variables that torchrun sets. 0: one process without them.
 
     Returns:
-        What they printed together, and the first status that is not 0.
+        Output of all processes, and the first exit status that is not 0.
     """
-    with tempfile.TemporaryDirectory() as apart:
-        said = [Path(apart, name) for name in ("out", "err")]
-        told = [dict(environment)]
+    with tempfile.TemporaryDirectory() as temporary:
+        outputs = [Path(temporary, name) for name in ("out", "err")]
+        variables = [dict(environment)]
         if ranks:
             port = free_port()
-            told = [{**environment, **torchrun.variables(rank, ranks, port)} for rank in range(ranks)]
+            variables = [{**environment, **torchrun.variables(rank, ranks, port)} for rank in range(ranks)]
         words = [str(file), *map(str, arguments)]
         inherited = dict(os.environ)
         processes = [
-            ready_made().Process(target=_be, args=(words, str(folder), inherited | each, [*map(str, said)]))
-            for each in told
+            fork_server().Process(target=_run_script, args=(words, str(folder), inherited | each, [*map(str, outputs)]))
+            for each in variables
         ]
         for process in processes:
             process.start()
@@ -65,13 +68,12 @@ def run_program(
             process.kill()
             process.join()
         failed = [process.exitcode for process in processes if process.exitcode]
-        out, err = (file.read_text() if file.exists() else "" for file in said)
+        out, err = (file.read_text() if file.exists() else "" for file in outputs)
         return subprocess.CompletedProcess(words, failed[0] if failed else 0, out, err)
 
 
-def _be(words: list[str], folder: str, environment: dict[str, str], said: list[str]) -> None:
-    """Become a program."""
-    for descriptor, name in enumerate(said, start=1):
+def _run_script(words: list[str], folder: str, environment: dict[str, str], outputs: list[str]) -> None:
+    for descriptor, name in enumerate(outputs, start=1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.clear()
     os.environ.update(environment)

@@ -1,4 +1,4 @@
-"""Ranks in tests: processes that stay alive over many tests, so that they start once."""
+"""Process pools of ranks, which are reused by many tests."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any
 
-from support.processes import ready_made
+from support.processes import fork_server
 
 PATIENCE = 900.0
-"""Seconds after which a call on the ranks is called lost."""
+"""Seconds after which a call on the ranks counts as lost."""
 TIMEOUT = timedelta(seconds=2 * PATIENCE)
-"""Of collectives: longer, so that a call that is lost is found with the stacks of all ranks, and not by one of them."""
+"""Timeout of collectives. It is longer, so that a lost call is reported with the stacks of all ranks."""
 
 
 class RankFailedError(AssertionError):
-    """A call failed on a rank; the message is that rank's traceback."""
+    """A call failed on a rank. The message contains the traceback of this rank."""
 
 
 class RankPool:
-    """Processes of one group. A failed call ends them; the next one starts new ones."""
+    """Processes of one process group. After a failed call, they are killed, and the next call starts new ones."""
 
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self.world_size, self._backend = world_size, backend
@@ -38,10 +38,10 @@ class RankPool:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call an importable function on every rank; return the results by rank.
+        """Call an importable function on every rank; return the results in rank order.
 
         Raises:
-            RankFailedError: with the traceback of the rank that failed first.
+            RankFailedError: if the call fails on a rank, with the traceback of the rank that failed first.
         """
         if not self._processes:
             self._start()
@@ -58,17 +58,17 @@ class RankPool:
             raise
 
     def _stacks(self) -> str:
-        """Return where each rank is now: of two ranks that wait for each other only one says so."""
+        """Return the current stack of each rank, because only one of two ranks in a deadlock reports an error."""
         for process in self._processes:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(1.0)
         files = sorted(Path(self._folder.name).glob("stacks*")) if self._folder else []
-        return "\n".join(f"{file.name} of the ranks then:\n{file.read_text()}" for file in files)
+        return "\n".join(f"{file.name}:\n{file.read_text()}" for file in files)
 
     def _start(self) -> None:
-        # Where there is CUDA, processes begin as those of a user do.
-        context = ready_made() if self._backend == "gloo" else multiprocessing.get_context("spawn")
+        # With CUDA, processes are spawned, as in user code.
+        context = fork_server() if self._backend == "gloo" else multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
@@ -93,7 +93,7 @@ class RankPool:
                 try:
                     good, value = pipe.recv()
                 except EOFError:
-                    raise RankFailedError(f"rank {rank} died without a word") from None
+                    raise RankFailedError(f"rank {rank} exited unexpectedly") from None
                 if not good:
                     raise RankFailedError(f"on rank {rank}:\n{value}")
                 results[rank] = value
@@ -103,9 +103,9 @@ class RankPool:
         return [rank for rank in range(self.world_size) if rank not in results]
 
     def close(self, *, kill: bool = False) -> None:
-        """End the processes."""
+        """Stop the processes."""
         for pipe in self._pipes:
-            pipe.close()  # a rank that waits for work sees the end and leaves
+            pipe.close()  # an idle rank reads EOF and exits
         for process in self._processes:
             if kill:
                 process.kill()
@@ -126,8 +126,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, folder: s
     from support import gpu
 
     if "cuda" in backend:
-        gpu.see_views()
-    stacks = Path(folder, f"stacks{rank}").open("w")  # noqa: SIM115, open as long as the process lives
+        gpu.track_blocks()
+    stacks = Path(folder, f"stacks{rank}").open("w")  # noqa: SIM115, open until the process ends
     faulthandler.register(signal.SIGUSR1, stacks)
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
@@ -136,9 +136,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, folder: s
             function, arguments = pipe.recv()
         except EOFError:
             break
-        torch.set_num_threads(
-            1
-        )  # bits depend on it, and what the last function used may have changed it: accelerate does
+        torch.set_num_threads(1)  # results depend on it, and the last function may have changed it, as accelerate does
         try:
             pipe.send((True, function(*arguments)))
         except BaseException:

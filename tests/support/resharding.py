@@ -1,4 +1,4 @@
-"""Runs that go on from a checkpoint where pages lie otherwise, and what is compared."""
+"""Runs that resume from a checkpoint with a different page layout, and comparison of checkpoints."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from support.train import Outcome, Paging, Recipe, offloaded, train
 LATEST = {"resume": "latest"}
 
 
-def begin(recipe: Recipe, folder: str) -> None:
-    """Train a recipe and checkpoint. Runs on every rank."""
+def train_and_save(recipe: Recipe, folder: str) -> None:
+    """Train a recipe and save a checkpoint. Called on every rank."""
     with offloaded(recipe, Paging(host_cache="least"), Path(folder)) as (model, optimizer):
         train(recipe, model, optimizer, Outcome())
         optimizer.save_checkpoint({"note": "mine"})
 
 
-def go_on(recipe: Recipe, folder: str, steps: int, state_format: str = "fp32") -> tuple[int, Any]:
-    """Resume, train some steps more, checkpoint; return the step gone on from and `extra`. Runs on every rank."""
+def resume_and_train(recipe: Recipe, folder: str, steps: int, state_format: str = "fp32") -> tuple[int, Any]:
+    """Resume, train more steps, save a checkpoint; return the resumed step and its `extra`. Called on every rank."""
     paging = Paging(host_cache="least", format=state_format)
     with offloaded(recipe, paging, Path(folder), run=LATEST) as (model, optimizer):
         first, extra = optimizer.steps, optimizer.resumed_extra
@@ -33,15 +33,15 @@ def go_on(recipe: Recipe, folder: str, steps: int, state_format: str = "fp32") -
         return first, extra
 
 
-def newest(folder: Path) -> CheckpointReader:
-    """Return the newest checkpoint of the newest run."""
+def newest_checkpoint(folder: Path) -> CheckpointReader:
+    """Return a reader of the newest checkpoint of the newest run."""
     path = folder / "nvme0"
     run_id = look_for_runs([path])[0][-1].run_id
     return CheckpointReader(RunFolder(run_id, (path / run_id,)))
 
 
-def everything(reader: CheckpointReader) -> dict[str, torch.Tensor]:
-    """Return all whole parameters and states, and the scalars."""
+def all_tensors(reader: CheckpointReader) -> dict[str, torch.Tensor]:
+    """Return all full parameters, states and scalars of a checkpoint by name."""
     found: dict[str, torch.Tensor] = {}
     for index, spec in enumerate(reader.tensors):
         found[spec.names[0]] = reader.read(index)
@@ -54,8 +54,8 @@ def everything(reader: CheckpointReader) -> dict[str, torch.Tensor]:
     return found
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    """Return the names of what differs."""
+def unequal_names(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of tensors that are not bitwise equal."""
     return [name for name in one.keys() | other.keys() if not _equal(one.get(name), other.get(name))]
 
 

@@ -1,4 +1,4 @@
-"""A training session that can be killed at a chosen instant and resumed: run in the test or in a process of its own."""
+"""A training session that can be killed at a given point and resumed, in this process or in a new one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import infinity
 from infinity.checkpoint import manifest as manifests
 from infinity.checkpoint import publish as checkpoints
 from support import models
-from support.processes import ready_made
+from support.processes import fork_server
 from support.train import MIB, Paging, Recipe, host_bytes, make_optimizer, settings
 
 RECIPE = Recipe(model="toy", groups=True)
@@ -34,7 +34,7 @@ KILLS = (
 
 
 def seed() -> None:
-    """Set every generator that the data comes from."""
+    """Seed all generators from which the data is drawn."""
     torch.manual_seed(11)
     random.seed(12)
     np.random.seed(13)
@@ -48,16 +48,16 @@ def draw() -> torch.Tensor:
 
 
 class Session:
-    """Model, optimizer and scheduler of one start of the program."""
+    """Model, optimizer and scheduler of one launch."""
 
     def __init__(self, folder: Path, host_cache: str = "least", **sections: dict[str, Any]) -> None:
         paging = Paging(host_cache=host_cache)
         self.model = models.build(RECIPE.model)
-        passed_in = make_optimizer(RECIPE, self.model)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(passed_in, lambda step: 1 / (1 + 0.2 * step))
-        host = host_bytes(paging, self.model, passed_in, folder) if paging.host_cache != "all" else 64 * MIB
-        seed()  # a resumed run overwrites this with what the checkpoint has
-        self.optimizer = infinity.offload(self.model, passed_in, settings(folder, paging, host, **sections))
+        base = make_optimizer(RECIPE, self.model)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(base, lambda step: 1 / (1 + 0.2 * step))
+        host = host_bytes(paging, self.model, base, folder) if paging.host_cache != "all" else 64 * MIB
+        seed()  # a resumed run restores the states of the checkpoint instead
+        self.optimizer = infinity.offload(self.model, base, settings(folder, paging, host, **sections))
         if self.optimizer.resumed_extra:
             self.scheduler.load_state_dict(self.optimizer.resumed_extra["scheduler"])
 
@@ -71,11 +71,11 @@ class Session:
         return loss.item()
 
     def save_checkpoint(self) -> None:
-        """Checkpoint with the scheduler in `extra`."""
+        """Save a checkpoint with the state of the scheduler in `extra`."""
         self.optimizer.save_checkpoint({"scheduler": self.scheduler.state_dict()})
 
     def run(self, until: int = STEPS, every: int = EVERY) -> list[float]:
-        """Train to a step, checkpointing now and then; return the losses."""
+        """Train until a step, with a checkpoint after `every` steps; return the losses."""
         losses = []
         while self.optimizer.steps < until:
             losses.append(self.step())
@@ -91,14 +91,14 @@ class Session:
 
 
 def reference(folder: Path) -> list[float]:
-    """Return the losses of a run that nobody disturbs."""
+    """Return the losses of an uninterrupted run."""
     with Session(folder) as session:
         return session.run()
 
 
-def killed(folder: Path, where: str, step: int) -> list[float]:
-    """Run a session in a process that kills itself in a step; return the losses it saw."""
-    process = ready_made().Process(target=_run_and_die, args=(str(folder), where, step))
+def run_killed_session(folder: Path, where: str, step: int) -> list[float]:
+    """Run a session in a process that kills itself in a step; return the losses before it."""
+    process = fork_server().Process(target=_run_and_die, args=(str(folder), where, step))
     process.start()
     process.join(900)
     assert process.exitcode == -signal.SIGKILL, f"ended with {process.exitcode} instead of being killed"
@@ -123,7 +123,7 @@ def _die(*_: Any) -> None:
 
 
 def _arm(where: str, session: Session) -> None:
-    """Put the end of the process at a place in the step that comes."""
+    """Make the process kill itself at a point of the next step."""
     middle: nn.Module = session.model.blocks[1]
     if where == "forward":
         middle.register_forward_hook(_die)

@@ -1,8 +1,8 @@
-"""Every state that the files of a run can be in when nobody uses them, and what each command says of it.
+"""Damaged states of the files of a run, and the output of each command for them.
 
-    PYTHONPATH=tests python -m support.states        writes the generated part of docs/reference/failures.md
+    PYTHONPATH=tests python -m support.states        generates a section of docs/reference/failures.md
 
-One run of one rank and one of two, with checkpoints of steps 3 and 6. A state is made on a copy.
+There is a run with one rank and a run with two ranks, with checkpoints of steps 3 and 6. States are created in copies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ BEGIN, END = "<!-- states at rest: begin -->\n", "<!-- states at rest: end -->\n
 
 @dataclass(frozen=True)
 class State:
-    """What is done to the files, on `ranks` ranks; `files` gives it the run's folder, and that of another branch."""
+    """Damage to the files of a run with `ranks` ranks.
+
+    `make` receives the folder of the run, and the folder of another branch of the same run.
+    """
 
     name: str
     make: Callable[[Path, Path], None]
@@ -43,43 +46,43 @@ class State:
 
 
 def manifest(root: Path, step: int, rank: int = 0) -> Path:
-    """Return a manifest."""
+    """Return the path of a manifest."""
     (found,) = (root / "checkpoints").glob(f"step{step:012d}.rank{rank:05d}-of-*.json")
     return found
 
 
 def state_file(root: Path, step: int) -> Path:
-    """Return the state file of rank 0."""
+    """Return the path of the state file of rank 0."""
     (found,) = (root / "checkpoints").glob(f"step{step:012d}.rank00000.*.safetensors")
     return found
 
 
 def flip(file: Path, offset: int | None = None) -> None:
-    """Invert one bit, in the middle by default."""
+    """Invert one bit, by default in the middle of the file."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2 if offset is None else offset] ^= 1
     file.write_bytes(content)
 
 
-def spoil(file: Path) -> None:
-    """Invert one bit of a manifest where it stays JSON: what is said of it must not depend on times and identities."""
+def damage(file: Path) -> None:
+    """Invert one bit of a manifest in a string, so that it stays valid JSON and messages are always the same."""
     flip(file, file.read_bytes().index(b"AdamW"))
 
 
 def flip_page(root: Path) -> None:
-    """Invert one bit of a page that only the newest checkpoint has."""
+    """Invert one bit of a page that only the newest checkpoint contains."""
     newest, older = (read_manifest(manifest(root, step)).pages for step in (6, 3))
     page = next(page for page in newest if newest[page] != older[page])
     flip(root / "rank00000.pages", newest[page].extent.offset)
 
 
-def older_data(root: Path, other: Path) -> None:
-    """Put back the data file of another branch."""
+def data_of_another_branch(root: Path, other: Path) -> None:
+    """Replace the data file with that of the other branch."""
     shutil.copy2(other / "rank00000.pages", root / "rank00000.pages")
 
 
 def format_1(root: Path) -> None:
-    """Make the newest manifest one of the format before."""
+    """Convert the newest manifest to format 1."""
     file = manifest(root, 6)
     body = json.loads(json.loads(file.read_text())["body"]) | {"format": 1}
     text = json.dumps(body)
@@ -88,15 +91,15 @@ def format_1(root: Path) -> None:
 
 
 def swap(root: Path, other: Path, step: int, rank: int) -> None:
-    """Have the files of one rank's checkpoint from another branch."""
+    """Replace the files of a checkpoint of one rank with those of the other branch."""
     for file in (root / "checkpoints").glob(f"step{step:012d}.rank{rank:05d}*"):
         file.unlink()
     for file in (other / "checkpoints").glob(f"step{step:012d}.rank{rank:05d}*"):
         shutil.copy2(file, root / "checkpoints")
 
 
-def foreign(root: Path) -> None:
-    """Have a manifest of another run in the place of the newest."""
+def manifest_of_another_run(root: Path) -> None:
+    """Replace the newest manifest with that of another run."""
     file = manifest(root, 6)
     body = json.loads(json.loads(file.read_text())["body"]) | {"run_id": "20200101-000000-aaaaaa"}
     text = json.dumps(body)
@@ -104,12 +107,12 @@ def foreign(root: Path) -> None:
 
 
 def halve(file: Path) -> None:
-    """Cut a file in the middle."""
+    """Truncate a file to half of its size."""
     os.truncate(file, file.stat().st_size // 2)
 
 
 def half_written(root: Path) -> None:
-    """Leave what a checkpoint of step 9 has before its rename."""
+    """Create the files of an interrupted checkpoint of step 9."""
     name = manifest(root, 6).name.replace("6", "9", 1)
     (root / "checkpoints" / f"{name}.tmp").write_bytes(manifest(root, 6).read_bytes()[:1000])
     name = state_file(root, 6).name.replace("6", "9", 1)
@@ -121,13 +124,13 @@ STATES = (
     State("data file: flipped bit in a page of the newest checkpoint", lambda root, other: flip_page(root)),
     State("data file: missing", lambda root, other: (root / "rank00000.pages").unlink()),
     State("data file: truncated", lambda root, other: halve(root / "rank00000.pages")),
-    State("data file: from another branch", older_data),
-    State("newest manifest: damaged", lambda root, other: spoil(manifest(root, 6))),
+    State("data file: from another branch", data_of_another_branch),
+    State("newest manifest: damaged", lambda root, other: damage(manifest(root, 6))),
     State("newest manifest: missing", lambda root, other: manifest(root, 6).unlink()),
     State("newest manifest: truncated", lambda root, other: halve(manifest(root, 6))),
-    State("newest manifest: from another run", lambda root, other: foreign(root)),
+    State("newest manifest: from another run", lambda root, other: manifest_of_another_run(root)),
     State("newest manifest: format 1", lambda root, other: format_1(root)),
-    State("older manifest: damaged", lambda root, other: spoil(manifest(root, 3))),
+    State("older manifest: damaged", lambda root, other: damage(manifest(root, 3))),
     State("newest state file: damaged", lambda root, other: flip(state_file(root, 6))),
     State("newest state file: missing", lambda root, other: state_file(root, 6).unlink()),
     State("newest state file: truncated", lambda root, other: halve(state_file(root, 6))),
@@ -142,13 +145,13 @@ STATES = (
     State("marker `infinity.run`: missing", lambda root, other: (root / "infinity.run").unlink()),
     State("rank 1 of 2: newest manifest missing", lambda root, other: manifest(root, 6, 1).unlink(), 2),
     State("rank 1 of 2: newest checkpoint from another branch", lambda root, other: swap(root, other, 6, 1), 2),
-    State("rank 1 of 2: newest manifest damaged", lambda root, other: spoil(manifest(root, 6, 1)), 2),
+    State("rank 1 of 2: newest manifest damaged", lambda root, other: damage(manifest(root, 6, 1)), 2),
     State("rank 1 of 2: data file missing", lambda root, other: (root / "rank00001.pages").unlink(), 2),
 )
 
 
 def train(folder: str, branch: int) -> None:
-    """Checkpoint steps 3 and 6, as often as there are branches; on every rank."""
+    """Train with checkpoints after steps 3 and 6, and then train further branches. Called on every rank."""
     with Session(Path(folder), run={"retained_checkpoints": 2}) as session:
         session.run(6, every=3)
     for _ in range(branch):
@@ -159,7 +162,7 @@ def train(folder: str, branch: int) -> None:
 
 
 def resume(folder: str) -> tuple[str, float]:
-    """Resume and train a step; return what is said and the loss. On every rank."""
+    """Resume and train a step; return the messages and the loss. Called on every rank."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -169,7 +172,7 @@ def resume(folder: str) -> tuple[str, float]:
     try:
         with Session(Path(folder), run={"retained_checkpoints": 2, "resume": "latest"}) as session:
             step = session.optimizer.steps
-            passing = ("earlier run", "computes in bf16")  # of what ran before, of the machine
+            passing = ("earlier run", "computes in bf16")  # depends on earlier runs and on the machine
             said[:] = [text for text in said if not any(words in text for words in passing)]
             return "; ".join([f"step {step}", *said]), session.run(step + 1, every=0)[0]
     except InfinityError as error:
@@ -182,7 +185,7 @@ def resume(folder: str) -> tuple[str, float]:
 
 
 def command(*arguments: object) -> tuple[int, str]:
-    """Run a command; return status and output."""
+    """Run a command; return its exit status and output."""
     result = CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "1000"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -190,8 +193,11 @@ def command(*arguments: object) -> tuple[int, str]:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What was said of a state: `step` is that from which training and export went on, -1 where they did not."""
+class Results:
+    """Output of each command for a state.
+
+    `resumed` and `exported` are the steps that were resumed and exported, or -1.
+    """
 
     resume: str
     verify: str
@@ -205,8 +211,8 @@ class Answer:
     after_gc: str
 
 
-class Ground:
-    """The two runs, and a place for copies."""
+class DamagedRuns:
+    """Train the two runs, and execute the commands for damaged copies of them."""
 
     def __init__(self, place: Path, pair: RankPool) -> None:
         self._place, self._pair = place, pair
@@ -220,33 +226,33 @@ class Ground:
     def _on(self, ranks: int, function: Callable[..., object], *arguments: object) -> list[object]:
         return self._pair.run(function, *arguments) if ranks == 2 else [function(*arguments)]
 
-    def answer(self, state: State) -> Answer:
-        """Make a state, and ask everybody."""
+    def results(self, state: State) -> Results:
+        """Create a state, and return the output of all commands."""
         found: dict[str, object] = {}
         texts: dict[str, str] = {}
-        for what in ("resume", "verify", "scrub", "export", "gc"):
+        for name in ("resume", "verify", "scrub", "export", "gc"):
             folder = self._copy(state)
             nvme = folder / "nvme0"
-            if what == "resume":
+            if name == "resume":
                 answers = self._on(state.ranks, resume, str(folder))
-                texts[what] = "; ".join(dict.fromkeys(self._plain(str(text), folder) for text, _ in answers))  # type: ignore[misc]
-                found["resumed"] = _step(texts[what])
+                texts[name] = "; ".join(dict.fromkeys(self._plain(str(text), folder) for text, _ in answers))  # type: ignore[misc]
+                found["resumed"] = _step(texts[name])
                 found["loss"] = answers[0][1]  # type: ignore[index]
                 continue
-            if what == "export":
+            if name == "export":
                 status, said = command("export", nvme, "--out", folder / "out")
-            elif what == "gc":
+            elif name == "gc":
                 status, said = command("store", "gc", nvme, "--yes")
                 answers = self._on(state.ranks, resume, str(folder))
                 found["after_gc"] = "; ".join(dict.fromkeys(self._plain(str(text), folder) for text, _ in answers))  # type: ignore[misc]
             else:
-                status, said = command("store", what, nvme)
-            if what == "verify":
+                status, said = command("store", name, nvme)
+            if name == "verify":
                 found["verified"] = status
-            if what == "export":
+            if name == "export":
                 found["exported"] = _step(said) if status == 0 else -1
-            texts[what] = _brief(status, self._plain(said, folder))
-        return Answer(**texts, **found)  # type: ignore[arg-type]
+            texts[name] = _brief(status, self._plain(said, folder))
+        return Results(**texts, **found)  # type: ignore[arg-type]
 
     def _copy(self, state: State) -> Path:
         folder = self._place / "copy"
@@ -256,7 +262,7 @@ class Ground:
         return folder
 
     def _plain(self, text: str, folder: Path) -> str:
-        """Return a text without what is different every time."""
+        """Return a text without values that differ between runs."""
         text = text.replace(f"{folder / 'nvme0'}/", "").replace(str(folder / "nvme0"), "PATH").replace(f"{folder}/", "")
         text = re.sub(r"\d{8}-\d{6}-[0-9a-f]{6}", "RUN", text)
         text = re.sub(r"\b[0-9a-f]{24}\b", "ID", text)
@@ -277,7 +283,7 @@ def _root(folder: Path) -> Path:
 
 
 def _same_run(run: Path, other: Path) -> None:
-    """Give the files of another run the name and the id of this one."""
+    """Rename another run to the id of this run."""
     root, foreign_root = _root(run), _root(other)
     renamed = foreign_root.rename(foreign_root.with_name(root.name))
     for name in published_in(renamed / "checkpoints"):
@@ -298,19 +304,19 @@ def _brief(status: int, said: str) -> str:
     ]
     lines = [line for line in lines if not line.startswith("no config.json")]
     text = " / ".join(dict.fromkeys(line for line in lines))
-    if len(lines) > 3 and "bad page" in lines[0]:  # which page comes first depends on where they were written
+    if len(lines) > 3 and "bad page" in lines[0]:  # the order of pages depends on their locations
         text = f"{lines[0]} / {re.sub(r'step [0-9]+, ', '', lines[1])} / … / {lines[-1]}"
     return f"{text} (status {status})" if status else text
 
 
-def report(ground: Ground, answers: Mapping[str, Answer] | None = None) -> str:
+def report(runs: DamagedRuns, results: Mapping[str, Results] | None = None) -> str:
     """Return a table of the results and all messages as Markdown.
 
     Args:
-        ground: Runs to damage.
-        answers: Answers by name of the state. By default, every command is executed for every state.
+        runs: Runs to damage.
+        results: Results by name of the state. By default, every command is executed for every state.
     """
-    found = {state.name: answers[state.name] if answers else ground.answer(state) for state in STATES}
+    found = {state.name: results[state.name] if results else runs.results(state) for state in STATES}
     lines = ["| state | resume | verify, scrub | export | gc |", "|---|---|---|---|---|"]
     lines += [f"| {' | '.join((name, *_results(answer)))} |" for name, answer in found.items()]
     for name, answer in found.items():
@@ -320,13 +326,13 @@ def report(ground: Ground, answers: Mapping[str, Answer] | None = None) -> str:
             f"**{name}**",
             "",
             "```text",
-            *(line for what, said in messages for line in _block(what, said)),
+            *(line for label, said in messages for line in _block(label, said)),
             "```",
         ]
     return "\n".join(lines) + "\n"
 
 
-def _results(answer: Answer) -> tuple[str, ...]:
+def _results(answer: Results) -> tuple[str, ...]:
     removed = re.search(r"removed (\d+) item", answer.gc)
     return (
         f"step {answer.resumed}" if answer.resumed >= 0 else answer.resume.split(":")[0],
@@ -336,13 +342,13 @@ def _results(answer: Answer) -> tuple[str, ...]:
     )
 
 
-def _block(what: str, said: str) -> list[str]:
+def _block(label: str, said: str) -> list[str]:
     first, *rest = said.split(" / ")
-    return [f"{what}:".ljust(8) + first, *(" " * 8 + line for line in rest)]
+    return [f"{label}:".ljust(8) + first, *(" " * 8 + line for line in rest)]
 
 
 def written(text: str, content: str) -> str:
-    """Return the text of a page with another generated part."""
+    """Return the text of a page in which the generated section is replaced."""
     before, _, rest = text.partition(BEGIN)
     return before + BEGIN + content + END + rest.partition(END)[2]
 
@@ -350,6 +356,6 @@ def written(text: str, content: str) -> str:
 if __name__ == "__main__":
     two = RankPool(2)
     with tempfile.TemporaryDirectory() as folder:
-        PAGE.write_text(written(PAGE.read_text(), report(Ground(Path(folder), two))))
+        PAGE.write_text(written(PAGE.read_text(), report(DamagedRuns(Path(folder), two))))
     two.close()
     sys.exit(0)

@@ -1,4 +1,4 @@
-"""Tables of tests: `make test` runs as many rows as show every kind, `make test-wide` the others."""
+"""Parametrization of tests: `make test` runs a selection of the rows, and `make test-wide` the others."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ WIDE = pytest.mark.wide
 
 
 def alternate(rows: Iterable[Any], columns: Iterable[Any]) -> list[Any]:
-    """Return parameters for every row with every column, all but a part of them marked `wide`.
+    """Return parameters for all combinations of rows and columns, most of them marked `wide`.
 
-    What is left meets every row and every column at least once: of 6 rows and 3 columns row 0 goes with column 0,
-    1 with 1, 2 with 2, 3 with 0 and so on.
+    The others contain every row and every column at least once. For example, with 6 rows and 3 columns, row 0 is
+    combined with column 0, row 1 with column 1, row 2 with column 2, row 3 with column 0, and so on.
     """
     listed, others = list(rows), list(columns)
     period = min(len(listed), len(others))
@@ -28,7 +28,7 @@ def alternate(rows: Iterable[Any], columns: Iterable[Any]) -> list[Any]:
 
 
 def variants(recipes: dict[str, Recipe], pagings: dict[str, Paging], *, wide: bool = False) -> list[Any]:
-    """Return (recipe, paging) for every recipe with every paging, readably named; `alternate`, or all `wide`."""
+    """Return `alternate(recipes, pagings)` with readable ids. If `wide`, all combinations are marked `wide`."""
     return [
         pytest.param(
             recipes[recipe],
@@ -43,7 +43,7 @@ def variants(recipes: dict[str, Recipe], pagings: dict[str, Paging], *, wide: bo
 
 
 def one_of(number: int, rows: Iterable[Any]) -> list[Any]:
-    """Return all rows as parameters: of so many that are not `wide` yet, one after the other, all but the first are."""
+    """Return the rows as parameters, and mark all except every `number`-th row that is not yet `wide`."""
     listed: list[Any] = []
     kept = 0
     for row in rows:
@@ -57,12 +57,12 @@ def one_of(number: int, rows: Iterable[Any]) -> list[Any]:
 
 
 def all_but(names: Iterable[str], *wide: str) -> list[Any]:
-    """Return all names as parameters, some of them marked `wide`.
+    """Return all names as parameters, and mark those in `wide`.
 
     Raises:
-        ValueError: one of `wide` is not among the names.
+        ValueError: if a name in `wide` does not exist.
     """
     listed = list(names)
     if missing := set(wide) - set(listed):
-        raise ValueError(f"no such rows: {sorted(missing)}")
+        raise ValueError(f"these rows do not exist: {sorted(missing)}")
     return [pytest.param(name, marks=WIDE if name in wide else []) for name in listed]

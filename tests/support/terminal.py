@@ -1,4 +1,4 @@
-"""A program on a terminal of its own: what it shows, keys pressed, and how it leaves the terminal."""
+"""Run a program in a pseudo-terminal: read its screen, send keys, and check the state of the terminal afterwards."""
 
 from __future__ import annotations
 
@@ -19,66 +19,65 @@ from support.daemon_process import until
 
 _CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 IN, OUT = "\x1b[?1049h", "\x1b[?1049l"
-"""To the screen of a program, and back to what was there before."""
+"""Escape sequences that switch to the alternate screen and back."""
 
 
 class OnTerminal:
-    """A process whose standard streams are a terminal, of which this has the other end."""
+    """A process whose standard streams are a pseudo-terminal, and the other end of the terminal."""
 
     def __init__(self, process: subprocess.Popen[bytes], terminal: int, other: int) -> None:
         self.process, self.text = process, ""
         self._terminal, self._other = terminal, other
 
     def resize(self, columns: int, lines: int) -> None:
-        """Give the terminal another size."""
+        """Change the size of the terminal."""
         fcntl.ioctl(self._other, termios.TIOCSWINSZ, struct.pack("4H", lines, columns, 0, 0))
 
     def press(self, keys: str) -> None:
-        """Type."""
         os.write(self._terminal, keys.encode())
 
     @property
     def modes(self) -> list:
-        """How the terminal is set."""
+        """Terminal attributes."""
         return termios.tcgetattr(self._other)
 
     @property
-    def cache_slot(self) -> list[str]:
-        """The lines that were drawn last, as one whole screen."""
+    def screen(self) -> list[str]:
+        """Lines of the most recently drawn screen."""
         self.read()
-        cache_slots = self.text.split("\x1b[H")
-        return [line.rstrip() for line in _CODES.sub("", cache_slots[-1]).replace("\r", "").split("\n")]
+        screens = self.text.split("\x1b[H")
+        return [line.rstrip() for line in _CODES.sub("", screens[-1]).replace("\r", "").split("\n")]
 
     def read(self) -> str:
-        """Take in what was written until now, and return all of it."""
+        """Read the available output; return all output since the start."""
         with contextlib.suppress(OSError):
             while select.select([self._terminal], [], [], 0)[0] and (part := os.read(self._terminal, 65536)):
                 self.text += part.decode(errors="replace")
         return self.text
 
     def shows(self, *texts: str) -> None:
-        """Wait until all of these are on the screen."""
-        until(lambda: all(text in "\n".join(self.cache_slot) for text in texts) or self._ended())
-        assert all(text in "\n".join(self.cache_slot) for text in texts), (texts, self.cache_slot)
+        """Wait until the screen contains all texts."""
+        until(lambda: all(text in "\n".join(self.screen) for text in texts) or self._ended())
+        assert all(text in "\n".join(self.screen) for text in texts), (texts, self.screen)
 
     def wait(self) -> int:
-        """Wait for the end, and return the exit status."""
+        """Wait until the process ends; return its exit status."""
         until(self._ended)
         self.read()
         return self.process.returncode
 
     def hang_up(self) -> None:
-        """Take the terminal away."""
+        """Close the terminal."""
         os.close(self._other)
         os.close(self._terminal)
         self._terminal = self._other = -1
 
     def _ended(self) -> bool:
-        self.read()  # whoever writes to a terminal that nobody reads waits
+        self.read()  # a process that writes to a full terminal buffer blocks
         return self.process.poll() is not None
 
     def close(self) -> None:
-        """End it."""
+        """Kill the process and close the terminal."""
         self.process.kill()
         self.process.wait()
         if self._terminal >= 0:
@@ -87,14 +86,14 @@ class OnTerminal:
 
 @contextlib.contextmanager
 def on_terminal(
-    folder: Path, *words: str, columns: int = 80, lines: int = 24, more: Mapping[str, str] | None = None
+    folder: Path, *arguments: str, columns: int = 80, lines: int = 24, more: Mapping[str, str] | None = None
 ) -> Iterator[OnTerminal]:
-    """Run Python with these words in `folder`, with variables `more`."""
+    """Run Python with the given arguments in `folder`, with the additional environment variables `more`."""
     terminal, other = os.openpty()
     variables = {**environment(folder / "tmp"), "TERM": "xterm-256color", **(more or {})}
     variables.pop("COLUMNS")
     process = subprocess.Popen(
-        [sys.executable, *words],
+        [sys.executable, *arguments],
         stdin=other,
         stdout=other,
         stderr=other,

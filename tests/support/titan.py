@@ -1,7 +1,7 @@
-"""Trains a tiny model with torchtitan on the CPU, in memory or on NVMe; a program of its own.
+"""Script that trains a tiny model with torchtitan on the CPU, in memory or offloaded.
 
-torchtitan asks for an accelerator, and for functions of releases of torch to come: both are given to it here, so what
-runs is its own Trainer, with this project's parts.
+torchtitan requires an accelerator and functions of later torch releases. This module provides both, so that the
+Trainer of torchtitan runs with the components of this project.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def on_the_cpu() -> None:
-    """Let torchtitan take the CPU for an accelerator."""
+    """Make torchtitan use the CPU as an accelerator."""
     names = (name for name in dir(torch.cpu) if not name.startswith("__"))
     cpu = SimpleNamespace(**{name: getattr(torch.cpu, name) for name in names})
     cpu.get_device_name, cpu.current_device = (lambda device=None: "cpu"), (lambda: 0)
@@ -33,7 +33,7 @@ def on_the_cpu() -> None:
 
     def summed(module: FSDPModule, value: float) -> None:
         factor(module, value)
-        module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply on the way
+        module.set_force_sum_reduction_for_comms(True)  # gloo does not support pre-multiplied reductions
 
     FSDPModule.set_gradient_divide_factor = summed  # type: ignore[method-assign]
     if not hasattr(dist, "set_timeout"):
@@ -58,7 +58,7 @@ VOCABULARY = 2048
 
 
 class Tokens(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
-    """Random ones, which go on where they were."""
+    """Random tokens, with a resumable position."""
 
     def __init__(self, rank: int, ranks: int, seq: int) -> None:
         self.rank, self.ranks, self.seq, self.at = rank, ranks, seq, 0
@@ -71,20 +71,18 @@ class Tokens(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
             yield {"input": tokens[:-1]}, tokens[1:]
 
     def state_dict(self) -> dict[str, int]:
-        """Return where it is."""
         return {"at": self.at}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from there."""
         self.at = state["at"]
 
 
 class Loader(ParallelAwareDataloader):  # type: ignore[misc]
-    """torchtitan's, with these tokens."""
+    """torchtitan data loader for `Tokens`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):  # type: ignore[misc]
-        """As torchtitan wants one of each."""
+        """Required by torchtitan."""
 
     def __init__(
         self, config: Any, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
@@ -94,30 +92,27 @@ class Loader(ParallelAwareDataloader):  # type: ignore[misc]
 
 
 class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
-    """Tokens need none."""
+    """Tokenizer that is not used, because `Tokens` are generated."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):  # type: ignore[misc]
-        """As torchtitan wants one of each."""
+        """Required by torchtitan."""
 
     def __init__(self, config: Any, **_: Any) -> None:
         super().__init__()
 
     def encode(self, *_: Any, **__: Any) -> list[int]:
-        """Return nothing."""
         return []
 
     def decode(self, *_: Any, **__: Any) -> str:
-        """Return nothing."""
         return ""
 
     def get_vocab_size(self) -> int:
-        """Return it."""
         return VOCABULARY
 
 
 def in_memory() -> Any:
-    """Return the config of a tiny Llama, as a registry of configs has them."""
+    """Return the config of a tiny Llama, in the form of a config registry function."""
     config = llama3_debugmodel()
     config.model_spec = model_registry("debugmodel", attn_backend="flex")
     for layer in config.model_spec.model.layers:
@@ -130,13 +125,13 @@ def in_memory() -> Any:
     config.debug.seed, config.debug.enable_structured_logging = 1, False
     config.validator.enable = config.checkpoint.enable = False
     config.activation_checkpoint = None
-    config.parallelism.spmd_backend = "partial_dtensor"  # what torch 2.13 has
+    config.parallelism.spmd_backend = "partial_dtensor"  # supported by torch 2.13
     config.dump_folder = os.environ["TITAN"]
     return config
 
 
 def paged() -> Any:
-    """Return that of the same training with its state on NVMe."""
+    """Return the config of the same training with its state on NVMe."""
     config = in_memory()
     config.checkpoint.enable, config.checkpoint.interval = True, 2
     settings = {
@@ -149,20 +144,20 @@ def paged() -> Any:
 
 
 def train(name: str, first: str, result: str, *words: str) -> None:
-    """Train as torchtitan's command line does; keep steps with losses and norms, and weights before and behind.
+    """Train like torchtitan's command line; save losses, norms, and the weights before and after training.
 
     Args:
-        name: of the function here that returns the config.
-        first: of the result whose first weights this begins with; empty for its own.
-        result: name of what is kept, for this rank.
-        words: further arguments of the command line.
+        name: Name of the function in this module that returns the config.
+        first: Name of the result whose initial weights are used. Empty for the weights of the config.
+        result: Name of the saved result.
+        words: Further command-line arguments.
     """
     folder, rank = Path(os.environ["TITAN"]), os.environ["RANK"]
     try:
         config = ConfigManager().parse_args(["--module", "support.titan", "--config", name, *words])
         trainer = config.build()
     except InfinityError as error:
-        torch.save({"refused": f"{type(error).__name__}: {error}"}, folder / f"{result}-{rank}.pt")
+        torch.save({"error": f"{type(error).__name__}: {error}"}, folder / f"{result}-{rank}.pt")
         return
     parts = dict(trainer.model_parts[0].named_parameters())
     with torch.no_grad():
@@ -175,9 +170,9 @@ def train(name: str, first: str, result: str, *words: str) -> None:
     trainer.metrics_processor.log = lambda step, loss, most, norm, **_: steps.append((step, loss, most, norm))
     trainer.train()
     with torch.no_grad():
-        behind = {key: part.to_local().clone() for key, part in parts.items()}
+        after = {key: part.to_local().clone() for key, part in parts.items()}
     trainer.close()
-    torch.save({"steps": steps, "before": before, "behind": behind}, folder / f"{result}-{rank}.pt")
+    torch.save({"steps": steps, "before": before, "after": after}, folder / f"{result}-{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A node that is looked at with `infinity top`, made up; and its views at several sizes.
+"""Sample node for tests of `infinity top`, and its views at several sizes.
 
-``PYTHONPATH=.:tools python tests/support/top_state.py`` writes the views anew.
+``PYTHONPATH=.:tools python tests/support/top_state.py`` regenerates the views.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ PARTS = {
 
 
 def rank(number: int, **values) -> Rank:
-    """A rank of the first run."""
-    given = {
+    """Return a rank of the first run, with `values` replaced."""
+    defaults = {
         "rank": number, "pid": 4000 + number, "status": "live", "step": 1234.0, "step_seconds": 0.5 + number / 10,
         "tokens_per_second": 4096.0, "parts": PARTS, "stalled": 0.2, "read_bytes_per_second": 0.6e9,
         "written_bytes_per_second": 0.4e9, "host_cache_used": 48 << 20, "host_cache_bytes": 64 << 20, "errors": 0.0,
     }  # fmt: skip
-    return Rank(**{**given, **values})
+    return Rank(**{**defaults, **values})
 
 
 def run(name: str, **values) -> Run:
-    """A run like the first."""
-    given = {
+    """Return a run like the first one, with `values` replaced."""
+    defaults = {
         "id": name, "status": "live", "world_size": 4, "step": 1234.0, "step_seconds": 0.55,
         "tokens_per_second": 8192.0, "loss": 2.34567, "parts": PARTS, "stalled": 0.2, "read_bytes_per_second": 1.2e9,
         "written_bytes_per_second": 0.8e9, "host_cache_used": 96 << 20, "host_cache_bytes": 128 << 20,
@@ -41,7 +41,7 @@ def run(name: str, **values) -> Run:
         "checkpoint_seconds": 0.021, "checkpoints": 12.0, "prefetch_hit": 0.93, "prefetch_late": 0.07, "errors": 0.0,
         "retries": 3.0, "ranks": (rank(0), rank(1)),
     }  # fmt: skip
-    return Run(**{**given, **values})
+    return Run(**{**defaults, **values})
 
 
 STARTING = run(
@@ -78,11 +78,11 @@ SAMPLE = replace(
     snapshot=replace(SNAPSHOT, runs=SNAPSHOT.runs[:2], drives=(DRIVE,), notes=()),
     interactive=False,
 )
-"""What docs/how-to/monitoring.md shows, 100 columns wide."""
+"""State shown in docs/how-to/monitoring.md, with 100 columns."""
 
 
 def views() -> dict[str, str]:
-    """Return the view of `STATE` at each size, by the name of its file."""
+    """Return the view of `STATE` at each size, by file name."""
     return {f"{width}x{height}.txt": view(STATE, width, height).plain + "\n" for width, height in SIZES}
 
 

@@ -1,4 +1,4 @@
-"""Bytes of steady steps: counted by us, planned, and counted by the kernel."""
+"""Bytes transferred in steady-state steps: counted by infinity, planned, and counted by the operating system."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import infinity
 from infinity.content.format import Role
 from support.train import Outcome, Paging, Recipe, offloaded, train
 
-WARM, STEADY = 3, 24  # as many steps as make what is in flight at both ends less than 1 %
+WARM, STEADY = 3, 24  # enough steps that transfers in flight at either end are below 1%
 
 
 def traffic(recipe: Recipe, paging: Paging, folder: str) -> dict[str, int | float]:
-    """Return bytes of the steady steps: counted by us, planned, and counted by the kernel."""
+    """Return the bytes that the steady-state steps transfer, and sizes of the run."""
     with offloaded(recipe, paging, Path(folder)) as (model, optimizer):
         train(recipe, model, optimizer, Outcome())
-        quiet(optimizer)
+        wait_until_idle(optimizer)
         before = kernel_bytes()
         more = Recipe(**{**vars(recipe), "steps": recipe.steps + STEADY})
         counted = optimizer.run.ledger.total_bytes
         spared = spared_bytes(optimizer)
         train(more, model, optimizer, Outcome(), first=recipe.steps)
-        quiet(optimizer)
+        wait_until_idle(optimizer)
         counted = {op: value - counted[op] for op, value in optimizer.run.ledger.total_bytes.items()}
         kernel = {name: value - before[name] for name, value in kernel_bytes().items()}
         assert optimizer.update_schedule == paging.update_schedule
@@ -41,8 +41,8 @@ def traffic(recipe: Recipe, paging: Paging, folder: str) -> dict[str, int | floa
         }
 
 
-def quiet(optimizer: infinity.PagedOptimizer) -> None:
-    """Wait until no update runs and nothing is in flight, so that all bytes are counted that a step asked for."""
+def wait_until_idle(optimizer: infinity.PagedOptimizer) -> None:
+    """Wait until no update runs and no transfer is in flight, so that all bytes of a step are counted."""
     until = time.monotonic() + 300
     while optimizer.run.pager.reservations or any(optimizer.run.pager.in_flight().values()):
         assert time.monotonic() < until
@@ -50,21 +50,24 @@ def quiet(optimizer: infinity.PagedOptimizer) -> None:
 
 
 def spared_bytes(optimizer: infinity.PagedOptimizer) -> float:
-    """Return the bytes of reads that were planned and not needed, since the start."""
+    """Return the bytes of planned reads that were not needed, since the start."""
     return optimizer.run.stats.snapshot().value("prefetch_spared_bytes_total")
 
 
 def kernel_bytes() -> dict[str, int]:
-    """Return what the kernel says that this process moved to and from drives."""
+    """Return the bytes that this process read from and wrote to drives, from /proc/self/io."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return {name: int(value) for name, _, value in (line.partition(": ") for line in lines)}
 
 
-def close(a: float, b: float) -> bool:
-    """Whether two byte counts agree within 1 %."""
+def within_one_percent(a: float, b: float) -> bool:
+    """Return whether two byte counts agree within 1%."""
     return abs(a - b) <= 0.01 * max(a, b)
 
 
-def as_planned(measured: float, planned: float) -> bool:
-    """Whether no more than 1 % above the plan was moved; less is possible, see `test_measured_bytes_match_the_plan_at_every_cache_size`."""
+def matches_plan(measured: float, planned: float) -> bool:
+    """Return whether the measured bytes exceed the plan by at most 1%.
+
+    Less traffic than planned is possible, see `test_measured_bytes_match_the_plan_at_every_cache_size`.
+    """
     return 0.85 * planned <= measured <= 1.01 * planned

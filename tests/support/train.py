@@ -1,4 +1,4 @@
-"""Training the same case in memory and paged, and comparing every bit."""
+"""Train the same recipe in memory and offloaded, and compare the results bitwise."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "trust_ratio": lambda p: importlib.import_module("support.optimizers").TrustRatio(p, lr=1e-1, momentum=0.9),
     "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
 }
-_OF_ACTIVATIONS = {"device": 0, "host": 128, "nvme": 4}
-"""Pages of the host cache for activations, by tier: room for all of a small model, or the least."""
+_ACTIVATION_PAGES = {"device": 0, "host": 128, "nvme": 4}
+"""Number of activation pages in the host cache by tier: all pages of a small model, or the minimum."""
 NO_DTENSOR = {"rprop"}
-"""Optimizers that torch cannot run on DTensors: in memory they run on the local tensors."""
+"""Optimizers that do not support DTensor. In memory, they run on the local tensors."""
 
 
 class LocalOptimizer:
-    """Runs an optimizer on the CPU, on copies of the local tensors of sharded parameters, which may be on a device."""
+    """Run an optimizer on CPU copies of the local tensors of sharded parameters."""
 
     def __init__(self, params: list[nn.Parameter], make: Callable[[Any], torch.optim.Optimizer]) -> None:
         self._params = params
@@ -67,7 +67,7 @@ class LocalOptimizer:
     def step(self) -> None:
         for param, part in zip(self._params, self._locals, strict=True):
             part.grad = param.grad.to_local().to("cpu", copy=True) if param.grad is not None else None
-            part.data.copy_(param.to_local())  # may have been changed in place
+            part.data.copy_(param.to_local())  # the parameter may have been modified in place
         self._inner.step()
         with torch.no_grad():
             for param, part in zip(self._params, self._locals, strict=True):
@@ -85,13 +85,13 @@ class LocalOptimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What is trained; the same in memory and paged."""
+    """Model and training loop, which are the same in memory and offloaded."""
 
     model: str = "llama"
     policy: str = "bf16"
     clip: float | None = None
     clips: str = "optimizer"
-    """Whose function clips: ``optimizer`` or ``torch``."""
+    """Function used for clipping: ``optimizer.clip_grad_norm_`` (``optimizer``) or torch's (``torch``)."""
     micro: int = 1
     sequences: int = 2
     slices: int = 0
@@ -100,19 +100,19 @@ class Recipe:
     groups: bool = False
     evaluate: bool = False
     edit: bool = False
-    """Whether weights are changed in place behind every evaluation."""
+    """Whether weights are modified in place after every evaluation."""
     optimizer: str = "adamw"
     reshard: bool = True
     steps: int = STEPS
     seed: int = 0
     device: str = "cpu"
-    updates: str = "cpu"  # where they compute: there or on `device`
+    updates: str = "cpu"  # device of updates: the CPU or `device`
     deterministic: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Paging:
-    """How it is paged: must change nothing, but for formats with smaller moments."""
+    """Settings of the offloaded run. Except for formats with smaller moments, they must not affect the results."""
 
     format: str = "fp32"
     host_cache: str = "middle"
@@ -123,16 +123,16 @@ class Paging:
     page: int = PAGE
     cores: int = 1
     device: int = 0
-    """Bytes of the device for weights and whole FSDP modules; 0: what it has free."""
+    """Device memory for weights and GPU-resident FSDP modules, in bytes. 0: free memory."""
     gpu_resident_pages: str = ""
-    """How many FSDP modules are to live there: ``all``, ``some`` or ``none``; empty where that is left open."""
+    """Expected GPU-resident FSDP modules: ``all``, ``some`` or ``none``. Empty: any."""
     activations: str = "device"
-    """Where they wait for backward."""
+    """Tier for activations: ``device``, ``host`` or ``nvme``."""
 
 
 @dataclass
 class Outcome:
-    """Everything that must be equal."""
+    """Results that must be equal, and properties of the run."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -141,12 +141,12 @@ class Outcome:
     update_schedule: str = ""
     moved: int = 0
     gpu_resident: int = 0
-    """FSDP modules that live on the device, of `fsdp_modules`."""
+    """Number of GPU-resident FSDP modules, of `fsdp_modules`."""
     fsdp_modules: int = 0
 
 
 def build(recipe: Recipe) -> nn.Module:
-    """Return the recipe's model, sharded, on the device of this rank, which it may share with others."""
+    """Return the sharded model of a recipe on the device of this rank. Ranks may share a device."""
     if recipe.device != "cpu":
         module = torch.get_device_module(recipe.device)
         module.set_device(dist.get_rank() % module.device_count() if dist.is_initialized() else 0)
@@ -165,7 +165,7 @@ def build(recipe: Recipe) -> nn.Module:
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the recipe's optimizer over what is trained."""
+    """Return the optimizer of a recipe for the trainable parameters."""
     trained = [param for param in model.parameters() if param.requires_grad]
     if not recipe.groups:
         return OPTIMIZERS[recipe.optimizer](trained)
@@ -175,14 +175,14 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def local_optimizer(recipe: Recipe, model: nn.Module) -> LocalOptimizer:
-    """Return the recipe's optimizer, on the CPU, over what is trained."""
+    """Return the optimizer of a recipe as a `LocalOptimizer`."""
     if recipe.groups:
-        raise ValueError("a LocalOptimizer has one param group, and the recipe several")
+        raise ValueError("LocalOptimizer does not support recipes with several param groups")
     return LocalOptimizer([p for p in model.parameters() if p.requires_grad], OPTIMIZERS[recipe.optimizer])
 
 
 def batch(model: nn.Module, seed: int, sequences: int = 2) -> torch.Tensor:
-    """Return tokens of shape (sequences, 24), different on every rank."""
+    """Return tokens of shape (sequences, 24), which differ between ranks."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randint(0, models.vocabulary_of(model), (sequences, 24), generator=generator)
@@ -197,9 +197,9 @@ def train(
     first: int = 0,
     scheduler: Any = None,
 ) -> None:
-    """Run the steps of a recipe, as a user's loop does.
+    """Run the steps of a recipe, like a user's training loop.
 
-    Nothing is asked of a device before the last step: whoever asks waits for all that was launched.
+    Values are copied from a device only after the last step, because a copy waits for all launched operations.
     """
     losses: list[torch.Tensor] = []
     norms: list[torch.Tensor] = []
@@ -237,7 +237,7 @@ def _clip(recipe: Recipe, optimizer: torch.optim.Optimizer, model: nn.Module) ->
 
 
 def evaluate(model: nn.Module, sequences: int = 2) -> float:
-    """Return the loss of a batch without gradients."""
+    """Return the loss of a batch in evaluation mode, without gradients."""
     return _evaluated(model, sequences, "cpu").item()
 
 
@@ -250,7 +250,7 @@ def _evaluated(model: nn.Module, sequences: int, device: str) -> torch.Tensor:
 
 
 def _edit(model: nn.Module) -> None:
-    """Change weights of the first layer in place."""
+    """Modify weights of the first layer in place."""
     with torch.no_grad():
         for param in models.layers_of(model)[0].parameters():
             if param.ndim > 1:
@@ -259,19 +259,19 @@ def _edit(model: nn.Module) -> None:
 
 @contextmanager
 def reproducible() -> Iterator[None]:
-    """Let torch compute the same bits every time, on a device too, or raise where it has no such kernel."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+    """Enable deterministic algorithms of torch, including those of devices."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at first use of cuBLAS
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        with sdpa_kernel(SDPBackend.MATH):  # backward of the others may add up in any order
+        with sdpa_kernel(SDPBackend.MATH):  # backward of other backends is not deterministic
             yield
     finally:
         torch.use_deterministic_algorithms(before)
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part, flat, a copy on the CPU."""
+    """Return a flat CPU copy of the local part of a tensor."""
     part = value.to_local() if isinstance(value, DTensor) else value
     return part.detach().to("cpu", copy=True).reshape(-1)
 
@@ -293,7 +293,7 @@ def state_in_memory(model: nn.Module, optimizer: Any) -> dict[str, dict[str, tor
 
 
 def state_on_nvme(model: nn.Module, optimizer: infinity.PagedOptimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """Return parameters and optimizer states by name; those never updated have no state, as in memory."""
+    """Return parameters and optimizer states by name. As in memory, parameters without updates have no state."""
     found = {}
     for name, param in model.named_parameters():
         if not param.requires_grad:
@@ -305,7 +305,7 @@ def state_on_nvme(model: nn.Module, optimizer: infinity.PagedOptimizer) -> dict[
 
 @functools.cache
 def in_memory(recipe: Recipe) -> Outcome:
-    """Train under plain FSDP2."""
+    """Train a recipe with plain FSDP2."""
     model = build(recipe)
     if recipe.optimizer in NO_DTENSOR or recipe.updates != recipe.device:
         optimizer = local_optimizer(recipe, model)
@@ -318,7 +318,7 @@ def in_memory(recipe: Recipe) -> Outcome:
 
 
 def paged(recipe: Recipe, paging: Paging, folder: Path) -> Outcome:
-    """Train with everything on NVMe."""
+    """Train a recipe offloaded."""
     outcome = Outcome()
     with offloaded(recipe, paging, folder) as (model, optimizer):
         train(recipe, model, optimizer, outcome)
@@ -350,7 +350,7 @@ def offloaded(
 
 
 def settings(folder: Path, paging: Paging, host: int, **sections: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration with its folders under `folder`."""
+    """Return settings whose folders are in `folder`."""
     paths = [folder / f"nvme{index}" for index in range(paging.paths)]
     for path in paths:
         path.mkdir(exist_ok=True)
@@ -359,7 +359,7 @@ def settings(folder: Path, paging: Paging, host: int, **sections: dict[str, Any]
         "memory": {"host_bytes": host, "page_bytes": paging.page, "device_bytes": paging.device},
         "state": {"format": paging.format},
         "update": {"schedule": paging.update_schedule, "cores": paging.cores},
-        "activations": {"tier": paging.activations, "host_bytes": _OF_ACTIVATIONS[paging.activations] * paging.page},
+        "activations": {"tier": paging.activations, "host_bytes": _ACTIVATION_PAGES[paging.activations] * paging.page},
         "telemetry": {"runtime_dir": str(folder / "runtime")},
     }
     for section, values in sections.items():
@@ -368,20 +368,20 @@ def settings(folder: Path, paging: Paging, host: int, **sections: dict[str, Any]
 
 
 def least_host_bytes(paging: Paging, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
-    """Return the smallest host cache, from the error of a host cache that is too small."""
+    """Return the minimum host cache size, taken from the error for a host cache that is too small."""
     page = paging.page
-    with tempfile.TemporaryDirectory(dir=folder) as apart:
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
         try:
             tiny = Paging(page=page, format=paging.format)
-            infinity.offload(model, optimizer, settings(Path(apart), tiny, page)).close()
+            infinity.offload(model, optimizer, settings(Path(temporary), tiny, page)).close()
         except BudgetError as error:
             return parse_size(re.search(r"set memory.host_bytes to (\w+) or more", str(error))[1])
     return page
 
 
 def host_bytes(paging: Paging, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
-    """Return the size of the host cache that a paging names; activations have theirs beside it."""
-    return _host_bytes(paging, model, optimizer, folder) + _OF_ACTIVATIONS[paging.activations] * paging.page
+    """Return the host cache size of a `Paging`, including pages for activations."""
+    return _host_bytes(paging, model, optimizer, folder) + _ACTIVATION_PAGES[paging.activations] * paging.page
 
 
 def _host_bytes(paging: Paging, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
@@ -391,13 +391,13 @@ def _host_bytes(paging: Paging, model: nn.Module, optimizer: torch.optim.Optimiz
     if paging.host_cache == "least":
         return least
     elements = sum(local(param).numel() for param in model.parameters())
-    if paging.host_cache.endswith("%"):  # of the state, of 14 bytes per element
+    if paging.host_cache.endswith("%"):  # of the state, which has 14 bytes per element
         return max(least, elements * 14 * int(paging.host_cache[:-1]) // 100 // paging.page * paging.page)
     return max(least, elements * 6 // paging.page * paging.page)
 
 
 class Switch:
-    """An engine with faults that can be switched on and off while it runs."""
+    """An engine whose faults can be enabled and disabled while it runs."""
 
     def __init__(self, inner: Engine, seed: int, faults: tuple[Fault, ...], on: bool) -> None:
         self._inner, self._faulty, self.on = inner, FaultEngine(inner, seed, faults), on
@@ -415,7 +415,7 @@ class Switch:
 
 @contextmanager
 def faulty(*faults: Fault, seed: int = 0, on: bool = True) -> Iterator[list[Switch]]:
-    """Wrap every engine that is opened inside; yields the wrapped engines."""
+    """Inject faults into all engines that are opened inside of the block; yield the engines."""
     module = importlib.import_module("infinity.run.run")
     original = module.open_engine
     opened: list[Switch] = []
@@ -433,11 +433,11 @@ def faulty(*faults: Fault, seed: int = 0, on: bool = True) -> Iterator[list[Swit
 
 
 def differences(expected: Outcome, found: Outcome) -> list[str]:
-    """Return what differs, in words; empty when every bit is the same."""
+    """Return descriptions of all differences. Empty: the outcomes are bitwise equal."""
     listed = [
-        f"{what}: {a} != {b}"
-        for what in ("losses", "norms", "evaluations")
-        if (a := getattr(expected, what)) != (b := getattr(found, what))
+        f"{name}: {a} != {b}"
+        for name in ("losses", "norms", "evaluations")
+        if (a := getattr(expected, name)) != (b := getattr(found, name))
     ]
     if expected.state.keys() != found.state.keys():
         listed.append(f"parameters: {sorted(expected.state.keys() ^ found.state.keys())}")
@@ -456,40 +456,38 @@ def _state_differences(name: str, expected: dict[str, torch.Tensor], found: dict
         wanted, got = value.reshape(-1), found[kind].reshape(-1)
         if wanted.dtype != got.dtype or not torch.equal(wanted, got):
             listed.append(f"{name}/{kind} ({wanted.dtype}, {got.dtype}): {(wanted != got).sum()} elements")
-    # Where memory has no state yet (no gradient ever), pages hold zeros.
+    # For parameters without gradients there is no state in memory, and pages contain zeros.
     listed += [f"{name}/{kind} is not zero" for kind in found.keys() - expected.keys() if found[kind].any()]
     return listed
 
 
 def compare(recipe: Recipe, paging: Paging, folder: str) -> list[str]:
-    """Train a recipe both ways; return what differs. Runs on every rank."""
+    """Train a recipe in memory and offloaded; return the differences. Called on every rank."""
     with reproducible() if recipe.deterministic else nullcontext():
         expected = in_memory(recipe)
         found = paged(recipe, paging, Path(folder))
-    return differences(expected, found) + _pretences(recipe, paging, found)
+    return differences(expected, found) + _vacuous_comparisons(recipe, paging, found)
 
 
-def _pretences(recipe: Recipe, paging: Paging, found: Outcome) -> list[str]:
-    """Return why the comparison compares nothing, if it does not."""
+def _vacuous_comparisons(recipe: Recipe, paging: Paging, found: Outcome) -> list[str]:
+    """Return the reasons why the comparison is meaningless, for example because no page was read."""
     wanted = paging.update_schedule
     if wanted == "auto":
         wanted = "in_backward" if recipe.clip is None and recipe.micro == 1 else "in_forward"
     listed = []
     if len(set(found.losses)) == 1:
-        listed.append("the loss never changes")
+        listed.append("the loss is constant")
     if found.update_schedule != wanted:
         listed.append(f"updates ran {found.update_schedule}, not {wanted}")
-    gpu_resident_pages = "all" if found.gpu_resident == found.fsdp_modules else "some" if found.gpu_resident else "none"
-    if paging.gpu_resident_pages not in ("", gpu_resident_pages):
-        listed.append(f"{found.gpu_resident} of {found.fsdp_modules} FSDP modules lived on the device")
-    # Where some FSDP modules live on the device, the host cache may have room for all others.
-    if gpu_resident_pages != "some" and (found.moved > 0) is not (
-        paging.host_cache != "all" and gpu_resident_pages == "none"
-    ):
+    gpu_resident = "all" if found.gpu_resident == found.fsdp_modules else "some" if found.gpu_resident else "none"
+    if paging.gpu_resident_pages not in ("", gpu_resident):
+        listed.append(f"{found.gpu_resident} of {found.fsdp_modules} FSDP modules were GPU-resident")
+    # If some FSDP modules are GPU-resident, the others may fit into the host cache.
+    if gpu_resident != "some" and (found.moved > 0) is not (paging.host_cache != "all" and gpu_resident == "none"):
         listed.append(f"the last step read {found.moved} bytes with host cache {paging.host_cache}")
     return listed
 
 
-def whole(value: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor, a copy."""
+def full_copy(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the full tensor."""
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()

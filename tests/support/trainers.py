@@ -1,4 +1,4 @@
-"""transformers' Trainer on tiny models: with its state on NVMe, as it comes, and the same steps written by hand."""
+"""transformers Trainer for tiny models, with and without offloading, and an equivalent reference loop."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch.distributed.tensor import DTensor
 import infinity
 from support import models
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is asked of the Hub, and nothing told
+os.environ["HF_HUB_OFFLINE"] = "1"  # no requests to the Hub
 VOCABULARY, LENGTH = 256, 16
 STEPS = 6
 BATCH = 4
 
 
 def build(where: str = "cpu", *, policy: str = "fp32", layers: int = 3, dropout: float = 0.0) -> nn.Module:
-    """Return a tiny Llama, sharded on the CPU or on the meta device, or, as ``plain``, not sharded."""
+    """Return a tiny Llama, sharded on device `where` (``cpu`` or ``meta``), or unsharded if `where` is ``plain``."""
     torch.manual_seed(0)
     if where == "plain":
         return models.llama(layers=layers, dropout=dropout)
@@ -38,7 +38,7 @@ def build(where: str = "cpu", *, policy: str = "fp32", layers: int = 3, dropout:
 
 
 def with_adapters(where: str = "cpu") -> nn.Module:
-    """Return the model with LoRA of peft, sharded on the CPU or, as ``plain``, not sharded."""
+    """Return the model with peft LoRA adapters, sharded on the CPU, or unsharded if `where` is ``plain``."""
     from peft import LoraConfig, get_peft_model
 
     model = build("plain")
@@ -49,7 +49,7 @@ def with_adapters(where: str = "cpu") -> nn.Module:
 
 
 def dataset(*, rows: int = 128, ignored: bool = True) -> list[dict[str, torch.Tensor]]:
-    """Return rows of tokens; of some, a part of the labels does not count."""
+    """Return rows of tokens. If `ignored`, some labels are -100."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCABULARY, (rows, LENGTH), generator=generator)
     found = []
@@ -62,13 +62,13 @@ def dataset(*, rows: int = 128, ignored: bool = True) -> list[dict[str, torch.Te
 
 
 def settings(nvme: Path, **sections: Any) -> dict[str, Any]:
-    """Return settings for a run under a folder."""
+    """Return the settings of a run in a folder."""
     own = {"storage": {"paths": [str(nvme)]}, "memory": {"host_bytes": "8MiB"}}
     return own | {"telemetry": {"runtime_dir": str(nvme.parent / "runtime")}} | sections
 
 
-def arguments(out: Path, **given: Any) -> Any:
-    """Return TrainingArguments that train a few steps in the order of the data, and write nothing unless asked to."""
+def arguments(out: Path, **options: Any) -> Any:
+    """Return TrainingArguments for a few steps in the order of the data, which do not save by default."""
     from transformers import TrainingArguments
 
     defaults: dict[str, Any] = {
@@ -85,12 +85,12 @@ def arguments(out: Path, **given: Any) -> Any:
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    return TrainingArguments(output_dir=str(out), **(defaults | given))
+    return TrainingArguments(output_dir=str(out), **(defaults | options))
 
 
 @dataclass
 class Outcome:
-    """What a training shows; equal to the bit, or something was computed otherwise."""
+    """Results of a training run, which must be bitwise equal to those of the reference."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
@@ -98,11 +98,14 @@ class Outcome:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def equals(self, other: Outcome, *, first: int = 0) -> None:
-        """Compare with another one, of which steps before `first` are not here."""
+        """Assert equality with another outcome, except for its steps before `first`."""
         assert self.losses == other.losses[first:]
         assert len(self.losses) > 0
         for mine, theirs in zip(self.norms, other.norms[first:], strict=True):
-            assert mine in (None, theirs)  # None: nobody clips by it, and updates in backward leave it unknown
+            assert mine in (
+                None,
+                theirs,
+            )  # None without clipping and with updates in backward, because the norm is unknown
         assert self.evaluations == other.evaluations[len(other.evaluations) - len(self.evaluations) :]
         assert self.weights.keys() == other.weights.keys()
         for name, value in self.weights.items():
@@ -110,7 +113,7 @@ class Outcome:
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return this rank's part of every parameter, a copy."""
+    """Return copies of the local shards of all parameters."""
     found = {}
     for name, param in model.named_parameters():
         part = param.to_local() if isinstance(param, DTensor) else param
@@ -119,7 +122,7 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def outcome_of(trainer: Any) -> Outcome:
-    """Return what a Trainer has logged, and its weights."""
+    """Return the logged values and the weights of a Trainer."""
     logs = trainer.state.log_history
     steps = [entry for entry in logs if "loss" in entry]
     return Outcome(
@@ -137,24 +140,24 @@ def make(
     nvme: Path | None = None,
     attached: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
-    **given: Any,
+    **options: Any,
 ) -> Any:
-    """Return a Trainer; with `nvme`, one whose state is there. `given` are its arguments, or TrainingArguments."""
+    """Return a Trainer, offloaded to `nvme` if it is set. `options` are arguments to Trainer or TrainingArguments."""
     from transformers import Trainer
 
     from infinity.integrations.transformers import attach
 
-    own = {name: given.pop(name) for name in list(given) if name in _OF_TRAINER}
+    own = {name: options.pop(name) for name in list(options) if name in _TRAINER_ARGUMENTS}
     own.setdefault("train_dataset", dataset())
     own.setdefault("eval_dataset", dataset()[:12])
     kind = own.pop("kind", Trainer)
-    trainer = kind(model=model, args=arguments(out, **given), **own)
+    trainer = kind(model=model, args=arguments(out, **options), **own)
     if nvme is not None:
         attach(trainer, settings(nvme, **(config or {})), **(attached or {}))
     return trainer
 
 
-_OF_TRAINER = {
+_TRAINER_ARGUMENTS = {
     "kind", "train_dataset", "eval_dataset", "callbacks", "optimizers", "compute_metrics", "data_collator",
     "compute_loss_func", "optimizer_cls_and_kwargs",
 }  # fmt: skip
@@ -170,14 +173,16 @@ def by_hand(
     evaluate_every: int = 0,
     step_context: Callable[[], Any] | None = None,
 ) -> Outcome:
-    """Train a sharded model in memory: the loop that the Trainer's documentation describes, without the Trainer.
+    """Train a sharded model in memory with a loop that is equivalent to the Trainer's.
 
     Args:
-        accumulation: micro-batches of a step.
-        clip: the largest norm of gradients; 0: no clipping.
-        joined: whether the micro-batches of a step are one batch (`infinity.micro_batches` cuts it again).
-        evaluate_every: steps between evaluations; 0: none.
-        step_context: what forwards run in, such as autocast.
+        model: Sharded model.
+        steps: Number of steps.
+        accumulation: Number of micro-batches per step.
+        clip: Maximum gradient norm. 0: no clipping.
+        joined: Whether the micro-batches of a step are passed as one batch, which `infinity.micro_batches` splits.
+        evaluate_every: Number of steps between evaluations. 0: no evaluation.
+        step_context: Function that returns a context for forward passes, such as autocast.
     """
     import contextlib
 
@@ -226,7 +231,7 @@ def by_hand(
 
 @torch.no_grad()
 def _evaluated(model: nn.Module, rows: list[dict[str, torch.Tensor]]) -> float:
-    """Return the mean over rows of their batch's loss, on one rank."""
+    """Return the loss of batches, averaged over rows, on one rank."""
     model.eval()
     losses = []
     for start in range(0, len(rows), BATCH):

@@ -1,6 +1,6 @@
-"""An engine whose drive forgets: what was written after the last `sync` may be lost when the power goes.
+"""An engine that simulates a loss of power, in which writes after the last `sync` may be lost.
 
-`make crash-test` resumes from what it leaves.
+`make crash-test` resumes from the remaining files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Written(NamedTuple):
 
 
 class VolatileEngine(WrappedEngine):
-    """Passes requests to `inner`, which it owns and closes, and remembers what unsynced writes have replaced."""
+    """Forward requests to `inner`, and keep the data that unsynced writes have replaced."""
 
     kind = "volatile"
 
@@ -34,7 +34,7 @@ class VolatileEngine(WrappedEngine):
         self._unsynced: list[_Written] = []
 
     def submit(self, op: Op, file: DataFile, offset: int, memory: memoryview) -> Ticket:
-        """Start a transfer; a write first reads what it replaces. Raises `ValueError` or `InfinityError`."""
+        """Start a transfer. Before a write, read the data that it replaces."""
         if op is Op.WRITE:
             length = memory.nbytes
             before = transfer_memory(align_up(length, 4096))[:length]
@@ -46,7 +46,7 @@ class VolatileEngine(WrappedEngine):
         return self._inner.submit(op, file, offset, memory)
 
     def sync(self, file: DataFile) -> None:
-        """Make completed writes durable: they are not lost any more. Raises `StorageError`."""
+        """Make completed writes durable, so that they can no longer be lost."""
         with self._lock:
             durable = {id(w) for w in self._unsynced if w.ticket.done and w.ticket.path == file.path}
         self._inner.sync(file)
@@ -54,9 +54,9 @@ class VolatileEngine(WrappedEngine):
             self._unsynced = [written for written in self._unsynced if id(written) not in durable]
 
     def lose_power(self, rng: random.Random) -> int:
-        """Leave of every unsynced write all, nothing, or some sectors, in any order; return their number.
+        """Undo each unsynced write entirely, partly (by sector) or not at all; return the number of unsynced writes.
 
-        To be followed by the end of the process.
+        The process must end afterwards.
         """
         with self._lock:
             lost, self._unsynced = self._unsynced, []

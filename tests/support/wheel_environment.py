@@ -1,7 +1,7 @@
-"""Fresh environments without the network: a Python that everybody may run, and packages linked from the one that tests.
+"""New virtual environments without network access, with packages linked from the environment of the tests.
 
-What is under test comes from the wheel alone; what it needs is linked by the metadata of the distributions, so that an
-environment has what is declared and nothing else.
+The package under test is installed from its wheel. Its dependencies are linked according to the metadata of the
+distributions, so that an environment contains only declared dependencies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def _link(source: str, target: str) -> None:
-    """Give a file a second name, or copy it to another file system."""
+    """Create a hard link, or a copy on another file system."""
     try:
         os.link(source, target)
     except OSError:
@@ -33,9 +33,9 @@ def _is_readable_by_all(path: Path) -> bool:
 
 
 def public_python(place: Path) -> tuple[Path, dict[str, str]]:
-    """Return a Python of the running version that every user may start, and the variables that it needs.
+    """Return a Python executable of this version that every user may run, and the environment variables that it needs.
 
-    That of the tests, or its linked copy in `place` if it lies in a folder of the user who tests.
+    This is the Python of the tests or, if other users cannot read it, a linked copy in `place`.
     """
     base, python = Path(sys.base_prefix), Path(sys.base_prefix, "bin", _VERSION)
     if _is_readable_by_all(python.resolve()):
@@ -50,7 +50,7 @@ def public_python(place: Path) -> tuple[Path, dict[str, str]]:
 
 
 def _needed(requirements: Iterable[str], extras: Iterable[str]) -> dict[str, metadata.Distribution]:
-    """Return the installed distributions that requirements ask for, by name, with what those need in turn."""
+    """Return the installed distributions that satisfy requirements, and their dependencies, by name."""
     found: dict[str, metadata.Distribution] = {}
     done = set()
     left = [(Requirement(line), frozenset(extras)) for line in requirements]
@@ -70,31 +70,31 @@ def _needed(requirements: Iterable[str], extras: Iterable[str]) -> dict[str, met
 
 
 def without_checkout() -> dict[str, str]:
-    """Return the variables of this process without those by which another Python would find this checkout."""
+    """Return the environment variables of this process without variables that make Python import this checkout."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment and how a stranger runs something in it."""
+    """A virtual environment, whose commands run as an unprivileged user."""
 
     folder: Path
     variables: dict[str, str]
-    """That the Python needs."""
+    """Environment variables that Python needs."""
 
     @classmethod
     def make(cls, folder: Path, python: Path, variables: dict[str, str]) -> Environment:
-        """Make an empty one."""
+        """Create an empty virtual environment."""
         subprocess.run([python, "-m", "venv", "--without-pip", folder], check=True, env=variables)
         return cls(folder, variables)
 
     @property
     def site(self) -> Path:
-        """The folder of its packages."""
+        """Folder site-packages."""
         return self.folder / "lib" / _VERSION / "site-packages"
 
     def link(self, requirements: Iterable[str], extras: Iterable[str] = ()) -> None:
-        """Link in what requirements ask for; nothing is loaded from anywhere."""
+        """Link the distributions that satisfy requirements. Nothing is downloaded."""
         for distribution in _needed(requirements, extras).values():
             for file in distribution.files or ():
                 if ".." in file.parts or (target := self.site / file).exists():
@@ -103,7 +103,7 @@ class Environment:
                 _link(str(distribution.locate_file(file)), str(target))
 
     def pip(self, *arguments: str) -> None:
-        """Run the pip of the tests on this environment."""
+        """Run pip for this environment."""
         python = str(self.folder / "bin" / "python")
         done = subprocess.run(
             [sys.executable, "-m", "pip", "--python", python, *arguments],
@@ -115,10 +115,11 @@ class Environment:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def run(self, *command: str, folder: str = "readonly") -> subprocess.CompletedProcess[str]:
-        """Run a command of this environment as a user who owns nothing, if this one may, without HOME.
+        """Run a command of this environment without HOME and, if the current user is root, as an unprivileged user.
 
         Args:
-            folder: where it runs, beside this environment: `readonly`, or `tmp`, where temporary files are.
+            command: Command and arguments.
+            folder: Current directory: `readonly`, or `tmp` for temporary files, next to this environment.
         """
         place = self.folder.parent
         nobody = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}

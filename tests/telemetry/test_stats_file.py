@@ -117,7 +117,7 @@ def test_anonymous_stats_have_no_file():
 
 
 @pytest.mark.parametrize(
-    ("request", "message"),
+    ("lookup", "message"),
     [
         (lambda s: s.counter("io_byte_total"), "did you mean io_bytes_total?"),
         (
@@ -136,9 +136,9 @@ def test_anonymous_stats_have_no_file():
         (lambda s: s.counter("device_read_bytes_total", device="nvme0"), "unknown metric"),
     ],
 )
-def test_unknown_names_are_rejected_with_suggestions(request, message):
+def test_unknown_names_are_rejected_with_suggestions(lookup, message):
     with pytest.raises(ConfigError) as caught:
-        request(make(None))
+        lookup(make(None))
     assert message in str(caught.value)
 
 

@@ -23,7 +23,7 @@ from infinity_tools.doctor.finding import Finding, Group, Status, Verdict, check
 from infinity_tools.doctor.world import World
 from support.command import Finished, run_here
 from support.daemon_process import daemon
-from support.doctor import is_
+from support.doctor import matches
 
 FOLDER_CHECKS = [one.name for group in GROUPS for one in group.of_folders]
 MACHINE_CHECKS = [one.name for group in GROUPS for one in group.checks]
@@ -200,7 +200,7 @@ def test_folder_of_another_user_is_a_problem() -> None:
     for path in (place, place / "new"):
         one = listed["folder", str(path)]
         fix = f"install -d -o 65534 -g {os.getegid()} {path}"
-        assert is_(Finding(**{**one, "status": Status(one["status"])}), "problem", "Permission denied", fix)
+        assert matches(Finding(**{**one, "status": Status(one["status"])}), "problem", "Permission denied", fix)
     assert done.status == 2
 
 

@@ -19,7 +19,7 @@ from infinity.memory.cgroups import cores_of_groups
 from infinity_tools.doctor import io_engine, memory, processor_check, software
 from infinity_tools.doctor.finding import Check
 from infinity_tools.doctor.world import World
-from support.doctor import GIB, Machine, is_
+from support.doctor import GIB, Machine, matches
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -43,9 +43,9 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_python_version(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_(machine.look(software.python), "ok", platform.python_version())
+    assert matches(machine.look(software.python), "ok", platform.python_version())
     monkeypatch.setattr(platform, "python_version", lambda: "3.10.4")
-    assert is_(machine.look(software.python), "problem", "3.10.4, older than 3.11", "3.11")
+    assert matches(machine.look(software.python), "problem", "3.10.4, older than 3.11", "3.11")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_torch_version(
 ) -> None:
     """Versions are compared numerically with the tested range; an invalid version is a warning."""
     monkeypatch.setattr(software, "installed", lambda package: version)
-    assert is_(machine.look(software.torch), status, says, fix)
+    assert matches(machine.look(software.torch), status, says, fix)
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_torch_version(
 )
 def test_transformers_is_optional(version: str | None, status: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "installed", lambda package: version)
-    assert is_(machine.look(software.transformers), status)
+    assert matches(machine.look(software.transformers), status)
 
 
 @pytest.mark.parametrize(("version", "status"), [("0.68.1", "ok"), (None, "note")])
 def test_numba_is_optional(version: str | None, status: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "installed", lambda package: version)
-    assert is_(machine.look(software.numba), status)
+    assert matches(machine.look(software.numba), status)
 
 
 def test_installed_returns_version_or_none() -> None:
@@ -89,9 +89,9 @@ def test_installed_returns_version_or_none() -> None:
 
 
 def test_memory_respects_control_group_limit(machine: Machine) -> None:
-    assert is_(machine.look(memory.memory), "ok", "60 GiB available of 64 GiB")
+    assert matches(machine.look(memory.memory), "ok", "60 GiB available of 64 GiB")
     machine.group(memory_max=str(4 * GIB), memory_current=str(GIB), memory_stat="inactive_file 0\n")
-    assert is_(machine.look(memory.memory), "note", "3 GiB within the limit of a control group, of 60 GiB", "--memory")
+    assert matches(machine.look(memory.memory), "note", "3 GiB within the limit of a control group, of 60 GiB", "--memory")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_memory_respects_control_group_limit(machine: Machine) -> None:
 )
 def test_host_cache_is_quarter_of_available_memory(available: int, status: str, says: str, machine: Machine) -> None:
     machine.memory(available=available)
-    assert is_(machine.look(memory.host_cache), status, says)
+    assert matches(machine.look(memory.host_cache), status, says)
 
 
 @pytest.mark.parametrize(
@@ -109,13 +109,13 @@ def test_host_cache_is_quarter_of_available_memory(available: int, status: str, 
 )
 def test_used_swap_is_a_warning(swap: int, free: int, status: str, says: str, machine: Machine) -> None:
     machine.memory(swap=swap * GIB, free=free * GIB)
-    assert is_(machine.look(memory.swap), status, says)
+    assert matches(machine.look(memory.swap), status, says)
 
 
 def test_strict_overcommit_is_a_warning(machine: Machine) -> None:
-    assert is_(machine.look(memory.overcommit), "ok")
+    assert matches(machine.look(memory.overcommit), "ok")
     machine.write("proc/sys/vm/overcommit_memory", "2\n")
-    assert is_(machine.look(memory.overcommit), "warning", "vm.overcommit_memory is 2", "sysctl vm.overcommit_memory=0")
+    assert matches(machine.look(memory.overcommit), "warning", "vm.overcommit_memory is 2", "sysctl vm.overcommit_memory=0")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_huge_pages(
     machine.write(file, text)
     if not text:
         (machine.root / file).unlink()
-    assert is_(machine.look(memory.huge_pages), status, says)
+    assert matches(machine.look(memory.huge_pages), status, says)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_locked_memory(
     limits("MEMLOCK", limit)
     machine.write("proc/self/status", f"CapEff:\t{capabilities:016x}\n")
     machine.write("proc/self/uid_map", f"   {uids}\n")
-    assert is_(machine.look(memory.locked_memory), status, says)
+    assert matches(machine.look(memory.locked_memory), status, says)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_resource_limits(
     check: Check[World], name: str, limit: int, status: str, fix: str, machine: Machine, limits: Callable[..., None]
 ) -> None:
     limits(name, limit)
-    assert is_(machine.look(check), status, fix=fix)
+    assert matches(machine.look(check), status, fix=fix)
 
 
 @pytest.mark.parametrize(
@@ -190,15 +190,15 @@ def test_fix_depends_on_hard_limit(
 ) -> None:
     """The fix is `ulimit` up to the hard limit, and limits.conf above it."""
     monkeypatch.setattr(resource, "getrlimit", lambda asked: (64, hard))
-    assert is_(machine.look(memory.open_files), "warning", "64", fix)
-    assert is_(machine.look(memory.locked_memory), "note", "64 B", "ulimit -l" if hard == UNLIMITED else "limits.conf")
+    assert matches(machine.look(memory.open_files), "warning", "64", fix)
+    assert matches(machine.look(memory.locked_memory), "note", "64 B", "ulimit -l" if hard == UNLIMITED else "limits.conf")
 
 
 def test_small_or_missing_shared_memory_is_a_note(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_(machine.look(memory.shared_memory), "note", "No such file", "/dev/shm")
+    assert matches(machine.look(memory.shared_memory), "note", "No such file", "/dev/shm")
     for size, status in ((64 << 20, "note"), (8 * GIB, "ok")):
         monkeypatch.setattr(os, "statvfs", lambda path, size=size: SimpleNamespace(f_frsize=1, f_blocks=size))
-        assert is_(machine.look(memory.shared_memory), status)
+        assert matches(machine.look(memory.shared_memory), status)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_cores(
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     machine.group(cpu_max=quota)
-    assert is_(machine.look(processor_check.cores), status, says, fix)
+    assert matches(machine.look(processor_check.cores), status, says, fix)
 
 
 def test_cgroup_v1_quota_is_smallest_of_hierarchy(machine: Machine) -> None:
@@ -258,13 +258,13 @@ def test_bf16_support_on_x86_and_arm(text: str | None, status: str, machine: Mac
     machine.write("proc/cpuinfo", text or "")
     if text is None:
         (machine.root / "proc/cpuinfo").unlink()
-    assert is_(machine.look(processor_check.bf16), status)
+    assert matches(machine.look(processor_check.bf16), status)
 
 
 def test_several_numa_nodes_are_a_note(machine: Machine) -> None:
-    assert is_(machine.look(processor_check.numa), "ok", "one node")
+    assert matches(machine.look(processor_check.numa), "ok", "one node")
     (machine.root / "sys/devices/system/node/node1").mkdir()
-    assert is_(machine.look(processor_check.numa), "note", "2 nodes", "--numa-binding")
+    assert matches(machine.look(processor_check.numa), "note", "2 nodes", "--numa-binding")
 
 
 @pytest.mark.parametrize(
@@ -297,12 +297,12 @@ def test_io_uring_failure_reports_reason_and_fix(
     machine.write("proc/self/status", f"Seccomp:\t{seccomp}\nSeccomp_filters:\t1\n")
     if disabled is not None:
         machine.write("proc/sys/kernel/io_uring_disabled", disabled)
-    assert is_(machine.look(io_engine.io_uring), "warning", f"{errno.errorcode[code]} (", fix)
+    assert matches(machine.look(io_engine.io_uring), "warning", f"{errno.errorcode[code]} (", fix)
 
 
 def test_available_io_uring_is_ok(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ring created by the check is closed."""
     closed = []
     monkeypatch.setattr(io_engine, "Ring", lambda entries: SimpleNamespace(close=lambda: closed.append(entries)))
-    assert is_(machine.look(io_engine.io_uring), "ok", "allowed")
+    assert matches(machine.look(io_engine.io_uring), "ok", "allowed")
     assert closed == [33]

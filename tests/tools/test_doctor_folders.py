@@ -19,7 +19,7 @@ from infinity_tools.doctor import storage
 from infinity_tools.doctor import world as worlds
 from infinity_tools.doctor.finding import Check, Finding
 from infinity_tools.doctor.world import Folder, World
-from support.doctor import GIB, Machine, is_
+from support.doctor import GIB, Machine, matches
 
 PROBE = "infinity probe"
 
@@ -42,19 +42,19 @@ def look(
 
 def test_existing_or_creatable_folder_is_ok(tmp_path: Path) -> None:
     """The parent folder is unchanged afterwards."""
-    assert is_(look(storage.folder, tmp_path), "ok", "writable")
+    assert matches(look(storage.folder, tmp_path), "ok", "writable")
     before = sorted(tmp_path.iterdir())
-    assert is_(look(storage.folder, tmp_path / "new"), "ok", "will be created")
+    assert matches(look(storage.folder, tmp_path / "new"), "ok", "will be created")
     assert sorted(tmp_path.iterdir()) == before
 
 
 def test_path_that_is_not_a_folder_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
-    assert is_(look(storage.folder, tmp_path / "file"), "problem", "is not a folder", "another folder")
-    assert is_(look(storage.folder, tmp_path / "loop"), "problem", "is not a folder", "another folder")
+    assert matches(look(storage.folder, tmp_path / "file"), "problem", "is not a folder", "another folder")
+    assert matches(look(storage.folder, tmp_path / "loop"), "problem", "is not a folder", "another folder")
     found = look(storage.folder, tmp_path / "a b/c")
-    assert is_(found, "problem", f"{tmp_path / 'a b'} is not a folder", f"mkdir -p '{tmp_path / 'a b'}'")
+    assert matches(found, "problem", f"{tmp_path / 'a b'} is not a folder", f"mkdir -p '{tmp_path / 'a b'}'")
 
 
 def test_read_only_mount_is_a_problem(tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_read_only_mount_is_a_problem(tmp_path: Path, machine: Machine, monkeypa
     )
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
     found = look(storage.folder, tmp_path / "run", root=machine.root)
-    assert is_(found, "problem", "mounted read-only", f"mount -o remount,rw {tmp_path}")
+    assert matches(found, "problem", "mounted read-only", f"mount -o remount,rw {tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -85,18 +85,18 @@ def test_unwritable_folder_reports_reason_and_fix(
     monkeypatch.setattr(worlds.tempfile, "mkstemp", fail)
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(os, "getegid", lambda: user)
-    assert is_(look(storage.folder, tmp_path), "problem", os.strerror(code), fix)
+    assert matches(look(storage.folder, tmp_path), "problem", os.strerror(code), fix)
 
 
 def test_locked_folder_reports_its_process(tmp_path: Path) -> None:
     """After the lock is released, the folder is reported as unused."""
     lock = FolderLock.acquire([tmp_path], new_run_id(), 0)
     try:
-        assert is_(look(storage.in_use, tmp_path), "note", f"process {os.getpid()}", "another folder")
+        assert matches(look(storage.in_use, tmp_path), "note", f"process {os.getpid()}", "another folder")
     finally:
         lock.release()
-    assert is_(look(storage.in_use, tmp_path), "ok", "by no run")
-    assert is_(look(storage.in_use, tmp_path / "new"), "ok", "by no run")
+    assert matches(look(storage.in_use, tmp_path), "ok", "by no run")
+    assert matches(look(storage.in_use, tmp_path / "new"), "ok", "by no run")
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,13 @@ def test_locked_folder_reports_its_process(tmp_path: Path) -> None:
 def test_file_system_types(kind: str, status: str, says: str, tmp_path: Path, machine: Machine) -> None:
     """The topmost mount determines the type."""
     machine.write("proc/self/mountinfo", f"1 0 8:1 / / rw - none a rw\n2 1 0:9 / {tmp_path} rw - {kind} a:/b rw\n")
-    assert is_(look(storage.file_system, tmp_path, root=machine.root), status, says)
+    assert matches(look(storage.file_system, tmp_path, root=machine.root), status, says)
 
 
 def test_file_system_without_size_is_a_problem(tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs cannot reserve space on such a file system."""
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=0))
-    assert is_(look(storage.file_system, tmp_path, root=machine.root), "problem", "without a size", "NVMe")
+    assert matches(look(storage.file_system, tmp_path, root=machine.root), "problem", "without a size", "NVMe")
 
 
 def fake_open(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
@@ -134,11 +134,11 @@ def fake_open(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
 
 def test_direct_io_alignment_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_open(monkeypatch)
-    assert is_(look(storage.direct, tmp_path), "ok", "aligned to 512 bytes")
+    assert matches(look(storage.direct, tmp_path), "ok", "aligned to 512 bytes")
     fake_open(monkeypatch, alignment=16384)
-    assert is_(look(storage.direct, tmp_path), "problem", "16384", "ext4")
+    assert matches(look(storage.direct, tmp_path), "problem", "16384", "ext4")
     fake_open(monkeypatch, direct=False, alignment=1)
-    assert is_(look(storage.direct, tmp_path), "warning", "no O_DIRECT", "ext4 or XFS")
+    assert matches(look(storage.direct, tmp_path), "warning", "no O_DIRECT", "ext4 or XFS")
     assert list(tmp_path.glob(".infinity*")) == []
 
 
@@ -156,13 +156,13 @@ def test_failed_direct_write_is_reported(
 
     fake_open(monkeypatch)
     monkeypatch.setattr(os, "pwritev", fail)
-    assert is_(look(storage.direct, tmp_path), status, says)
+    assert matches(look(storage.direct, tmp_path), status, says)
 
 
 def test_corrupted_direct_read_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_open(monkeypatch)
     monkeypatch.setattr(os, "preadv", lambda *_: 4096)
-    assert is_(look(storage.direct, tmp_path), "problem", "differs", "dmesg")
+    assert matches(look(storage.direct, tmp_path), "problem", "differs", "dmesg")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_fallocate_errors(
         return -1 if code else 0
 
     monkeypatch.setattr(storage, "_libc", SimpleNamespace(fallocate=fallocate))
-    assert is_(look(storage.allocation, tmp_path), status, says, fix)
+    assert matches(look(storage.allocation, tmp_path), status, says, fix)
 
 
 def test_fallocate_extends_file(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_free_space_excludes_reservations(free: int, status: str, says: str, tmp
     monkeypatch.setattr(storage, "locate", lambda path, sysfs: Place(path=path, drive=drive, file_system=1))
     monkeypatch.setattr(storage, "space", lambda path: Space(capacity=1 << 40, free=free * GIB))
     entries = [{"device": "nvme0n1", "bytes": 3 * GIB}, {"device": "nvme1n1", "bytes": 50 * GIB}]
-    assert is_(look(storage.free_space, tmp_path, {"reservations": entries}), status, says)
+    assert matches(look(storage.free_space, tmp_path, {"reservations": entries}), status, says)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_drive_types(
     machine.drive(name, rotational, model)
     drive = Drive(name=name, identity=name)
     monkeypatch.setattr(storage, "locate", lambda path, sysfs: Place(path=path, drive=drive, file_system=1))
-    assert is_(look(storage.drive, tmp_path, root=machine.root), status, says, fix)
+    assert matches(look(storage.drive, tmp_path, root=machine.root), status, says, fix)
 
 
 @pytest.mark.parametrize(("in_memory", "says"), [(True, "in memory"), (False, "(nfs-5)")])
@@ -250,17 +250,17 @@ def test_folder_without_drive_is_a_note(
 ) -> None:
     place = Place(path="", drive=Drive(name="nfs-5", identity=""), file_system=1, in_memory=in_memory)
     monkeypatch.setattr(storage, "locate", lambda path, sysfs: place)
-    assert is_(look(storage.drive, tmp_path, root=machine.root), "note", says)
+    assert matches(look(storage.drive, tmp_path, root=machine.root), "note", says)
 
 
 def test_bandwidth_comes_from_daemon(tmp_path: Path) -> None:
     known = {"read": 3.2e9, "write": 1.5e9, "mixed": None, "device": "nvme0n1"}
-    assert is_(
+    assert matches(
         look(storage.bandwidth, tmp_path, None), "note", "infinityd is not running", "infinityd &, then infinity probe"
     )
-    assert is_(look(storage.bandwidth, tmp_path, {"bandwidth": {str(tmp_path): None}}), "note", "not measured", PROBE)
+    assert matches(look(storage.bandwidth, tmp_path, {"bandwidth": {str(tmp_path): None}}), "note", "not measured", PROBE)
     found = look(storage.bandwidth, tmp_path, {"bandwidth": {str(tmp_path): known}})
-    assert is_(found, "ok", "read 3.20 GB/s, write 1.50 GB/s")
+    assert matches(found, "ok", "read 3.20 GB/s, write 1.50 GB/s")
     assert "mixed" not in found.value
 
 
@@ -280,14 +280,14 @@ def test_drives_and_largest_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def found(check: Check[World], *names: str) -> Finding:
         return check.look(World.of([str(tmp_path / name) for name in names], tmp_path))
 
-    assert is_(found(storage.drives, "a"), "ok", "one")
-    assert is_(found(storage.drives, "a", "b", "no/thing"), "ok", "2")
+    assert matches(found(storage.drives, "a"), "ok", "one")
+    assert matches(found(storage.drives, "a", "b", "no/thing"), "ok", "2")
     shared = found(storage.drives, "a", "b", "c")
-    assert is_(shared, "warning", f"{tmp_path / 'a'} and {tmp_path / 'c'} (nvme1)", "one folder per drive")
-    assert is_(found(storage.largest_model, "a"), "ok", "about 1 billion")
-    assert is_(found(storage.largest_model, "a", "b", "c"), "ok", "about 2 billion")
+    assert matches(shared, "warning", f"{tmp_path / 'a'} and {tmp_path / 'c'} (nvme1)", "one folder per drive")
+    assert matches(found(storage.largest_model, "a"), "ok", "about 1 billion")
+    assert matches(found(storage.largest_model, "a", "b", "c"), "ok", "about 2 billion")
     for check in (storage.drives, storage.largest_model):
-        assert is_(found(check, "no/thing"), "note", "no folder", "`folder`")
+        assert matches(found(check, "no/thing"), "note", "no folder", "`folder`")
 
 
 def test_mount_of_includes_all_options(machine: Machine, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from infinity.memory.device import CudaDevice, open_device
 from infinity_tools.doctor import accelerator, daemon_check
 from infinity_tools.doctor.finding import Finding
 from infinity_tools.doctor.world import World
-from support.doctor import GIB, Machine, is_
+from support.doctor import GIB, Machine, matches
 
 
 @pytest.fixture
@@ -35,15 +35,15 @@ def daemon_finding(runtime: Path, answer: dict[str, Any] | None) -> Finding:
 
 def test_daemon_status(tmp_path: Path) -> None:
     runtime = tmp_path / "run time"
-    assert is_(daemon_finding(runtime, {"version": infinity.__version__, "pid": 7}), "ok", f"infinityd {infinity.__version__}")
-    assert is_(daemon_finding(runtime, {"version": "0.0.9", "pid": 7}), "warning", "0.0.9", "kill 7")
-    assert is_(daemon_finding(runtime, None), "note", "not running", f"infinityd --runtime-dir '{runtime}' &")
+    assert matches(daemon_finding(runtime, {"version": infinity.__version__, "pid": 7}), "ok", f"infinityd {infinity.__version__}")
+    assert matches(daemon_finding(runtime, {"version": "0.0.9", "pid": 7}), "warning", "0.0.9", "kill 7")
+    assert matches(daemon_finding(runtime, None), "note", "not running", f"infinityd --runtime-dir '{runtime}' &")
     runtime.mkdir(mode=0o700)
     (runtime / SOCKET_NAME).touch()
-    assert is_(daemon_finding(runtime, None), "note", "answers in")
-    assert is_(daemon_finding(runtime / SOCKET_NAME / "x", None), "warning", "Not a directory", "telemetry.runtime_dir")
+    assert matches(daemon_finding(runtime, None), "note", "answers in")
+    assert matches(daemon_finding(runtime / SOCKET_NAME / "x", None), "warning", "Not a directory", "telemetry.runtime_dir")
     runtime.chmod(0o777)
-    assert is_(daemon_finding(runtime, None), "warning", "mode 0777", "telemetry.runtime_dir")
+    assert matches(daemon_finding(runtime, None), "warning", "mode 0777", "telemetry.runtime_dir")
 
 
 @pytest.mark.parametrize(
@@ -66,29 +66,29 @@ def test_host_name_must_resolve_to_this_host(
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    assert is_(machine.look(daemon_check.host_name), status, says)
+    assert matches(machine.look(daemon_check.host_name), status, says)
 
 
 def test_missing_loopback_is_a_problem(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_(machine.look(daemon_check.loopback), "ok")
+    assert matches(machine.look(daemon_check.loopback), "ok")
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(99, "Cannot assign requested address")
 
     monkeypatch.setattr(socket, "create_server", fail)
-    assert is_(machine.look(daemon_check.loopback), "problem", "Cannot assign", "ip link set lo up")
+    assert matches(machine.look(daemon_check.loopback), "problem", "Cannot assign", "ip link set lo up")
 
 
 def test_rank_variables_must_be_complete(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    assert is_(machine.look(daemon_check.ranks), "ok")
+    assert matches(machine.look(daemon_check.ranks), "ok")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert is_(machine.look(daemon_check.ranks), "problem", "RANK is not set", "unset RANK")
+    assert matches(machine.look(daemon_check.ranks), "problem", "RANK is not set", "unset RANK")
     for name, value in zip(names, ("1", "2", "1", "2", "127.0.0.1", "29500"), strict=True):
         monkeypatch.setenv(name, value)
-    assert is_(machine.look(daemon_check.ranks), "note", "rank 1 of 2", "unset RANK")
+    assert matches(machine.look(daemon_check.ranks), "note", "rank 1 of 2", "unset RANK")
 
 
 class FakeTorch:
@@ -134,7 +134,7 @@ def test_accelerator(
     monkeypatch.setattr(accelerator, "_torch", lambda: torch)
     if device:
         machine.write(f"dev/{device}", "")
-    assert is_(machine.look(accelerator.accelerator), status, says, fix)
+    assert matches(machine.look(accelerator.accelerator), status, says, fix)
 
 
 def test_host_registration_is_tried_and_undone(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_host_registration_is_tried_and_undone(machine: Machine, monkeypatch: py
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert is_(machine.look(accelerator.host_registration), "ok", "no GPU")
+    assert matches(machine.look(accelerator.host_registration), "ok", "no GPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
@@ -154,7 +154,7 @@ def test_host_registration_is_tried_and_undone(machine: Machine, monkeypatch: py
             cudaHostRegister=lambda address, size, flags, status=status: status, cudaHostUnregister=unregistered.append
         )
         monkeypatch.setattr(torch.cuda, "cudart", lambda cudart=cudart: cudart)
-        assert is_(machine.look(accelerator.host_registration), verdict, "register")
+        assert matches(machine.look(accelerator.host_registration), verdict, "register")
     assert len(unregistered) == 1, "the registered memory is unregistered"
     open_device.cache_clear()
 
@@ -167,24 +167,24 @@ def test_nccl_is_required_only_with_gpus(machine: Machine, monkeypatch: pytest.M
         (None, "note", "skipped"),
     ):
         monkeypatch.setattr(accelerator, "_torch", lambda torch=torch: torch)
-        assert is_(machine.look(accelerator.collectives), status, says)
+        assert matches(machine.look(accelerator.collectives), status, says)
 
 
 def test_missing_fsdp2_apis_are_a_problem(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_(machine.look(accelerator.fsdp2), "ok")
+    assert matches(machine.look(accelerator.fsdp2), "ok")
 
     def lacks(name: str) -> None:
         raise UnsupportedError("torch 9 is not supported")
 
     monkeypatch.setattr(accelerator, "import_module", lacks)
-    assert is_(machine.look(accelerator.fsdp2), "problem", "torch 9 is not supported", "torch>=2.11,<=2.15")
+    assert matches(machine.look(accelerator.fsdp2), "problem", "torch 9 is not supported", "torch>=2.11,<=2.15")
     monkeypatch.setattr(accelerator, "installed", lambda package: None)
-    assert is_(machine.look(accelerator.fsdp2), "note", "not installed")
+    assert matches(machine.look(accelerator.fsdp2), "note", "not installed")
 
 
 def test_broken_torch_installation_is_a_problem(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other checks that need torch are skipped."""
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "torch.distributed")
-    assert is_(machine.look(accelerator.fsdp2), "problem", "torch cannot be imported", "--force-reinstall")
-    assert is_(machine.look(accelerator.collectives), "note", "skipped")
+    assert matches(machine.look(accelerator.fsdp2), "problem", "torch cannot be imported", "--force-reinstall")
+    assert matches(machine.look(accelerator.collectives), "note", "skipped")

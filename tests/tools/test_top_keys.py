@@ -69,7 +69,7 @@ def test_keys(top: OnTerminal) -> None:
     top.shows("by id")
     top.press("r")
     top.shows("by id, reversed")
-    assert [line.split()[-1] for line in top.cache_slot if "slow" in line or "busy" in line]
+    assert [line.split()[-1] for line in top.screen if "slow" in line or "busy" in line]
     top.press("?")
     top.shows("infinity top: help", "reverse the sort order")
     top.press("x")
@@ -111,11 +111,11 @@ def test_another_size(top: OnTerminal, columns: int, lines: int) -> None:
     top.shows("infinity top", "slow")
 
     def fits() -> bool:
-        cache_slot = top.cache_slot
-        return len(cache_slot) == lines and max(map(cell_len, cache_slot)) <= columns
+        screen = top.screen
+        return len(screen) == lines and max(map(cell_len, screen)) <= columns
 
     until(fits)
-    assert ("host cache" in "\n".join(top.cache_slot)) == (columns == 120)
+    assert ("host cache" in "\n".join(top.screen)) == (columns == 120)
 
 
 def test_control_c_ends_it(top: OnTerminal) -> None:

@@ -17,8 +17,8 @@ from infinity.errors import InfinityError
 from infinity.formats.safetensors import export_safetensors
 from support.fine_tune import adamw, load, loss_of, seed, shard, train
 from support.rows import UNSUPPORTED
-from support.train import Outcome, Paging, differences, host_bytes, settings, state_in_memory, state_on_nvme, whole
-from support.values import unlike
+from support.train import Outcome, Paging, differences, full_copy, host_bytes, settings, state_in_memory, state_on_nvme
+from support.values import distribution_difference
 from support.wide_models import ROWS, ModelRow, build
 
 pytestmark = pytest.mark.wide
@@ -47,11 +47,11 @@ def initialization_differences(row: ModelRow, folder: Path, expected: nn.Module)
     """Return the differences between a model's initial values and those of a model built in memory."""
     made = infinity.from_config(expected.config, auto_class=row.model, mp_policy=FP32, mesh=infinity.mesh("cpu"))
     with offloaded(row, folder, made) as (model, _):
-        params = {name: whole(param) for name, param in model.named_parameters()}
+        params = {name: full_copy(param) for name, param in model.named_parameters()}
         differing_buffer_names = differing_buffers(model, expected)
     wanted = dict(expected.named_parameters())
     assert params.keys() == wanted.keys()
-    found = ((name, unlike(wanted[name].detach(), value)) for name, value in params.items())
+    found = ((name, distribution_difference(wanted[name].detach(), value)) for name, value in params.items())
     return [f"{name}: {words}" for name, words in found if words] + differing_buffer_names
 
 
@@ -113,6 +113,6 @@ def test_model_family_is_bitwise_equal(row: ModelRow, tmp_path: Path) -> None:
     loaded = load(row, tmp_path / "paged" / "exported")
     values = dict(loaded.named_parameters()) | dict(loaded.named_buffers())
     differing = [name for name, value in (*trained.named_parameters(), *trained.named_buffers())
-                 if not torch.equal(whole(value), values[name])]  # fmt: skip
+                 if not torch.equal(full_copy(value), values[name])]  # fmt: skip
     assert differing == []
     assert torch.equal(output_of(row, loaded), output_of(row, trained))

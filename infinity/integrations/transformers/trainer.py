@@ -24,7 +24,7 @@ from infinity.errors import CheckpointError, ConfigError, InfinityError, Unsuppo
 from infinity.formats.adapters import peft_model
 from infinity.formats.companions import CONFIG, Companions
 from infinity.fsdp.sharded_model import ShardedModel
-from infinity.integrations.resume_points import going_on
+from infinity.integrations.resume_points import with_resume_point
 from infinity.integrations.run_folders import make_durable
 from infinity.integrations.transformers import trainer_checkpoints, unsupported_arguments
 from infinity.integrations.transformers.exports import move_export
@@ -171,7 +171,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         if state.paged is None:
             settings, resume = state.settings, state.resume
             if resume is not None:
-                settings = going_on(settings, resume.run_id, resume.step)
+                settings = with_resume_point(settings, resume.run_id, resume.step)
             state.paged = state.begin(self.model, super().create_optimizer(), settings)
             state.groups = _settings_of(state.paged)
             self.optimizer = AcceleratedOptimizer(state.paged, device_placement=False)

@@ -12,14 +12,14 @@ from support.session import Session
 from support.train import Outcome, Paging, Recipe, compare, in_memory, offloaded, train
 
 
-def compared(kind: str, recipe: Recipe, paging: Paging, folder: str) -> list[str]:
+def compare_on_device(kind: str, recipe: Recipe, paging: Paging, folder: str) -> list[str]:
     """Train a recipe in memory and paged to a device; return what differs, and what was not ordered."""
     in_memory(recipe)  # on the CPU; from here on it is known
     with simulation(kind, recipe.seed) as device:
-        return compare(recipe, paging, folder) + troubles(device)
+        return compare(recipe, paging, folder) + problems_of(device)
 
 
-def troubles(device: Simulation) -> list[str]:
+def problems_of(device: Simulation) -> list[str]:
     """Return what was not ordered, and why it means nothing that all was, if it does not."""
     listed = [message for message, _ in device.races.found.most_common(5)]
     if not device.copies:
@@ -32,7 +32,7 @@ def troubles(device: Simulation) -> list[str]:
 STEPS = 6
 
 
-def ended_and_resumed(kind: str, where: str, folder: str, device_bytes: int = 0) -> tuple[list[float], list[str]]:
+def interrupt_and_resume(kind: str, where: str, folder: str, device_bytes: int = 0) -> tuple[list[float], list[str]]:
     """Train with checkpoints, end it in the middle of a step, and resume; return the losses, and what was not ordered.
 
     Args:
@@ -48,7 +48,7 @@ def ended_and_resumed(kind: str, where: str, folder: str, device_bytes: int = 0)
             assert session.optimizer.steps == 4
             losses += session.run(until=STEPS, every=2)
             gpu_resident = len(session.optimizer.run.planner.update_schedule.gpu_resident)
-    listed = troubles(device)
+    listed = problems_of(device)
     if (gpu_resident > 0) is not (device.updates and device_bytes > 0):
         listed.append(f"{gpu_resident} FSDP modules lived on the device")
     return losses, listed
@@ -77,7 +77,7 @@ def _end(session: Session, where: str) -> None:
     raise AssertionError(f"nothing ended the session in {where}")
 
 
-def ended_early(recipe: Recipe, paging: Paging, folder: Path) -> None:
+def stop_in_forward(recipe: Recipe, paging: Paging, folder: Path) -> None:
     """End a training in a forward, while copies to the device may be under way."""
     with suppress(_EndError), offloaded(recipe, paging, folder) as (model, optimizer):
         train(replace(recipe, steps=1), model, optimizer, Outcome())

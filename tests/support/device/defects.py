@@ -29,7 +29,7 @@ from infinity.schedule.homes import GpuResidentPages
 from infinity.schedule.pager import Pager
 from infinity.schedule.trace import Mode, Use
 from infinity.schedule.transfers import Transfers
-from support.device.cases import ended_early
+from support.device.cases import stop_in_forward
 from support.device.simulation import SimulatedDevice, simulation
 from support.device.streams import LOOKS
 from support.train import Outcome, Paging, Recipe, offloaded, train
@@ -115,7 +115,7 @@ def _leave_home(recipe: Recipe, paging: Paging, folder: Path) -> None:
 
 
 def _end_early(recipe: Recipe, paging: Paging, folder: Path) -> None:
-    ended_early(recipe, paging, folder)
+    stop_in_forward(recipe, paging, folder)
 
 
 class _Passed:

@@ -64,7 +64,7 @@ GPU_RESIDENT_PAGES = {
 """With FSDP modules that live on the device, where it updates."""
 MANY = Recipe(model="toy", steps=4, sequences=44)
 """Its layers are called with two or three pages."""
-RECIPES_THAT_KEEP = {
+ACTIVATION_RECIPES = {
     "plain": MANY,
     "checkpointing": replace(MANY, checkpointing=True),
     "checkpointing-clip": replace(MANY, checkpointing=True, clip=0.5),

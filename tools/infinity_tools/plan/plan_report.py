@@ -154,7 +154,7 @@ def _step(found: Estimate) -> Table:
         if load.busy and name == "drives":
             rows += [(f"  {part} alone", format_size(size), duration(time), "") for part, (size, time) in parts.items()]
     rows.append(("step, with overlap", "", duration(seconds.step), ""))
-    title = "time per step: total and exposed (not overlapped)"
+    title = "time per step (exposed: not overlapped)"
     return table(title, ("resource", ">bytes", ">total", ">exposed"), rows)
 
 

@@ -1,5 +1,4 @@
-"""Tests of interrupted updates, settings that cannot be copied, and access after drain: no inconsistent state, no hang.
-"""
+"""Tests of interrupted updates, uncopyable settings, and access after drain: no inconsistent state, no hang."""
 
 from __future__ import annotations
 
@@ -30,9 +29,7 @@ def step(model: torch.nn.Module, optimizer: Any, number: int = 0) -> None:
 
 
 @pytest.mark.parametrize("cores", [0, 1])
-def test_interrupted_update_is_never_checkpointed(
-    cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_update_is_never_checkpointed(cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that saves a checkpoint on KeyboardInterrupt would otherwise store a mixture of two steps."""
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule="after_backward", cores=cores), tmp_path) as (
         model,
@@ -62,7 +59,10 @@ def test_update_failure_is_recorded_before_its_pages_are_released(
 ) -> None:
     """The training thread that waits for these pages must not gather weights of two different steps."""
     paging = Paging(host_cache="all", update_schedule="after_backward", cores=1)
-    with pytest.raises(RuntimeError, match="the update failed in the test"), offloaded(RECIPE, paging, tmp_path) as (model, paged):  # noqa: PT012
+    with (  # noqa: PT012
+        pytest.raises(RuntimeError, match="the update failed in the test"),
+        offloaded(RECIPE, paging, tmp_path) as (model, paged),
+    ):
         step(model, paged)
         paged.read_state(next(name for name, _ in model.named_parameters()))  # all updates of this step have run
         recorded: list[bool] = []

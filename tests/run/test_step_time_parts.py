@@ -27,7 +27,9 @@ STEPS = 3
 SLOW = 0.02
 
 
-def seconds_by_part(model: torch.nn.Module, optimizer: Any, between: Callable[[], None] = lambda: None) -> dict[str, float]:
+def seconds_by_part(
+    model: torch.nn.Module, optimizer: Any, between: Callable[[], None] = lambda: None
+) -> dict[str, float]:
     """Train several steps; return the seconds by part, checked against the clock.
 
     A step lasts from the end of the previous step to its own end, so one extra step runs first.
@@ -139,9 +141,7 @@ def train_with_late_rank(folder: str, clip: bool, slow: float) -> dict[str, floa
 
 
 @pytest.mark.parametrize("clip", [False, True])
-def test_late_rank_appears_as_compute_and_its_peer_as_collective(
-    clip: bool, tmp_path: Path, pair: RankPool
-) -> None:
+def test_late_rank_appears_as_compute_and_its_peer_as_collective(clip: bool, tmp_path: Path, pair: RankPool) -> None:
     """On the CPU, FSDP2 waits in the all-gather of the next FSDP module."""
     for slow in (SLOW, 10 * SLOW, 100 * SLOW):  # on a busy machine, the prompt rank is late as well
         prompt, tardy = pair.run(train_with_late_rank, str(tmp_path), clip, slow)
@@ -224,7 +224,7 @@ def test_timeline_contains_all_transfers_and_stalls(update_schedule: str, tmp_pa
 
 
 def check_nesting(spans: list[dict[str, Any]]) -> None:
-    """Check that two spans of the same thread are check_nesting or do not overlap."""
+    """Check that two spans of the same thread are nested or do not overlap."""
     for thread in {event["tid"] for event in spans}:
         ends: list[int] = []
         times = [(round(e["ts"] * 1e3), round((e["ts"] + e["dur"]) * 1e3)) for e in spans if e["tid"] == thread]

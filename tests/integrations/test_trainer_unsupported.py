@@ -1,4 +1,4 @@
-"""What a Trainer offers and cannot do with its state on NVMe is refused by `attach`, before anything begins."""
+"""Tests of Trainer features that `attach` does not support with the state on NVMe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "save_strategy": "steps", "save_steps": 2,
     },
 }  # fmt: skip
-"""By what is refused, TrainingArguments that ask for it."""
+"""TrainingArguments that request each unsupported feature, by its name in the error."""
 ALTERED: dict[str, dict[str, Any]] = {
     "deepspeed": {"is_deepspeed_enabled": True},
     "fsdp": {"is_fsdp_enabled": True},
@@ -35,22 +35,21 @@ ALTERED: dict[str, dict[str, Any]] = {
     "fp16": {"args.fp16": True},
     "push_to_hub": {"args.push_to_hub": True, "args.hub_strategy": "every_save"},
 }
-"""The same where a Trainer cannot be made like that here: what it would have then."""
+"""Attributes that emulate features with which a Trainer cannot be constructed in this test."""
 
 
-def test_everything_that_is_refused_is_tried() -> None:
-    """Once, below."""
+def test_every_unsupported_argument_has_a_test() -> None:
     assert {name for name, _, _ in unsupported_arguments.UNSUPPORTED} == {*ARGUMENTS, *ALTERED}
 
 
 @pytest.mark.parametrize("name", [*ARGUMENTS, *ALTERED])
-def test_refused(name: str, tmp_path: Path) -> None:
-    """With its reason; nothing was made on the drive, and the Trainer is as it was."""
+def test_unsupported_argument_is_rejected(name: str, tmp_path: Path) -> None:
+    """The error gives the reason, nothing is written, and the Trainer is unchanged."""
     trainer = make(tmp_path / "out", build(), **ARGUMENTS.get(name, {}))
-    for place, value in ALTERED.get(name, {}).items():
-        of, _, key = place.rpartition(".")
-        setattr(trainer.args if of else trainer, key, value)
-    (reason,) = (reason for refused, _, reason in unsupported_arguments.UNSUPPORTED if refused == name)
+    for attribute, value in ALTERED.get(name, {}).items():
+        owner, _, key = attribute.rpartition(".")
+        setattr(trainer.args if owner else trainer, key, value)
+    (reason,) = (reason for unsupported, _, reason in unsupported_arguments.UNSUPPORTED if unsupported == name)
     kind = type(trainer)
     with pytest.raises(UnsupportedError) as caught:
         attach(trainer, settings(tmp_path / "nvme"))
@@ -59,8 +58,7 @@ def test_refused(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "nvme").exists()
 
 
-def test_all_reasons_are_said_at_once(tmp_path: Path) -> None:
-    """In one list."""
+def test_error_lists_all_unsupported_arguments(tmp_path: Path) -> None:
     trainer = make(tmp_path / "out", build(), **ARGUMENTS["enable_jit_checkpoint"], **ARGUMENTS["auto_find_batch_size"])
     with pytest.raises(UnsupportedError, match=r"auto_find_batch_size: .*; enable_jit_checkpoint: "):
         attach(trainer, settings(tmp_path / "nvme"))
@@ -76,33 +74,32 @@ def test_all_reasons_are_said_at_once(tmp_path: Path) -> None:
     ],
     ids=["no limit", "resume", "retained", "unknown"],
 )
-def test_settings_that_are_the_trainers(given: Any, config: Any, message: str, tmp_path: Path) -> None:
-    """Are refused, with what to do."""
+def test_settings_reserved_for_the_trainer_are_rejected(given: Any, config: Any, message: str, tmp_path: Path) -> None:
     trainer = make(tmp_path / "out", build(), **given)
     with pytest.raises(ConfigError, match=message):
         attach(trainer, settings(tmp_path / "nvme", **config))
 
 
-def test_what_is_no_trainer_or_has_no_sharded_model(tmp_path: Path) -> None:
-    """Neither a bare object, nor a model that nobody has sharded, nor a Trainer that is attached."""
-    with pytest.raises(ConfigError, match="SimpleNamespace"):
+def test_attach_requires_a_trainer_with_a_sharded_model(tmp_path: Path) -> None:
+    """A Trainer to which `attach` was already applied is rejected too."""
+    with pytest.raises(ConfigError, match=r"attach .*Trainer.*SimpleNamespace"):
         attach(SimpleNamespace(), settings(tmp_path / "nvme"))
     with pytest.raises(UnsupportedError, match="fully_shard"):
         attach(make(tmp_path / "out", build("plain")), settings(tmp_path / "nvme"))
     trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme")
-    with pytest.raises(ConfigError, match="attach"):
+    with pytest.raises(ConfigError, match=r"attach .*already.* Trainer"):
         attach(trainer, settings(tmp_path / "nvme"))
 
 
-def test_another_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One whose Trainer has not what is needed is refused by name of that."""
+def test_incompatible_transformers_version_is_unsupported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the missing method of the Trainer."""
     monkeypatch.setattr(attached, "_HOOKS", (*attached._HOOKS, "_gone"))
     with pytest.raises(UnsupportedError, match="has no _gone; install transformers"):
         attach(make(tmp_path / "out", build()), settings(tmp_path / "nvme"))
 
 
-def test_arguments_that_change_behind_attach(tmp_path: Path) -> None:
-    """Are looked at again by train(): space for checkpoints is reserved by then."""
+def test_arguments_changed_after_attach_are_rejected(tmp_path: Path) -> None:
+    """`train()` checks the arguments again, because space for checkpoints has been reserved."""
     trainer = make(tmp_path / "out", build(), nvme=tmp_path / "nvme")
     trainer.args.save_strategy, trainer.args.save_total_limit = "steps", 3
     with pytest.raises(ConfigError, match="save_total_limit was changed"):
@@ -112,15 +109,14 @@ def test_arguments_that_change_behind_attach(tmp_path: Path) -> None:
         trainer.train()
 
 
-def test_layer_major_where_it_cannot_be(tmp_path: Path) -> None:
-    """Asked for by name it is refused, with the reason; else the loop runs, and that is said."""
+def test_layer_major_with_label_smoothing_is_unsupported(tmp_path: Path) -> None:
+    """Without an explicit `layer_major=True`, the loop would run."""
     given = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1}
     with pytest.raises(UnsupportedError, match=r"layer_major=True .*label_smoothing_factor"):
         make(tmp_path / "out", build(), nvme=tmp_path / "nvme", attached={"layer_major": True}, **given)
 
 
-def test_prefixes_cannot_run_layer_by_layer(tmp_path: Path) -> None:
-    """Other adapters can."""
+def test_layer_major_with_prefix_tuning_is_unsupported(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     prefixes = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = models.shard(peft.get_peft_model(build("plain"), prefixes), "fp32")
@@ -128,8 +124,8 @@ def test_prefixes_cannot_run_layer_by_layer(tmp_path: Path) -> None:
         make(tmp_path / "out", model, nvme=tmp_path / "nvme", attached={"layer_major": True})
 
 
-def test_an_optimizer_that_offload_refuses(tmp_path: Path) -> None:
-    """Before the first step, with the reason; the Trainer holds nothing open."""
+def test_optimizer_with_state_is_rejected_by_train(tmp_path: Path) -> None:
+    """The error is raised before the first step, and nothing remains open."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters())
     for param in model.parameters():

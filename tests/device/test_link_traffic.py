@@ -1,4 +1,4 @@
-"""Bytes over the link to a device are those that the plan predicts."""
+"""Tests of link traffic: the bytes copied between host and device equal the prediction of the plan."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ PAGINGS = {
 
 
 GPU_RESIDENT_PAGES = {
-    f"home-{update_schedule}": Paging(
+    f"resident-{update_schedule}": Paging(
         host_cache="least", update_schedule=update_schedule, cores=0, device=device, gpu_resident_pages="some"
     )
     for update_schedule, device in (("in_backward", 3 << 20), ("in_forward", 4 << 20))
 }
-"""With FSDP modules that live on the device, of about 1 MiB."""
+"""With GPU-resident FSDP modules of about 1 MiB."""
 UPDATED = {kind: kind for kind in KINDS if kind.endswith("updates")}
 ROWS = [
     *one_of(3, variants(PAGINGS, {kind: kind for kind in KINDS})),
@@ -42,8 +42,8 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("paging", "kind"), ROWS)
-def test_bytes_over_the_link_are_the_predicted_ones(paging: Paging, kind: str, tmp_path: Path) -> None:
-    """Within 1 %, in every step: what is not planned are numbers that the host reads."""
+def test_link_bytes_match_the_prediction(paging: Paging, kind: str, tmp_path: Path) -> None:
+    """Every step is within 1 % of the prediction, which omits only numbers that the host reads."""
     recipe = Recipe(model="even", steps=STEPS)
     in_memory(recipe)
     with simulation(kind, 0), offloaded(recipe, paging, tmp_path) as (model, optimizer):
@@ -64,11 +64,8 @@ def test_bytes_over_the_link_are_the_predicted_ones(paging: Paging, kind: str, t
 
 
 @pytest.mark.parametrize("micro", [1, 2])
-def test_bytes_of_fsdp_modules_that_live_on_the_device(micro: int, tmp_path: Path) -> None:
-    """None in a step where all do, over the link or to and from drives;
-
-    a checkpoint sends what updates have changed.
-    """
+def test_gpu_resident_modules_cause_no_traffic(micro: int, tmp_path: Path) -> None:
+    """Steps move no bytes if all modules are GPU-resident; a checkpoint copies the bytes that updates have changed."""
     recipe = Recipe(model="even", steps=STEPS, micro=micro)
     paging = Paging(host_cache="least", update_schedule="after_backward", cores=0, device=64 << 20)
     in_memory(recipe)
@@ -90,7 +87,7 @@ def test_bytes_of_fsdp_modules_that_live_on_the_device(micro: int, tmp_path: Pat
         sent = sum(
             gpu_resident_bytes(run.layout, fsdp_module) for fsdp_module in run.planner.update_schedule.gpu_resident
         )
-        for expected in (sent, 0):  # nothing has changed since the first one
+        for expected in (sent, 0):  # no update since the first checkpoint
             written, copied = run.ledger.total_bytes["write"], found(run.stats.snapshot(), "link_bytes_total")
             optimizer.save_checkpoint()
             assert run.ledger.total_bytes["write"] - written == expected
@@ -99,5 +96,5 @@ def test_bytes_of_fsdp_modules_that_live_on_the_device(micro: int, tmp_path: Pat
 
 
 def found(snapshot: object, name: str) -> list[float]:
-    """Return what a metric says of both directions."""
+    """Return the values of a metric in both directions."""
     return [snapshot.value(name, direction=way) for way in ("to_device", "from_device")]  # type: ignore[attr-defined]

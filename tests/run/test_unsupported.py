@@ -1,4 +1,4 @@
-"""What is refused, and what the refusal says."""
+"""Tests of models, settings and calls that are not supported, and of their error messages."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ IN_BACKWARD = Paging(host_cache="all", update_schedule="in_backward")
 
 
 def backward(model: nn.Module, seed: int = 0) -> None:
-    """Run one forward and backward."""
+    """Run one forward and backward pass."""
     models.loss_of(model, batch(model, seed)).backward()
 
 
-def refuse(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, **sections: dict[str, Any]) -> str:
-    """Offload, which must fail without leaving anything; return the error's text."""
+def offload_error(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, **sections: dict[str, Any]) -> str:
+    """Check that `offload` raises and leaves no files; return the error type and message."""
     tree = settings(folder, Paging(), 64 * MIB, **sections)
     with pytest.raises(InfinityError) as caught:
         infinity.offload(model, optimizer, tree)
@@ -48,14 +48,12 @@ def refuse(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, **s
         ({"run": {"resum": "latest"}}, "run.resum", "run.resume"),
     ],
 )
-def test_an_unknown_key_names_the_nearest(tree: dict[str, Any], named: str, near: str) -> None:
-    """As it is written in the file."""
+def test_unknown_setting_suggests_the_nearest(tree: dict[str, Any], named: str, near: str) -> None:
     with pytest.raises(ConfigError, match=rf"unknown setting {re.escape(named)}; did you mean {re.escape(near)}\?"):
         load_config(tree)
 
 
-def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
-    """TOML goes the same way."""
+def test_unknown_setting_in_a_toml_file_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "infinity.toml"
     file.write_text('[memory]\nhost_bytes = "2GiB"\npagebytes = "1MiB"\n')
     with pytest.raises(ConfigError, match=r"memory\.pagebytes.*memory\.page_bytes"):
@@ -80,14 +78,12 @@ def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
         ({"memory": 5}, "memory.*table"),
     ],
 )
-def test_a_bad_value_is_named(tree: dict[str, Any], text: str) -> None:
-    """Setting and value."""
+def test_invalid_value_error_names_setting_and_value(tree: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         load_config(tree)
 
 
-def test_settings_that_contradict_are_refused(tmp_path: Path) -> None:
-    """Checked before anything is touched."""
+def test_invalid_settings_are_rejected_before_files_are_created(tmp_path: Path) -> None:
     model = models.build("toy")
     optimizer = make_optimizer(Recipe(), model)
     cases = {
@@ -98,13 +94,13 @@ def test_settings_that_contradict_are_refused(tmp_path: Path) -> None:
         r"storage\.request_bytes": {"storage": {"request_bytes": 5000}},
     }
     for text, sections in cases.items():
-        assert re.search(text, refuse(model, optimizer, tmp_path, **sections)), text
+        assert re.search(text, offload_error(model, optimizer, tmp_path, **sections)), text
     with pytest.raises(ConfigError, match=r"storage\.paths is empty"):
         infinity.offload(model, optimizer)
 
 
-def test_a_config_object_is_a_config(tmp_path: Path) -> None:
-    """A `Config` with replaced values is what it says; wrong values are refused there too."""
+def test_config_object_is_accepted_by_load_config(tmp_path: Path) -> None:
+    """`Config.with_values` also rejects unknown settings."""
     config = Config().with_values(**{"memory.host_bytes": "1GiB", "storage.paths": [str(tmp_path)]})
     assert load_config(config) == config
     assert config.memory.host_bytes == 1 << 30
@@ -113,27 +109,25 @@ def test_a_config_object_is_a_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [64 * KIB, 192 * KIB, 448 * KIB])
-def test_the_size_that_a_refusal_suggests_is_accepted(page: int, tmp_path: Path) -> None:
-    """One sentence with what there is, the least, the setting to change and a value that works when it is copied."""
+def test_suggested_host_cache_size_is_accepted(page: int, tmp_path: Path) -> None:
+    """The error reports the available and the minimum size, and a value that can be copied into the settings."""
     model = models.build("gpt2")
     optimizer = make_optimizer(Recipe(), model)
-    text = refuse(model, optimizer, tmp_path, memory={"host_bytes": page, "page_bytes": page})
+    text = offload_error(model, optimizer, tmp_path, memory={"host_bytes": page, "page_bytes": page})
     assert text.startswith("BudgetError")
-    sentence, what = text.split("\n")
+    sentence, details = text.split("\n")
     size = r"[0-9.]+ [KMG]iB"
-    assert re.search(
-        rf"{size}\D*{size} \(\d+ pages of {size}\); set memory\.host_bytes to", sentence
-    )
+    assert re.search(rf"{size}\D*{size} \(\d+ pages of {size}\); set memory\.host_bytes to", sentence)
     for part in ("weights in the compute dtype", "master weights and moments", "gradients"):
-        assert re.search(rf"{size} of {part}", what), part
+        assert re.search(rf"{size} of {part}", details), part
     suggested = re.search(r'set memory\.host_bytes to "?([0-9.]+ ?[KMGT]?i?B)"? or more', text)[1]
     tree = settings(tmp_path, Paging(), parse_size(suggested), memory={"page_bytes": page})
     infinity.offload(model, optimizer, tree).close()
 
 
 @pytest.mark.parametrize("cache_slots", range(8, 40))
-def test_a_printed_size_can_be_typed_in(cache_slots: int) -> None:
-    """Sizes in messages are sizes that the settings take, without exponents."""
+def test_printed_sizes_can_be_parsed(cache_slots: int) -> None:
+    """Sizes in messages have no exponents."""
     size = cache_slots * 64 * KIB
     text = format_size(size)
     assert "e" not in text.split()[0]
@@ -141,74 +135,74 @@ def test_a_printed_size_can_be_typed_in(cache_slots: int) -> None:
     assert align_down(size, 64 * KIB) == size
 
 
-def test_a_model_that_is_not_sharded_is_refused(tmp_path: Path) -> None:
-    """`fully_shard` first; also when only a part of it was sharded."""
+def test_unsharded_model_is_rejected(tmp_path: Path) -> None:
+    """A partially sharded model is rejected as well."""
     model = models.Toy()
     optimizer = make_optimizer(Recipe(), model)
-    assert "fully_shard" in refuse(model, optimizer, tmp_path)
+    assert "fully_shard" in offload_error(model, optimizer, tmp_path)
     for layer in model.blocks:
         fully_shard(layer, mesh=infinity.mesh("cpu"))
-    text = refuse(model, make_optimizer(Recipe(), model), tmp_path)
+    text = offload_error(model, make_optimizer(Recipe(), model), tmp_path)
     assert "embedding.weight" in text
     assert "fully_shard(model)" in text
 
 
 @pytest.mark.parametrize("name", ["FullyShardedDataParallel", "DistributedDataParallel"])
-def test_another_wrapper_is_named(name: str, tmp_path: Path) -> None:
-    """Not called unsharded: whoever uses FSDP1 has sharded."""
+def test_other_wrappers_are_named_in_the_error(name: str, tmp_path: Path) -> None:
+    """FSDP1 users have sharded their model, so the error must not claim that it is unsharded."""
     wrapper = type(name, (nn.Sequential,), {})
     model = wrapper(models.build("toy"))
-    text = refuse(model, make_optimizer(Recipe(), model), tmp_path)
+    text = offload_error(model, make_optimizer(Recipe(), model), tmp_path)
     assert f"wrapped in {name}" in text
     assert "fully_shard" in text
 
 
-def test_what_is_no_model_or_optimizer_is_refused(tmp_path: Path) -> None:
-    """By its type."""
+def test_wrong_argument_types_are_rejected(tmp_path: Path) -> None:
+    """The error names the type."""
     model = models.build("toy")
     optimizer = make_optimizer(Recipe(), model)
-    assert "type OrderedDict" in refuse(model.state_dict(), optimizer, tmp_path)  # type: ignore[arg-type]
-    assert "is a dict" in refuse(model, {"optimizer": optimizer}, tmp_path)  # type: ignore[arg-type]
-    assert "contains a list" in refuse(model, [[optimizer], optimizer], tmp_path)  # type: ignore[list-item]
+    assert "type OrderedDict" in offload_error(model.state_dict(), optimizer, tmp_path)  # type: ignore[arg-type]
+    assert "is a dict" in offload_error(model, {"optimizer": optimizer}, tmp_path)  # type: ignore[arg-type]
+    assert "contains a list" in offload_error(model, [[optimizer], optimizer], tmp_path)  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_setting_that_is_not_finite_is_named(name: str, value: float, tmp_path: Path) -> None:
-    """Not taken for an optimizer that is not element-wise."""
+def test_non_finite_optimizer_setting_is_named(name: str, value: float, tmp_path: Path) -> None:
+    """The optimizer must not be reported as not element-wise."""
     model = models.build("toy")
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.param_groups[0][name] = value
-    assert f"ConfigError: {name} = {value}" in refuse(model, optimizer, tmp_path)
+    assert f"ConfigError: {name} = {value}" in offload_error(model, optimizer, tmp_path)
 
 
-def test_a_file_system_without_a_size_is_no_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ramfs, of which nothing is free: that is not said."""
+def test_file_system_without_a_size_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, ramfs reports a size of 0, which must not be reported as a full drive."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: (0, 0, 0))
     model = models.build("toy")
-    text = refuse(model, make_optimizer(Recipe(), model), tmp_path)
+    text = offload_error(model, make_optimizer(Recipe(), model), tmp_path)
     assert "ramfs" in text
     assert "0 B free" not in text
 
 
-def test_cpu_offload_is_refused(tmp_path: Path) -> None:
-    """Two owners of the shards are one too many."""
+def test_cpu_offload_policy_is_unsupported(tmp_path: Path) -> None:
+    """FSDP2's CPU offload and `infinity` cannot both manage the shards."""
     model = fully_shard(models.Toy(), mesh=infinity.mesh("cpu"), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    assert "CPUOffloadPolicy" in refuse(model, make_optimizer(Recipe(), model), tmp_path)
+    assert "CPUOffloadPolicy" in offload_error(model, make_optimizer(Recipe(), model), tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
-def test_another_dtype_of_gradients_is_refused(dtype: torch.dtype | None, tmp_path: Path) -> None:
-    """Since torch 2.15 FSDP2 heeds `grad_dtype`; pages have room for gradients of the dtype of the parameter."""
+def test_different_grad_dtype_is_unsupported(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """FSDP2 respects `grad_dtype` since PyTorch 2.15, but pages hold gradients in the dtype of the parameter."""
     model = models.build("toy")
     model.blocks[0].up.weight.grad_dtype = dtype
-    text = refuse(model, torch.optim.AdamW(model.parameters()), tmp_path)
+    text = offload_error(model, torch.optim.AdamW(model.parameters()), tmp_path)
     assert text.startswith(f"UnsupportedError: blocks.0.up.weight has grad_dtype = {dtype}, but")
     assert "set blocks.0.up.weight.grad_dtype = torch.float32" in text
 
 
-def test_another_dtype_of_gradients_is_refused_later_too(tmp_path: Path) -> None:
-    """In the next forward."""
+def test_different_grad_dtype_set_after_offload_is_unsupported(tmp_path: Path) -> None:
+    """The next forward raises the error."""
     with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
         backward(model)
         optimizer.step()
@@ -218,33 +212,33 @@ def test_another_dtype_of_gradients_is_refused_later_too(tmp_path: Path) -> None
             backward(model, 1)
 
 
-def test_a_trained_parameter_outside_of_the_optimizer_is_refused(tmp_path: Path) -> None:
-    """It would silently not be trained: its name is in the error."""
+def test_trainable_parameter_missing_from_the_optimizer_is_rejected(tmp_path: Path) -> None:
+    """Otherwise it would silently not be trained."""
     model = models.build("toy")
     named = dict(model.named_parameters())
     named.pop("blocks.1.up.bias")
-    assert "blocks.1.up.bias" in refuse(model, torch.optim.AdamW(named.values()), tmp_path)
+    assert "blocks.1.up.bias" in offload_error(model, torch.optim.AdamW(named.values()), tmp_path)
 
 
-def test_a_foreign_parameter_in_the_optimizer_is_refused(tmp_path: Path) -> None:
-    """An optimizer that was made before `fully_shard` has other parameters."""
+def test_optimizer_created_before_fully_shard_is_rejected(tmp_path: Path) -> None:
+    """`fully_shard` replaces the parameters of the model."""
     model = models.Toy()
     early = make_optimizer(Recipe(), model)
     models.shard(model)
-    assert "after fully_shard" in refuse(model, early, tmp_path)
+    assert "after fully_shard" in offload_error(model, early, tmp_path)
 
 
-def test_an_optimizer_that_has_stepped_is_refused(tmp_path: Path) -> None:
-    """Its state would be lost."""
+def test_optimizer_with_state_is_rejected(tmp_path: Path) -> None:
+    """The state would be lost."""
     model = models.build("toy")
     optimizer = make_optimizer(Recipe(), model)
     backward(model)
     optimizer.step()
-    assert "state" in refuse(model, optimizer, tmp_path)
+    assert "state" in offload_error(model, optimizer, tmp_path)
 
 
-def test_offloading_twice_is_refused(tmp_path: Path) -> None:
-    """With the paged optimizer, or with a new one over paged parameters."""
+def test_offloading_twice_is_rejected(tmp_path: Path) -> None:
+    """This includes a new optimizer over paged parameters."""
     with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
         other = settings(tmp_path / "nvme0", Paging(), 64 * MIB)
         with pytest.raises(UnsupportedError, match="already"):
@@ -253,17 +247,17 @@ def test_offloading_twice_is_refused(tmp_path: Path) -> None:
             infinity.offload(model, make_optimizer(Recipe(), model), other).close()
 
 
-def test_clipping_after_updates_in_backward_is_refused(tmp_path: Path) -> None:
-    """The gradients are gone."""
+def test_clipping_after_updates_in_backward_is_rejected(tmp_path: Path) -> None:
+    """The gradients have already been applied."""
     with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
-        train_one(model, optimizer)
+        train_step(model, optimizer)
         backward(model)
         with pytest.raises(InfinityError, match=r"clip_grad_norm_.*update\.schedule"):
             optimizer.clip_grad_norm_(1.0)
 
 
-def test_in_backward_with_a_step_that_clips_is_refused(tmp_path: Path) -> None:
-    """The first step shows it."""
+def test_updates_in_backward_with_clipping_are_rejected(tmp_path: Path) -> None:
+    """The first step raises the error."""
     with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
         backward(model)
         optimizer.clip_grad_norm_(1.0)
@@ -271,55 +265,55 @@ def test_in_backward_with_a_step_that_clips_is_refused(tmp_path: Path) -> None:
             optimizer.step()
 
 
-def test_a_second_backward_after_updates_in_backward_is_refused(tmp_path: Path) -> None:
+def test_second_backward_after_updates_in_backward_is_rejected(tmp_path: Path) -> None:
     """Its gradients would be applied in a second update of the same step."""
     with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
-        train_one(model, optimizer)
+        train_step(model, optimizer)
         backward(model)
         with pytest.raises(InfinityError, match=r"several backward passes .*update\.schedule"):
             backward(model, 1)
 
 
-def test_settings_that_change_after_updates_in_backward_are_refused(tmp_path: Path) -> None:
-    """They would apply to a part of the parameters only."""
+def test_changed_lr_after_updates_in_backward_is_rejected(tmp_path: Path) -> None:
+    """The new value would apply to some of the parameters only."""
     with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
-        train_one(model, optimizer)
+        train_step(model, optimizer)
         backward(model)
         optimizer.param_groups[0]["lr"] *= 0.5
         with pytest.raises(InfinityError, match=r"lr was changed.*before backward"):
             optimizer.step()
 
 
-def test_dropping_gradients_after_updates_in_backward_is_refused(tmp_path: Path) -> None:
-    """There is no way back."""
+def test_zero_grad_after_updates_in_backward_is_rejected(tmp_path: Path) -> None:
+    """Updates cannot be undone."""
     with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
-        train_one(model, optimizer)
+        train_step(model, optimizer)
         backward(model)
         with pytest.raises(InfinityError, match=r"zero_grad.*update\.schedule"):
             optimizer.zero_grad()
 
 
-def test_dropping_gradients_is_as_if_they_never_came(tmp_path: Path) -> None:
-    """With after_backward: the next step is the one that memory would take."""
+def test_zero_grad_discards_gradients_as_in_memory(tmp_path: Path) -> None:
+    """With `after_backward`, the next step equals the step in memory."""
     recipe = Recipe(model="toy")
     reference = models.build("toy")
     in_memory = make_optimizer(recipe, reference)
-    train_one(reference, in_memory)
+    train_step(reference, in_memory)
     with offloaded(recipe, Paging(host_cache="least", update_schedule="after_backward"), tmp_path) as (
         model,
         optimizer,
     ):
-        train_one(model, optimizer)
+        train_step(model, optimizer)
         backward(model, 5)
         optimizer.zero_grad()
         for each, stepper in ((model, optimizer), (reference, in_memory)):
-            train_one(each, stepper, seed=1)
+            train_step(each, stepper, seed=1)
         for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert torch.equal(ours.full_tensor(), theirs.full_tensor()), name
 
 
-def test_a_norm_that_is_not_finite_is_an_error_on_demand(tmp_path: Path) -> None:
-    """The same error as torch's own."""
+def test_error_if_nonfinite_raises(tmp_path: Path) -> None:
+    """The error is the same as PyTorch's."""
     with offloaded(Recipe(model="toy"), Paging(update_schedule="after_backward"), tmp_path) as (model, optimizer):
         (models.loss_of(model, batch(model, 0)) * float("inf")).backward()
         with pytest.raises(RuntimeError, match="non-finite"):
@@ -327,10 +321,10 @@ def test_a_norm_that_is_not_finite_is_an_error_on_demand(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("update_schedule", ["after_backward", "in_backward"])
-def test_a_checkpoint_with_pending_gradients_is_refused(update_schedule: str, tmp_path: Path) -> None:
-    """It would hold half a step."""
+def test_checkpoint_with_pending_gradients_is_rejected(update_schedule: str, tmp_path: Path) -> None:
+    """The checkpoint would contain a part of a step."""
     with offloaded(Recipe(model="toy"), Paging(update_schedule=update_schedule), tmp_path) as (model, optimizer):
-        train_one(model, optimizer)
+        train_step(model, optimizer)
         backward(model)
         with pytest.raises(InfinityError, match=r"checkpoint\(\) .*between backward and step"):
             optimizer.save_checkpoint()
@@ -338,16 +332,16 @@ def test_a_checkpoint_with_pending_gradients_is_refused(update_schedule: str, tm
         optimizer.save_checkpoint()
 
 
-def test_a_shard_above_the_limit_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that names the way out instead of exhausting memory."""
+def test_shard_above_the_load_limit_is_unsupported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error recommends an alternative that does not exhaust memory."""
     with offloaded(Recipe(model="toy"), Paging(), tmp_path) as (model, optimizer):
         monkeypatch.setattr(optimizer._reader._shards, "_load_limit", 1000)
         with pytest.raises(UnsupportedError, match=r"head\.weight.*checkpoint"):
             model.head.weight.full_tensor().clone()
 
 
-def test_the_state_dict_of_the_optimizer_is_refused(tmp_path: Path) -> None:
-    """With the ways that exist; the model's own state dict works."""
+def test_optimizer_state_dict_is_unsupported(tmp_path: Path) -> None:
+    """The error names the alternatives; the model's state dict works."""
     with offloaded(Recipe(model="toy"), Paging(), tmp_path) as (model, optimizer):
         with pytest.raises(UnsupportedError, match=r"checkpoint\(\).*read_state"):
             optimizer.state_dict()
@@ -360,8 +354,8 @@ def test_the_state_dict_of_the_optimizer_is_refused(tmp_path: Path) -> None:
             assert torch.equal(value.full_tensor(), twin.state_dict()[name].full_tensor()), name
 
 
-def test_a_closed_optimizer_is_refused(tmp_path: Path) -> None:
-    """Every entry says so; closing again does nothing."""
+def test_closed_optimizer_raises(tmp_path: Path) -> None:
+    """Every method raises; closing again has no effect."""
     with offloaded(Recipe(model="toy"), Paging(), tmp_path) as (_, optimizer):
         pass
     optimizer.close()
@@ -375,32 +369,31 @@ def test_a_closed_optimizer_is_refused(tmp_path: Path) -> None:
             call()
 
 
-def test_a_paged_model_says_that_it_was_closed(tmp_path: Path) -> None:
-    """Its values are gone: loading a shard or running the model is an error that says why."""
+def test_model_of_a_closed_run_raises(tmp_path: Path) -> None:
+    """The values are gone, so loading a shard or running the model raises."""
     with offloaded(Recipe(model="toy"), Paging(), tmp_path) as (model, optimizer):
-        train_one(model, optimizer)
+        train_step(model, optimizer)
     with pytest.raises(InfinityError, match="closed"):
         model.blocks[0].up.weight.full_tensor().clone()
     with pytest.raises(InfinityError, match="closed"):
         backward(model)
 
 
-def test_weights_for_a_model_that_has_values_are_refused(tmp_path: Path) -> None:
-    """They would be ignored."""
+def test_weights_for_an_initialized_model_are_rejected(tmp_path: Path) -> None:
+    """The weights would be ignored."""
     model = models.build("toy")
     with pytest.raises(ConfigError, match="meta device"):
         infinity.offload(model, make_optimizer(Recipe(), model), settings(tmp_path, Paging(), MIB), weights=tmp_path)
 
 
-def train_one(model: nn.Module, optimizer: Any, seed: int = 0) -> None:
-    """Run one step."""
+def train_step(model: nn.Module, optimizer: Any, seed: int = 0) -> None:
     backward(model, seed)
     optimizer.step()
     optimizer.zero_grad()
 
 
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    """And so is one with a tensor of another shape; both shapes are named."""
+def test_missing_or_mismatched_weights_are_rejected(tmp_path: Path) -> None:
+    """For a tensor with a different shape, the error reports both shapes."""
     from safetensors.torch import save_file
 
     model = models.build("toy", meta=True)
@@ -419,14 +412,14 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     assert list((tmp_path / "nvme0").iterdir()) == []
 
 
-def test_budget_errors_are_about_budgets() -> None:
-    """The class that callers catch."""
+def test_base_classes_of_errors() -> None:
+    """Callers catch these base classes."""
     assert issubclass(BudgetError, InfinityError)
     assert issubclass(ConfigError, ValueError)
 
 
-def _asked_otherwise(folder: str, name: str) -> str:
-    """Start ranks of which the last was asked for something else; return what it says."""
+def _offload_with_different_arguments(folder: str, name: str) -> str:
+    """Offload with a setting or argument that differs on the last rank; return the error message."""
     rank = dist.get_rank()
     with torch.device("meta"):
         model = nn.Linear(8, 8)
@@ -436,13 +429,13 @@ def _asked_otherwise(folder: str, name: str) -> str:
     chosen: dict[str, Any] = {section: {key: values[name][rank]}} if key else {}
     config = settings(Path(folder), Paging(), 64 * MIB, **chosen)
     init = models.loss_of if name == "init" and rank else None
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as caught:
         infinity.offload(model, torch.optim.AdamW(model.parameters()), config, init=init)
-    return str(refused.value)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("run.resume", "run.resume differs between ranks: '' on rank 0, 'auto' on rank 1"),
         ("run.seed", "run.seed differs between ranks: 0 on rank 0, 1 on rank 1"),
@@ -450,7 +443,9 @@ def _asked_otherwise(folder: str, name: str) -> str:
         ("init", "init differs between ranks: False on rank 0, True on rank 1"),
     ],
 )
-def test_ranks_that_are_asked_for_different_runs(pair: RankPool, tmp_path: Path, name: str, says: str) -> None:
-    """Said on both before anything is opened: one would wait for the other for ever, or train something else."""
-    assert all(says in said for said in pair.run(_asked_otherwise, str(tmp_path), name))
+def test_arguments_that_differ_between_ranks_are_rejected(
+    pair: RankPool, tmp_path: Path, name: str, message: str
+) -> None:
+    """All ranks report the difference before they open files; otherwise one could wait for the other forever."""
+    assert all(message in found for found in pair.run(_offload_with_different_arguments, str(tmp_path), name))
     assert not list(tmp_path.glob("nvme*/*"))

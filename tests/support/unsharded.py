@@ -1,4 +1,4 @@
-"""Optimizers that need whole parameters, and what they are compared with: the same over unsharded parameters."""
+"""Optimizers that require full parameters, and their reference: the same optimizers with unsharded parameters."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import infinity
 from support.optimizers import build, train
-from support.train import Outcome, Paging, differences, host_bytes, local, settings, state_on_nvme, whole
+from support.train import Outcome, Paging, differences, full_copy, host_bytes, local, settings, state_on_nvme
 
 STEPS = 6
 MultiOptimizer = Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]]
-"""Makes optimizers of parameters, each over a part of them."""
+"""Function that creates one or more optimizers for a list of parameters."""
 
 
 def muon_and_adamw(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """Return Muon for matrices, and AdamW for the rest."""
+    """Return Muon for matrices and AdamW for other parameters."""
     return [
         torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.02, weight_decay=0.1),
         torch.optim.AdamW([p for p in params if p.ndim != 2], lr=3e-3),
@@ -30,7 +30,7 @@ def muon_and_adamw(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
 
 
 class MuonByFlag(torch.optim.Optimizer):
-    """Muon where a param group says so, also for stacks of matrices, and a simple Adam in the other groups."""
+    """Muon for param groups with ``use_muon``, including stacks of matrices, and a simple Adam for other groups."""
 
     def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "use_muon": False})
@@ -48,7 +48,7 @@ class MuonByFlag(torch.optim.Optimizer):
 def _orthogonal(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
     mean = state.setdefault("mean", torch.zeros_like(param))
     mean.lerp_(param.grad, 0.05)
-    matrix = mean.flatten(0, -2) if mean.ndim < 3 else mean.flatten(2)  # in fp32: processors without bf16 take long
+    matrix = mean.flatten(0, -2) if mean.ndim < 3 else mean.flatten(2)  # in fp32, because bf16 is slow on most CPUs
     matrix = matrix / (matrix.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):
         gram = matrix @ matrix.mT
@@ -64,7 +64,7 @@ def _scaled(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
 
 
 def muon_by_flag(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """Return one optimizer that is both, by its groups."""
+    """Return one optimizer that uses Muon or Adam for each group."""
     return [
         MuonByFlag(
             [
@@ -76,20 +76,20 @@ def muon_by_flag(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
 
 
 class Unsharded:
-    """Optimizers over whole parameters, which every rank has; each keeps its slice of what comes out."""
+    """Optimizers that update full parameters on every rank. Each rank copies its shards of the result to the model."""
 
     def __init__(self, model: nn.Module, make: MultiOptimizer) -> None:
         self._params = list(model.parameters())
-        self._whole = [nn.Parameter(whole(param)) for param in self._params]
-        self._inner = make(self._whole)
+        self._full = [nn.Parameter(full_copy(param)) for param in self._params]
+        self._inner = make(self._full)
         self.param_groups = [group for inner in self._inner for group in inner.param_groups]
 
     def step(self) -> None:
-        for param, full in zip(self._params, self._whole, strict=True):
-            full.grad = whole(param.grad) if param.grad is not None else None
+        for param, full in zip(self._params, self._full, strict=True):
+            full.grad = full_copy(param.grad) if param.grad is not None else None
         for inner in self._inner:
             inner.step()
-        for param, full in zip(self._params, self._whole, strict=True):
+        for param, full in zip(self._params, self._full, strict=True):
             param.detach().to_local().copy_(_sliced(full.detach(), param))
 
     def zero_grad(self) -> None:
@@ -97,9 +97,9 @@ class Unsharded:
             param.grad = None
 
     def state_of(self, model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-        """Return this rank's slices of parameters and states by name."""
+        """Return the local shards of parameters and states by name."""
         found = {}
-        for (name, param), full in zip(model.named_parameters(), self._whole, strict=True):
+        for (name, param), full in zip(model.named_parameters(), self._full, strict=True):
             states = {key: value for inner in self._inner for key, value in inner.state.get(full, {}).items()}
             found[name] = {"master": local(param)} | {
                 key: _sliced(value, param).reshape(-1)
@@ -117,7 +117,7 @@ def _sliced(full: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
 
 @functools.cache
 def in_memory(make: MultiOptimizer, build: Callable[[], nn.Module]) -> Outcome:
-    """Train with unsharded parameters in the optimizer."""
+    """Train with optimizers of unsharded parameters."""
     model, outcome = build(), Outcome()
     optimizer = Unsharded(model, make)
     train(model, optimizer, outcome, 0, STEPS)
@@ -126,10 +126,10 @@ def in_memory(make: MultiOptimizer, build: Callable[[], nn.Module]) -> Outcome:
 
 
 def paged(
-    make: MultiOptimizer, folder: Path, *, build: Callable[[], nn.Module] = build, checkpoint: int = 0, **given: Any
+    make: MultiOptimizer, folder: Path, *, build: Callable[[], nn.Module] = build, checkpoint: int = 0, **options: Any
 ) -> Outcome:
-    """Train with everything on NVMe, with the smallest host cache; `checkpoint` as in `support.optimizers.paged`."""
-    paging, outcome = Paging(host_cache="least", **given), Outcome()
+    """Train offloaded with the smallest host cache. See `support.optimizers.paged` for `checkpoint`."""
+    paging, outcome = Paging(host_cache="least", **options), Outcome()
     first = 0
     for last in (checkpoint, STEPS) if checkpoint else (STEPS,):
         model = build()
@@ -146,15 +146,15 @@ def paged(
     return outcome
 
 
-def compare(make: MultiOptimizer, folder: Path, *, build: Callable[[], nn.Module] = build, **given: Any) -> list[str]:
-    """Train both ways; return what differs."""
-    with tempfile.TemporaryDirectory(dir=folder) as apart:
-        return differences(in_memory(make, build), paged(make, Path(apart), build=build, **given))
+def compare(make: MultiOptimizer, folder: Path, *, build: Callable[[], nn.Module] = build, **options: Any) -> list[str]:
+    """Train in memory and offloaded; return the differences."""
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        return differences(in_memory(make, build), paged(make, Path(temporary), build=build, **options))
 
 
 MAKES: dict[str, MultiOptimizer] = {"muon and adamw": muon_and_adamw, "muon by flag": muon_by_flag}
 
 
-def compare_by_name(name: str, folder: str, given: dict[str, Any]) -> list[str]:
-    """Runs on every rank."""
-    return compare(MAKES[name], Path(folder), **given)
+def compare_on_rank(name: str, folder: str, options: dict[str, Any]) -> list[str]:
+    """Call `compare` on a rank."""
+    return compare(MAKES[name], Path(folder), **options)

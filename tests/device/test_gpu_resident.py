@@ -1,7 +1,4 @@
-"""FSDP modules that live on the device:
-
-what users do with weights and states between steps, and what is skipped or fails.
-"""
+"""Tests of GPU-resident FSDP modules: edits between steps, skipped steps, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from infinity.content.layout import Page
 from infinity.schedule.homes import GpuResidentPage, GpuResidentPages
 from infinity.schedule.pager import Pager
 from support import models
-from support.device.cases import troubles
+from support.device.cases import problems_of
 from support.device.simulation import simulation
 from support.tables import one_of, variants
 from support.train import (
@@ -45,7 +42,7 @@ Loop = Callable[[torch.nn.Module, torch.optim.Optimizer], list[float]]
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
-    """Take one step."""
+    """Take one training step and return the loss."""
     loss = models.loss_of(model, batch(model, number))
     loss.backward()
     optimizer.step()
@@ -54,12 +51,11 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) 
 
 
 def plain(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """Train."""
     return [step(model, optimizer, number) for number in range(STEPS)]
 
 
-def edited(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """Change weights and states in place between steps, of the layers and the root."""
+def with_edits(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Edit weights and optimizer state of the layers and the root in place between steps."""
     losses = []
     for number in range(STEPS):
         losses.append(step(model, optimizer, number))
@@ -76,8 +72,8 @@ def edited(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[flo
     return losses
 
 
-def loaded(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """Save the weights, train, and put them back."""
+def with_reload(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Save the weights, train, and load the saved weights."""
     losses = [step(model, optimizer, number) for number in range(3)]
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     losses += [step(model, optimizer, number) for number in range(3, 5)]
@@ -85,8 +81,8 @@ def loaded(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[flo
     return [*losses, step(model, optimizer, 5)]
 
 
-def without_some(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """Leave gradients out, and assign one."""
+def with_dropped_gradients(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Drop some gradients and assign another one."""
     losses = []
     for number in range(STEPS):
         loss = models.loss_of(model, batch(model, number))
@@ -102,15 +98,15 @@ def without_some(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> li
 
 
 LOOPS: dict[str, tuple[Loop, str]] = {
-    "edited": (edited, ""),
-    "loaded": (loaded, ""),
-    "without some": (without_some, "after_backward"),
+    "edited": (with_edits, ""),
+    "loaded": (with_reload, ""),
+    "dropped gradients": (with_dropped_gradients, "after_backward"),
 }
-"""By name, a loop and the update schedule that it needs."""
+"""Loop by name, with the update schedule that it requires."""
 
 
 def outcome(loop: Loop, recipe: Recipe, paging: Paging, folder: Path) -> Outcome:
-    """Run a loop over pages."""
+    """Run a loop on NVMe."""
     with offloaded(recipe, paging, folder) as (model, optimizer):
         losses = loop(model, optimizer)
         gpu_resident = len(optimizer.run.planner.update_schedule.gpu_resident)
@@ -133,21 +129,20 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("name", "paging", "kind"), one_of(2, ROWS))
-def test_what_is_done_between_steps(name: str, paging: Paging, kind: str, tmp_path: Path) -> None:
-    """Is done to what the device has, and the bits are those of memory."""
+def test_edits_between_steps_match_memory(name: str, paging: Paging, kind: str, tmp_path: Path) -> None:
     loop, update_schedule = LOOPS[name]
     recipe = Recipe(model="toy", steps=STEPS)
     expected = in_memory(loop, recipe)
     with simulation(kind) as device:
         paging = replace(paging, update_schedule=update_schedule or paging.update_schedule)
         found = outcome(loop, recipe, paging, tmp_path)
-        assert troubles(device) == []
+        assert problems_of(device) == []
     assert found.gpu_resident > 0
     assert differences(expected, found) == []
 
 
-def skipped(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """Clip; one step has a loss that is not finite."""
+def with_skipped_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Train with clipping; one step has a loss that is not finite."""
     losses = []
     for number in range(STEPS):
         loss = models.loss_of(model, batch(model, number))
@@ -161,30 +156,34 @@ def skipped(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[fl
 
 
 @pytest.mark.parametrize("update_schedule", ["in_forward", pytest.param("after_backward", marks=pytest.mark.wide)])
-def test_a_step_that_is_skipped(update_schedule: str, tmp_path: Path) -> None:
-    """Changes nothing on the device, as it changes no page."""
+def test_skipped_step_changes_no_gpu_resident_state(update_schedule: str, tmp_path: Path) -> None:
     recipe, found = Recipe(model="toy"), []
     for number, nbytes in enumerate((0, 64 << 20)):
         (folder := tmp_path / str(number)).mkdir()
         with simulation("order-updates") as device:
             found.append(
                 outcome(
-                    skipped, recipe, Paging(host_cache="least", update_schedule=update_schedule, device=nbytes), folder
+                    with_skipped_step,
+                    recipe,
+                    Paging(host_cache="least", update_schedule=update_schedule, device=nbytes),
+                    folder,
                 )
             )
-            assert troubles(device) == []
+            assert problems_of(device) == []
     assert [each.gpu_resident > 0 for each in found] == [False, True]
     assert differences(*found) == []
 
 
-def test_a_checkpoint_takes_few_cache_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP modules that live on the device may be larger than the host cache: pages go through it one by one."""
+def test_checkpoint_of_gpu_resident_pages_needs_few_cache_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPU-resident modules may exceed the host cache, so their pages pass through it one by one."""
     recipe, paging = Recipe(model="even", steps=3), Paging(host_cache="least", device=64 << 20)
     most: list[int] = []
     send = Pager._send
 
-    def sent(pager: Pager, page: int, home: object) -> None:
-        send(pager, page, home)  # type: ignore[arg-type]
+    def sent(pager: Pager, page: int, gpu_resident: object) -> None:
+        send(pager, page, gpu_resident)  # type: ignore[arg-type]
         most.append(pager._cache_slots.count - len(pager._cache_slots.free))
 
     monkeypatch.setattr(Pager, "_send", sent)
@@ -198,17 +197,17 @@ def test_a_checkpoint_takes_few_cache_slots(tmp_path: Path, monkeypatch: pytest.
         assert run.pager.census()["free"] == run.host_cache.cache_slots
 
 
-def test_a_device_that_has_less_room_than_it_said(
+def test_out_of_memory_disables_gpu_resident_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Goes on with no FSDP module there, and says what to set."""
-    build_gpu_resident_pages, built = GpuResidentPages.build, []
+    """Training continues without GPU-resident FSDP modules, and a warning names the setting to reduce."""
+    build, built = GpuResidentPages.build, []
 
-    def build_some(gpu_resident_pages: GpuResidentPages, pages: Sequence[Page]) -> dict[int, GpuResidentPage]:
+    def build_some(resident: GpuResidentPages, pages: Sequence[Page]) -> dict[int, GpuResidentPage]:
         built.append(pages)
         if len(built) == 3:
             raise torch.OutOfMemoryError("out of memory")
-        return build_gpu_resident_pages(gpu_resident_pages, pages)
+        return build(resident, pages)
 
     monkeypatch.setattr(GpuResidentPages, "build", build_some)
     recipe = Recipe(model="toy", steps=STEPS)

@@ -1,7 +1,4 @@
-"""A checkpoint is one of all its ranks:
-
-files of another checkpoint of the same step are never taken for a part of it.
-"""
+"""Tests of checkpoint identities: files from different checkpoints of the same step are never combined."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ LATEST = {"resume": "latest", "retained_checkpoints": 2}
 
 
 def checkpoint_twice(folder: str) -> None:
-    """Checkpoint step 3, keep a copy of its files, checkpoint it again. Runs on every rank."""
+    """Save step 3, copy its files, and save it again. Runs on every rank."""
     with Session(Path(folder)) as session:
         session.run(3, every=0)
         session.optimizer.save_checkpoint({"scheduler": session.scheduler.state_dict(), "note": "first"})
@@ -45,7 +42,7 @@ def checkpoint_twice(folder: str) -> None:
 
 
 def resumed(folder: str) -> tuple[int, Any]:
-    """Resume; return step and note. Runs on every rank."""
+    """Resume; return the step and the note. Runs on every rank."""
     with Session(Path(folder), run=LATEST) as session:
         return session.optimizer.steps, session.optimizer.resumed_extra.get("note")
 
@@ -57,10 +54,8 @@ def run_folder(folder: Path) -> RunFolder:
 
 
 @pytest.mark.parametrize("published", [0, 1, 2])
-def test_a_step_that_is_checkpointed_again_is_one_checkpoint_of_all_ranks(
-    published: int, pair: RankPool, tmp_path: Path
-) -> None:
-    """Cut off when none, one or both of two ranks had published the second: all take the first, or all the second."""
+def test_all_ranks_resume_from_the_same_of_two_checkpoints(published: int, pair: RankPool, tmp_path: Path) -> None:
+    """None, one or both of two ranks published the second checkpoint before the run was stopped."""
     pair.run(checkpoint_twice, str(tmp_path))
     folder = run_folder(tmp_path)
     second = sorted(folder.checkpoints.glob("step*"))
@@ -72,11 +67,11 @@ def test_a_step_that_is_checkpointed_again_is_one_checkpoint_of_all_ranks(
     expected = "second" if published == 2 else "first"
     assert CheckpointReader(folder).extra["note"] == expected, "export"
     assert pair.run(resumed, str(tmp_path)) == [(3, expected)] * 2
-    assert len(complete_checkpoints(published_in(folder.checkpoints))) == 1, "what was passed over is removed"
+    assert len(complete_checkpoints(published_in(folder.checkpoints))) == 1, "superseded checkpoints are removed"
 
 
 def branch(folder: str, note: str) -> None:
-    """Train to step 6, from step 3 if there is one, checkpointing both. Runs on every rank."""
+    """Train to step 6, from step 3 if it exists, and save both. Runs on every rank."""
     begun = any((Path(folder) / "nvme0").glob("*/checkpoints"))
     run: dict[str, Any] = {"retained_checkpoints": 2}
     if dist.is_initialized():
@@ -88,8 +83,8 @@ def branch(folder: str, note: str) -> None:
                 session.optimizer.save_checkpoint({"scheduler": session.scheduler.state_dict(), "note": note})
 
 
-def test_branches_of_a_run_do_not_mix(pair: RankPool, tmp_path: Path) -> None:
-    """Rank 1 has its files of the branch before, of the same run and step: that step is no checkpoint."""
+def test_checkpoints_of_different_branches_are_not_combined(pair: RankPool, tmp_path: Path) -> None:
+    """Rank 1 has files of the previous branch at step 6, so step 6 is not a checkpoint."""
     pair.run(branch, str(tmp_path), "before")
     shutil.copytree(run_folder(tmp_path).checkpoints, tmp_path / "before")
     pair.run(branch, str(tmp_path), "after")
@@ -105,7 +100,7 @@ def test_branches_of_a_run_do_not_mix(pair: RankPool, tmp_path: Path) -> None:
 
 
 def test_identities_are_unique_and_in_order() -> None:
-    """Even where the clock is set back."""
+    """This also holds if the clock is set back."""
     found = [new_identity("")]
     for _ in range(100):
         found.append(new_identity(found[-1]))
@@ -114,8 +109,8 @@ def test_identities_are_unique_and_in_order() -> None:
     assert new_identity(later) > later
 
 
-def test_what_no_reader_would_take_is_not_published(tmp_path: Path) -> None:
-    """The checkpoint before stays, and the next one is good."""
+def test_invalid_manifest_is_not_published(tmp_path: Path) -> None:
+    """The previous checkpoint is kept, and the next one succeeds."""
     with Session(tmp_path) as session:
         session.run(3)
         publish = session.optimizer._checkpointer._checkpoint_writer
@@ -130,8 +125,8 @@ def test_what_no_reader_would_take_is_not_published(tmp_path: Path) -> None:
     assert CheckpointReader(folder).step == 4
 
 
-def test_a_withdrawn_checkpoint_never_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was published is removed for good; where it cannot be, its pages are not written over."""
+def test_withdrawn_checkpoint_is_removed_durably(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If its files cannot be removed durably, its pages are not overwritten."""
     synced: list[Path] = []
     with Session(tmp_path) as session:
         session.run(3)
@@ -149,7 +144,7 @@ def test_a_withdrawn_checkpoint_never_comes_back(tmp_path: Path, monkeypatch: py
         folder = run_folder(tmp_path)
         assert synced == [folder.checkpoints]
         assert [name.step for name in published_in(folder.checkpoints)] == [3]
-        monkeypatch.setattr(checkpoints, "sync_folder", _refuse)
+        monkeypatch.setattr(checkpoints, "sync_folder", _io_error)
         with pytest.raises(StorageError):
             session.run(5, every=1)
         store = session.optimizer.run.store
@@ -162,16 +157,13 @@ INTERRUPTIONS: dict[str, type[BaseException]] = {
 }  # fmt: skip
 
 
-def interrupted(folder: str, what: str, checkpointed: bool) -> None:
-    """Checkpoint steps 3 (if `checkpointed`) and 6;
-
-    rank 0 does not get to hear how the last ended. Runs on every rank.
-    """
+def interrupt_rank_0_after_publishing(folder: str, interruption: str, checkpointed: bool) -> None:
+    """Save steps 3 (if `checkpointed`) and 6, and interrupt rank 0 before it knows the result. Runs on every rank."""
     original = Ranks.collect
 
     def collect(ranks: Ranks, value: Any) -> list[Any]:
         original(ranks, value)
-        raise INTERRUPTIONS[what]("injected")
+        raise INTERRUPTIONS[interruption]("injected")
 
     try:
         with pytest.MonkeyPatch.context() as patch, Session(Path(folder)) as session:
@@ -180,12 +172,12 @@ def interrupted(folder: str, what: str, checkpointed: bool) -> None:
             if dist.get_rank() == 0:
                 once_published(patch, partial(patch.setattr, Ranks, "collect", collect))
             session.save_checkpoint()
-    except INTERRUPTIONS[what]:
+    except INTERRUPTIONS[interruption]:
         assert dist.get_rank() == 0
 
 
 def once_published(patch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
-    """Call `action` when this rank has published its files, before it exchanges with the others how that went."""
+    """Call `action` after this rank has published its files and before it exchanges the result with the others."""
     took = CheckpointSpace.took
 
     def then(room: CheckpointSpace, size: int) -> None:
@@ -195,19 +187,19 @@ def once_published(patch: pytest.MonkeyPatch, action: Callable[[], None]) -> Non
     patch.setattr(CheckpointSpace, "took", then)
 
 
-@pytest.mark.parametrize(("what", "checkpointed"), alternate(INTERRUPTIONS, [True, False]))
-def test_a_rank_that_does_not_know_how_a_checkpoint_ended_removes_nothing(
-    what: str, checkpointed: bool, pair: RankPool, tmp_path: Path
+@pytest.mark.parametrize(("interruption", "checkpointed"), alternate(INTERRUPTIONS, [True, False]))
+def test_interrupted_rank_keeps_a_checkpoint_with_unknown_result(
+    interruption: str, checkpointed: bool, pair: RankPool, tmp_path: Path
 ) -> None:
-    """The others may have gone on, and removed the checkpoint before: the new one is what all resume from."""
-    pair.run(interrupted, str(tmp_path), what, checkpointed)
+    """Other ranks may already have removed the previous checkpoint, so all ranks must resume from the new one."""
+    pair.run(interrupt_rank_0_after_publishing, str(tmp_path), interruption, checkpointed)
     assert pair.run(resumed, str(tmp_path)) == [(6, None)] * 2
 
 
-def test_a_checkpoint_that_was_interrupted_before_the_exchange_is_withdrawn(
+def test_checkpoint_interrupted_before_the_exchange_is_withdrawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training may go on then. After the exchange its files stay, and no page of it is used until that is settled."""
+    """After the exchange, its files are kept, and its pages are not reused until the next checkpoint."""
 
     def interrupt(*_: Any) -> Any:
         raise KeyboardInterrupt
@@ -216,7 +208,7 @@ def test_a_checkpoint_that_was_interrupted_before_the_exchange_is_withdrawn(
         session.run(3)
         store, folder = session.optimizer.run.store, run_folder(tmp_path)
         usual = len(store._named)
-        for exchanging, left in ((False, [3]), (True, [3, 5])):
+        for exchanging, retained in ((False, [3]), (True, [3, 5])):
             session.run(session.optimizer.steps + 1, every=0)
             with monkeypatch.context() as patch:
                 if exchanging:
@@ -225,7 +217,7 @@ def test_a_checkpoint_that_was_interrupted_before_the_exchange_is_withdrawn(
                     patch.setattr(CheckpointSpace, "took", interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     session.save_checkpoint()
-            assert [found.step for found in published_in(folder.checkpoints)] == left
+            assert [found.step for found in published_in(folder.checkpoints)] == retained
         assert len(store._named) > usual
         session.save_checkpoint()
         assert [found.step for found in published_in(folder.checkpoints)] == [5]
@@ -236,15 +228,15 @@ def test_a_checkpoint_that_was_interrupted_before_the_exchange_is_withdrawn(
     ("owner", "name"),
     [(checkpoints, "remove_checkpoints"), (PageStore, "adopt"), (PageStore, "release"), (manifests, "write_manifest")],
 )
-def test_a_checkpoint_is_whole_whenever_ctrl_c_is_pressed(
+def test_ctrl_c_is_deferred_until_the_checkpoint_is_complete(
     owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is heard behind it; else the next step has no slots to write to, where what it replaces was not given up."""
+    """Otherwise replaced pages might not be freed, and the next step would have no slots to write to."""
     (tmp_path / "undisturbed").mkdir()
     undisturbed = reference(tmp_path / "undisturbed")
     original, calls = getattr(owner, name), []
 
-    def pressed(*given: Any, **named: Any) -> Any:
+    def interrupting(*given: Any, **named: Any) -> Any:
         calls.append(given)
         if len(calls) == 1:
             os.kill(os.getpid(), signal.SIGINT)
@@ -253,12 +245,12 @@ def test_a_checkpoint_is_whole_whenever_ctrl_c_is_pressed(
     with Session(tmp_path, storage={"timeout_seconds": 10}) as session:
         losses = session.run(3) + session.run(5, every=0)
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, pressed)
+            patch.setattr(owner, name, interrupting)
             with pytest.raises(KeyboardInterrupt):
                 session.save_checkpoint()
         assert [found.step for found in published_in(run_folder(tmp_path).checkpoints)] == [5]
         assert losses + session.run() == undisturbed
 
 
-def _refuse(folder: Path) -> None:
+def _io_error(folder: Path) -> None:
     raise OSError(5, "Input/output error", str(folder))

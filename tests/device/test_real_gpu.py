@@ -1,4 +1,4 @@
-"""The trainings of the simulated device on a real one: `make gpu-test`."""
+"""Tests of the simulated device's training runs on a real GPU: `make gpu-test`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from support.device.tables import (
+    ACTIVATION_RECIPES,
     ACTIVATIONS,
     GPU_RESIDENT_PAGES,
     LARGE,
     LARGE_PAGINGS,
     PAGINGS,
     RECIPES,
-    RECIPES_THAT_KEEP,
     SOME,
 )
 from support.tables import variants
@@ -24,12 +24,12 @@ from support.train import Paging, Recipe, compare, differences, in_memory, repro
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is seen: `make gpu-test`"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is available: `make gpu-test`"),
 ]
 
 
 def on_a_gpu(recipes: dict[str, Recipe], pagings: dict[str, Paging], *updates: str) -> list[Any]:
-    """Return (recipe, paging) of all recipes with all pagings, and updates here and there in turn."""
+    """Return (recipe, paging) for all recipes and pagings; the devices that run updates alternate."""
     listed = []
     for number, row in enumerate(variants(recipes, pagings)):
         recipe, paging = row.values
@@ -37,7 +37,7 @@ def on_a_gpu(recipes: dict[str, Recipe], pagings: dict[str, Paging], *updates: s
         if recipe.groups:
             where = "cuda"  # the reference of updates on the CPU has one param group
         if where == "cuda" and not paging.device:
-            # The device would take all FSDP modules otherwise, and no page were used.
+            # Otherwise all FSDP modules would be GPU-resident, and no pages would be used.
             paging = replace(paging, device=SOME, gpu_resident_pages="none")
         listed.append(
             pytest.param(
@@ -48,8 +48,8 @@ def on_a_gpu(recipes: dict[str, Recipe], pagings: dict[str, Paging], *updates: s
 
 
 @pytest.mark.parametrize("updates", ["cpu", "cuda"])
-def test_the_device_computes_the_same_bits_again(updates: str) -> None:
-    """In memory, twice: otherwise no comparison says anything."""
+def test_training_in_memory_is_deterministic(updates: str) -> None:
+    """The other comparisons are only meaningful if training in memory is reproducible."""
     recipe = replace(LARGE, device="cuda", updates=updates, deterministic=True)
     with reproducible():
         first, second = in_memory(recipe), in_memory.__wrapped__(recipe)
@@ -59,7 +59,7 @@ def test_the_device_computes_the_same_bits_again(updates: str) -> None:
 @pytest.mark.parametrize("updates", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", LARGE_PAGINGS)
 def test_paging_changes_no_bit_of_a_large_model(name: str, updates: str, tmp_path: Path) -> None:
-    """Where copies, updates and computation really run side by side."""
+    """The model is large enough for copies, updates and computation to overlap."""
     recipe = replace(LARGE, device="cuda", updates=updates, deterministic=True)
     assert compare(recipe, LARGE_PAGINGS[name], str(tmp_path)) == []
 
@@ -69,9 +69,9 @@ def test_paging_changes_no_bit_of_a_large_model(name: str, updates: str, tmp_pat
     [
         *on_a_gpu(RECIPES, PAGINGS, "cpu", "cuda"),
         *on_a_gpu(RECIPES, GPU_RESIDENT_PAGES, "cuda"),
-        *on_a_gpu(RECIPES_THAT_KEEP, ACTIVATIONS, "cpu", "cuda"),
+        *on_a_gpu(ACTIVATION_RECIPES, ACTIVATIONS, "cpu", "cuda"),
     ],
 )
 def test_paging_changes_no_bit(recipe: Recipe, paging: Paging, tmp_path: Path) -> None:
-    """Losses, norms, parameters and moments."""
+    """Losses, norms, parameters and moments equal those in memory."""
     assert compare(recipe, paging, str(tmp_path)) == []

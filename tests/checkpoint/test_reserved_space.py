@@ -1,4 +1,4 @@
-"""Space for everything that a run writes is there before its first step, or the run is refused."""
+"""Tests of reserved space: a run has all the space that it needs before its first step, or fails at startup."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ UNTIL = 4
 
 
 def attempt(folder: Path, size: int, retained: int) -> bool:
-    """Run on a file system of a size, checkpointing every step; return whether it was refused at its start."""
-    place = folder / "nvme0"
-    place.mkdir(exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+    """Run on a file system of the given size, saving every step; return whether startup failed."""
+    mount_point = folder / "nvme0"
+    mount_point.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(mount_point)]
     mounted = subprocess.run(command, capture_output=True, check=False)
     if mounted.returncode:
         pytest.skip(f"cannot mount a small file system: {mounted.stderr.decode().strip()}")
@@ -31,7 +31,7 @@ def attempt(folder: Path, size: int, retained: int) -> bool:
         try:
             session = Session(folder, run={"retained_checkpoints": retained})
         except BudgetError:
-            assert list(place.iterdir()) == []
+            assert list(mount_point.iterdir()) == []
             return True
         with session:
             session.run(UNTIL, every=1)
@@ -40,38 +40,37 @@ def attempt(folder: Path, size: int, retained: int) -> bool:
             session.run(UNTIL + 1, every=1)
         return False
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", str(mount_point)], check=True)
 
 
 @pytest.mark.parametrize("retained", [1, 2])
-def test_a_drive_of_any_size_is_refused_or_enough(retained: int, tmp_path: Path) -> None:
-    """Around the size at which a run begins to fit, block by block: no error after the first step."""
+def test_drive_of_any_size_is_rejected_or_sufficient(retained: int, tmp_path: Path) -> None:
+    """For sizes around the minimum, block by block, no run fails after its first step."""
     (tmp_path / "sizing").mkdir()
     with Session(tmp_path / "sizing", run={"retained_checkpoints": retained}) as session:
         paths = list((tmp_path / "sizing" / "nvme0").rglob("*"))
         need = sum(file.stat().st_blocks * 512 for file in paths if file.is_file())
         assert any(file.name.endswith(".reserved.tmp") for file in paths)
         session.run(1, every=1)
-    refused = [attempt(tmp_path, need + extra * 4 * KIB, retained) for extra in (-20, -8, -2, -1, 0, 1, 2, 8)]
-    assert refused == sorted(refused, reverse=True), "not refused from some size on"
-    assert refused[0]
-    assert not refused[-1]
+    rejected = [attempt(tmp_path, need + extra * 4 * KIB, retained) for extra in (-20, -8, -2, -1, 0, 1, 2, 8)]
+    assert rejected == sorted(rejected, reverse=True), "startup failed on a larger drive but not on a smaller one"
+    assert rejected[0]
+    assert not rejected[-1]
 
 
-def test_nothing_of_it_is_left(tmp_path: Path) -> None:
-    """Neither after a run that ends well nor after one whose checkpoint fails."""
+def test_close_removes_the_reserved_space(tmp_path: Path) -> None:
     with Session(tmp_path) as session:
         session.run(3)
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_an_extra_that_does_not_fit(tmp_path: Path) -> None:
-    """Larger than could be known: an error that names the file, and the checkpoint before it stays."""
+def test_extra_that_does_not_fit_raises(tmp_path: Path) -> None:
+    """Its size is not known in advance; the error names the file, and the previous checkpoint is kept."""
     (tmp_path / "undisturbed").mkdir()
     undisturbed = reference(tmp_path / "undisturbed")
-    place = tmp_path / "nvme0"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(place)], check=False)
+    mount_point = tmp_path / "nvme0"
+    mount_point.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(mount_point)], check=False)
     if mounted.returncode:
         pytest.skip("cannot mount a small file system")
     try:
@@ -83,11 +82,11 @@ def test_an_extra_that_does_not_fit(tmp_path: Path) -> None:
         with Session(tmp_path, run={"resume": "latest"}) as session:
             assert session.run() == undisturbed[6:]
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", str(mount_point)], check=True)
 
 
-class _Sharing(nn.Module):
-    """Modules that share a buffer of 256 KiB, which the checkpoint has under the name of each."""
+class _SharedBuffers(nn.Module):
+    """Modules that share a buffer of 256 KiB, which a checkpoint contains under the name of each module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,15 +96,15 @@ class _Sharing(nn.Module):
             part.register_buffer("table", table)
 
 
-def test_shared_buffers_take_their_space_as_often_as_they_are_saved(tmp_path: Path) -> None:
-    """What is held for a checkpoint is at least what it takes, before the first one has shown that."""
-    model = _Sharing()
+def test_reserved_space_counts_every_copy_of_shared_buffers(tmp_path: Path) -> None:
+    """The reservation suffices before the first checkpoint shows the actual size."""
+    model = _SharedBuffers()
     fully_shard(model, mesh=infinity.mesh("cpu"))
     optimizer = infinity.offload(model, torch.optim.AdamW(model.parameters()), settings(tmp_path, Paging(), 64 * MIB))
     with optimizer:
-        (room,) = tmp_path.rglob("*.reserved.tmp")
-        held = room.stat().st_size
+        (reserved_file,) = tmp_path.rglob("*.reserved.tmp")
+        reserved = reserved_file.stat().st_size
         optimizer.save_checkpoint()
-        took = [file.stat().st_size for file in room.parent.glob("step*")]
-        assert sum(took) > 4 * 256 * KIB
-        assert held >= sum(took)
+        saved = [file.stat().st_size for file in reserved_file.parent.glob("step*")]
+        assert sum(saved) > 4 * 256 * KIB
+        assert reserved >= sum(saved)

@@ -61,7 +61,9 @@ class InjectedError(InfinityError):
     """Error that the failing stage raises."""
 
 
-def leaked_resources(before: set[str], folder: Path, model: nn.Module, host_caches: list[weakref.ref[HostCache]]) -> list[str]:
+def leaked_resources(
+    before: set[str], folder: Path, model: nn.Module, host_caches: list[weakref.ref[HostCache]]
+) -> list[str]:
     """Return the resources that a failed startup has not released."""
     gc.collect()
     found = [f"thread {name}" for name in {thread.name for thread in threading.enumerate()} - before]
@@ -71,7 +73,9 @@ def leaked_resources(before: set[str], folder: Path, model: nn.Module, host_cach
     dist.barrier()
     found += [f"folder {file}" for file in (folder / "nvme0").glob("**/*")]
     found += [f"page {file}" for file in (folder / "runtime").glob("**/*.stats")]
-    found += [f"hook of {name}" for name, module in model.named_modules() if has_own_hook(module._forward_pre_hooks.values())]
+    found += [
+        f"hook of {name}" for name, module in model.named_modules() if has_own_hook(module._forward_pre_hooks.values())
+    ]
     hooks = {name: param._post_accumulate_grad_hooks or {} for name, param in model.named_parameters()}
     found += [f"hook of {name}" for name, of_param in hooks.items() if has_own_hook(of_param.values())]
     return found + ["host_cache" for host_cache in host_caches if host_cache() is not None]
@@ -137,5 +141,5 @@ def test_failed_stage_releases_all_resources(stage: str, tmp_path: Path) -> None
     ["run_directory.FolderLock.acquire", "run.HostCache", "initial_state.OwnValues.values", "offload.Attachment"],
 )
 def test_failed_stage_on_one_rank_releases_all_ranks(stage: str, pair: RankPool, tmp_path: Path) -> None:
-    """The other rank reports the reason and waits for no one."""
+    """The other rank reports the reason without waiting for its peer."""
     assert pair.run(fail_then_start, stage, str(tmp_path)) == [[], []]

@@ -313,17 +313,19 @@ def train_with_changes(model: nn.Module, optimizer: Any, change: Any, before_ste
 @pytest.mark.parametrize("before_step", [False, True], ids=["after", "before"])
 @pytest.mark.parametrize("update_schedule", ["auto", *STORED_GRADIENTS])
 @pytest.mark.parametrize("change", CHANGES)
-def test_changed_settings_match_training_in_memory(change: Any, update_schedule: str, before_step: bool, tmp_path: Path) -> None:
+def test_changed_settings_match_training_in_memory(
+    change: Any, update_schedule: str, before_step: bool, tmp_path: Path
+) -> None:
     """This includes settings that are replaced or changed in place while updates of the last step are pending."""
     model = build(RECIPE)
     expected = train_with_changes(model, ScaledSGD(model.parameters()), change, before_step)
     paged = build(RECIPE)
-    given = ScaledSGD(paged.parameters())
+    base_optimizer = ScaledSGD(paged.parameters())
     with infinity.offload(
-        paged, given, settings(tmp_path, Paging(update_schedule=update_schedule), 64 << 20)
+        paged, base_optimizer, settings(tmp_path, Paging(update_schedule=update_schedule), 64 << 20)
     ) as optimizer:
         found = train_with_changes(paged, optimizer, change, before_step)
-        assert given.param_groups is optimizer.param_groups
+        assert base_optimizer.param_groups is optimizer.param_groups
         optimizer.save_checkpoint()
     assert all(map(torch.equal, expected, found))
 
@@ -365,13 +367,13 @@ def test_uncopyable_setting_is_unsupported(tmp_path: Path) -> None:
 def test_attributes_without_effect_are_unsupported(tmp_path: Path) -> None:
     """Attributes that updates would not see are rejected; attributes that PyTorch sets are permitted."""
     model = build(RECIPE)
-    given = ScaledSGD(model.parameters())
-    with infinity.offload(model, given, settings(tmp_path, Paging(), 64 << 20)) as optimizer:
+    base_optimizer = ScaledSGD(model.parameters())
+    with infinity.offload(model, base_optimizer, settings(tmp_path, Paging(), 64 << 20)) as optimizer:
         optimizer.noise = 0.25
-        assert given.noise == optimizer.noise == 0.25
+        assert base_optimizer.noise == optimizer.noise == 0.25
         assert "noise" not in vars(optimizer)
         optimizer.defaults = {**optimizer.defaults, "lr": 7.0}
-        assert given.defaults["lr"] == 7.0
+        assert base_optimizer.defaults["lr"] == 7.0
         for name, value in (("noise", object()), ("another", 1.0)):
             with pytest.raises(UnsupportedError, match=f"{name} of ScaledSGD cannot be set after infinity"):
                 setattr(optimizer, name, value)
@@ -387,8 +389,8 @@ def test_attributes_without_effect_are_unsupported(tmp_path: Path) -> None:
 def test_wrapper_with_diverging_param_groups_is_unsupported(tmp_path: Path) -> None:
     """In memory the inner optimizer would continue with the previous groups."""
     model = build(RECIPE)
-    given = OuterOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    with infinity.offload(model, given, settings(tmp_path, Paging(), 64 << 20)) as optimizer:
+    base_optimizer = OuterOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with infinity.offload(model, base_optimizer, settings(tmp_path, Paging(), 64 << 20)) as optimizer:
         replace_group(optimizer)
         step(model, optimizer)
         replace_groups(optimizer)
@@ -414,15 +416,15 @@ class OuterOptimizer(torch.optim.Optimizer):
 def test_loading_or_replacing_states_is_unsupported(tmp_path: Path) -> None:
     """This holds for both optimizers, and the existing state is unchanged."""
     with offloaded(RECIPE, Paging(update_schedule="after_backward"), tmp_path) as (model, optimizer):
-        given = optimizer._base_optimizer
+        base_optimizer = optimizer._base_optimizer
         other = make_optimizer(RECIPE, build(RECIPE))
         step(model, optimizer)
-        for each in (optimizer, given):
+        for each in (optimizer, base_optimizer):
             groups = each.param_groups
             with pytest.raises(UnsupportedError, match=r"run\.resume"):
                 each.load_state_dict(other.state_dict())
             assert each.param_groups is groups
-        given.state = {}
+        base_optimizer.state = {}
         backward(model, 1)
         with pytest.raises(UnsupportedError, match="write to its tensors"):
             optimizer.step()
@@ -473,17 +475,19 @@ def test_copying_an_optimizer_is_unsupported(copying: Any, tmp_path: Path) -> No
 def test_base_optimizer_does_not_keep_a_closed_run_alive(tmp_path: Path) -> None:
     """The host cache and the pages are freed, and the base optimizer remains unusable."""
     model = build(RECIPE)
-    given = make_optimizer(RECIPE, model)
-    optimizer = infinity.offload(model, given, settings(tmp_path, Paging(), 64 << 20))
+    base_optimizer = make_optimizer(RECIPE, model)
+    optimizer = infinity.offload(model, base_optimizer, settings(tmp_path, Paging(), 64 << 20))
     step(model, optimizer)
-    references = [weakref.ref(each) for each in (optimizer, optimizer.run, optimizer.run.pager, optimizer.run.host_cache)]
+    references = [
+        weakref.ref(each) for each in (optimizer, optimizer.run, optimizer.run.pager, optimizer.run.host_cache)
+    ]
     optimizer.close()
     del optimizer
     gc.collect()
     assert [each() for each in references] == [None] * len(references)
     with pytest.raises(InfinityError, match="closed"):
-        len(given.state)
+        len(base_optimizer.state)
     with pytest.raises(UnsupportedError, match="cannot be added"):
-        given.add_param_group({"params": []})
+        base_optimizer.add_param_group({"params": []})
     with pytest.raises(InfinityError, match=r"replaced .*infinity\.offload\(\).*step\(\)"):
-        given.step()
+        base_optimizer.step()

@@ -17,8 +17,8 @@ from infinity.errors import BudgetError, ConfigError, InfinityError
 from support import models
 from support.optimizers import build, train
 from support.ranks import RankPool
-from support.train import Outcome, Paging, batch, settings, whole
-from support.whole import MAKES, compare, compare_by_name, muon_and_adamw, paged
+from support.train import Outcome, Paging, batch, full_copy, settings
+from support.unsharded import MAKES, compare, compare_on_rank, muon_and_adamw, paged
 
 SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
     "in backward, on an update thread": ("muon and adamw", {}),
@@ -46,7 +46,7 @@ def test_full_parameter_updates_match_training_in_memory(case: str, tmp_path: Pa
 def test_two_ranks_match_updates_of_unsharded_matrices(case: str, tmp_path: Path, pair: RankPool) -> None:
     """This includes uneven shards, for example of the embedding."""
     name, options = PAIR[case]
-    assert pair.run(compare_by_name, name, str(tmp_path), options) == [[], []]
+    assert pair.run(compare_on_rank, name, str(tmp_path), options) == [[], []]
 
 
 def test_full_parameter_updates_run_in_backward(tmp_path: Path) -> None:
@@ -54,8 +54,7 @@ def test_full_parameter_updates_run_in_backward(tmp_path: Path) -> None:
 
 
 def test_two_ranks_do_not_update_in_forward(tmp_path: Path, pair: RankPool) -> None:
-    """In forward, a rank could reach an exchange early; if one rank reads a gradient, all ranks use `after_backward`.
-    """
+    """In forward, a rank could reach an exchange early; if one rank reads a gradient, all use `after_backward`."""
     assert pair.run(update_schedules, str(tmp_path)) == [["in_backward", "after_backward", "rejected"]] * 2
 
 
@@ -117,11 +116,11 @@ def drop_gradient_on_one_rank(folder: str) -> str:
 def test_budget_includes_the_largest_matrix(tmp_path: Path) -> None:
     """The memory is separate from the host cache, and the error names the parameter."""
     model = build()
-    given = muon_and_adamw(list(model.parameters()))
+    base_optimizers = muon_and_adamw(list(model.parameters()))
     with pytest.raises(BudgetError, match=r"to update \S+weight as a full parameter"):
-        infinity.offload(model, given, settings(tmp_path, Paging(), 64 << 10))
-    with infinity.offload(model, given, settings(tmp_path, Paging(), 64 << 20)) as optimizer:
-        largest = max(param.numel() for group in given[0].param_groups for param in group["params"])
+        infinity.offload(model, base_optimizers, settings(tmp_path, Paging(), 64 << 10))
+    with infinity.offload(model, base_optimizers, settings(tmp_path, Paging(), 64 << 20)) as optimizer:
+        largest = max(param.numel() for group in base_optimizers[0].param_groups for param in group["params"])
         assert whole_bytes(optimizer.run.layout) >= 2 * 12 * largest
 
 
@@ -142,8 +141,8 @@ def test_run_on_two_ranks_resumes_on_one(tmp_path: Path, pair: RankPool) -> None
 def checkpoint_full_state(folder: str) -> dict[str, torch.Tensor]:
     """Save a checkpoint after three steps; return the full state. Runs on every rank."""
     model = build()
-    given = muon_and_adamw(list(model.parameters()))
-    with infinity.offload(model, given, settings(Path(folder), Paging(), 64 << 20)) as optimizer:
+    base_optimizers = muon_and_adamw(list(model.parameters()))
+    with infinity.offload(model, base_optimizers, settings(Path(folder), Paging(), 64 << 20)) as optimizer:
         train(model, optimizer, Outcome(), 0, 3)
         optimizer.save_checkpoint()
         return full_state(model, optimizer)
@@ -153,9 +152,9 @@ def full_state(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     """Return full weights, momenta and moments."""
     found = {}
     for name, param in model.named_parameters():
-        found[name] = whole(param)
+        found[name] = full_copy(param)
         for key, value in optimizer.state[param].items():
-            found[f"{name}/{key}"] = whole(value)
+            found[f"{name}/{key}"] = full_copy(value)
     return found
 
 
@@ -203,8 +202,7 @@ def close_during_updates(folder: str) -> None:
 
 
 def test_failed_rank_does_not_block_an_exchange(tmp_path: Path, pair: RankPool) -> None:
-    """Each rank raises its own error within a minute, even if one collects its garbage, with the process group, first.
-    """
+    """Each rank raises its own error, even if one collects its garbage, with the process group, first."""
     began = time.monotonic()
     assert pair.run(fail_during_an_exchange, str(tmp_path)) == ["own error", "own error"]
     pair.run(collect_garbage)

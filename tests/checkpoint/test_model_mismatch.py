@@ -1,4 +1,4 @@
-"""A checkpoint does not go on with a model or groups that only look like those that it was made with."""
+"""Tests of models, param groups and buffers that do not match a checkpoint or cannot be saved in one."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from infinity.store.folder import RunFolder
 from support.train import MIB, Paging, settings
 
 
-class Two(nn.Module):
-    """Two linear layers, which share a buffer."""
+class TwoLayers(nn.Module):
+    """Two linear layers that share a buffer."""
 
     def __init__(self, inner: int, outer: int) -> None:
         super().__init__()
@@ -33,28 +33,28 @@ class Two(nn.Module):
         self.second.register_buffer("scale", scale)
 
 
-def start(folder: Path, inner: int = 6, outer: int = 10, *, turned: bool = False, **run: Any) -> Any:
-    """Offload a model, whose matrices decay and whose bias does not."""
-    model = Two(inner, outer)
+def start(folder: Path, inner: int = 6, outer: int = 10, *, reversed_groups: bool = False, **run: Any) -> Any:
+    """Offload a model whose matrices have weight decay and whose bias has none."""
+    model = TwoLayers(inner, outer)
     fully_shard(model, mesh=infinity.mesh("cpu"))
     groups: list[dict[str, Any]] = [
         {"params": [model.first.weight, model.second.weight], "weight_decay": 0.1},
         {"params": [model.second.bias], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups[::-1] if turned else groups, lr=1e-3)
+    optimizer = torch.optim.AdamW(groups[::-1] if reversed_groups else groups, lr=1e-3)
     return infinity.offload(model, optimizer, settings(folder, Paging(), 64 * MIB, run=run))
 
 
 @pytest.fixture
 def checkpointed(tmp_path: Path) -> Path:
-    """A folder with a checkpoint."""
+    """Folder with a checkpoint."""
     with start(tmp_path) as optimizer:
         optimizer.save_checkpoint()
     return tmp_path
 
 
-def test_a_parameter_of_another_shape_is_refused(checkpointed: Path) -> None:
-    """As many elements would be taken as they lie there."""
+def test_parameter_with_a_different_shape_is_rejected(checkpointed: Path) -> None:
+    """The number of elements is equal, so it cannot show the difference."""
     with pytest.raises(
         CheckpointError, match=r"first\.weight has shape \(10, 6\) in the checkpoint of step 0.*\(6, 10\)"
     ):
@@ -63,14 +63,14 @@ def test_a_parameter_of_another_shape_is_refused(checkpointed: Path) -> None:
         assert optimizer.steps == 0
 
 
-def test_groups_in_another_order_are_refused(checkpointed: Path) -> None:
-    """Each would get the other's weight decay."""
+def test_param_groups_in_a_different_order_are_rejected(checkpointed: Path) -> None:
+    """Otherwise each group would get the weight decay of the other."""
     with pytest.raises(CheckpointError, match=r"param group 0 .*\b2\b.*\b1\b"):
-        start(checkpointed, turned=True, resume="latest")
+        start(checkpointed, reversed_groups=True, resume="latest")
 
 
-def test_a_buffer_of_two_modules_is_saved_under_both_names(checkpointed: Path) -> None:
-    """As `state_dict` has it; an export asks for both."""
+def test_shared_buffer_is_saved_under_both_names(checkpointed: Path) -> None:
+    """An export reads both names, as in `state_dict`."""
     (file,) = checkpointed.glob("nvme0/*/checkpoints/*.json")
     folder = RunFolder.of([str(checkpointed / "nvme0")], file.parent.parent.name)
     found = dict(CheckpointReader(folder).buffers())
@@ -81,7 +81,7 @@ def test_a_buffer_of_two_modules_is_saved_under_both_names(checkpointed: Path) -
 
 
 class Table(nn.Module):
-    """Has a table that is made longer when it is needed, a counter, and what a test adds."""
+    """Module with a non-persistent table that grows on demand, a counter, and optionally a buffer of a given dtype."""
 
     def __init__(self, dtype: torch.dtype | None = None, steps: int = 1) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Table(nn.Module):
 
 
 def train_table(folder: Path, lr: Any = 1e-3, *, checkpoint: bool = True, model: Any = None, **run: Any) -> float:
-    """Train a step and checkpoint; return the loss."""
+    """Train one step and save a checkpoint; return the loss."""
     torch.manual_seed(0)
     model = fully_shard(model or Table(), mesh=infinity.mesh("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -116,14 +116,14 @@ def train_table(folder: Path, lr: Any = 1e-3, *, checkpoint: bool = True, model:
         return float(loss.item())
 
 
-def test_a_table_that_a_model_makes_longer_is_made_again(tmp_path: Path) -> None:
-    """It is in no `state_dict`; in memory, too, a new process has the short one."""
+def test_resized_nonpersistent_buffer_is_recreated(tmp_path: Path) -> None:
+    """The buffer is in no `state_dict`, so a new process starts with the short one, as in memory."""
     first = train_table(tmp_path)
     assert train_table(tmp_path, resume="latest") != first
 
 
-def test_a_persistent_buffer_of_another_shape_is_refused(tmp_path: Path) -> None:
-    """With both shapes; the checkpoint is not said to be damaged."""
+def test_persistent_buffer_with_a_different_shape_is_rejected(tmp_path: Path) -> None:
+    """The error reports both shapes, not a damaged checkpoint."""
     train_table(tmp_path)
     with pytest.raises(
         CheckpointError,
@@ -133,53 +133,49 @@ def test_a_persistent_buffer_of_another_shape_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.float8_e8m0fnu])
-def test_a_buffer_that_no_checkpoint_can_give_back_is_refused_at_the_start(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Not at the first checkpoint, nor when it is resumed; without checkpoints it is taken."""
+def test_buffer_that_cannot_be_restored_is_rejected_at_startup(dtype: torch.dtype, tmp_path: Path) -> None:
+    """If the run retains no checkpoints, the buffer is accepted."""
     with pytest.raises(UnsupportedError, match=r"^buffer odd .*run\.retained_checkpoints = 0"):
         train_table(tmp_path, model=Table(dtype))
     train_table(tmp_path, model=Table(dtype), checkpoint=False, retained_checkpoints=0)
 
 
-def test_a_sparse_buffer_is_refused_at_the_start(tmp_path: Path) -> None:
-    """By its name."""
+def test_sparse_buffer_is_rejected_at_startup(tmp_path: Path) -> None:
     model = Table()
     model.register_buffer("odd", torch.eye(4).to_sparse())
     with pytest.raises(UnsupportedError, match=r"^buffer odd .*sparse_coo"):
         train_table(tmp_path, model=model)
 
 
-def test_a_rate_of_numpy_is_checkpointed(tmp_path: Path) -> None:
-    """A schedule that computes with it makes such ones."""
+def test_numpy_learning_rate_is_saved(tmp_path: Path) -> None:
+    """Schedules that use NumPy produce such learning rates."""
     train_table(tmp_path, np.float32(1e-3))
     assert train_table(tmp_path, resume="latest")
 
 
-def test_a_setting_that_no_checkpoint_can_have_is_refused_at_the_start(tmp_path: Path) -> None:
-    """By its name, before anything is trained."""
+def test_unsupported_optimizer_setting_is_rejected_at_startup(tmp_path: Path) -> None:
+    """The error is raised before the first step and names the setting."""
     with pytest.raises(CheckpointError, match=r"^lr of the optimizer .*Fraction.*run\.retained_checkpoints = 0"):
         train_table(tmp_path, Fraction(1, 1000))
 
 
-def test_room_that_a_full_drive_refuses_is_given_back(tmp_path: Path) -> None:
-    """ext4 keeps what an allocation got before it failed:
-
-    the drive would stay full, and every later checkpoint fail.
-    """
-    image, place = tmp_path / "image", tmp_path / "place"
-    place.mkdir()
+def test_failed_allocation_returns_its_space(tmp_path: Path) -> None:
+    """ext4 keeps the blocks that it allocated before a failure, so later checkpoints would fail too."""
+    image, mount_point = tmp_path / "image", tmp_path / "mount_point"
+    mount_point.mkdir()
     image.write_bytes(b"")
     os.truncate(image, 8 * MIB)
-    for command in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(place)]):
+    for command in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(mount_point)]):
         try:
             subprocess.run(command, check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"there is no ext4 to try it on: {error}")
+            pytest.skip(f"cannot mount an ext4 file system: {error}")
     try:
-        room = CheckpointSpace(place / "room", MIB)
-        room.reserve(1)
-        before = os.statvfs(place).f_bavail
-        room.hold(64)
-        assert (place / "room").stat().st_size == MIB
-        assert os.statvfs(place).f_bavail > before - 16  # blocks; one may describe extents
+        space = CheckpointSpace(mount_point / "space", MIB)
+        space.reserve(1)
+        before = os.statvfs(mount_point).f_bavail
+        space.hold(64)
+        assert (mount_point / "space").stat().st_size == MIB
+        assert os.statvfs(mount_point).f_bavail > before - 16  # blocks; some may store extent metadata
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", str(mount_point)], check=True)

@@ -17,9 +17,7 @@ FACTORS = (0.5, 3.0, 0.25)
 
 
 class FakeDeviceTensor(torch.Tensor):
-    """Tensor that reports another device: its value can be used there or copied from there, but not mixed with CPU
-    tensors.
-    """
+    """Tensor that reports another device: its value can be used or copied there, but not mixed with CPU tensors."""
 
     value: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Vector clocks, streams and memory of the simulated device, by themselves."""
+"""Tests of the simulated device: vector clocks, streams and memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.device.simulation import POISON, Simulation, simulation
 
 
 def pinned(device: AcceleratorDevice, nbytes: int = 64) -> torch.Tensor:
-    """Return registered memory, in one piece."""
+    """Return a tensor in registered host memory."""
     memory = memoryview(bytearray(nbytes))
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     device.pin(memory, nbytes)
@@ -19,19 +19,19 @@ def pinned(device: AcceleratorDevice, nbytes: int = 64) -> torch.Tensor:
 
 @pytest.fixture(params=["order", "late"])
 def simulated(request):
-    """Be on a simulated device, whose marks have been passed when they are looked at first."""
+    """Simulate a device that reports every event as complete at the first query."""
     with simulation(request.param, looks=1) as device:
         yield device
 
 
 def only(simulated: Simulation) -> str:
-    """Return the one race."""
+    """Return the message of the only race."""
     (message,) = simulated.races.found
     return message
 
 
-def test_a_copy_and_what_waits_for_it_are_ordered(simulated: Simulation) -> None:
-    """By a mark for another stream, by a wait for the host."""
+def test_events_order_a_copy_and_its_readers(simulated: Simulation) -> None:
+    """A stream waits for the event of the first copy, and the host waits for the event of the second one."""
     device = open_device(torch.device("cpu"))
     host, there = pinned(device), torch.empty(64, dtype=torch.uint8)
     host.fill_(7)
@@ -44,8 +44,7 @@ def test_a_copy_and_what_waits_for_it_are_ordered(simulated: Simulation) -> None
     assert not simulated.races.found
 
 
-def test_a_stream_that_does_not_wait_is_named(simulated: Simulation) -> None:
-    """And so is what it should have waited for."""
+def test_race_report_names_both_operations(simulated: Simulation) -> None:
     device = open_device(torch.device("cpu"))
     host, there = pinned(device), torch.empty(64, dtype=torch.uint8)
     device.copy(there, host, device.stream("stage"))
@@ -54,11 +53,11 @@ def test_a_stream_that_does_not_wait_is_named(simulated: Simulation) -> None:
     assert "a copy to the device (writes, the stream 'stage')" in only(simulated)
 
 
-def test_the_host_that_does_not_wait_reads_what_is_not_there(simulated: Simulation) -> None:
-    """On a late device it reads poison."""
+def test_host_read_without_waiting_is_a_race(simulated: Simulation) -> None:
+    """On a late device, such a read returns poison."""
     device = open_device(torch.device("cpu"))
     host, there = pinned(device), torch.ones(64, dtype=torch.uint8)
-    device.copy(there, host, device.current())  # so that it is memory of the device
+    device.copy(there, host, device.current())  # marks it as device memory
     device.copy(host, there + 3, device.stream("back"))
     value = int(host[0])
     assert value == (POISON if simulated.late else 3)
@@ -66,8 +65,8 @@ def test_the_host_that_does_not_wait_reads_what_is_not_there(simulated: Simulati
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_memory_that_is_used_again(kept: bool, simulated: Simulation) -> None:
-    """What another stream may still read is not the next tensor's, unless the allocator was told."""
+def test_reusing_memory_with_pending_reads_is_a_race(kept: bool, simulated: Simulation) -> None:
+    """Freed memory is reused although another stream may still read it, unless `keep` has recorded that stream."""
     device = open_device(torch.device("cpu"))
     host, there = pinned(device), torch.ones(64, dtype=torch.uint8)
     device.copy(there, host, device.current())
@@ -87,8 +86,7 @@ def test_memory_that_is_used_again(kept: bool, simulated: Simulation) -> None:
         assert f"once it was freed, is not ordered behind {earlier}" in only(simulated)
 
 
-def test_memory_that_is_unregistered(simulated: Simulation) -> None:
-    """Not before copies have ended."""
+def test_unregistering_memory_before_copies_complete_is_a_race(simulated: Simulation) -> None:
     device = open_device(torch.device("cpu"))
     memory = memoryview(bytearray(64))
     registered = device.pin(memory, 64)
@@ -97,8 +95,8 @@ def test_memory_that_is_unregistered(simulated: Simulation) -> None:
     assert "unregistering it is not ordered behind a copy to the device" in only(simulated)
 
 
-def test_a_mark_is_looked_at_in_vain() -> None:
-    """As often as chance says, and then it has been passed for good."""
+def test_event_remains_complete_once_reported() -> None:
+    """The number of queries before an event is reported as complete is random."""
     with simulation("order", looks=9) as simulated:
         device = open_device(torch.device("cpu"))
         counts = []

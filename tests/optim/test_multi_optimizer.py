@@ -19,7 +19,7 @@ from infinity.store.folder import RunFolder
 from support import models
 from support.optimizers import Pictures, SettingOnSelf, build
 from support.train import Paging, batch, local, settings
-from support.whole import muon_and_adamw
+from support.unsharded import muon_and_adamw
 
 
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -61,11 +61,11 @@ def test_each_optimizer_keeps_its_scheduler_and_initial_state(tmp_path: Path) ->
     one, other = make(plain)
     expected = run(plain, one, other, [lambda: one.step(), lambda: other.step()], plain.zero_grad)
     model = build()
-    given = make(model)
-    with infinity.offload(model, given, config(tmp_path)) as optimizer:
-        assert [id(group) for one in given for group in one.param_groups] == [*map(id, optimizer.param_groups)]
-        found = run(model, *given, [optimizer.step], optimizer.zero_grad)
-        assert sorted(given[1].state[split_parameters(model)[1][0]]) == ["step", "sum"]
+    base_optimizers = make(model)
+    with infinity.offload(model, base_optimizers, config(tmp_path)) as optimizer:
+        assert [id(group) for one in base_optimizers for group in one.param_groups] == [*map(id, optimizer.param_groups)]
+        found = run(model, *base_optimizers, [optimizer.step], optimizer.zero_grad)
+        assert sorted(base_optimizers[1].state[split_parameters(model)[1][0]]) == ["step", "sum"]
     assert all(
         torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(expected, found, strict=True)
     )
@@ -73,9 +73,9 @@ def test_each_optimizer_keeps_its_scheduler_and_initial_state(tmp_path: Path) ->
 
 def test_step_of_a_replaced_optimizer_raises(tmp_path: Path) -> None:
     model = build()
-    given = muon_and_adamw(list(model.parameters()))
-    with infinity.offload(model, given, config(tmp_path)):
-        for one in given:
+    base_optimizers = muon_and_adamw(list(model.parameters()))
+    with infinity.offload(model, base_optimizers, config(tmp_path)):
+        for one in base_optimizers:
             with pytest.raises(InfinityError, match=r"replaced .*infinity\.offload\(\).*step\(\)"):
                 one.step()
             with pytest.raises(UnsupportedError, match="cannot be added"):
@@ -98,8 +98,7 @@ def test_resume_requires_the_same_optimizers_in_order(tmp_path: Path) -> None:
 
 
 def test_unsupported_optimizer_lists_are_rejected(tmp_path: Path) -> None:
-    """An empty list, shared or missing parameters, step hooks, and attributes that updates would not see are rejected.
-    """
+    """Empty lists, shared or missing parameters, step hooks, and attributes that updates would not see are rejected."""
     model = build()
     matrices, rest = split_parameters(model)
     with pytest.raises(UnsupportedError, match="empty list"):
@@ -122,7 +121,7 @@ def test_unsupported_optimizer_lists_are_rejected(tmp_path: Path) -> None:
             optimizer.step()
 
 
-SEEN: list[weakref.ref[torch.Tensor]] = []
+UPDATED: list[weakref.ref[torch.Tensor]] = []
 """Weak references to the parameters that `RecordingSGD` has updated."""
 
 
@@ -130,22 +129,22 @@ class RecordingSGD(torch.optim.SGD):
     """Records the parameters that it updates."""
 
     def step(self, closure: Any = None) -> Any:
-        SEEN.extend(weakref.ref(param) for group in self.param_groups for param in group["params"])
+        UPDATED.extend(weakref.ref(param) for group in self.param_groups for param in group["params"])
         return super().step(closure)
 
 
 def test_update_keeps_no_references_to_host_cache_views(tmp_path: Path) -> None:
     """Optimizers receive views of the host cache, which is unmapped when the last view is gone."""
     model = build()
-    given = [RecordingSGD(params, lr=0.1) for params in split_parameters(model)]
-    with infinity.offload(model, given, config(tmp_path)) as optimizer:
+    base_optimizers = [RecordingSGD(params, lr=0.1) for params in split_parameters(model)]
+    with infinity.offload(model, base_optimizers, config(tmp_path)) as optimizer:
         models.loss_of(model, batch(model, 0)).backward()
-        SEEN.clear()
+        UPDATED.clear()
         optimizer.step()
         optimizer.save_checkpoint()  # flushes all updates
         gc.collect()
-        assert SEEN
-        assert [reference for reference in SEEN if reference() is not None] == []
+        assert UPDATED
+        assert [reference for reference in UPDATED if reference() is not None] == []
 
 
 class Wrapping(torch.optim.Optimizer):
@@ -191,8 +190,8 @@ def test_run_starts_from_a_dcp_export_of_two_optimizers(tmp_path: Path) -> None:
     with torch.device("meta"):
         empty = Pictures()
     again = models.shard(empty)
-    given = muon_and_adamw(list(again.parameters()))
-    with infinity.offload(again, given, config(tmp_path / "again"), weights=tmp_path / "dcp") as optimizer:
+    base_optimizers = muon_and_adamw(list(again.parameters()))
+    with infinity.offload(again, base_optimizers, config(tmp_path / "again"), weights=tmp_path / "dcp") as optimizer:
         found = full_state(again, optimizer)
     assert found[-1] == expected[-1]
     assert [torch.equal(a, b) for a, b in zip(expected[:-1], found[:-1], strict=True)].count(False) == 0

@@ -43,7 +43,7 @@ def answer_every_request(answer: Any, monkeypatch: pytest.MonkeyPatch) -> list[t
 
 
 def path_profile(device: str, read: float | None, write: float | None, mixed: float | None) -> dict[str, Any]:
-    """Return the path_profile of a path as the daemon sends it."""
+    """Return the profile of a path as the daemon sends it."""
     return {"device": device, "read": read, "write": write, "mixed": mixed, "measured": 1.0}
 
 

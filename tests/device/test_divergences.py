@@ -1,4 +1,4 @@
-"""Steps that use other FSDP modules than the plan expects: what is staged and not gathered is no harm."""
+"""Tests of steps that diverge from the plan: data that was prefetched but is not gathered does no harm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from support import models
-from support.device.cases import troubles
+from support.device.cases import problems_of
 from support.device.simulation import KINDS, simulation
 from support.tables import one_of, variants
 from support.train import Paging, Recipe, batch, build, make_optimizer, offloaded
@@ -17,7 +17,7 @@ RECIPE = Recipe(model="even")
 FULL = tuple(range(6))
 ORDERS = (
     *[FULL] * 3,
-    (0, 5, 2, 5, 4),  # as the full one at every second gather: what is staged then is not what comes next
+    (0, 5, 2, 5, 4),  # agrees with FULL at every second gather: the prefetched module is never gathered next
     *[FULL] * 2,
     (0, 2, 4),
     (1, 3, 5),
@@ -26,18 +26,18 @@ ORDERS = (
     *[FULL] * 2,
 )
 PAGINGS = {
-    "staged": Paging(host_cache="least", device=300 << 10),
+    "prefetched": Paging(host_cache="least", device=300 << 10),
     "kept": Paging(host_cache="least", update_schedule="in_forward", device=64 << 20),
 }
 GPU_RESIDENT_PAGES = {
     "some": Paging(host_cache="least", device=3 << 20),
     "some-forward": Paging(host_cache="least", update_schedule="in_forward", device=4 << 20),
 }
-"""With FSDP modules that live on the device, of about 1 MiB: others when a step departs, and so they move."""
+"""With GPU-resident FSDP modules of about 1 MiB. After a step that diverges, other modules are GPU-resident."""
 
 
 def losses_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """Train one step for each order of the blocks."""
+    """Train one step per order of the blocks and return the losses."""
     losses = []
     for number, order in enumerate(ORDERS):
         model.order = order  # type: ignore[assignment]
@@ -57,11 +57,11 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("paging", "kind"), ROWS)
-def test_layers_that_are_left_out_or_come_in_another_order(paging: Paging, kind: str, tmp_path: Path) -> None:
-    """The losses of training in memory, and nothing is unordered."""
+def test_skipped_and_reordered_layers_match_memory(paging: Paging, kind: str, tmp_path: Path) -> None:
+    """The losses equal training in memory, and all accesses are ordered."""
     reference = build(RECIPE)
     expected = losses_of(reference, make_optimizer(RECIPE, reference))
     with simulation(kind) as device:
         with offloaded(RECIPE, paging, tmp_path) as (model, optimizer):
             assert losses_of(model, optimizer) == expected
-        assert troubles(device) == []
+        assert problems_of(device) == []
