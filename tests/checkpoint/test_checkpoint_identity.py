@@ -100,7 +100,7 @@ def test_checkpoints_of_different_branches_are_not_combined(pair: RankPool, tmp_
 
 
 def test_identities_are_unique_and_in_order() -> None:
-    """This also holds if the clock is set back."""
+    """The order does not depend on the clock, which may be set back."""
     found = [new_identity("")]
     for _ in range(100):
         found.append(new_identity(found[-1]))

@@ -163,7 +163,7 @@ def test_newest_checkpoints_are_retained(undisturbed: list[float], tmp_path: Pat
 
 
 def test_resume_from_an_earlier_checkpoint_if_the_newest_is_corrupt(undisturbed: list[float], tmp_path: Path) -> None:
-    """The error about the corrupt page recommends this."""
+    """The error about the corrupt page recommends an earlier checkpoint."""
     with Session(tmp_path, run={"retained_checkpoints": 2}) as session:
         session.run(6)
     files = checkpoints_in(run_folder(tmp_path) / "checkpoints", 0)
@@ -349,7 +349,7 @@ def no_space(*_: object, **__: object) -> None:
 def test_failed_second_checkpoint_of_a_step_keeps_the_first(
     undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds even if random numbers were drawn between the two."""
+    """The first checkpoint is valid even if random numbers were drawn before the second."""
     with Session(tmp_path) as session:
         session.run(EVERY)
         torch.rand(5)
@@ -379,7 +379,7 @@ def test_resume_from_step_zero_keeps_the_run(undisturbed: list[float], tmp_path:
 
 
 def test_close_without_a_checkpoint_keeps_the_resumed_one(undisturbed: list[float], tmp_path: Path) -> None:
-    """This also holds after more steps."""
+    """Closing after more steps without a checkpoint removes nothing."""
     with Session(tmp_path) as session:
         session.run(EVERY)
     with Session(tmp_path, run=LATEST) as session:
@@ -498,7 +498,7 @@ def test_data_is_flushed_before_the_manifest_is_written(tmp_path: Path, monkeypa
 
 
 def test_close_warns_once_about_discarded_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """There is no warning if the steps are saved, or if the run keeps nothing."""
+    """No warning is logged if a checkpoint contains all steps, or if `run.keep` is "never"."""
 
     def closed(steps: int, checkpointed: int, keep: str = "auto") -> list[str]:
         folder = tmp_path / f"{steps}-{checkpointed}-{keep}"

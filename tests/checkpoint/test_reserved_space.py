@@ -65,7 +65,7 @@ def test_close_removes_the_reserved_space(tmp_path: Path) -> None:
 
 
 def test_extra_that_does_not_fit_raises(tmp_path: Path) -> None:
-    """Its size is not known in advance; the error names the file, and the previous checkpoint is kept."""
+    """The size of `extra` is not known in advance; the error names the file, and the previous checkpoint is kept."""
     (tmp_path / "undisturbed").mkdir()
     undisturbed = reference(tmp_path / "undisturbed")
     mount_point = tmp_path / "nvme0"

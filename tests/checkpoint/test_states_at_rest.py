@@ -18,19 +18,19 @@ NOT_READ_BY_EXPORT = {"data file: flipped bit in a page of the newest checkpoint
 @pytest.fixture(scope="module")
 def results(pair: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[DamagedRuns, dict[str, Results]]:
     """Reports of all commands for every state."""
-    ground = DamagedRuns(tmp_path_factory.mktemp("states"), pair)
-    return ground, {state.name: ground.answer(state) for state in STATES}
+    runs = DamagedRuns(tmp_path_factory.mktemp("states"), pair)
+    return runs, {state.name: runs.results(state) for state in STATES}
 
 
 def test_commands_report_damage_and_agree(results: tuple[DamagedRuns, dict[str, Results]]) -> None:
     """A checkpoint that resume rejects is reported as damaged or ignored, and export rejects it as well."""
-    _, answers = results
-    for name, found in answers.items():
+    _, by_state = results
+    for name, found in by_state.items():
         if name in UNDAMAGED:
             assert (found.resumed, found.exported, found.verified) == (6, 6, 0), name
             assert "intact" in found.verify, name
             continue
-        good = answers["undamaged run"]
+        good = by_state["undamaged run"]
         assert found.verify != good.verify or found.gc != good.gc, f"{name}: not reported"
         assert re.sub("scrubbing|verifying", "", found.scrub) == found.verify, name
         if found.resumed < 0:
@@ -47,10 +47,10 @@ def test_commands_report_damage_and_agree(results: tuple[DamagedRuns, dict[str, 
 
 def test_resumed_state_depends_on_the_checkpoint_alone(results: tuple[DamagedRuns, dict[str, Results]]) -> None:
     """All states that resume from the same checkpoint have the same loss in the next step."""
-    _, answers = results
+    _, by_state = results
     seen: dict[tuple[int, int], float] = {}
     for state in STATES:
-        found = answers[state.name]
+        found = by_state[state.name]
         if found.resumed >= 0:
             key = (state.ranks, found.resumed)
             assert seen.setdefault(key, found.loss) == found.loss, state.name
@@ -59,5 +59,5 @@ def test_resumed_state_depends_on_the_checkpoint_alone(results: tuple[DamagedRun
 
 def test_failures_page_matches_the_results(results: tuple[DamagedRuns, dict[str, Results]]) -> None:
     """`PYTHONPATH=tests python -m support.states` updates docs/reference/failures.md."""
-    ground, answers = results
-    assert PAGE.read_text().partition(BEGIN)[2].partition(END)[0] == report(ground, answers)
+    runs, by_state = results
+    assert PAGE.read_text().partition(BEGIN)[2].partition(END)[0] == report(runs, by_state)

@@ -115,13 +115,13 @@ def test_clients_that_never_read_do_not_block_others():
     blocked = threading.Event()
     asked = []
 
-    def pages():
+    def snapshots():
         asked.append(True)
         if len(asked) <= 16:
             blocked.wait(300)
         return []
 
-    with serve(0, pages) as server, ExitStack() as stack:
+    with serve(0, snapshots) as server, ExitStack() as stack:
         for _ in range(16):
             peer = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
             peer.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")

@@ -33,7 +33,7 @@ def place(path="/a", file_system=1, drive=DRIVE):
     return Place(path=path, drive=drive, file_system=file_system)
 
 
-# Space
+# Reservations
 
 
 def test_reservations_are_limited_by_the_free_space_of_a_file_system():
@@ -218,10 +218,10 @@ def test_a_folder_without_a_block_device_has_a_drive_name(tmp_path):
     assert 0 < space(str(tmp_path)).free <= space(str(tmp_path)).capacity
 
 
-def devices_metrics(tmp_path, paths, pages=None):
+def devices_metrics(tmp_path, paths, stats_files=None):
     collector = DevicesCollector(
         paths=paths,
-        stats_files=pages or StatsFiles(tmp_path / "none", 60, 60),
+        stats_files=stats_files or StatsFiles(tmp_path / "none", 60, 60),
         reserved=dict,
         bandwidth=lambda drive: None,
         wear=WearWatch({}),
@@ -251,11 +251,11 @@ def test_only_a_missing_configured_path_fails_the_devices_collector(tmp_path):
     stats = Stats.create(
         tmp_path, run_id="r", rank=2, local_rank=0, world_size=4, devices=["nvme0", "nvme1"], info=info
     )
-    pages, name = StatsFiles(tmp_path, 60, 60), locate(str(used)).drive.name
-    collection, text = devices_metrics(tmp_path, [], pages)
+    stats_files, name = StatsFiles(tmp_path, 60, 60), locate(str(used)).drive.name
+    collection, text = devices_metrics(tmp_path, [], stats_files)
     assert collection.health == {"devices": True}  # a missing path of a rank is not the daemon's failure
     assert f'infinity_rank_device_info{{block_device="{name}",device="nvme0",rank="2",run="r"}} 1.0' in text
-    collection, text = devices_metrics(tmp_path, [str(tmp_path / "not-here")], pages)
+    collection, text = devices_metrics(tmp_path, [str(tmp_path / "not-here")], stats_files)
     assert collection.health == {"devices": False}
     assert "infinity_device_capacity_bytes{" in text
     stats.close()
@@ -287,16 +287,18 @@ def test_ranks_are_counted_by_status_across_runs(tmp_path):
 def test_an_ended_stats_file_is_served_until_it_expires(tmp_path, monkeypatch):
     clock = time.monotonic()
     monkeypatch.setattr("infinity_daemon.stats_files.time.monotonic", lambda: clock)
-    stats, pages = make(tmp_path, 0), StatsFiles(tmp_path, 900, 120)
+    stats, stats_files = make(tmp_path, 0), StatsFiles(tmp_path, 900, 120)
     steps = stats.counter("steps_total")
     steps.add(57)
-    assert [page.value("steps_total") for page in pages.scan().snapshots] == [57]
+    assert [snapshot.value("steps_total") for snapshot in stats_files.scan().snapshots] == [57]
     steps.add(3)
     stats.close()
     for _ in range(3):  # scrapes, 50 s apart
-        assert [(page.status, page.value("steps_total")) for page in pages.scan().snapshots] == [("ended", 60)]
+        assert [(snapshot.status, snapshot.value("steps_total")) for snapshot in stats_files.scan().snapshots] == [
+            ("ended", 60)
+        ]
         clock += 50
-    assert pages.scan().snapshots == ()
+    assert stats_files.scan().snapshots == ()
     assert os.listdir(tmp_path) == []
 
 
@@ -304,7 +306,7 @@ def test_only_stats_files_of_dead_ranks_are_removed(tmp_path, monkeypatch):
     live, dead = make(tmp_path, 0), make(tmp_path, 1)
     with monkeypatch.context() as patch:
         patch.setattr(stats_file, "process_start", lambda pid: 0)
-        assert {page.status for page in StatsFiles(tmp_path, 60, 0).scan().snapshots} == {"dead"}
+        assert {snapshot.status for snapshot in StatsFiles(tmp_path, 60, 0).scan().snapshots} == {"dead"}
         StatsFiles(tmp_path, 0, 60).scan()  # this process holds the locks of both files
     assert len(os.listdir(tmp_path)) == 2
     fcntl.flock(dead._file, fcntl.LOCK_UN)
@@ -313,7 +315,7 @@ def test_only_stats_files_of_dead_ranks_are_removed(tmp_path, monkeypatch):
         patch.setattr(stats_file, "process_start", lambda pid: 0)
         StatsFiles(tmp_path, 0, 60).scan()
     assert os.listdir(tmp_path) == [live.path.name]
-    assert [page.status for page in StatsFiles(tmp_path, 0, 0).scan().snapshots] == ["live"]
+    assert [snapshot.status for snapshot in StatsFiles(tmp_path, 0, 0).scan().snapshots] == ["live"]
     live.close()
 
 

@@ -347,9 +347,9 @@ def test_the_socket_returns_the_state_without_histories():
     for now in range(3):
         rank.step(loss=math.nan, when=UNIX + now)
         state.observe(Found(snapshots=(rank.stats.snapshot(),), broken=0), {}, float(now))
-    answer, page = state.now(), json.loads(state.text())
-    assert page["runs"][0].pop("history")["rows"]
-    assert answer == page
+    answer, full_state = state.now(), json.loads(state.text())
+    assert full_state["runs"][0].pop("history")["rows"]
+    assert answer == full_state
     assert answer["runs"][0]["loss"] == "nan"
 
 

@@ -150,9 +150,9 @@ def test_wear_is_exported_as_metrics(tmp_path, fake_programs, monkeypatch):
     now = 0.0
     monkeypatch.setattr("infinity_daemon.drive_wear.time.monotonic", lambda: now)
     watch = WearWatch({drive.name: 600 * 10**12}, sysfs=tmp_path / "sys")
-    pages = StatsFiles(tmp_path, 60, 60)
+    stats_files = StatsFiles(tmp_path, 60, 60)
     collector = DevicesCollector(
-        paths=[str(tmp_path)], stats_files=pages, reserved=dict, bandwidth=lambda drive: None, wear=watch
+        paths=[str(tmp_path)], stats_files=stats_files, reserved=dict, bandwidth=lambda drive: None, wear=watch
     )
     registry = CollectorRegistry()
     registry.register(Collection([collector]))

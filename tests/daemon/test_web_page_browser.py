@@ -104,8 +104,8 @@ def test_the_page_follows_a_training_run(tab, tmp_path):
             run.send_signal(signal.SIGTERM)
             run.wait(300)
             tab.until("document.querySelector('#runs .badge').innerText === 'ended'")
-            (page,) = find_stats_files(tmp_path)
-            counted = read_stats_file(page)
+            (stats_path,) = find_stats_files(tmp_path)
+            counted = read_stats_file(stats_path)
             tab.until(f"{figure('Steps')} === {format(int(counted.value('steps_total')), ',')!r}")
             assert float(tab.value(figure("Loss"))) == pytest.approx(counted.value("training_loss"), rel=1e-3)
             assert tab.value("window.marker") == "not reloaded"

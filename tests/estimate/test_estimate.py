@@ -124,11 +124,11 @@ def test_drive_space_is_one_state_per_version() -> None:
 
 def test_sliced_loss_needs_the_logits_of_one_slice() -> None:
     """A slice that is larger than the batch changes nothing."""
-    whole = planned().working_bytes
+    full = planned().working_bytes
     sliced = planned(work=replace(WORK, loss_tokens=2048)).working_bytes
     added_up = 4 * (16000 + 1) * 1536  # head and norm
-    assert whole - sliced == 12 * (WORK.batch_tokens - 2048) * 16000 - added_up
-    assert planned(work=replace(WORK, loss_tokens=10**6)).working_bytes == whole
+    assert full - sliced == 12 * (WORK.batch_tokens - 2048) * 16000 - added_up
+    assert planned(work=replace(WORK, loss_tokens=10**6)).working_bytes == full
     halves = replace(WORK, micro_batches=2)
     more = planned(work=replace(halves, loss_tokens=6144)).working_bytes - planned(work=halves).working_bytes
     assert more == 12 * (6144 - 4096) * 16000, "a slice may span micro-batches"

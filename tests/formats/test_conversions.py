@@ -258,7 +258,7 @@ def test_missing_conversion_source_raises(tmp_path: Path) -> None:
     tensors = load_file(file)
     lost = next(name for name in tensors if ".1." in name and ".experts.2." in name)
     save_file({name: value for name, value in tensors.items() if name != lost}, file)
-    with pytest.raises(ConfigError, match=r"not convertible|another +model\.layers\.1\.\S*experts"):
+    with pytest.raises(ConfigError, match=r"not convertible +model\.layers\.1\.\S*experts"):
         families.offload(families.on_meta("mixtral"), tmp_path, weights=tmp_path / "saved")
 
 

@@ -230,7 +230,6 @@ def round_trip(recipe: Recipe, folder: str) -> list[str]:
 
 
 def test_parameters_without_updates_have_no_state(tmp_path: Path) -> None:
-    """They have no state, here as there; a plain run goes on paged, and so does our own."""
     recipe = Recipe(model="spare")
     checkpoint_paged(recipe, str(tmp_path))
     save_plain(recipe, str(tmp_path / "plain"))
@@ -304,12 +303,16 @@ REJECTED = {
         "ConfigError: optim.state.embedding.weight in .* has exp_avg, exp_avg_sq, step, Adam as it is set here needs "
         "exp_avg, exp_avg_sq, max_exp_avg_sq, step; make the optimizer that was saved",
     ),
-    "different groups": ({"groups": False}, r"the parameters of group 0 are not of one group .*\(.* is in 0, .* is in 1\)"),
+    "different groups": (
+        {"groups": False}, r"the parameters of group 0 are not of one group .*\(.* is in 0, .* is in 1\)"
+    ),
     "a different dtype": (
         {"policy": "pure_bf16"},
         "optim.state.embedding.weight.exp_avg in .* is torch.float32, this run needs torch.bfloat16; train in the",
     ),
-    "a different model": ({"model": "llama"}, "has no tensor model.model.embed_tokens.weight; save what get_state_dict"),
+    "a different model": (
+        {"model": "llama"}, "has no tensor model.model.embed_tokens.weight; save what get_state_dict"
+    ),
     "additional parameters": ({"model": "spare"}, "has no tensor model.blocks.0.unused; save what get_state_dict"),
     "a different shape": (
         {"model": "wide"}, r"model.head.weight in .* has shape \(131, 67\), this run needs \(200, 67\); build the model"

@@ -165,7 +165,7 @@ def test_exported_files_are_read_back_and_compared(
 def test_export_works_without_file_locks(
     export: Export, checkpointed: CheckpointReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, on Lustre without the flock mount option. The lock only serves to detect remains of earlier exports."""
+    """For example, on Lustre without the flock mount option. The lock only serves to detect remains of exports."""
 
     def unsupported(*_: Any) -> None:
         raise OSError(38, "Function not implemented")

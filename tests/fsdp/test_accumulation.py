@@ -1,4 +1,4 @@
-"""Layer-major accumulation: any number of slices moves the same bytes, and adds up what a loop over them adds up."""
+"""Tests of layer-major accumulation: traffic does not depend on the number of slices, and sums match a loop."""
 
 from __future__ import annotations
 
@@ -79,7 +79,6 @@ def test_paging_changes_no_bit(recipe: Recipe, paging: Paging, tmp_path: Path) -
 
 @pytest.mark.parametrize(("recipe", "paging"), TWO_RANKS)
 def test_paging_changes_no_bit_on_two_ranks(recipe: Recipe, paging: Paging, tmp_path: Path, pair: RankPool) -> None:
-    """The same over gloo."""
     assert pair.run(compare, recipe, paging, str(tmp_path)) == [[], []]
 
 
@@ -87,25 +86,25 @@ def test_paging_changes_no_bit_on_two_ranks(recipe: Recipe, paging: Paging, tmp_
 
 
 @pytest.mark.parametrize(("model", "policy"), alternate(["llama", "gpt2", "tied", "toy"], ["bf16", "fp32"]))
-def test_one_slice_is_the_whole_batch_to_the_bit(model: str, policy: str) -> None:
-    """Nothing but recomputation, with the same random numbers."""
-    whole = in_memory(Recipe(model=model, policy=policy, steps=4))
+def test_one_slice_equals_the_full_batch(model: str, policy: str) -> None:
+    """A single slice only adds recomputation, with the same random numbers."""
+    full = in_memory(Recipe(model=model, policy=policy, steps=4))
     sliced = in_memory(Recipe(model=model, policy=policy, steps=4, slices=1))
-    assert sliced.losses == whole.losses
+    assert sliced.losses == full.losses
     assert all(
         torch.equal(value, sliced.state[name][kind])
-        for name, states in whole.state.items()
+        for name, states in full.state.items()
         for kind, value in states.items()
     )
 
 
 def gradients(name: str, policy: str, count: int, how: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return loss and local gradients of a batch of 8 sequences, of which some labels are ignored.
+    """Return the loss and the local gradients for a batch of 8 sequences with some ignored labels.
 
     Args:
-        how: ``sliced``, ``whole``, a ``loop`` that reduces once, or one that reduces ``each`` time.
+        how: ``sliced``, ``full``, a ``loop`` that reduces gradients once, or a loop that reduces ``each`` micro-batch.
     """
-    model = models.build(name, policy=policy).eval()  # without dropout, as its order is another one
+    model = models.build(name, policy=policy).eval()  # without dropout, which draws in a different order
     tokens = batch(model, 3, sequences=8)
     labels = tokens.where(tokens % 7 > 0, -100)
     count_of_labels = int((labels[:, 1:] >= 0).sum())
@@ -122,52 +121,52 @@ def gradients(name: str, policy: str, count: int, how: str) -> tuple[float, dict
     return total, {name: local(param.grad) for name, param in model.named_parameters() if param.requires_grad}
 
 
-def compare_with_a_loop(name: str, policy: str, count: int, how: str) -> None:
-    """Check that no bit differs where slices are what is added up, and little where FSDP2 sees the whole batch."""
+def compare_with_loop(name: str, policy: str, count: int, how: str) -> None:
+    """Check that gradients equal the loop's, except that those of embeddings may differ by rounding."""
     loss, found = gradients(name, policy, count, "sliced")
     expected_loss, expected = gradients(name, policy, count, how)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     differing = {name for name, value in expected.items() if not torch.equal(value, found[name])}
-    assert differing <= {name for name in expected if name.split(".")[1] in WHOLE}
+    assert differing <= {name for name in expected if name.split(".")[1] in UNSLICED}
     for name in differing:
         distance = torch.linalg.vector_norm(found[name] - expected[name])
         assert distance < (1e-6 if policy == "fp32" else 2e-2) * torch.linalg.vector_norm(expected[name])
 
 
-WHOLE = {"embed_tokens", "wte", "wpe"}
-"""Embeddings: the root runs them on the whole batch."""
+UNSLICED = {"embed_tokens", "wte", "wpe"}
+"""Embeddings, which the root applies to the full batch."""
 
 
 @pytest.mark.parametrize("name", ["llama", "tied", "gpt2", "lora-saved-head"])
 @pytest.mark.parametrize("policy", ["bf16", "fp32"])
 @pytest.mark.parametrize("how", ["loop", "each"])
-def test_layers_and_head_add_up_as_a_loop_does(name: str, policy: str, how: str) -> None:
-    """The bits of FSDP2's own accumulation, in the reduce dtype; on one rank also where it reduces each time."""
-    compare_with_a_loop(name, policy, 8, how)
+def test_sliced_gradients_equal_a_loop(name: str, policy: str, how: str) -> None:
+    """On one rank, they also equal a loop that reduces the gradients of each micro-batch."""
+    compare_with_loop(name, policy, 8, how)
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp32"])
-def test_layers_and_head_add_up_as_a_loop_does_on_two_ranks(policy: str, pair: RankPool) -> None:
-    """Slices are added up before ranks are."""
-    pair.run(compare_with_a_loop, "llama", policy, 4, "loop")
+def test_sliced_gradients_equal_a_loop_on_two_ranks(policy: str, pair: RankPool) -> None:
+    """Slices are summed before ranks are."""
+    pair.run(compare_with_loop, "llama", policy, 4, "loop")
 
 
 @pytest.mark.parametrize("count", [2, 8])
-def test_slices_are_close_to_the_whole_batch(count: int) -> None:
-    """In fp32 what differs is the order in which rows of the batch are added up."""
-    (loss, found), (whole, expected) = (
+def test_sliced_gradients_are_close_to_the_full_batch(count: int) -> None:
+    """In fp32, only the order of summation over rows differs."""
+    (loss, found), (full_loss, expected) = (
         gradients("llama", "fp32", count, "sliced"),
-        gradients("llama", "fp32", 1, "whole"),
+        gradients("llama", "fp32", 1, "full"),
     )
-    assert loss == pytest.approx(whole, rel=1e-6)
+    assert loss == pytest.approx(full_loss, rel=1e-6)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-7)
 
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 FAMILIES = {
-    "Gemma2Config": {**SHAPE, "num_key_value_heads": 2, "head_dim": 16},  # something is done to the logits
-    "MixtralConfig": {**SHAPE, "num_key_value_heads": 2, "num_local_experts": 4},  # experts that some slices do not use
+    "Gemma2Config": {**SHAPE, "num_key_value_heads": 2, "head_dim": 16},  # soft-caps the logits
+    "MixtralConfig": {**SHAPE, "num_key_value_heads": 2, "num_local_experts": 4},  # some slices do not use all experts
     "OPTConfig": {
         "hidden_size": 64,
         "ffn_dim": 96,
@@ -180,7 +179,7 @@ FAMILIES = {
 
 
 def of_family(config: str, policy: str = "fp32", **values: Any) -> nn.Module:
-    """Return a sharded causal language model of another architecture, without dropout."""
+    """Return a sharded causal language model of the given architecture, without dropout."""
     import transformers
 
     torch.manual_seed(0)
@@ -193,13 +192,13 @@ def of_family(config: str, policy: str = "fp32", **values: Any) -> nn.Module:
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:
-    """Return the layers of a model of transformers."""
+    """Return the layers of a transformers model."""
     return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=lambda m: sum(1 for _ in m.modules()))
 
 
 @pytest.mark.parametrize("config", FAMILIES)
-def test_other_families_of_models(config: str) -> None:
-    """Head and loss are the model's own, whatever it does between them."""
+def test_slicing_supports_other_architectures(config: str) -> None:
+    """Head and loss are the model's own code."""
     losses, found = [], []
     for slices in (0, 4):
         model = of_family(config)
@@ -219,8 +218,10 @@ def test_other_families_of_models(config: str) -> None:
 # Head and loss by tokens #
 
 
-def of_tokens(name: str, policy: str, tokens: int, slices: int = 0, *, later: bool = False) -> dict[str, torch.Tensor]:
-    """Return loss and gradients of 4 sequences of 24 tokens, head and loss of so many tokens at a time; 0: of all."""
+def sliced_by_tokens(
+    name: str, policy: str, tokens: int, slices: int = 0, *, later: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return the loss and gradients of 4 sequences of 24 tokens; `tokens` limits the slices of head and loss."""
     model = models.build(name, policy=policy).eval()
     given = batch(model, 3, sequences=4)
     labels = given.where(given % 7 > 0, -100)
@@ -242,46 +243,44 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])
-def test_head_and_loss_by_tokens(name: str) -> None:
-    """All at once to the bit; rows as rows are; and near where a slice ends in the middle of a row."""
-    whole = of_tokens(name, "fp32", 0)
-    assert same(of_tokens(name, "fp32", 4 * 24), whole)
-    assert same(of_tokens(name, "fp32", 10_000), whole)
-    rows = of_tokens(name, "fp32", 0, slices=4)
-    assert same(of_tokens(name, "fp32", 24, slices=4), rows)
-    assert same(of_tokens(name, "fp32", 24, slices=4, later=True), rows)
+def test_sliced_loss_matches_the_full_loss(name: str) -> None:
+    """Bitwise equal for a single slice and for slices of full rows, otherwise close."""
+    full = sliced_by_tokens(name, "fp32", 0)
+    assert same(sliced_by_tokens(name, "fp32", 4 * 24), full)
+    assert same(sliced_by_tokens(name, "fp32", 10_000), full)
+    rows = sliced_by_tokens(name, "fp32", 0, slices=4)
+    assert same(sliced_by_tokens(name, "fp32", 24, slices=4), rows)
+    assert same(sliced_by_tokens(name, "fp32", 24, slices=4, later=True), rows)
     for tokens in (1, 7, 10, 95):
-        for key, value in of_tokens(name, "fp32", tokens).items():
-            torch.testing.assert_close(value, whole[key], rtol=1e-4, atol=1e-6)
+        for key, value in sliced_by_tokens(name, "fp32", tokens).items():
+            torch.testing.assert_close(value, full[key], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["lora", "lora-saved-head", "prompt", "prefix"])
-def test_head_and_loss_by_tokens_inside_of_adapters(name: str) -> None:
-    """Of peft, whatever the layers are given by them: prefixes are a cache of keys and values."""
-    whole = of_tokens(name, "fp32", 0)
-    assert same(of_tokens(name, "fp32", 10_000), whole)
-    for key, value in of_tokens(name, "fp32", 10).items():
-        torch.testing.assert_close(value, whole[key], rtol=1e-4, atol=1e-6)
+def test_sliced_loss_supports_peft_adapters(name: str) -> None:
+    """Prefix tuning passes a cache of keys and values to the layers."""
+    full = sliced_by_tokens(name, "fp32", 0)
+    assert same(sliced_by_tokens(name, "fp32", 10_000), full)
+    for key, value in sliced_by_tokens(name, "fp32", 10).items():
+        torch.testing.assert_close(value, full[key], rtol=1e-4, atol=1e-6)
 
 
-def test_what_layers_cannot_be_given_by_rows_is_refused() -> None:
-    """Head and loss by tokens change nothing of that."""
+def test_micro_batches_with_prefix_tuning_raises() -> None:
     with pytest.raises(UnsupportedError, match="use_cache=False"):
-        of_tokens("prefix", "fp32", 10, slices=2)
+        sliced_by_tokens("prefix", "fp32", 10, slices=2)
 
 
 @pytest.mark.parametrize(
     ("name", "policy", "slices"), [("llama", "bf16", 0), ("llama", "fp32", 2), ("lora", "bf16", 0), ("lora", "fp32", 2)]
 )
-def test_by_tokens_paging_changes_no_bit(name: str, policy: str, slices: int, tmp_path: Path) -> None:
-    """Nor do gradients that are added up slice by slice."""
+def test_paging_with_sliced_loss_changes_no_bit(name: str, policy: str, slices: int, tmp_path: Path) -> None:
     recipe = Recipe(model=name, policy=policy, steps=4, slices=slices, loss_tokens=10)
     assert compare(recipe, Paging(host_cache="least"), str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("tokens", [1, 24, 50])
-def test_logits_of_so_many_tokens_exist(tokens: int) -> None:
-    """In forward, backward and evaluation, of one long row as of many."""
+def test_sliced_loss_limits_the_size_of_logits(tokens: int) -> None:
+    """This applies to forward and backward, and to one long row as well as several rows."""
     for rows in (1, 8):
         model = models.shard(models.llama(width=16, layers=1, vocabulary=1009))
         infinity.sliced_loss(model, tokens)
@@ -292,8 +291,7 @@ def test_logits_of_so_many_tokens_exist(tokens: int) -> None:
         assert mode.elements <= max(tokens * 1009, root)
 
 
-def test_what_has_no_such_head_is_refused() -> None:
-    """With what it is, before anything is changed."""
+def test_sliced_loss_requires_a_sharded_causal_language_model() -> None:
     with pytest.raises(ConfigError, match=r"sliced_loss .*got 0"):
         infinity.sliced_loss(models.build("llama"), 0)
     with pytest.raises(UnsupportedError, match=r"is not a .*causal language model"):
@@ -302,8 +300,8 @@ def test_what_has_no_such_head_is_refused() -> None:
         infinity.sliced_loss(models.llama(width=16, layers=1), 8)
 
 
-def test_it_is_said_where_head_and_loss_are_not_sliced(caplog: pytest.LogCaptureFixture) -> None:
-    """By `micro_batches`, which runs all the same; not by what refuses the model."""
+def test_micro_batches_warns_if_the_loss_is_not_sliced(caplog: pytest.LogCaptureFixture) -> None:
+    """`sliced_loss` raises an error for the same model."""
     import transformers
 
     config = models.llama(width=16, layers=1).config
@@ -316,8 +314,8 @@ def test_it_is_said_where_head_and_loss_are_not_sliced(caplog: pytest.LogCapture
     assert "head and loss of FSDPLlamaForSequenceClassification" in caplog.text
 
 
-def test_norms_that_are_not_behind_the_layers_are_left_alone() -> None:
-    """Those of a vision tower have other rows than the batch."""
+def test_only_the_norm_after_the_layers_is_sliced() -> None:
+    """For example, the inputs of a vision tower's norm have a different number of rows."""
 
     class Tower(nn.Module):
         def __init__(self) -> None:
@@ -342,8 +340,8 @@ def test_norms_that_are_not_behind_the_layers_are_left_alone() -> None:
     assert not isinstance(model.model.tower.norm.forward, SlicedNorm)
 
 
-def test_a_last_norm_that_mixes_rows_runs_on_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
-    """As it did; the layers are sliced all the same."""
+def test_final_norm_that_mixes_rows_is_not_sliced(caplog: pytest.LogCaptureFixture) -> None:
+    """The layers are sliced nevertheless."""
 
     class Mixing(nn.Module):
         def __init__(self) -> None:
@@ -368,10 +366,10 @@ def test_a_last_norm_that_mixes_rows_runs_on_all_of_them(caplog: pytest.LogCaptu
     assert caplog.text.count("Mixing is not sliced") == 1
 
 
-def test_a_last_norm_whose_rows_are_not_those_of_the_batch_runs_on_all_of_them(
+def test_final_norm_with_flattened_input_is_not_sliced(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As where a model makes one row of all tokens: that cannot be shared equally."""
+    """Its input has one row for all tokens, which cannot be divided into slices."""
     losses = []
     for slices in (0, 4):
         torch.manual_seed(0)
@@ -390,7 +388,7 @@ def test_a_last_norm_whose_rows_are_not_those_of_the_batch_runs_on_all_of_them(
 
 
 class Largest(TorchDispatchMode):
-    """Notes the number of elements of the largest tensor that any operation returns."""
+    """Dispatch mode that records the number of elements of the largest tensor that an operation returns."""
 
     elements = 0
 
@@ -402,7 +400,7 @@ class Largest(TorchDispatchMode):
 
 
 def largest(slices: int, *, gradients: bool = True) -> int:
-    """Return the largest tensor of a pass over 8 sequences of 24 tokens, with 1009 in the vocabulary."""
+    """Return the size of the largest tensor in a pass over 8 sequences of 24 tokens with a vocabulary of 1009."""
     model = models.shard(models.llama(width=16, layers=1, vocabulary=1009))
     if slices:
         infinity.micro_batches(model, slices)
@@ -414,8 +412,8 @@ def largest(slices: int, *, gradients: bool = True) -> int:
 
 
 @pytest.mark.parametrize("gradients", [True, False])
-def test_logits_of_the_whole_batch_never_exist(gradients: bool) -> None:
-    """Forward and backward; the largest tensor is one slice's logits, or the gathered FSDP module of the head."""
+def test_logits_of_the_full_batch_never_exist(gradients: bool) -> None:
+    """The largest tensor is the logits of one slice or the gathered root FSDP module."""
     tokens, vocabulary = 8 * 24, 1009
     root = 2 * 16 * vocabulary + 16
     assert largest(0, gradients=gradients) == tokens * vocabulary
@@ -424,19 +422,19 @@ def test_logits_of_the_whole_batch_never_exist(gradients: bool) -> None:
 
 
 def kept(slices: int, layers: int) -> int:
-    """Return the bytes that autograd keeps after a forward over 8 sequences, without parameters."""
+    """Return the number of bytes that autograd saves in a forward over 8 sequences, without parameters."""
     model = models.shard(models.llama(layers=layers), "fp32")
     if slices:
         infinity.micro_batches(model, slices)
     with torch.no_grad():
-        models.loss_of(model, batch(model, 0, sequences=8))  # layers have been tried
+        models.loss_of(model, batch(model, 0, sequences=8))  # run the slicing trials first
     found: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
             storage = tensor.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
-        return tensor  # so it stays alive, and no other has its place
+        return tensor  # keeps the tensor alive, so that its address is not reused
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss = models.loss_of(model, batch(model, 0, sequences=8))
@@ -445,15 +443,15 @@ def kept(slices: int, layers: int) -> int:
 
 
 @pytest.mark.parametrize("slices", [1, 2, 8])
-def test_only_inputs_of_fsdp_modules_are_kept(slices: int) -> None:
-    """A layer more is one tensor of the whole batch more, whatever the number of slices; without, more than ten."""
+def test_autograd_saves_only_module_inputs(slices: int) -> None:
+    """With slices, each layer adds one tensor of the full batch; without slices, it adds more than ten."""
     inputs = 8 * 24 * 64 * 4
     assert kept(slices, layers=4) - kept(slices, layers=1) == 3 * inputs
     assert kept(0, layers=4) - kept(0, layers=1) > 30 * inputs
 
 
 def moved(recipe: Recipe, update_schedule: str, folder: Path) -> tuple[list[int], int]:
-    """Return the bytes that steady steps read and wrote, and how many were planned."""
+    """Return the bytes moved in each steady step and the planned number of bytes."""
     with offloaded(recipe, Paging(host_cache="least", update_schedule=update_schedule), folder) as (model, optimizer):
         train(recipe, model, optimizer, Outcome())
         assert optimizer.update_schedule == update_schedule
@@ -465,10 +463,10 @@ def moved(recipe: Recipe, update_schedule: str, folder: Path) -> tuple[list[int]
 
 
 @pytest.mark.parametrize("update_schedule", ["in_backward", pytest.param("in_forward", marks=pytest.mark.wide)])
-def test_bytes_per_step_do_not_depend_on_the_number_of_slices(update_schedule: str, tmp_path: Path) -> None:
-    """1, 4 or 16 micro-batches: the plan is one and the same, and so are the bytes; a loop multiplies them.
+def test_traffic_does_not_depend_on_the_number_of_slices(update_schedule: str, tmp_path: Path) -> None:
+    """A loop over micro-batches multiplies the traffic.
 
-    Only gradients that wait on NVMe are smaller where nothing is added up: they fit into bf16.
+    The exception are gradients stored on NVMe: without accumulation, they fit in bf16.
     """
     planned = {}
     for count in (1, 4, 16):
@@ -481,11 +479,11 @@ def test_bytes_per_step_do_not_depend_on_the_number_of_slices(update_schedule: s
     assert loop > 1.8 * planned[4]
 
 
-# What is refused, and what else works #
+# Errors and further inputs #
 
 
-def test_batches_that_cannot_be_shared_equally() -> None:
-    """The error names both numbers, in training and in evaluation."""
+def test_batch_size_must_be_divisible_by_the_slices() -> None:
+    """The error states both numbers, in training and in evaluation."""
     model = models.build("llama")
     infinity.micro_batches(model, 4)
     with pytest.raises(ConfigError, match=r"batch of size 6, .*4 micro-batches"):
@@ -494,8 +492,8 @@ def test_batches_that_cannot_be_shared_equally() -> None:
         evaluate(model, 2)
 
 
-def test_evaluation_is_sliced_and_keeps_nothing() -> None:
-    """No graph; the same loss as with gradients."""
+def test_sliced_evaluation_builds_no_graph() -> None:
+    """The loss equals the loss with gradients."""
     model = models.build("llama")
     infinity.micro_batches(model, 4)
     tokens = batch(model, 0, sequences=4)
@@ -505,8 +503,8 @@ def test_evaluation_is_sliced_and_keeps_nothing() -> None:
     assert loss.item() == models.loss_of(model, tokens).item()
 
 
-def test_without_labels_there_are_logits() -> None:
-    """The layers are sliced, the head is not: it is for the caller to say what becomes of logits."""
+def test_model_returns_logits_without_labels() -> None:
+    """The layers are sliced, but the head is not, because the caller uses the logits."""
     model, plain = models.build("llama"), models.build("llama")
     infinity.micro_batches(model, 2)
     tokens = batch(model, 0, sequences=2)
@@ -516,8 +514,7 @@ def test_without_labels_there_are_logits() -> None:
         model(input_ids=tokens, use_cache=True)
 
 
-def test_masks_and_positional_arguments() -> None:
-    """A mask with a row per sequence is sliced; labels may come by position."""
+def test_masks_and_positional_arguments_are_sliced() -> None:
     model, plain = models.build("llama", policy="fp32"), models.build("llama", policy="fp32")
     infinity.micro_batches(model, 4)
     tokens = batch(model, 0, sequences=4)
@@ -531,8 +528,7 @@ def test_masks_and_positional_arguments() -> None:
     assert found.loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_it_may_be_called_after_offload(tmp_path: Path) -> None:
-    """And changes what the next step does."""
+def test_micro_batches_may_be_called_after_offload(tmp_path: Path) -> None:
     sliced, plain = Recipe(**SLICED), Recipe(sequences=4, steps=6)
     outcome = Outcome()
     with offloaded(plain, Paging(host_cache="least"), tmp_path) as (model, optimizer):
@@ -541,8 +537,7 @@ def test_it_may_be_called_after_offload(tmp_path: Path) -> None:
     assert outcome.losses == in_memory(sliced).losses
 
 
-def test_a_later_call_changes_the_number() -> None:
-    """And does not slice slices."""
+def test_later_call_replaces_the_number_of_slices() -> None:
     model = models.build("llama")
     infinity.micro_batches(model, 2)
     infinity.micro_batches(model, 3)
@@ -550,7 +545,7 @@ def test_a_later_call_changes_the_number() -> None:
 
 
 class Pair(nn.Module):
-    """Several outputs, one of them none at all."""
+    """A layer with several outputs, one of which is None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -561,12 +556,12 @@ class Pair(nn.Module):
 
 
 def sharded(layer: nn.Module) -> nn.Sequential:
-    """Return a model of one layer."""
+    """Return a sharded model that consists of one layer."""
     return fully_shard(nn.Sequential(fully_shard(layer, mesh=infinity.mesh("cpu"))), mesh=infinity.mesh("cpu"))
 
 
-def test_outputs_of_any_structure_are_joined() -> None:
-    """Each along the dimension that has the rows."""
+def test_nested_outputs_are_concatenated() -> None:
+    """Each output is concatenated along its own batch dimension."""
     model = sharded(Pair())
     infinity.micro_batches(model, 2)
     model.forward = lambda x: model[0](x, scale=2)
@@ -581,17 +576,17 @@ def test_outputs_of_any_structure_are_joined() -> None:
 
 
 def mlp() -> nn.Module:
-    """Return a layer for which every dimension but the last is a batch."""
+    """Return a layer whose dimensions are all independent except the last one."""
     return nn.Sequential(nn.Linear(12, 12), nn.GELU())
 
 
 def encoder_layer(**settings: Any) -> nn.Module:
-    """Return torch's own layer."""
+    """Return PyTorch's encoder layer."""
     return nn.TransformerEncoderLayer(12, 2, 16, dropout=0.0, **settings)
 
 
 class Encoder(nn.Module):
-    """A layer of a user around torch's: whatever it says of dimensions is its own."""
+    """A user-defined layer around PyTorch's, without its `batch_first` attribute."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
@@ -602,7 +597,7 @@ class Encoder(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of a user over sequences that come first, without any flag; causal or not."""
+    """User-defined attention with the sequence dimension first, optionally causal."""
 
     def __init__(self, causal: bool = False) -> None:
         super().__init__()
@@ -614,7 +609,7 @@ class Attention(nn.Module):
 
 
 class Masked(nn.Module):
-    """Attention with a mask over positions, or over rows and positions."""
+    """Attention with a mask for positions, or for rows and positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -625,7 +620,7 @@ class Masked(nn.Module):
 
 
 class Returning(nn.Module):
-    """A layer that returns something else of its rows."""
+    """A layer that applies a function to its output."""
 
     def __init__(self, returned: Any) -> None:
         super().__init__()
@@ -637,14 +632,14 @@ class Returning(nn.Module):
 
 @dataclass
 class Bundle:
-    """What a layer may take and return."""
+    """Dataclass that a layer may accept and return."""
 
     value: torch.Tensor
     name: str = "bundle"
 
 
 class Recurrent(nn.Module):
-    """An LSTM that returns outputs and last state."""
+    """An LSTM that returns its outputs and final state."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
@@ -655,7 +650,7 @@ class Recurrent(nn.Module):
 
 
 def within_capacity(y: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return 1 for tokens that the first of four experts that they choose still has room for, else 0."""
+    """Return 1 for tokens that fit in the capacity of the first of four experts that they select, else 0."""
     chosen = nn.functional.one_hot(y[..., :4].argmax(-1).flatten(), 4)
     before = (chosen.cumsum(0) * chosen).sum(1)
     return (before <= factor * len(chosen) / 4).view(*y.shape[:-1], 1)
@@ -672,12 +667,12 @@ def given(shape: tuple[int, ...] = X, **others: Any) -> tuple[torch.Tensor, dict
 
 
 def causal(size: int) -> torch.Tensor:
-    """Return a mask over positions."""
+    """Return a causal mask."""
     return torch.triu(torch.full((size, size), float("-inf")), diagonal=1)
 
 
 def padding(rows: int, columns: int) -> torch.Tensor:
-    """Return which positions are none."""
+    """Return a padding mask."""
     return torch.arange(columns).expand(rows, columns) > torch.arange(rows).unsqueeze(1) % 3 + 1
 
 
@@ -705,15 +700,15 @@ EXACT: dict[str, tuple[Any, Any, Any, int]] = {
     "TransformerEncoder": (
         lambda: nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False), None, given(), 2,
     ),
-    "a user's layer that says batch_dim": (Encoder, 1, given(), 2),
-    "a user's layer that says it by name": (Encoder, {"x": 1}, given(), 2),
+    "a user's layer with batch_dim": (Encoder, 1, given(), 2),
+    "a user's layer with batch_dim by name": (Encoder, {"x": 1}, given(), 2),
     "a user's layer, B first": (lambda: Encoder(batch_first=True), None, given(), 2),
     "attention without a flag": (Attention, 1, given(), 4),
     "a mask over rows and positions": (Masked, None, given((4, 6, 12), mask=~padding(4, 6).unsqueeze(1)), 2),
     "a mask over positions": (Masked, None, given((4, 6, 12), mask=causal(6)), 4),
     "a mask over positions, S == B": (Masked, None, given(SQUARE, mask=causal(4)), 2),
     "an argument that is not used": (Masked, None, given(SQUARE, mask=causal(4), unused=torch.zeros(4)), 2),
-    "a mask of two rows, said by name": (Masked, {"x": 0, "mask": None}, given((2, 2, 12), mask=causal(2)), 2),
+    "a mask of two rows, batch_dim by name": (Masked, {"x": 0, "mask": None}, given((2, 2, 12), mask=causal(2)), 2),
     "LSTM (S, B, D), with its state": (lambda: nn.LSTM(12, 12), None, given(), 2),
     "LSTM (B, S, D), with its state": (lambda: nn.LSTM(12, 12, batch_first=True), None, given(), 3),
     "a layer around an LSTM": (lambda: Recurrent(batch_first=True), None, given(), 3),
@@ -723,14 +718,14 @@ EXACT: dict[str, tuple[Any, Any, Any, int]] = {
         (given()[0], {"key": given()[0], "value": given()[0], "need_weights": False}), 2,
     ),
     "a dataclass": (lambda: Returning(Bundle), None, (Bundle(given()[0]), {}), 3),
-    "rows and positions made one": (lambda: Returning(lambda y: (y, y.flatten(0, 1))), None, given(), 2),
+    "flattened rows and positions": (lambda: Returning(lambda y: (y, y.flatten(0, 1))), None, given(), 2),
     "BatchNorm in evaluation": (lambda: nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(4)).eval(), None, given(), 2),
 }  # fmt: skip
-"""Layer, batch_dim, arguments and number of slices."""
+"""Layer, batch_dim, arguments and number of slices, by description."""
 
 
-def ran(layer: nn.Module, arguments: tuple[Any, dict[str, Any]]) -> list[torch.Tensor]:
-    """Return outputs, gradient of the first argument, and gradients."""
+def outputs_and_gradients(layer: nn.Module, arguments: tuple[Any, dict[str, Any]]) -> list[torch.Tensor]:
+    """Return the outputs and the gradients of the first argument and of all parameters."""
     x, others = arguments
     tensor = (x.value if isinstance(x, Bundle) else x).clone().requires_grad_()
     returned = layer(Bundle(tensor) if isinstance(x, Bundle) else tensor, **others)
@@ -741,8 +736,8 @@ def ran(layer: nn.Module, arguments: tuple[Any, dict[str, Any]]) -> list[torch.T
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_layers_of_all_kinds_give_what_the_whole_batch_gives(name: str) -> None:
-    """Up to the rounding of products over fewer rows."""
+def test_sliced_layers_match_the_full_batch(name: str) -> None:
+    """Matrix products over fewer rows may round differently."""
     make, batch_dim, arguments, count = EXACT[name]
     found = []
     for slices in (0, count):
@@ -750,7 +745,7 @@ def test_layers_of_all_kinds_give_what_the_whole_batch_gives(name: str) -> None:
         model = sharded(make())
         if slices:
             infinity.micro_batches(model, slices, batch_dim=batch_dim)
-        found.append(ran(model[0], arguments))
+        found.append(outputs_and_gradients(model[0], arguments))
     assert len(found[0]) == len(found[1])
     for expected, value in zip(*found, strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
@@ -761,7 +756,7 @@ NOT_SLICED: dict[str, tuple[Any, Any, Any, str]] = {
     "the same with S == B": (Encoder, None, given(SQUARE), r"depend on each other.*batch_dim=1"),
     "attention without a flag": (Attention, None, given(), r"Attention along dimension 0"),
     "causal attention": (lambda: Attention(causal=True), None, given(), r"along dimension 0.*batch_dim=1"),
-    "torch's layer, said wrongly": (encoder_layer, 0, given(), r"TransformerEncoderLayer along dimension 0"),
+    "torch's layer, wrong batch_dim": (encoder_layer, 0, given(), r"TransformerEncoderLayer along dimension 0"),
     "BatchNorm": (lambda: nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(4)), None, given(), r"BatchNorm in training"),
     "centred over the batch": (lambda: Returning(lambda y: y - y.mean(0)), None, given(), "depend on each other"),
     "a mask of two rows": (Masked, None, given((2, 2, 12), mask=causal(2)), r"how to slice mask .*batch_dim=\{"),
@@ -798,14 +793,14 @@ NOT_SLICED: dict[str, tuple[Any, Any, Any, str]] = {
         (nn.utils.rnn.pack_padded_sequence(torch.randn(6, 4, 12), torch.tensor([6, 5, 3, 2])), {}), "PackedSequence",
     ),
     "an object with tensors": (Masked, None, given(mask=SimpleNamespace(mask=causal(6))), "mask of type Simple"),
-    "a name that is none": (Encoder, {"y": 1}, given(), r"batch_dim .* y, but Encoder"),
-    "a dimension that is none": (Encoder, 3, given(), r"batch_dim=3 .* x of Encoder"),
+    "an unknown name": (Encoder, {"y": 1}, given(), r"batch_dim .* y, but Encoder"),
+    "an unknown dimension": (Encoder, 3, given(), r"batch_dim=3 .* x of Encoder"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NOT_SLICED)
-def test_what_slices_would_change_is_refused(name: str) -> None:
-    """In the first forward, with what to do."""
+def test_layers_that_slicing_would_change_raise(name: str) -> None:
+    """The first forward raises an error that states a remedy."""
     make, batch_dim, (x, others), words = NOT_SLICED[name]
     model = sharded(make())
     infinity.micro_batches(model, 2, batch_dim=batch_dim)
@@ -816,8 +811,8 @@ def test_what_slices_would_change_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a scale of all rows", "scaled by the number of rows", "scaled by indices of rows"])
-def test_the_same_is_refused_in_bf16(name: str) -> None:
-    """Where rounding is larger."""
+def test_layers_that_slicing_would_change_raise_in_bf16(name: str) -> None:
+    """The tolerance is larger in bf16."""
     make, _, (x, _), words = NOT_SLICED[name]
     model = sharded(make().bfloat16())
     infinity.micro_batches(model, 2)
@@ -827,7 +822,7 @@ def test_the_same_is_refused_in_bf16(name: str) -> None:
 
 @pytest.mark.parametrize("policy", ["bf16", "fp32"])
 def test_routing_without_a_capacity_is_sliced(policy: str) -> None:
-    """Although experts multiply the tokens of all rows together, and round them so."""
+    """Experts multiply the tokens of all rows in one product, so its rounding differs."""
     model = of_family("MixtralConfig", policy=policy).train()
     infinity.micro_batches(model, 2)
     tokens = batch(model, 0, sequences=4).repeat(1, 8)
@@ -836,7 +831,7 @@ def test_routing_without_a_capacity_is_sliced(policy: str) -> None:
 
 
 class Noisy(nn.Module):
-    """Draws random numbers in training and in evaluation, or has no evaluation."""
+    """A layer that draws random numbers in both modes, or that supports only training."""
 
     def __init__(self, evaluated: bool) -> None:
         super().__init__()
@@ -849,8 +844,8 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.parametrize("evaluated", [True, False])
-def test_random_numbers_are_no_dependence(evaluated: bool) -> None:
-    """They differ for one row and for two; modules are in training as before."""
+def test_random_numbers_do_not_count_as_row_dependence(evaluated: bool) -> None:
+    """The modules are in training mode afterwards."""
     model = sharded(Noisy(evaluated))
     infinity.micro_batches(model, 2)
     assert model[0](given()[0]).shape == X
@@ -858,7 +853,7 @@ def test_random_numbers_are_no_dependence(evaluated: bool) -> None:
 
 
 class Modes(nn.Module):
-    """Mixes rows for some values of an argument."""
+    """A layer that mixes rows for one value of an argument."""
 
     def __init__(self, mixing: Any) -> None:
         super().__init__()
@@ -874,8 +869,8 @@ class Modes(nn.Module):
     ("good", "mixing"),
     [(0, 1), (0.5, 1.5), ("none", "batch"), (False, True), (1, True), (1, 1.0), (None, 0), (3, None)],
 )
-def test_other_values_of_arguments_are_tried_anew(good: Any, mixing: Any) -> None:
-    """A layer may do something else with them; those that have been tried are not tried again."""
+def test_new_argument_values_are_tried_again(good: Any, mixing: Any) -> None:
+    """The result for known values is cached."""
     model = sharded(Modes(mixing))
     infinity.micro_batches(model, 2)
     for _ in range(2):
@@ -885,8 +880,8 @@ def test_other_values_of_arguments_are_tried_anew(good: Any, mixing: Any) -> Non
         model[0](given()[0], mixing)
 
 
-def test_counters_are_tried_each_time(caplog: pytest.LogCaptureFixture) -> None:
-    """Kinds of calls that are kept are bounded; calls beyond are tried all the same."""
+def test_trials_are_repeated_once_the_cache_is_full(caplog: pytest.LogCaptureFixture) -> None:
+    """The number of cached calls is limited, for example for arguments that count steps."""
     model = sharded(Modes(70))
     infinity.micro_batches(model, 2)
     for step in range(70):
@@ -897,8 +892,7 @@ def test_counters_are_tried_each_time(caplog: pytest.LogCaptureFixture) -> None:
         model[0](given()[0], 70)
 
 
-def test_objects_that_may_change_are_tried_each_time() -> None:
-    """The same one may hold another value."""
+def test_calls_with_mutable_objects_are_not_cached() -> None:
     model = sharded(Modes("batch"))
     infinity.micro_batches(model, 2)
     settings = SimpleNamespace(mode="none")
@@ -908,8 +902,8 @@ def test_objects_that_may_change_are_tried_each_time() -> None:
         model[0](given()[0], settings)
 
 
-def test_tokens_are_checked_without_gradients() -> None:
-    """Layers of which no argument has a gradient."""
+def test_layers_with_integer_inputs_are_checked() -> None:
+    """Such inputs have no gradients."""
 
     class Words(nn.Module):
         def __init__(self, mixed: bool) -> None:
@@ -931,9 +925,7 @@ def test_tokens_are_checked_without_gradients() -> None:
         bad[0](tokens)
 
 
-def test_trying_leaves_no_trace() -> None:
-    """Random numbers and buffers are those of a layer that nobody tried."""
-
+def test_trials_preserve_generator_and_buffers() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -957,8 +949,8 @@ def test_trying_leaves_no_trace() -> None:
     assert torch.equal(*outputs)
 
 
-def test_training_is_tried_apart_from_evaluation() -> None:
-    """What holds in evaluation, of BatchNorm for one, does not in training."""
+def test_trials_are_separate_for_training_and_evaluation() -> None:
+    """For example, BatchNorm mixes rows only in training."""
     model = sharded(nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(4))).eval()
     infinity.micro_batches(model, 2)
     model[0](torch.randn(X))
@@ -967,16 +959,15 @@ def test_training_is_tried_apart_from_evaluation() -> None:
         model[0](torch.randn(X))
 
 
-def test_the_loss_of_routers_is_refused() -> None:
-    """It is no sum over slices."""
+def test_router_loss_raises() -> None:
+    """It is not a sum over slices."""
     model = of_family("MixtralConfig", output_router_logits=True)
     infinity.micro_batches(model, 2)
     with pytest.raises(UnsupportedError, match="output_router_logits=False"):
         models.loss_of(model, batch(model, 0))
 
 
-def test_models_that_cannot_be_sliced_are_refused() -> None:
-    """Each with the reason."""
+def test_unsupported_models_raise() -> None:
     mesh = infinity.mesh("cpu")
     with pytest.raises(ConfigError, match="got 0"):
         infinity.micro_batches(models.build("toy"), 0)

@@ -1,4 +1,4 @@
-"""Random sequences of what can be done with gradients, in memory and paged: the same bits after every one of them."""
+"""Tests of random sequences of gradient operations: after each of them, the bits equal those in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTS = ("all", "even", "matrices", "first")
 
 
 def chosen(model: nn.Module, part: str) -> list[nn.Parameter]:
-    """Return some parameters."""
+    """Return the selected parameters."""
     params = list(model.parameters())
     return {"all": params, "even": params[::2], "matrices": [p for p in params if p.ndim == 2], "first": params[:1]}[
         part
@@ -28,66 +28,60 @@ def chosen(model: nn.Module, part: str) -> list[nn.Parameter]:
 
 
 def grads(model: nn.Module, part: str) -> list[torch.Tensor]:
-    """Return the gradients that some parameters have."""
+    """Return the gradients of the selected parameters that have one."""
     return [param.grad for param in chosen(model, part) if param.grad is not None]
 
 
 def backward(model: nn.Module, number: int, _: str) -> None:
-    """Run one more."""
+    """Run another backward."""
     models.loss_of(model, batch(model, number)).backward()
 
 
 def read(model: nn.Module, _: int, part: str) -> list[torch.Tensor]:
-    """Read elements."""
     return [grad.full_tensor().clone() for grad in grads(model, part)]
 
 
 def norms(model: nn.Module, number: int, part: str) -> list[torch.Tensor]:
-    """Ask for norms."""
     order = (2.0, 1.0, float("inf"))[number % 3]
     return [norm.full_tensor() for norm in torch._foreach_norm(grads(model, part), order)] if grads(model, part) else []
 
 
 def clip(model: nn.Module, number: int, part: str) -> list[torch.Tensor]:
-    """Clip."""
     norm: Any = torch.nn.utils.clip_grad_norm_(chosen(model, part), 0.1, (2.0, float("inf"))[number % 2])
     return [norm.full_tensor() if hasattr(norm, "full_tensor") else norm]
 
 
 def scale(model: nn.Module, number: int, part: str) -> None:
-    """Multiply by a number."""
     for grad in grads(model, part):
         grad.mul_(0.7 + number)
 
 
 def add(model: nn.Module, number: int, part: str) -> None:
-    """Add what is no number of bf16."""
+    """Add values that bf16 cannot represent."""
     for grad in grads(model, part):
         grad.add_(torch.ones_like(grad), alpha=1e-3 * number)
 
 
 def write(model: nn.Module, number: int, part: str) -> None:
-    """Write to a part, through a view."""
+    """Write to a part through a view."""
     for grad in grads(model, part):
         grad.to_local()[number % 7 :: 2] *= -1.5
 
 
 def zero(model: nn.Module, _: int, part: str) -> None:
-    """Set to zeros."""
     for param in chosen(model, part):
         if param.grad is not None:
             param.grad.zero_()
 
 
 def assign(model: nn.Module, number: int, part: str) -> None:
-    """Put other tensors there."""
+    """Assign new gradients."""
     for param in chosen(model, part):
         if param.grad is not None:
             param.grad = param.grad * 0.5 + number
 
 
 def drop(model: nn.Module, _: int, part: str) -> None:
-    """Drop."""
     for param in chosen(model, part):
         param.grad = None
 
@@ -104,7 +98,7 @@ sequences = st.lists(
 
 
 def run(model: nn.Module, optimizer: torch.optim.Optimizer, sequence: list[tuple[str, int, str]]) -> list[Any]:
-    """Do one after the other, from a backward on; return what was seen."""
+    """Run a backward and then the given operations; return the observed values."""
     seen: list[Any] = []
     backward(model, 0, "")
     for name, number, part in sequence:
@@ -128,8 +122,10 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, sequence: list[tuple
 
 @settings(max_examples=25)
 @given(sequence=sequences, update_schedule=st.sampled_from(["after_backward", "in_forward"]), least=st.booleans())
-def test_any_sequence_is_as_in_memory(sequence: list[tuple[str, int, str]], update_schedule: str, least: bool) -> None:
-    """What was read on the way, and the state at the end."""
+def test_gradient_operations_match_memory(
+    sequence: list[tuple[str, int, str]], update_schedule: str, least: bool
+) -> None:
+    """Compares the values read between operations and the final state."""
     model = build(RECIPE)
     optimizer = make_optimizer(RECIPE, model)
     expected = run(model, optimizer, sequence), state_in_memory(model, optimizer)
@@ -143,7 +139,7 @@ def test_any_sequence_is_as_in_memory(sequence: list[tuple[str, int, str]], upda
 
 
 def equal(first: Any, second: Any) -> bool:
-    """Whether two values have the same bits, but for NaN."""
+    """Return whether two values have the same bits, except for NaN payloads."""
     if isinstance(first, list):
         return len(first) == len(second) and all(map(equal, first, second))
     if isinstance(first, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Gradients that wait for their update: their halves, how many of them are stored, and that no bit is lost."""
+"""Tests of stored gradients: their halves, the number of stored halves, and exact reconstruction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEAST = Paging(host_cache="least", update_schedule="in_forward")
 
 
 def every_half(upper: bool) -> torch.Tensor:
-    """Return fp32 numbers with all 2^16 upper halves, or with all lower halves, beside a few of the other."""
+    """Return fp32 numbers with all 2^16 upper or lower halves, each combined with a few of the other halves."""
     all_of, some = torch.arange(1 << 16, dtype=torch.int64), torch.tensor([0, 1, 0x7FFF, 0x8000, 0xFFFF])
     high, low = (all_of, some) if upper else (some, all_of)
     bits = ((high[:, None] << 16) + low).flatten()
@@ -31,15 +31,15 @@ def every_half(upper: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("upper", [True, False])
-def test_halves_are_exact(upper: bool) -> None:
-    """All bit patterns of either half, NaN and denormals among them, come back."""
+def test_halves_reconstruct_every_bit_pattern(upper: bool) -> None:
+    """Includes NaN and denormal numbers."""
     values = every_half(upper)
     rows = [half.contiguous() for half in halves(values)]
     assert torch.equal(joined(rows).view(torch.int32), values.view(torch.int32))
 
 
-def test_the_upper_half_is_what_came_from_bf16() -> None:
-    """Its lower half is zero, and alone it is the number, whatever that is."""
+def test_upper_half_suffices_for_bf16_values() -> None:
+    """The lower half is zero, and the upper half alone gives the number."""
     computed = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     values = computed.float()
     upper, lower = halves(values)
@@ -58,8 +58,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, *, micro: int = 1, 
     optimizer.zero_grad()
 
 
-def test_one_backward_stores_the_upper_half(tmp_path: Path) -> None:
-    """Two bytes per parameter are written; a loop over batches needs four, also in the steps after it."""
+def test_single_backward_stores_only_the_upper_half(tmp_path: Path) -> None:
+    """It writes two bytes per parameter. After a loop over micro-batches, all steps write four."""
     with offloaded(Recipe(model="even"), LEAST, tmp_path) as (model, optimizer):
         parameters = optimizer.run.layout.parameters
 
@@ -79,7 +79,7 @@ def test_one_backward_stores_the_upper_half(tmp_path: Path) -> None:
 
 
 class Spoiling(torch.optim.SGD):
-    """Changes the gradients that it is given."""
+    """An optimizer that changes its gradients."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         for param in self.param_groups[0]["params"]:
@@ -89,8 +89,8 @@ class Spoiling(torch.optim.SGD):
 
 @pytest.mark.parametrize("key", ["plain", "halves"])
 @pytest.mark.parametrize("scale", [None, 0.5])
-def test_an_update_leaves_stored_gradients_as_they_are(key: str, scale: float | None) -> None:
-    """Their page may be on its way to the drive; this optimizer changes the gradient that it is given."""
+def test_update_does_not_modify_stored_gradients(key: str, scale: float | None) -> None:
+    """Their pages may be being written while the optimizer changes its gradients."""
     layout = transformer(1, 4 * 2048, 64 << 10, key)
     (segment,) = layout.segments
     optimizer = Spoiling([torch.zeros(2)], lr=0.1)
@@ -108,8 +108,8 @@ def test_an_update_leaves_stored_gradients_as_they_are(key: str, scale: float | 
         assert stored == [bytes(c) for page, c in zip(pages, contents, strict=True) if page.role is Role.GRAD]
 
 
-def test_a_gradient_that_is_not_finite_changes_no_plan(tmp_path: Path) -> None:
-    """Infinity and NaN of bf16 have no lower half either; the step is skipped, and those after it are as before."""
+def test_nonfinite_gradients_do_not_change_the_plan(tmp_path: Path) -> None:
+    """In bf16, infinity and NaN have no lower half either; the step is skipped."""
     with offloaded(Recipe(model="even"), LEAST, tmp_path) as (model, optimizer):
         for scale in (1.0, float("inf"), float("nan"), 1.0):
             step(model, optimizer, scale=scale)
@@ -118,14 +118,13 @@ def test_a_gradient_that_is_not_finite_changes_no_plan(tmp_path: Path) -> None:
         assert all(event.components == 1 for event in gradients)
 
 
-def test_without_bf16_there_is_one_row(tmp_path: Path) -> None:
-    """Gradients that are computed in fp32 are stored as they are."""
+def test_fp32_gradients_are_stored_without_halves(tmp_path: Path) -> None:
     with offloaded(Recipe(model="even", policy="fp32"), LEAST, tmp_path) as (_, optimizer):
         assert {len(segment.grad_pages) for segment in optimizer.run.layout.segments} == {1}
 
 
 def norms(model: nn.Module, clip: Callable[[float], torch.Tensor], micro: int) -> list[float]:
-    """Return the norms of order 1 and infinity, each of a step of its own."""
+    """Return the norms of order 1 and infinity, each in a step of its own."""
     found = []
     for order in (1.0, float("inf")):
         for number in range(micro):
@@ -135,8 +134,8 @@ def norms(model: nn.Module, clip: Callable[[float], torch.Tensor], micro: int) -
 
 
 @pytest.mark.parametrize("micro", [1, 2])
-def test_norms_of_other_orders_read_what_is_stored(micro: int, tmp_path: Path) -> None:
-    """One row or two: the norm is that of the gradients in memory."""
+def test_norms_of_other_orders_match_memory(micro: int, tmp_path: Path) -> None:
+    """Gradients are stored in one or two halves."""
     recipe = Recipe(model="even")
     plain = build(recipe)
     optimizer = make_optimizer(recipe, plain)

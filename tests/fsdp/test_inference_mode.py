@@ -1,4 +1,4 @@
-"""Offloaded weights and gradients under `torch.inference_mode()`: views and copies are those of memory, bit for bit."""
+"""Tests of offloaded weights and gradients in `torch.inference_mode()`: views and copies match memory bit for bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ USES: dict[str, Callable[[torch.Tensor], Any]] = {
     "sum": lambda t: t.sum(),
     "t @ t": lambda t: t @ t.mT,
 }
-"""What is done to a DTensor, and to a local tensor."""
+"""Operations on a DTensor and on a local tensor."""
 
 USES_OF_ROWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "t().contiguous()": lambda t: t.t().contiguous(),
@@ -61,45 +61,43 @@ USES_OF_ROWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "atleast_3d": lambda t: torch.atleast_3d(t),
     "broadcast_tensors": lambda t: torch.broadcast_tensors(t, torch.zeros(2, 1, 1))[0],
     "conj_physical": lambda t: torch.conj_physical(t),
-    "dropout that does nothing": lambda t: nn.functional.dropout(t, 0.5, training=False),
+    "dropout in evaluation": lambda t: nn.functional.dropout(t, 0.5, training=False),
     "dropout": lambda t: seeded(lambda: nn.functional.dropout(t, 0.5)),
     "einsum": lambda t: torch.einsum("ij,ij->i", t, t),
     "linear": lambda t: nn.functional.linear(t, t),
     "numpy": lambda t: torch.from_numpy(t.numpy().copy()),
     "mask": lambda t: t[t > 0],
 }
-"""What is done to a local tensor."""
+"""Operations on a local tensor."""
 
 
 def seeded(draw: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return what is drawn under a seed."""
+    """Return the result of a function that draws random numbers, after seeding."""
     torch.manual_seed(5)
     return draw()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor."""
+def unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the DTensor itself."""
     return tensor
 
 
 def rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of one."""
+    """Return this rank's part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 TABLE = {
-    **{f"{name} of a DTensor": (whole, use) for name, use in USES.items()},
+    **{f"{name} of a DTensor": (unchanged, use) for name, use in USES.items()},
     **{name: (rows, use) for name, use in (USES | USES_OF_ROWS).items()},
 }
 
 
 def weight(model: nn.Module) -> torch.Tensor:
-    """Return a weight."""
     return model.blocks[0].up.weight
 
 
 def gradient(model: nn.Module) -> torch.Tensor:
-    """Return its gradient."""
     return model.blocks[0].up.weight.grad
 
 
@@ -107,12 +105,12 @@ KINDS = {"weight": weight, "gradient": gradient}
 
 
 def plain(value: torch.Tensor) -> torch.Tensor:
-    """Return a copy of this rank's part in memory, or of what there is."""
+    """Return an in-memory copy of this rank's part."""
     return rows(value).detach().clone()
 
 
 def seen(model: nn.Module, of: Callable[[nn.Module], torch.Tensor], name: str) -> dict[str, Any]:
-    """Use a tensor in inference mode; return what came of it, at once and after each side was written to."""
+    """Use a tensor in inference mode; return the result, also after writes to the tensor and to the result."""
     part, use = TABLE[name]
     model.reshard()
     start = plain(of(model))
@@ -120,7 +118,7 @@ def seen(model: nn.Module, of: Callable[[nn.Module], torch.Tensor], name: str) -
         try:
             result = use(part(of(model)))
         except (NotImplementedError, RuntimeError) as error:
-            return {"refused": type(error), "by torch": str(error).partition("\n")[0]}
+            return {"error": type(error), "message": str(error).partition("\n")[0]}
         found = {
             "looks": (type(result) is DTensor, result.dtype, result.shape, rows(result).stride()),
             "inference": rows(result).is_inference(),
@@ -136,8 +134,8 @@ def seen(model: nn.Module, of: Callable[[nn.Module], torch.Tensor], name: str) -
     return found
 
 
-def wrong(folder: str) -> list[str]:
-    """Return what differs from memory, and what of it is paged that is a copy."""
+def differing_uses(folder: str) -> list[str]:
+    """Return the operations whose results differ from memory."""
     found = []
     model = models.build("toy")
     models.loss_of(model, batch(model, 0)).backward()
@@ -155,7 +153,7 @@ def wrong(folder: str) -> list[str]:
 
 
 def steps(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Train with weights, gradients and states written to in inference mode; return what was seen, and the weights."""
+    """Train with writes to weights, gradients and states in inference mode; return norms and weights."""
     found: dict[str, Any] = {}
     for number in range(3):
         models.loss_of(model, batch(model, number)).backward()
@@ -182,11 +180,11 @@ WRITES: tuple[Callable[[torch.Tensor], Any], ...] = (
     lambda t: t.detach_().add_(0.01),
     lambda t: t.multiply_(torch.tensor(0.5)),
 )
-"""What is written in inference mode."""
+"""Writes in inference mode."""
 
 
-def wrong_steps(folder: str) -> list[str]:
-    """Return what differs from memory."""
+def differing_steps(folder: str) -> list[str]:
+    """Return the names of values that differ from memory."""
     model = models.build("toy")
     expected = steps(model, make_optimizer(RECIPE, model))
     with offloaded(RECIPE, Paging(update_schedule="after_backward"), Path(folder)) as (paged, optimizer):
@@ -195,43 +193,41 @@ def wrong_steps(folder: str) -> list[str]:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two values are equal to the last bit."""
+    """Return whether two values are bitwise equal."""
     return torch.equal(first, second) if isinstance(first, torch.Tensor) else bool(first == second)
 
 
-def test_views_and_copies_are_those_of_memory(tmp_path: Path) -> None:
-    """A copy keeps its values, and what is written to it stays there; a view shows and passes on what is written."""
-    assert wrong(str(tmp_path)) == []
+def test_views_and_copies_match_memory(tmp_path: Path) -> None:
+    """Copies are independent of the tensor, whereas views share its elements."""
+    assert differing_uses(str(tmp_path)) == []
 
 
-def test_views_and_copies_are_those_of_memory_on_two_ranks(tmp_path: Path, pair: RankPool) -> None:
-    """Of rows that are shared."""
-    assert pair.run(wrong, str(tmp_path)) == [[], []]
+def test_views_and_copies_match_memory_on_two_ranks(tmp_path: Path, pair: RankPool) -> None:
+    assert pair.run(differing_uses, str(tmp_path)) == [[], []]
 
 
-def test_what_is_written_trains_as_in_memory(tmp_path: Path) -> None:
-    """Weights, gradients and states; and the steps outside of inference mode go on with it."""
-    assert wrong_steps(str(tmp_path)) == []
+def test_training_after_writes_matches_memory(tmp_path: Path) -> None:
+    """Covers writes to weights, gradients and states in inference mode."""
+    assert differing_steps(str(tmp_path)) == []
 
 
-def test_what_is_written_trains_as_in_memory_on_two_ranks(tmp_path: Path, pair: RankPool) -> None:
-    """Of rows that are shared."""
-    assert pair.run(wrong_steps, str(tmp_path)) == [[], []]
+def test_training_after_writes_matches_memory_on_two_ranks(tmp_path: Path, pair: RankPool) -> None:
+    assert pair.run(differing_steps, str(tmp_path)) == [[], []]
 
 
-def test_what_is_whole_on_one_rank_is_the_weight_itself(tmp_path: Path) -> None:
-    """`full_tensor()`, where torch has it in inference mode; as in memory, what is written to it arrives."""
+def test_full_tensor_on_one_rank_is_a_view(tmp_path: Path) -> None:
+    """Writes to the result of `full_tensor()` change the weight, as in memory."""
     with offloaded(RECIPE, Paging(), tmp_path) as (paged, _), torch.inference_mode():
         try:
             models.build("toy").head.weight.full_tensor()
         except NotImplementedError:  # torch 2.11
-            pytest.skip("this torch refuses it in memory")
+            pytest.skip("this torch release does not support full_tensor() in inference mode")
         paged.head.weight.full_tensor()[2] = 7.0
         assert paged.head.weight.to_local()[2].tolist() == [7.0] * 67
 
 
-def test_copies_are_in_memory_and_views_are_not(tmp_path: Path) -> None:
-    """No copy is loaded again for each use of it; a view takes no memory."""
+def test_copies_use_memory_and_views_do_not(tmp_path: Path) -> None:
+    """Copies are loaded once, not at each use."""
     with offloaded(RECIPE, Paging(update_schedule="after_backward"), tmp_path) as (paged, optimizer):
         models.loss_of(paged, batch(paged, 0)).backward()
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Tensor parallel weights, and what becomes of weights after forward: as in memory, or refused."""
+"""Tests of tensor parallel weights and of `reshard_after_forward`: training matches memory, or raises an error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UPDATE_SCHEDULES = ("in_forward", "after_backward")
 
 
 class Residual(nn.Module):
-    """Blocks of two linear layers, the one split by columns, the other by rows."""
+    """Blocks of two linear layers, one sharded by columns and one by rows."""
 
     def __init__(self, norms: bool) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Residual(nn.Module):
 
 
 def build(shape: tuple[int, int], *, norms: bool = False) -> nn.Module:
-    """Return a model over a mesh of (data, tensor) parallel ranks; `norms` are not tensor parallel."""
+    """Return a model on a mesh of (data, tensor) parallel ranks. The optional norms are not tensor parallel."""
     torch.manual_seed(0)
     model = Residual(norms)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
@@ -57,7 +57,7 @@ def build(shape: tuple[int, int], *, norms: bool = False) -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: Any, norm_type: float | None) -> Outcome:
-    """Take a few steps that clip; edit weights in between."""
+    """Take a few steps with clipping, and edit weights between them."""
     outcome = Outcome()
     data_rank = next(model.parameters()).device_mesh.get_local_rank("dp")
     for step in range(4):
@@ -82,7 +82,7 @@ def train(model: nn.Module, optimizer: Any, norm_type: float | None) -> Outcome:
 
 
 def compare(shape: tuple[int, int], norm_type: float | None, update_schedule: str, folder: str) -> list[str]:
-    """Return what differs from memory on this rank."""
+    """Return the differences from memory on this rank."""
     model = build(shape)
     expected = train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), norm_type)
     model = build(shape)
@@ -99,10 +99,8 @@ def compare(shape: tuple[int, int], norm_type: float | None, update_schedule: st
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=["2x1", "1x2"])
-def test_tensor_parallel_steps_that_clip_are_those_of_memory(
-    shape: tuple[int, int], tmp_path: Path, pair: RankPool
-) -> None:
-    """Norms of parameters with several update schedules, of every kind of norm; without clipping too."""
+def test_tensor_parallel_training_matches_memory(shape: tuple[int, int], tmp_path: Path, pair: RankPool) -> None:
+    """Covers every norm order with several update schedules, and steps without clipping."""
     for index, norm_type in enumerate((*NORMS, None)):
         (folder := tmp_path / str(index)).mkdir()
         update_schedule = "auto" if norm_type is None else UPDATE_SCHEDULES[index % 2]
@@ -119,13 +117,13 @@ def four() -> Iterator[RankPool]:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("norm_type", NORMS)
-def test_tensor_parallel_steps_on_four_ranks(norm_type: float, tmp_path: Path, four: RankPool) -> None:
-    """Two data parallel, two tensor parallel."""
+def test_tensor_parallel_training_on_four_ranks(norm_type: float, tmp_path: Path, four: RankPool) -> None:
+    """Two ranks per parallel dimension."""
     assert four.run(compare, (2, 2), norm_type, "in_forward", str(tmp_path)) == [[]] * 4
 
 
 def clip_with_norms(folder: str) -> list[str]:
-    """Return the words of the errors of clipping in memory and paged, where parameters lie on several meshes."""
+    """Return the error messages of clipping in memory and on NVMe with parameters on several meshes."""
     words = []
     for paged in (False, True):
         model = build((1, 2), norms=True)
@@ -145,18 +143,17 @@ def clip_with_norms(folder: str) -> list[str]:
     return words
 
 
-def test_a_norm_over_several_meshes_is_refused_as_in_memory(tmp_path: Path, pair: RankPool) -> None:
-    """torch cannot put it together."""
+def test_norm_across_meshes_raises_as_in_memory(tmp_path: Path, pair: RankPool) -> None:
     for memory, paged in pair.run(clip_with_norms, str(tmp_path)):
         assert "mesh" in memory
         assert "mesh" in paged
 
 
-# What becomes of weights after forward #
+# Resharding after forward #
 
 
-def refuse_a_number(connection: Any) -> None:
-    """Shard over a smaller mesh after forward, on the first of four ranks that do not exist."""
+def offload_with_partial_reshard(connection: Any) -> None:
+    """Reshard to a smaller mesh after forward, on one rank of a fake group of four ranks."""
     import torch.testing._internal.distributed.fake_pg  # registers the backend
 
     dist.init_process_group("fake", rank=0, world_size=4)
@@ -166,16 +163,16 @@ def refuse_a_number(connection: Any) -> None:
     fully_shard(model, mesh=infinity.mesh("cpu"))
     try:
         infinity.offload(model, torch.optim.AdamW(model.parameters()), {"storage": {"paths": ["/tmp"]}})
-        connection.send("not refused")
+        connection.send("no error")
     except UnsupportedError as error:
         connection.send(str(error))
 
 
-def test_a_number_for_reshard_after_forward_is_refused() -> None:
-    """At `offload`, with what to pass instead."""
+def test_partial_reshard_after_forward_raises() -> None:
+    """The error names a supported value."""
     context = fork_server()
     ours, theirs = context.Pipe()
-    process = context.Process(target=refuse_a_number, args=(theirs,))
+    process = context.Process(target=offload_with_partial_reshard, args=(theirs,))
     process.start()
     assert ours.poll(600)
     words = ours.recv()
@@ -185,7 +182,7 @@ def test_a_number_for_reshard_after_forward_is_refused() -> None:
 
 
 def compare_number(number: int, folder: str) -> list[str]:
-    """Compare a model whose layers were sharded with a number that means True or False."""
+    """Compare training of layers sharded with a number that is equivalent to True or False."""
     found: list[list[float]] = []
     for paged in (False, True):
         torch.manual_seed(0)
@@ -211,6 +208,6 @@ def compare_number(number: int, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_numbers_that_mean_all_or_none_work(number: int, tmp_path: Path, pair: RankPool) -> None:
-    """Of two ranks, 1 is False and 2 is True."""
+def test_reshard_numbers_equivalent_to_true_or_false_work(number: int, tmp_path: Path, pair: RankPool) -> None:
+    """On two ranks, 1 is equivalent to False and 2 to True."""
     assert pair.run(compare_number, number, str(tmp_path)) == [[], []]

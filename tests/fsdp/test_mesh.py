@@ -1,4 +1,4 @@
-"""Meshes that `infinity.mesh` makes."""
+"""Test of `infinity.mesh`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch.distributed.distributed_c10d import _world
 import infinity
 
 
-def test_a_mesh_of_processors_makes_no_group_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notebook makes one per cell."""
+def test_cpu_mesh_creates_no_group_on_a_gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook may create a mesh in every cell."""
     first = infinity.mesh("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     there = len(_world.pg_map)

@@ -1,4 +1,4 @@
-"""What training loops do with `p.grad`: the same bits as in memory, or refused with the reason."""
+"""Tests of uses of `p.grad` in training loops: they match memory bit for bit, or raise an error with the reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEPT = ("after_backward", "in_forward")
 
 
 def plain(value: Any) -> Any:
-    """Return a value of a step in a form that can be compared, on this rank."""
+    """Return values observed in a step in a comparable form, on this rank."""
     if isinstance(value, DTensor):
         return value.full_tensor().clone()
     if isinstance(value, list | tuple):
@@ -44,7 +44,7 @@ def backward(model: nn.Module, number: int = 0, scale: Any = 1.0) -> None:
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, use: Use, number: int = 3) -> list[Any]:
-    """Take steps, in each of which gradients are used; return what was seen."""
+    """Take steps that use gradients, and return the observed values."""
     seen = []
     for step in range(number):
         backward(model, step)
@@ -61,7 +61,7 @@ Loop = Callable[[nn.Module, torch.optim.Optimizer], list[Any]]
 def compare(
     loop: Loop, update_schedule: str, folder: str | Path, recipe: Recipe = RECIPE, host_cache: str = "all"
 ) -> list[str]:
-    """Run a loop in memory and paged; return what differs."""
+    """Run a loop in memory and on NVMe; return the differences."""
     model = build(recipe)
     optimizer = make_optimizer(recipe, model)
     expected = loop(model, optimizer), state_in_memory(sharded(model), optimizer)
@@ -83,7 +83,7 @@ def compare(
 
 
 def sharded(model: nn.Module) -> nn.Module:
-    """Return a model that holds its sharded parameters, also after a forward without a backward."""
+    """Return a model after resharding it, which a forward without a backward requires."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -91,7 +91,7 @@ def sharded(model: nn.Module) -> nn.Module:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two values have the same bits (NaN is NaN)."""
+    """Return whether two values have the same bits; all NaN values are equal."""
     if isinstance(first, list):
         return len(first) == len(second) and all(map(same, first, second))
     if isinstance(first, torch.Tensor):
@@ -100,17 +100,17 @@ def same(first: Any, second: Any) -> bool:
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
-    """Return the gradients that there are."""
+    """Return all existing gradients."""
     return [param.grad for param in model.parameters() if param.grad is not None]
 
 
 def norm_of(order: float, foreach: bool | None) -> Use:
-    """Clip by torch's own function."""
+    """Clip with PyTorch's function."""
     return lambda model, _: clip_grad_norm_(model.parameters(), 0.5, order, foreach=foreach)
 
 
 def each(change: Callable[[torch.Tensor], Any]) -> Use:
-    """Do something to every gradient."""
+    """Apply a change to every gradient."""
 
     def use(model: nn.Module, _: Any) -> None:
         for gradient in gradients(model):
@@ -120,14 +120,14 @@ def each(change: Callable[[torch.Tensor], Any]) -> Use:
 
 
 def in_two_calls(model: nn.Module, _: Any) -> Any:
-    """Clip, with the norm and the scaling apart."""
+    """Compute the norm and scale the gradients in separate calls."""
     total = get_total_norm(gradients(model))
     clip_grads_with_norm_(model.parameters(), 0.5, total)
     return total
 
 
 def scaled_then_clipped(model: nn.Module, _: Any) -> Any:
-    """Scale by several numbers, clip, clip again."""
+    """Scale by several numbers, then clip twice."""
     torch._foreach_mul_(gradients(model), 3.0)
     torch._foreach_div_(gradients(model), 7.0)
     for gradient in gradients(model):
@@ -136,14 +136,14 @@ def scaled_then_clipped(model: nn.Module, _: Any) -> Any:
 
 
 def clipped_by_the_optimizer(model: nn.Module, optimizer: Any) -> Any:
-    """Clip twice, as the paged optimizer does."""
+    """Clip twice with the optimizer's method if it has one."""
     if hasattr(optimizer, "clip_grad_norm_"):
         return [optimizer.clip_grad_norm_(most) for most in (0.5, 0.1)]
     return [clip_grad_norm_(model.parameters(), most) for most in (0.5, 0.1)]
 
 
 def noise(model: nn.Module, _: Any) -> None:
-    """Add numbers that are reused for every gradient, scaled."""
+    """Add scaled values whose memory is reused for every gradient."""
     for number, gradient in enumerate(gradients(model)):
         part = gradient.to_local()
         part.add_(torch.full(part.shape, 0.01), alpha=number)
@@ -151,7 +151,7 @@ def noise(model: nn.Module, _: Any) -> None:
 
 
 def assigned(model: nn.Module, _: Any) -> None:
-    """Put other tensors, and None, into `p.grad`."""
+    """Assign new tensors and None to `p.grad`."""
     params = [param for param in model.parameters() if param.grad is not None]
     params[0].grad = params[0].grad * 2
     params[1].grad = params[1].grad.detach()
@@ -175,7 +175,7 @@ def parts(model: nn.Module, _: Any) -> Any:
 
 
 def logged(model: nn.Module, _: Any) -> Any:
-    """Read what people log."""
+    """Read values that are commonly logged."""
     return [
         [g.norm(), g.abs().max(), g.mean(), torch.isfinite(g).all(), g.full_tensor().std(), g.to_local().tolist()[0],
          torch.histc(g.to_local(), 5), g.to_local().float().numpy().sum().item(), g.clone(), (g * 2).sum()]
@@ -184,7 +184,7 @@ def logged(model: nn.Module, _: Any) -> Any:
 
 
 def foreach_of_lists(model: nn.Module, _: Any) -> Any:
-    """Change lists in place by lists."""
+    """Change lists of gradients in place with lists of tensors."""
     locals_ = [gradient.to_local() for gradient in gradients(model)]
     torch._foreach_add_(locals_, [torch.ones(part.shape) for part in locals_], alpha=0.1)
     torch._foreach_mul_(locals_, [0.5 + number for number in range(len(locals_))])
@@ -206,7 +206,7 @@ USES: dict[str, Use] = {
     "noise": noise,
     "sign": each(lambda gradient: gradient.copy_(gradient.sign())),
     "signed_in_place": each(lambda gradient: gradient.to_local().sign_()),
-    "zeroed_here_and_there": lambda model, _: torch._foreach_zero_(gradients(model)[::2]),
+    "every_second_zeroed": lambda model, _: torch._foreach_zero_(gradients(model)[::2]),
     "assigned": assigned,
     "parts": parts,
     "logged": logged,
@@ -216,13 +216,13 @@ USES: dict[str, Use] = {
 
 
 @pytest.mark.parametrize("use", one_of(2, USES))
-def test_using_gradients_is_as_in_memory(use: str, tmp_path: Path) -> None:
-    """What is seen, weights, moments and step counts."""
+def test_uses_of_gradients_match_memory(use: str, tmp_path: Path) -> None:
+    """Compares observed values, weights, moments and step counts."""
     assert compare(lambda m, o: steps(m, o, USES[use]), "in_forward", tmp_path) == []
 
 
-def test_all_uses_after_backward(tmp_path: Path) -> None:
-    """One step after the other, in a host cache that is too small to keep anything."""
+def test_all_uses_in_one_run_match_memory(tmp_path: Path) -> None:
+    """The host cache is too small to keep any page."""
 
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         return [steps(model, optimizer, use, 1) for use in USES.values()]
@@ -234,7 +234,7 @@ def test_all_uses_after_backward(tmp_path: Path) -> None:
 
 
 def with_scaler(model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool = False, first: float = 2.0**10) -> Any:
-    """Train as torch's documentation of `GradScaler` does; one loss is not finite."""
+    """Train as in PyTorch's `GradScaler` documentation, with one loss that is not finite."""
     scaler = torch.amp.GradScaler("cpu", init_scale=first, growth_interval=2)
     seen: list[Any] = []
     for number in range(5):
@@ -251,18 +251,18 @@ def with_scaler(model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool =
 
 
 def clearing(how: str) -> Loop:
-    """Train with one of the ways to get rid of gradients, some of them of a bad batch, before a step."""
+    """Train with one of the ways to clear gradients, including those of a discarded batch."""
 
     def clear(model: nn.Module, optimizer: Any) -> None:
         if how == "model":
             model.zero_grad()
         elif how == "model_to_zeros":
             model.zero_grad(set_to_none=False)
-        elif how == "given":
+        elif how == "base":
             base_of(optimizer).zero_grad()
         elif how == "to_zeros":
             optimizer.zero_grad(set_to_none=False)
-        elif how == "given_to_zeros":
+        elif how == "base_to_zeros":
             base_of(optimizer).zero_grad(set_to_none=False)
         elif how == "by_hand":
             for param in model.parameters():
@@ -272,7 +272,7 @@ def clearing(how: str) -> Loop:
 
     def loop(model: nn.Module, optimizer: Any) -> list[Any]:
         for number in range(3):
-            if number == 1:  # a bad batch
+            if number == 1:  # a discarded batch
                 backward(model, 100)
                 clear(model, optimizer)
             loss = models.loss_of(model, batch(model, number))
@@ -291,19 +291,19 @@ def clearing(how: str) -> Loop:
 
 
 def base_of(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer that `infinity.offload` was given."""
+    """Return the base optimizer."""
     return getattr(optimizer, "_base_optimizer", optimizer)
 
 
-def between(what: Use, micro: int = 1) -> Loop:
-    """Train, with something done between each backward and what follows it."""
+def between(use: Use, micro: int = 1) -> Loop:
+    """Train, and run `use` after each backward."""
 
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         seen = []
         for number in range(4):
             for part in range(micro):
                 backward(model, 10 * number + part)
-                seen.append(plain(what(model, optimizer)))
+                seen.append(plain(use(model, optimizer)))
             optimizer.step()
             optimizer.zero_grad()
         return seen
@@ -312,21 +312,21 @@ def between(what: Use, micro: int = 1) -> Loop:
 
 
 def evaluated(model: nn.Module, optimizer: Any) -> Any:
-    """Look at the weights between backward and step."""
+    """Read the weights between backward and step."""
     with torch.no_grad():
         loss = models.loss_of(model, batch(model, 99))
     return loss, optimizer.param_groups[0]["params"][0].detach().full_tensor().clone()
 
 
 def forward_again(model: nn.Module, optimizer: Any) -> Any:
-    """Clip, then run a forward that keeps its graph, without a backward."""
+    """Clip, then run a forward that keeps its graph but has no backward."""
     with torch.no_grad():
         norm = clip_grad_norm_(model.parameters(), 0.5)
     return norm, models.loss_of(model, batch(model, 98)).detach()
 
 
 def crossing(model: nn.Module, optimizer: Any) -> list[Any]:
-    """Run each forward before the step, and its backward behind it."""
+    """Run each forward before the previous step, and its backward after that step."""
     seen = []
     backward(model, 0)
     for number in range(1, 5):
@@ -340,8 +340,8 @@ def crossing(model: nn.Module, optimizer: Any) -> list[Any]:
     return seen
 
 
-def hooked(edit: Callable[[nn.Parameter], None], micro: int = 1, when: str = "after") -> Loop:
-    """Train with hooks of the user, registered before or after the first step; some are removed."""
+def hooked(edit: Callable[[nn.Parameter], None], micro: int = 1) -> Loop:
+    """Train with user hooks that are registered before the second step; some are removed later."""
 
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         handles: list[Any] = []
@@ -369,13 +369,13 @@ def halved(param: nn.Parameter) -> None:
 
 
 def without_some(param: nn.Parameter) -> None:
-    """Drop the gradients of vectors in a hook, replace those of matrices."""
+    """Drop the gradients of vectors and replace those of matrices in a hook."""
     with torch.no_grad():
         param.grad = None if param.ndim == 1 else param.grad * 0.5
 
 
 def added_noise(model: nn.Module, optimizer: Any) -> None:
-    """Change gradients to which others will be added."""
+    """Change gradients to which the next backward adds."""
     with torch.no_grad():
         torch._foreach_mul_(gradients(model), 0.3)
         for gradient in gradients(model)[::3]:
@@ -386,7 +386,7 @@ def added_noise(model: nn.Module, optimizer: Any) -> None:
 
 LOOPS: dict[str, Loop] = {
     **{f"cleared_{how}": clearing(how)
-       for how in ("model", "model_to_zeros", "given", "to_zeros", "given_to_zeros", "by_hand", "optimizer")},
+       for how in ("model", "model_to_zeros", "base", "to_zeros", "base_to_zeros", "by_hand", "optimizer")},
     "scaler": with_scaler,
     "scaler_of_odd_scale": lambda m, o: with_scaler(m, o, first=1000.0),
     "scaler_and_clip": lambda m, o: with_scaler(m, o, clip=True),
@@ -404,8 +404,8 @@ LOOPS: dict[str, Loop] = {
 
 
 @pytest.mark.parametrize(("loop", "update_schedule"), one_of(2, alternate(LOOPS, KEPT)))
-def test_loops_are_as_in_memory(loop: str, update_schedule: str, tmp_path: Path) -> None:
-    """What is seen, weights, moments and step counts."""
+def test_loops_match_memory(loop: str, update_schedule: str, tmp_path: Path) -> None:
+    """Compares observed values, weights, moments and step counts."""
     assert compare(LOOPS[loop], update_schedule, tmp_path) == []
 
 
@@ -416,7 +416,7 @@ LOOPS_ON_TWO = ("cleared_model", "cleared_to_zeros", "scaler_and_clip", "crossin
 
 
 def compare_named(name: str, update_schedule: str, folder: str, recipe: Recipe = RECIPE) -> list[str]:
-    """Compare a use, or a loop, by its name. Runs on every rank."""
+    """Compare a use or a loop by name. Runs on every rank."""
     loop = LOOPS[name] if name in LOOPS else lambda m, o: steps(m, o, USES[name])
     return compare(loop, update_schedule, folder, recipe)
 
@@ -426,8 +426,8 @@ WIDE_ON_TWO = ("norm_1.0", "norm_3.0", "norm_-inf", "norm_0.0", "norm_not_foreac
 
 
 @pytest.mark.parametrize("name", one_of(2, all_but([*ON_TWO, *LOOPS_ON_TWO], *WIDE_ON_TWO)))
-def test_two_ranks_are_as_in_memory(name: str, tmp_path: Path, pair: RankPool) -> None:
-    """Each rank has its slice; norms and what is not finite are those of all."""
+def test_two_ranks_match_memory(name: str, tmp_path: Path, pair: RankPool) -> None:
+    """Norms and checks for non-finite values combine both ranks."""
     assert pair.run(compare_named, name, "in_forward", str(tmp_path)) == [[], []]
 
 
@@ -444,8 +444,8 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("recipe", all_but(OTHERS, "pure_bf16", "frozen", "spare", "repeated"))
-def test_other_models_and_dtypes_are_as_in_memory(recipe: str, tmp_path: Path) -> None:
-    """Shared, frozen and unused parameters, gradients that are stored whole, in halves or in bf16."""
+def test_other_models_and_dtypes_match_memory(recipe: str, tmp_path: Path) -> None:
+    """Covers tied, frozen and unused parameters, and gradients stored in fp32, in halves or in bf16."""
 
     def loop(model: nn.Module, optimizer: Any) -> list[Any]:
         seen = [steps(model, optimizer, use, 2) for use in (scaled_then_clipped, noise, logged)]
@@ -454,16 +454,16 @@ def test_other_models_and_dtypes_are_as_in_memory(recipe: str, tmp_path: Path) -
     assert compare(loop, "in_forward", tmp_path, OTHERS[recipe], host_cache="least") == []
 
 
-# What cannot be served #
+# Unavailable gradients #
 
 
 @pytest.mark.parametrize("update_schedule", ["in_backward"])
 @pytest.mark.parametrize(
     "use", ["norm_2.0", "norm_not_foreach", "clipped_by_the_optimizer", "value", "logged", "noise", "parts",
-            "zeroed_here_and_there", "negated"],
+            "every_second_zeroed", "negated"],
 )  # fmt: skip
-def test_gradients_that_updates_have_used_up_are_refused(use: str, update_schedule: str, tmp_path: Path) -> None:
-    """The setting that keeps them is named."""
+def test_using_consumed_gradients_raises(use: str, update_schedule: str, tmp_path: Path) -> None:
+    """The error names the setting that keeps them."""
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule=update_schedule), tmp_path) as (model, optimizer):
         steps(model, optimizer, lambda *_: None, 2)
         backward(model, 2)
@@ -471,8 +471,8 @@ def test_gradients_that_updates_have_used_up_are_refused(use: str, update_schedu
             USES[use](model, optimizer)
 
 
-def test_dropping_and_assigning_used_up_gradients_is_refused(tmp_path: Path) -> None:
-    """At the next call that would build on it; with `model.zero_grad()` at the next forward."""
+def test_replacing_consumed_gradients_raises(tmp_path: Path) -> None:
+    """The next `step` or forward raises the error."""
     for number, change in enumerate((
         lambda model: model.zero_grad(),
         lambda model: setattr(next(model.parameters()), "grad", None),
@@ -492,17 +492,16 @@ def test_dropping_and_assigning_used_up_gradients_is_refused(tmp_path: Path) -> 
                     optimizer.step() if after == "step" else backward(model, 3)
 
 
-@pytest.mark.parametrize("use", ["norm_2.0", "value", "logged", "noise", "zeroed_here_and_there", "assigned"])
-def test_auto_keeps_gradients_that_the_first_step_uses(use: str, tmp_path: Path) -> None:
-    """As a step that clips always has."""
+@pytest.mark.parametrize("use", ["norm_2.0", "value", "logged", "noise", "every_second_zeroed", "assigned"])
+def test_auto_schedule_keeps_gradients_used_in_the_first_step(use: str, tmp_path: Path) -> None:
     with offloaded(RECIPE, Paging(host_cache="all"), tmp_path) as (model, optimizer):
         steps(model, optimizer, USES[use])
         assert optimizer.update_schedule == "in_forward"
 
 
 @pytest.mark.parametrize("loop", ["cleared_model", "cleared_to_zeros", "hook", "hook_that_drops"])
-def test_updates_in_backward_know_these_loops(loop: str, tmp_path: Path) -> None:
-    """Hooks come before the update; `zero_grad` behind the step drops nothing."""
+def test_updates_in_backward_support_hooks_and_zero_grad(loop: str, tmp_path: Path) -> None:
+    """Hooks run before the update, and `zero_grad` follows the step."""
     update_schedule = "in_backward"
 
     def habit(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -518,7 +517,7 @@ def test_updates_in_backward_know_these_loops(loop: str, tmp_path: Path) -> None
 
 
 def written_before_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Gradients that are kept are filled by hand, then backward adds to them."""
+    """Train with retained gradients to which values are written before backward."""
     for number in range(4):
         if number > 1:
             with torch.no_grad():
@@ -532,14 +531,14 @@ def written_before_backward(model: nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 @pytest.mark.parametrize("update_schedule", [*KEPT, "in_backward"])
-def test_backward_adds_to_what_was_written_by_hand(update_schedule: str, tmp_path: Path) -> None:
-    """One update with the sum, wherever updates run."""
+def test_backward_adds_to_user_written_gradients(update_schedule: str, tmp_path: Path) -> None:
+    """All update schedules update once, with the sum."""
     assert compare(written_before_backward, update_schedule, tmp_path) == []
 
 
 @pytest.mark.parametrize("update_schedule", ["auto", *KEPT, "in_backward"])
-def test_gradients_are_gone_after_the_step(update_schedule: str, tmp_path: Path) -> None:
-    """Reading them, and adding others to them, says so; so does one that was kept over `zero_grad`."""
+def test_gradients_are_unavailable_after_the_step(update_schedule: str, tmp_path: Path) -> None:
+    """Reading them or adding to them raises, even if the caller kept a reference."""
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule=update_schedule), tmp_path) as (model, optimizer):
         for number in range(2):
             backward(model, number)
@@ -557,8 +556,7 @@ def test_gradients_are_gone_after_the_step(update_schedule: str, tmp_path: Path)
                 kept.clone()
 
 
-def test_a_closed_gradient_says_so(tmp_path: Path) -> None:
-    """Nothing is read from what is gone."""
+def test_gradient_of_a_closed_run_raises(tmp_path: Path) -> None:
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule="after_backward"), tmp_path) as (model, _):
         backward(model)
         kept = next(model.parameters()).grad
@@ -566,8 +564,8 @@ def test_a_closed_gradient_says_so(tmp_path: Path) -> None:
         kept.clone()
 
 
-def test_reading_costs_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clipping and scaling touch no page; one gradient is read from the pages that it lies in."""
+def test_reading_a_gradient_reads_only_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clipping and scaling read no pages."""
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule="in_forward"), tmp_path) as (model, optimizer):
         backward(model)
         pager, touched = optimizer.run.pager, list[int]()
@@ -590,19 +588,17 @@ def test_reading_costs_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("how", ["scaled", "unscaled"])
-def test_a_number_is_moved_once_and_when_it_is_needed(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The meta device stands in for one whose numbers have to be waited for: a call with them waits for none."""
+def test_scale_factor_is_copied_once_on_first_read(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls do not wait for numbers on a device, which the meta device represents here."""
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule="after_backward"), tmp_path) as (model, _):
         backward(model)
         parts = [gradient.to_local().detach() for gradient in gradients(model)]
         wanted = [0.5 * part.clone() for part in parts]
-        elsewhere = torch.empty((), device="meta")
+        factor = torch.empty((), device="meta")
         if how == "scaled":
-            torch._foreach_mul_(parts, elsewhere)
+            torch._foreach_mul_(parts, factor)
         else:
-            torch._amp_foreach_non_finite_check_and_unscale_(parts, torch.zeros(()), elsewhere)
+            torch._amp_foreach_non_finite_check_and_unscale_(parts, torch.zeros(()), factor)
         to, moved = torch.Tensor.to, list[torch.Tensor]()
 
         def arriving(value: torch.Tensor, *args: Any, **settings: Any) -> torch.Tensor:
@@ -617,7 +613,7 @@ def test_a_number_is_moved_once_and_when_it_is_needed(
         assert len(moved) == 1
 
 
-def test_a_gradient_that_is_no_dtensor_is_refused(tmp_path: Path) -> None:
+def test_assigned_gradient_must_be_a_dtensor(tmp_path: Path) -> None:
     """The optimizer in memory cannot use it either."""
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule="in_forward"), tmp_path) as (model, optimizer):
         backward(model)
@@ -627,7 +623,7 @@ def test_a_gradient_that_is_no_dtensor_is_refused(tmp_path: Path) -> None:
             optimizer.step()
 
 
-# Without an operation of torch #
+# Access without a PyTorch operation #
 
 COPIES: dict[str, Callable[[torch.Tensor], Any]] = {
     "array": lambda part: part.numpy(),
@@ -657,7 +653,7 @@ MEMORY: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def saved(value: torch.Tensor) -> Any:
-    """Return what is read back of a value that was saved."""
+    """Return a value after `torch.save` and `torch.load`."""
     with io.BytesIO() as file:
         torch.save(value, file)
         file.seek(0)
@@ -665,20 +661,20 @@ def saved(value: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize("how", ["slice", "view"])
-def test_copies_are_as_in_memory_and_memory_is_refused(how: str, tmp_path: Path) -> None:
-    """Nothing that is asked for is lost, none of it is an address of nothing, and the gradient stays as it is."""
+def test_copies_match_memory_and_memory_access_raises(how: str, tmp_path: Path) -> None:
+    """The gradient is unchanged."""
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule="after_backward"), tmp_path) as (model, _):
         backward(model)
-        whole = model.blocks[0].up.weight.grad.to_local().detach()
-        part, wanted = (whole, whole.clone()) if how == "slice" else (whole[1:4], whole.clone()[1:4])
+        full = model.blocks[0].up.weight.grad.to_local().detach()
+        part, wanted = (full, full.clone()) if how == "slice" else (full[1:4], full.clone()[1:4])
         assert isinstance(part, PagedGradient)
         for name, copied in COPIES.items():
             found, expected = copied(part), copied(wanted)
             assert np.array_equal(found, expected) if name != "list" else found == expected, name
             assert type(found) is type(expected) or name == "data", name
-        for name, asked in MEMORY.items():
+        for name, access in MEMORY.items():
             with pytest.raises(UnsupportedError, match=r"gradient of blocks\.0\.up\.weight .*copy_\(values\)"):
-                asked(part)
+                access(part)
             assert torch.equal(part, wanted), name
         for array in (part.numpy(), np.asarray(part)):
             with pytest.raises(ValueError, match="read-only"):
@@ -688,8 +684,8 @@ def test_copies_are_as_in_memory_and_memory_is_refused(how: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("copied", ["deepcopy", "pickle", "save"])
-def test_copies_of_gradients_are_dtensors_in_memory(copied: str, tmp_path: Path) -> None:
-    """They outlive the step."""
+def test_copies_of_gradients_remain_valid_after_the_step(copied: str, tmp_path: Path) -> None:
+    """They are DTensors in memory."""
     with offloaded(RECIPE, Paging(host_cache="all", update_schedule="after_backward"), tmp_path) as (model, optimizer):
         backward(model)
         wanted = model.head.weight.grad.full_tensor().clone()

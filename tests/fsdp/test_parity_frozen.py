@@ -1,4 +1,4 @@
-"""Frozen parameters keep the values they had."""
+"""Test of frozen parameters: their values do not change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.train import Paging, Recipe, in_memory, offloaded, state_on_nvme
     ],
 )
 def test_frozen_parameters_keep_their_bits(policy: str, tmp_path: Path) -> None:
-    """What is not trained comes back as it was, in the dtype it had."""
+    """They keep their dtypes as well."""
     recipe = Recipe(model="frozen", policy=policy, steps=1)
     with offloaded(recipe, Paging(), tmp_path) as (model, optimizer):
         found = state_on_nvme(model, optimizer)

@@ -1,8 +1,9 @@
-"""Paging changes no bit on a device: the same training in memory and paged, with updates on the CPU or there in both.
+"""Tests of bitwise parity on a device: training on NVMe equals training in memory.
 
-In memory, FSDP2 has weights and gradients on the device, which takes the norm; the optimizer runs there too, or on
-copies on the CPU, with the kernel that pages are updated with. Nothing asks the device for a value before the last
-step, so that steps run ahead of it as in a loop that does not print. Without a GPU the same functions run on the CPU.
+Updates run on the CPU or on the device. In memory, FSDP2 keeps weights and gradients on the device, which computes the
+norm. The optimizer runs on the device or on CPU copies, with the kernel that updates pages. No value is read from the
+device before the last step, so that steps run ahead of the device, as in a loop that does not print. Without a GPU, the
+same functions run on the CPU.
 """
 
 from __future__ import annotations
@@ -33,15 +34,12 @@ from support.train import (
 
 GPU = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is seen: `make gpu-test`"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is available: `make gpu-test`"),
 ]
-UPDATE_SCHEDULES = ("auto", "in_forward", "after_backward")  # auto: in backward, but with clipping
+UPDATE_SCHEDULES = ("auto", "in_forward", "after_backward")  # auto means in_backward, except with clipping
 HOST_CACHES = ("least", "middle", "all")
 DEVICE_BYTES = (0, 300 << 10, 1 << 20)
-"""Of the device, where updates run there:
-
-room for all FSDP modules, for weights on their way alone, and for some FSDP modules.
-"""
+"""Device memory if updates run on the device: for all FSDP modules, for prefetched weights, or for some modules."""
 RECIPES = {
     "plain": {},
     "clip": {"clip": 0.5},
@@ -52,16 +50,18 @@ RECIPES = {
 
 
 def cases() -> list[pytest.ParameterSet]:
-    """Return (recipe, paging): all on a GPU; of those on the CPU, where other tests have more, each once by default."""
+    """Return (recipe, paging): all combinations on a GPU; on the CPU, all but a few are wide tests."""
     found = []
     for device, updates in (("cuda", "cpu"), ("cuda", "cuda"), ("cpu", "cpu")):
         for number, (name, update_schedule, host_cache) in enumerate(product(RECIPES, UPDATE_SCHEDULES, HOST_CACHES)):
             once = number in (0, 13, 26, 30, 41)
-            room = DEVICE_BYTES[(number + number // len(HOST_CACHES)) % len(DEVICE_BYTES)] if updates == "cuda" else 0
+            device_bytes = (
+                DEVICE_BYTES[(number + number // len(HOST_CACHES)) % len(DEVICE_BYTES)] if updates == "cuda" else 0
+            )
             found.append(
                 pytest.param(
                     Recipe(device=device, updates=updates, deterministic=True, **RECIPES[name]),
-                    Paging(host_cache=host_cache, update_schedule=update_schedule, device=room),
+                    Paging(host_cache=host_cache, update_schedule=update_schedule, device=device_bytes),
                     id=f"{device}-{name}-{update_schedule}-{host_cache}-{updates}",
                     marks=GPU if device == "cuda" else [] if once else WIDE,
                 )
@@ -71,7 +71,7 @@ def cases() -> list[pytest.ParameterSet]:
 
 @pytest.fixture(scope="module")
 def devices() -> Iterator[RankPool]:
-    """Two ranks, each with a GPU; where there is one, both have that, which NCCL refuses."""
+    """Two ranks, each with its own GPU; if only one GPU is available, they share it and use gloo instead of NCCL."""
     pool = RankPool(2, backend=f"cpu:gloo,cuda:{'nccl' if torch.cuda.device_count() > 1 else 'gloo'}")
     yield pool
     pool.close()
@@ -79,7 +79,7 @@ def devices() -> Iterator[RankPool]:
 
 @pytest.mark.parametrize(("recipe", "paging"), cases())
 def test_paging_changes_no_bit(recipe: Recipe, paging: Paging, tmp_path: Path) -> None:
-    """Losses, norms, parameters and moments, after ten steps."""
+    """Losses, norms, parameters and moments equal those in memory after ten steps."""
     assert compare(recipe, paging, str(tmp_path)) == []
 
 
@@ -87,14 +87,13 @@ def test_paging_changes_no_bit(recipe: Recipe, paging: Paging, tmp_path: Path) -
 def test_paging_changes_no_bit_on_two_ranks(
     recipe: Recipe, paging: Paging, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """On each of them."""
     pool = request.getfixturevalue("devices" if recipe.device == "cuda" else "pair")
     assert pool.run(compare, recipe, paging, str(tmp_path)) == [[], []]
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_the_reference_is_training_in_memory(clip: float | None) -> None:
-    """On the CPU, an optimizer on copies of the shards does what one on the sharded parameters does."""
+def test_reference_optimizer_matches_training_in_memory(clip: float | None) -> None:
+    """On the CPU, an optimizer on copies of the shards equals an optimizer on the sharded parameters."""
     recipe = Recipe(clip=clip, deterministic=True)
     with reproducible():
         expected, found = Outcome(), Outcome()
@@ -106,13 +105,13 @@ def test_the_reference_is_training_in_memory(clip: float | None) -> None:
     assert differences(expected, found) == []
 
 
-def test_steps_ask_a_device_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training in memory reads no value before the last step, or it would hide what is too late."""
-    asked: list[int] = []
+def test_steps_do_not_synchronize_with_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training in memory reads no value before the last step, because reads would hide missing synchronization."""
+    reads: list[int] = []
     steps: list[int] = []
     item, step = torch.Tensor.item, torch.optim.AdamW.step
-    monkeypatch.setattr(torch.Tensor, "item", lambda self: asked.append(len(steps)) or item(self))
+    monkeypatch.setattr(torch.Tensor, "item", lambda self: reads.append(len(steps)) or item(self))
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: steps.append(1) or step(self))
     in_memory(Recipe(steps=4, clip=0.5, seed=11))
-    assert asked
-    assert min(asked) == 4
+    assert reads
+    assert min(reads) == 4

@@ -1,4 +1,4 @@
-"""Models on the meta device: initialized FSDP module by FSDP module, from the seed alone."""
+"""Tests of models on the meta device: each FSDP module is initialized from the seed alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOST = 4 << 20
 
 
 def first_values(name: str, folder: str, seed: int, paging: Paging) -> dict[str, torch.Tensor]:
-    """Return whole parameters and buffers of a model that was offloaded from the meta device."""
+    """Return the full parameters and buffers of a model that was offloaded from the meta device."""
     model = models.build(name, meta=True, seed=17)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     Path(folder).mkdir(exist_ok=True)
@@ -45,8 +45,8 @@ def first_values(name: str, folder: str, seed: int, paging: Paging) -> dict[str,
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_meta_model_trains_as_its_copy_in_memory(name: str, clip: float | None, tmp_path: Path) -> None:
-    """Its own first values, loaded into a model in memory, give the same training."""
+def test_meta_model_trains_like_its_copy_in_memory(name: str, clip: float | None, tmp_path: Path) -> None:
+    """The initial values are copied to a model in memory."""
     recipe = Recipe(model=name, clip=clip)
     model = models.build(name, meta=True)
     passed_in = make_optimizer(recipe, model)
@@ -66,8 +66,8 @@ def test_a_meta_model_trains_as_its_copy_in_memory(name: str, clip: float | None
     assert differences(expected, found) == []
 
 
-def test_lists_of_parameters_from_before_are_what_is_trained(tmp_path: Path) -> None:
-    """A model on the meta device keeps its parameters: clipping a list that was made before clips."""
+def test_offload_preserves_parameter_identity(tmp_path: Path) -> None:
+    """Clipping a parameter list that was created before offloading works."""
     model = models.build("toy", meta=True)
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(params, lr=1e-2)
@@ -98,8 +98,8 @@ def test_lists_of_parameters_from_before_are_what_is_trained(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_first_values_depend_on_the_seed_alone(name: str, tmp_path: Path, pair: RankPool) -> None:
-    """Neither world size, host cache, page size nor paths change a bit; another seed does."""
+def test_initial_values_depend_only_on_the_seed(name: str, tmp_path: Path, pair: RankPool) -> None:
+    """They do not depend on the world size, host cache, page size or paths."""
     base = first_values(name, str(tmp_path), 5, Paging())
     assert all(torch.isfinite(value).all() for value in base.values())
     other_page = first_values(name, str(tmp_path / "b"), 5, Paging(page=128 << 10, paths=2, engine="threads"))
@@ -115,14 +115,14 @@ def test_first_values_depend_on_the_seed_alone(name: str, tmp_path: Path, pair: 
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    """Check that two models are equal, bit by bit."""
+    """Check that two models are bitwise equal."""
     assert a.keys() == b.keys()
     assert [key for key in a if a[key].dtype != b[key].dtype or not torch.equal(a[key], b[key])] == []
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_buffers_of_a_meta_model_have_their_real_values(name: str, tmp_path: Path) -> None:
-    """Rotary frequencies and masks equal those of a model built in memory."""
+def test_buffers_of_a_meta_model_are_computed(name: str, tmp_path: Path) -> None:
+    """Rotary frequencies and masks equal those of a model in memory."""
     found = first_values(name, str(tmp_path), 0, Paging())
     expected = dict(models.MODELS[name]().named_buffers())
     assert expected or name == "gpt2"
@@ -130,8 +130,7 @@ def test_buffers_of_a_meta_model_have_their_real_values(name: str, tmp_path: Pat
         assert torch.equal(found[key], value), key
 
 
-def test_an_init_function_is_used(tmp_path: Path) -> None:
-    """`init` sets every parameter."""
+def test_init_function_sets_every_parameter(tmp_path: Path) -> None:
     model = models.build("toy", meta=True)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
@@ -143,8 +142,8 @@ def test_an_init_function_is_used(tmp_path: Path) -> None:
         assert all((full_copy(param) == 0.25).all() for param in model.parameters())
 
 
-def test_a_module_that_nothing_initializes_is_refused(tmp_path: Path) -> None:
-    """A bare parameter on the meta device has no first value: the error names it."""
+def test_module_without_initialization_raises(tmp_path: Path) -> None:
+    """The error names the parameter."""
     model = models.build("spare", meta=True)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with pytest.raises(UnsupportedError, match=r"blocks\.0\.unused"):
@@ -152,7 +151,7 @@ def test_a_module_that_nothing_initializes_is_refused(tmp_path: Path) -> None:
 
 
 def pretrained(name: str, weights: str, folder: str) -> dict[str, torch.Tensor]:
-    """Return the whole parameters of a meta model that was loaded from a folder."""
+    """Return the full parameters of a meta model that was loaded from a folder."""
     model = models.build(name, meta=True)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with infinity.offload(model, optimizer, settings(Path(folder), Paging(), HOST), weights=weights):
@@ -161,8 +160,10 @@ def pretrained(name: str, weights: str, folder: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("shards", ["50GB", "100KB"])
 @pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])
-def test_pretrained_weights_are_streamed_in(name: str, shards: str, tmp_path: Path, pair: RankPool) -> None:
-    """What `save_pretrained` wrote, in one file or many, on one rank or two."""
+def test_pretrained_weights_are_loaded_into_a_meta_model(
+    name: str, shards: str, tmp_path: Path, pair: RankPool
+) -> None:
+    """Covers one or several files, and one or two ranks."""
     torch.manual_seed(3)
     source = models.MODELS[name]()
     source.save_pretrained(tmp_path / "saved", max_shard_size=shards)

@@ -1,4 +1,4 @@
-"""Paging changes no bit: one rank, every kind of model, step, host cache, update schedule and delay."""
+"""Test of bitwise parity on one rank, for all kinds of models, steps, host caches, update schedules and delays."""
 
 from __future__ import annotations
 

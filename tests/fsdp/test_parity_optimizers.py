@@ -1,4 +1,4 @@
-"""Every element-wise optimizer of torch.optim: the same bits as in memory; the others are refused with a reason."""
+"""Tests of PyTorch's optimizers: element-wise optimizers are bitwise equal to memory, and others raise an error."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ OTHERS = sorted(set(OPTIMIZERS) - {"adamw"})
 
 
 @pytest.mark.parametrize("optimizer", one_of(2, OTHERS))
-def test_an_element_wise_optimizer_keeps_its_bits(optimizer: str, tmp_path: Path) -> None:
-    """State discovered by running the optimizer, and updated in slices by its own kernel."""
+def test_element_wise_optimizer_matches_memory(optimizer: str, tmp_path: Path) -> None:
+    """The state is discovered by running the optimizer, and the optimizer's own kernel updates slices."""
     recipe = Recipe(model="toy", optimizer=optimizer, clip=1.0 if optimizer == "sgd" else None)
     assert compare(recipe, Paging(host_cache="least"), str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd_nesterov", "nadam"])
-def test_an_optimizer_without_master_weights_keeps_its_bits(optimizer: str, tmp_path: Path) -> None:
-    """Pure fp32: what is gathered is what is trained; plain SGD has no update pages at all."""
+def test_optimizer_without_master_weights_matches_memory(optimizer: str, tmp_path: Path) -> None:
+    """In pure fp32, the gathered weights are also the trained ones, and plain SGD has no update pages."""
     recipe = Recipe(model="gpt2", optimizer=optimizer, policy="fp32")
     assert compare(recipe, Paging(host_cache="least"), str(tmp_path)) == []
 
@@ -38,10 +38,10 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_other_optimizers_are_refused_with_a_reason(name: str, tmp_path: Path) -> None:
-    """The error names the optimizer, and nothing is left on disk."""
+def test_other_optimizers_raise(name: str, tmp_path: Path) -> None:
+    """The error names the optimizer, and no files remain."""
     if not hasattr(torch.optim, name):
-        pytest.skip(f"this torch has no {name}")
+        pytest.skip(f"this torch release has no {name}")
     make, reason = UNSUPPORTED[name]
     model = models.build("toy")
     for param in model.parameters():

@@ -1,4 +1,4 @@
-"""Paging changes no bit: two ranks over gloo, even and uneven shards."""
+"""Tests of bitwise parity on two ranks with gloo, with even and uneven shards."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_paging_changes_no_bit(recipe: Recipe, paging: Paging, tmp_path: Path, p
 
 
 def shards_assembled(folder: str) -> int:
-    """Return how many whole shards were made in a step, on this rank."""
+    """Return the number of full shards that this rank assembled in a step."""
     assembled = 0
     dense = shard_module._dense
 
@@ -84,6 +84,6 @@ def shards_assembled(folder: str) -> int:
     return assembled
 
 
-def test_no_shard_is_assembled_on_its_way(tmp_path: Path, pair: RankPool) -> None:
-    """Pages are copied into what is gathered, without a whole shard in between."""
+def test_pages_are_gathered_without_assembling_shards(tmp_path: Path, pair: RankPool) -> None:
+    """Pages are copied directly into the all-gather input."""
     assert pair.run(shards_assembled, str(tmp_path)) == [0, 0]

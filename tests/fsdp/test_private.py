@@ -1,4 +1,4 @@
-"""What `infinity.torch_private` expects of each private name of FSDP2. A torch release that changes one fails here."""
+"""Tests of the private PyTorch APIs in `infinity.torch_private`. A release that changes an API fails its test."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UNSUPPORTED = rf"^torch {re.escape(torch.__version__)} is not supported: .*{{}}.
 
 @pytest.fixture
 def model() -> nn.Module:
-    """A sharded model of one root and three layers."""
+    """A sharded model with one root and three layers."""
     return models.build("toy")
 
 
@@ -47,7 +47,7 @@ def params(model: nn.Module) -> list[tuple[object, object]]:
 
 
 def hide(found: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let an object be without an attribute, whether it or its class has it."""
+    """Remove an attribute from an object or its class."""
     if name in vars(found):
         del vars(found)[name]
     else:
@@ -57,24 +57,25 @@ def hide(found: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("cls", "names"), [(cls, each) for cls, names in torch_private.names._NAMES.items() for each in names]
 )
-def test_a_release_of_torch_that_lacks_a_name_is_refused(
+def test_missing_private_attribute_raises(
     cls: str, names: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one line, which names torch, what is missing and the supported range, before anything is changed."""
+    """The one-line message states the torch version, the attribute and the supported range."""
     state = model._get_fsdp_state()
     for found in (state, *params(model)[0]):
         if type(found).__name__ == cls:
             for name in names.split("|"):
                 if hasattr(type(found), name) or name in vars(found):
                     hide(found, name, monkeypatch)
-    said = "has no .*" + re.escape(names.replace("|", " or "))
-    with pytest.raises(UnsupportedError, match=UNSUPPORTED.format(said)) as caught:
+    message = "has no .*" + re.escape(names.replace("|", " or "))
+    with pytest.raises(UnsupportedError, match=UNSUPPORTED.format(message)) as caught:
         torch_private.require_names(model)
     assert "\n" not in str(caught.value)
 
 
-def test_offload_says_so(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it makes a file."""
+def test_offload_checks_private_attributes_before_creating_files(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hide(params(model)[0][1], "mp_policy", monkeypatch)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(UnsupportedError, match=UNSUPPORTED.format("mp_policy")):
@@ -91,8 +92,8 @@ def test_offload_says_so(model: nn.Module, tmp_path: Path, monkeypatch: pytest.M
         ("torch.nn.init", "_no_grad_trunc_normal_"),
     ],
 )
-def test_a_missing_name_is_said_at_import(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that is imported a second time, under another name."""
+def test_missing_private_name_raises_at_import(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module is imported again under a different name."""
     monkeypatch.delattr(importlib.import_module(module), name)
     spec = importlib.util.spec_from_file_location("private_again", torch_private.imports.__file__)
     with pytest.raises(UnsupportedError, match=UNSUPPORTED.format(name)) as caught:
@@ -100,8 +101,8 @@ def test_a_missing_name_is_said_at_import(module: str, name: str, monkeypatch: p
     assert "\n" not in str(caught.value)
 
 
-def test_private_names_are_in_one_place() -> None:
-    """Nothing else reaches into torch, but for guides to tensor classes and typed names of stores."""
+def test_private_names_are_only_used_in_torch_private() -> None:
+    """Exceptions are guides for tensor classes and the type names of stores."""
     allowed = r"_|foreach_|make_wrapper_subclass|pytree|python_dispatch|(?:C\._)?distributed_c10d"
     others = re.compile(rf"torch(?:\.\w+)*\._(?!{allowed})\w+")
     for file in Path(infinity.__file__).parent.rglob("*.py"):
@@ -110,7 +111,7 @@ def test_private_names_are_in_one_place() -> None:
 
 
 def test_parameter_groups_are_the_sharded_modules(model: nn.Module) -> None:
-    """`_get_fsdp_state()._fsdp_param_groups`: one group per `fully_shard` call, root first, every parameter once."""
+    """`_get_fsdp_state()._fsdp_param_groups` has one group per `fully_shard` call, with the root first."""
     assert isinstance(model, FSDPModule)
     assert [name for name, _ in torch_private.parameter_groups(model)] == ["root", "blocks.0", "blocks.1", "blocks.2"]
     found = {id(param.sharded_param) for _, param in params(model)}
@@ -118,31 +119,31 @@ def test_parameter_groups_are_the_sharded_modules(model: nn.Module) -> None:
     assert len(params(model)) == len(list(model.parameters()))
 
 
-def test_a_tied_parameter_is_one_parameter() -> None:
-    """FSDP2 keeps shared parameters once, with all modules that hold it."""
+def test_tied_parameter_occurs_once() -> None:
+    """FSDP2 stores a shared parameter once, with all modules that use it."""
     tied = models.build("tied")
     heads = [p for _, p in params(tied) if p.sharded_param is tied.lm_head.weight]
     assert len(heads) == 1
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
 
 
-def test_the_order_of_parameters_is_that_of_the_gather(model: nn.Module) -> None:
-    """`fsdp_params` of a layer follow the layer's own order."""
+def test_parameters_have_the_order_of_the_all_gather(model: nn.Module) -> None:
+    """`fsdp_params` of a layer follow the order of `named_parameters`."""
     groups = dict(torch_private.parameter_groups(model))
     names = {id(param): name for name, param in model.blocks[0].named_parameters()}
     found = [names[id(param.sharded_param)] for param in torch_private.fsdp_params(groups["blocks.0"])]
     assert found == list(names.values())
 
 
-def test_owner_is_module_and_attribute(model: nn.Module) -> None:
+def test_owner_is_module_and_attribute_name(model: nn.Module) -> None:
     """`_module_info`."""
     for _, param in params(model):
         module, name = torch_private.owner(param)
         assert getattr(module, name) is param.sharded_param
 
 
-def test_gradients_are_reduced_in_the_same_memory_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`_reduce_scatter_comm` and `allocate` of FSDP2: memory is used again when, and only when, nobody has it."""
+def test_reduce_buffers_are_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`allocate` of `_reduce_scatter_comm` reuses memory only if no tensor refers to it."""
     groups = [group for _, group in torch_private.parameter_groups(models.build("toy"))]
     for group in groups:
         monkeypatch.setattr(group.mesh_info, "shard_mesh_size", 2)
@@ -155,7 +156,7 @@ def test_gradients_are_reduced_in_the_same_memory_again(monkeypatch: pytest.Monk
     assert len(places) == 2
     del first, second
     third = comm.allocate((1000,), dtype=torch.float32, device=cpu)
-    assert third.data_ptr() != part.data_ptr() - 40, "a view of it is alive"
+    assert third.data_ptr() != part.data_ptr() - 40, "a view of the first buffer is alive"
     del part, third
     again = [comm.allocate((250, 4), dtype=torch.float32, device=cpu) for _ in range(2)]
     assert places & {tensor.data_ptr() for tensor in again}
@@ -164,43 +165,45 @@ def test_gradients_are_reduced_in_the_same_memory_again(monkeypatch: pytest.Monk
     assert len(comm._buffers) == 2, f"{large.numel()} elements are more than most FSDP modules have"
     before = heap.resident_bytes()
     del large
-    assert before - heap.resident_bytes() > 4 * ((1 << 24) - (1 << 20)), "the kernel has it back"
+    assert before - heap.resident_bytes() > 4 * ((1 << 24) - (1 << 20)), (
+        "the memory was returned to the operating system"
+    )
 
 
 @pytest.mark.parametrize("few", [True, False])
-def test_memory_is_not_given_back_in_every_layer(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where norms or experts are FSDP modules of their own, all layers are larger than most FSDP modules."""
-    given: list[str] = []
-    monkeypatch.setattr(heap, "give_back", lambda: given.append("given back"))
+def test_memory_is_not_returned_in_every_layer(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If norms or experts are FSDP modules of their own, every layer exceeds the median FSDP module."""
+    returned: list[str] = []
+    monkeypatch.setattr(heap, "give_back", lambda: returned.append("returned"))
     groups = [group for _, group in torch_private.parameter_groups(models.build("toy"))]
     assert len(groups) == 4
     if not few:
-        # As of many FSDP modules that are smaller than these.
+        # As if most FSDP modules were smaller than these.
         monkeypatch.setattr(torch_private.collectives, "median_high", lambda _: 1)
     torch_private.reuse_reduce_buffers(groups)
     reduced = groups[0]._reduce_scatter_comm.allocate((1 << 22,), dtype=torch.float32, device=torch.device("cpu"))
     assert len(reduced.fill_(1.0)) == 1 << 22
-    assert given == ["given back"] * few
+    assert returned == ["returned"] * few
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to give memory back")
-def test_what_is_free_makes_room_for_a_large_reduction() -> None:
-    """Behind the backward of a root with a large vocabulary several pieces of its size are free, in the heap."""
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc supports malloc_trim")
+def test_free_memory_is_returned_before_a_large_reduction() -> None:
+    """After the backward of a root with a large vocabulary, the heap contains several free blocks of its size."""
     groups = [group for _, group in torch_private.parameter_groups(models.build("toy"))]
     torch_private.reuse_reduce_buffers(groups)
     heap.FreedMemory()
     held = [torch.ones(1 << 22) for _ in range(8)]
-    behind = torch.ones(1)  # so that they are no end of the heap, which would be cut off anyway
+    last = torch.ones(1)  # keeps the blocks away from the end of the heap, which would be trimmed anyway
     before = heap.resident_bytes()
     del held
-    assert heap.resident_bytes() > before - (8 << 22), "they are kept for the next FSDP module"
+    assert heap.resident_bytes() > before - (8 << 22), "the blocks are kept for the next FSDP module"
     reduced = groups[0]._reduce_scatter_comm.allocate((1 << 24,), dtype=torch.float32, device=torch.device("cpu"))
     assert heap.resident_bytes() < before - (7 << 24)
-    assert len(reduced.fill_(behind.item())) == 1 << 24
+    assert len(reduced.fill_(last.item())) == 1 << 24
 
 
 def test_one_rank_reduces_in_place() -> None:
-    """`foreach_reduce` of FSDP2 allocates the input of a reduction, then its output, and copies on one rank."""
+    """`foreach_reduce` allocates the input and then the output of a reduction, which one rank only copies."""
     groups = [group for _, group in torch_private.parameter_groups(models.build("toy"))]
     torch_private.reuse_reduce_buffers(groups)
     (comm,) = {group._reduce_scatter_comm for group in groups}
@@ -211,15 +214,15 @@ def test_one_rank_reduces_in_place() -> None:
 
     allocated: list[torch.Tensor] = []
     first = place(100)
-    assert place(100) == first, "the output of the first"
+    assert place(100) == first, "the output of the first reduction"
     second = place(100)
-    assert second != first, "the input of the next, while somebody has the first"
-    assert place(50) not in (first, second), "no output of that: it was interrupted"
+    assert second != first, "the input of the next reduction, while the first is alive"
+    assert place(50) not in (first, second), "not the output of that reduction, which was interrupted"
     assert place(50, torch.bfloat16) not in {tensor.data_ptr() for tensor in allocated[:-1]}
 
 
-def test_collectives_are_watched() -> None:
-    """`_all_gather_comm`, `_reduce_scatter_comm`: called inside of what was given; what a user replaced stays."""
+def test_collectives_run_inside_the_given_context() -> None:
+    """`_all_gather_comm` and `_reduce_scatter_comm`; a collective that the user has replaced is kept."""
     open_now, seen = [], []
 
     class Comm(DefaultAllGather):
@@ -244,10 +247,10 @@ def test_collectives_are_watched() -> None:
     assert seen == [["collective"], ["collective"]]
     assert not open_now
     assert groups[0]._reduce_scatter_comm.allocate == reused.allocate
-    assert isinstance(groups[1]._all_gather_comm, DefaultAllGather), "else set_symm_mem_for_comm refuses it"
+    assert isinstance(groups[1]._all_gather_comm, DefaultAllGather), "set_symm_mem_for_comm requires this class"
 
 
-def test_offload_policy_is_seen() -> None:
+def test_cpu_offload_policy_is_detected() -> None:
     """`group.offload_policy`."""
     plain = models.build("toy")
     mesh = infinity.mesh("cpu")
@@ -256,16 +259,16 @@ def test_offload_policy_is_seen() -> None:
     assert all(torch_private.uses_cpu_offload(group) for _, group in torch_private.parameter_groups(offloaded))
 
 
-def test_compute_dtype_is_that_of_the_policy() -> None:
-    """`mp_policy.param_dtype` of a parameter, for floating-point parameters."""
+def test_compute_dtype_follows_the_policy() -> None:
+    """`mp_policy.param_dtype` of a floating-point parameter."""
     for dtype in (torch.bfloat16, None):
         made = fully_shard(nn.Linear(4, 4), mesh=infinity.mesh("cpu"), mp_policy=MixedPrecisionPolicy(dtype))
         for _, param in params(made):
             assert torch_private.compute_dtype(param) == (dtype or torch.float32)
 
 
-def test_wrappers_are_left_out_of_names() -> None:
-    """`_orig_mod` and `_checkpoint_wrapped_module`: the names are those of `get_state_dict`."""
+def test_wrapper_prefixes_are_removed_from_names() -> None:
+    """`_orig_mod` and `_checkpoint_wrapped_module`; the names equal those of `get_state_dict`."""
     inner = nn.Sequential(checkpoint_wrapper(nn.Linear(4, 4)), torch.compile(nn.LayerNorm(4)))
     wrapped = torch.compile(inner)
     names = [name for name, _ in wrapped.named_parameters()]
@@ -273,8 +276,8 @@ def test_wrappers_are_left_out_of_names() -> None:
     assert [torch_private.unwrapped_name(name) for name in names] == list(get_model_state_dict(wrapped))
 
 
-def test_operations_that_are_made_of_others_are_told_from_those_that_are_not() -> None:
-    """`_op_dk`, `_dispatch_has_kernel_for_dispatch_key`: what runs them gives the bits of torch, drawn numbers too."""
+def test_composite_operations_are_decomposed() -> None:
+    """`_op_dk` and `_dispatch_has_kernel_for_dispatch_key`; results and random numbers equal PyTorch's."""
     aten = torch.ops.aten
     for func in (
         aten.mul.Tensor,
@@ -306,8 +309,8 @@ def test_local_tensor_and_shapes(model: nn.Module) -> None:
         assert not torch_private.is_tensor_parallel(param)
 
 
-def test_replacing_the_local_tensor_before_the_first_forward_is_seen(model: nn.Module) -> None:
-    """Lazy init re-reads local tensors: what is computed with is the replacement."""
+def test_local_tensor_may_be_replaced_before_the_first_forward(model: nn.Module) -> None:
+    """Lazy initialization reads the local tensors again."""
     expected = models.loss_of(models.build("toy", seed=8), batch(model, 0)).item()
     twin = models.build("toy", seed=8)
     before = list(model.parameters())
@@ -317,8 +320,8 @@ def test_replacing_the_local_tensor_before_the_first_forward_is_seen(model: nn.M
     assert models.loss_of(model, batch(model, 0)).item() == expected
 
 
-def test_replacing_the_local_tensor_of_a_meta_model_keeps_its_parameters() -> None:
-    """`to_sharded_dtensor`, `swap_tensors`: the object that lists of the user and modules have gets another tensor."""
+def test_replacing_a_meta_local_tensor_keeps_the_parameter() -> None:
+    """`to_sharded_dtensor` and `swap_tensors`; modules and the user's lists refer to the same parameter object."""
     tied = models.build("tied", meta=True)
     before = dict(tied.named_parameters())
     called: list[nn.Parameter] = []
@@ -333,11 +336,11 @@ def test_replacing_the_local_tensor_of_a_meta_model_keeps_its_parameters() -> No
     for param in before.values():
         for hook in (param._post_accumulate_grad_hooks or {}).values():
             hook(param)
-    assert called == list(before.values()), "hooks stay"
+    assert called == list(before.values()), "hooks are kept"
 
 
-def test_a_meta_parameter_that_something_refers_to_weakly_is_not_exchanged() -> None:
-    """`swap_tensors` raises, before it changes anything."""
+def test_replacing_a_weakly_referenced_meta_parameter_raises() -> None:
+    """`swap_tensors` raises before it changes anything."""
     model = models.build("toy", meta=True)
     _, param = params(model)[0]
     reference = weakref.ref(param.sharded_param)
@@ -346,27 +349,27 @@ def test_a_meta_parameter_that_something_refers_to_weakly_is_not_exchanged() -> 
     assert reference().is_meta
 
 
-def test_fsdp2_takes_over_no_other_local_tensor_and_pads_none(model: nn.Module) -> None:
-    """`reset_sharded_param` of a parameter: called before the first forward, and after each `load_state_dict`."""
-    told: list[tuple[str, bool]] = []
+def test_reset_sharded_param_reports_replaced_tensors(model: nn.Module) -> None:
+    """`reset_sharded_param` is called before the first forward and after each `load_state_dict`."""
+    reported: list[tuple[str, bool]] = []
     for _, param in params(model):
         _, name = torch_private.owner(param)
-        torch_private.watch_local_tensor(param, lambda exchanged, name=name: told.append((name, exchanged)))
+        torch_private.watch_local_tensor(param, lambda exchanged, name=name: reported.append((name, exchanged)))
     models.loss_of(model, batch(model, 0))
-    assert len(told) == len(params(model))
+    assert len(reported) == len(params(model))
     torch_private.reshard(model)
-    told.clear()
+    reported.clear()
     up, before = model.blocks[0].up, dict(model.blocks[0].up.named_parameters())
     up.load_state_dict(up.state_dict())
-    assert told == [("weight", False), ("bias", False)]
-    told.clear()
+    assert reported == [("weight", False), ("bias", False)]
+    reported.clear()
     up.load_state_dict({name: value.clone() for name, value in up.state_dict().items()}, assign=True)
-    assert told == [("weight", True), ("bias", True)]
-    assert all(getattr(up, name) is param for name, param in before.items()), "put back"
+    assert reported == [("weight", True), ("bias", True)]
+    assert all(getattr(up, name) is param for name, param in before.items()), "the parameter is restored"
 
 
-def test_conversions_come_down_to_apply(model: nn.Module) -> None:
-    """`Module._apply(fn, recurse)`, also of modules that FSDP2 has made its own."""
+def test_conversions_call_apply(model: nn.Module) -> None:
+    """`Module._apply(fn, recurse)`, also of modules whose class FSDP2 has replaced."""
     called: list[nn.Module] = []
     for module in model.modules():
         torch_private.replace_apply(
@@ -386,8 +389,8 @@ def test_conversions_come_down_to_apply(model: nn.Module) -> None:
     assert {param.dtype for param in model.parameters()} == {torch.float64}
 
 
-def test_gathered_parameters_are_put_back(model: nn.Module) -> None:
-    """`reshard`: the root stays gathered after forward, until then."""
+def test_reshard_restores_sharded_parameters(model: nn.Module) -> None:
+    """The root remains gathered after forward until `reshard`."""
     models.loss_of(model, batch(model, 0))
     assert not isinstance(model.head.weight, DTensor)
     torch_private.reshard(model)
@@ -396,8 +399,8 @@ def test_gathered_parameters_are_put_back(model: nn.Module) -> None:
     assert torch_private.local_part(plain) is plain
 
 
-def test_a_number_for_reshard_after_forward_is_seen(model: nn.Module) -> None:
-    """`post_forward_mesh_info` of a group: that of the group for True, none for False, else one of its own."""
+def test_partial_reshard_after_forward_is_detected(model: nn.Module) -> None:
+    """`post_forward_mesh_info` is the group's mesh for True, None for False, and a different mesh for a number."""
     for reshard in (True, False):
         made = fully_shard(nn.Linear(4, 4), mesh=infinity.mesh("cpu"), reshard_after_forward=reshard)
         ((_, group),) = torch_private.parameter_groups(made)
@@ -407,8 +410,8 @@ def test_a_number_for_reshard_after_forward_is_seen(model: nn.Module) -> None:
     assert torch_private.reshards_to_fewer_ranks(group)
 
 
-def test_the_class_before_sharding_and_parametrization() -> None:
-    """`fully_shard` and parametrizations give a module a class of its own, below the one that it had."""
+def test_original_class_ignores_sharding_and_parametrization() -> None:
+    """Both replace the class of a module with a subclass."""
     model = nn.Sequential(nn.Linear(4, 4), torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
     for module in (*model, model):
         fully_shard(module, mesh=infinity.mesh("cpu"))
@@ -416,8 +419,8 @@ def test_the_class_before_sharding_and_parametrization() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_tensors_in_the_same_memory_have_the_same_key(device: str) -> None:
-    """`UntypedStorage._cdata`, also where there is no memory."""
+def test_storage_key_identifies_the_storage(device: str) -> None:
+    """`UntypedStorage._cdata`, also on the meta device."""
     tensor, other = torch.empty(3, 4, device=device), torch.empty(3, 4, device=device)
     keys = {torch_private.storage_key(view) for view in (tensor, tensor[1:], tensor.t(), tensor.detach(), tensor.data)}
     assert keys == {torch_private.storage_key(tensor)} != {torch_private.storage_key(other)}
@@ -433,7 +436,7 @@ INITS = {
 
 
 class Written(TorchDispatchMode):
-    """Notes the operations that write to a tensor."""
+    """Dispatch mode that records the operations that write to a tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
@@ -448,7 +451,7 @@ class Written(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", INITS)
 def test_init_functions_write_to_tensors_without_storage(name: str) -> None:
-    """`Tensor.is_meta`, `torch.nn.init._no_grad_trunc_normal_`: torch's functions do not leave them out."""
+    """`Tensor.is_meta`, `torch.nn.init._no_grad_trunc_normal_`: PyTorch's functions do not skip such tensors."""
     tensor = torch.empty(6, 6, device="meta")
     written = Written(tensor)
     with torch.no_grad(), torch_private.init_without_storage(draw=False), written:
@@ -457,8 +460,8 @@ def test_init_functions_write_to_tensors_without_storage(name: str) -> None:
     assert torch.empty(2, device="meta").is_meta
 
 
-def test_truncated_draws_are_as_many_as_for_a_real_tensor() -> None:
-    """Their number depends on the numbers."""
+def test_truncated_normal_draws_as_often_as_for_real_tensors() -> None:
+    """The number of draws depends on the drawn values."""
     after = []
     for device in ("cpu", "meta"):
         torch.manual_seed(3)
@@ -468,7 +471,7 @@ def test_truncated_draws_are_as_many_as_for_a_real_tensor() -> None:
     assert torch.equal(*after)
 
 
-def test_in_backward_is_true_inside_of_the_autograd_engine_only() -> None:
+def test_in_backward_is_true_only_in_the_autograd_engine() -> None:
     """`torch._C._current_graph_task_id`."""
     seen = []
     x = torch.ones(3, requires_grad=True)
@@ -480,8 +483,8 @@ def test_in_backward_is_true_inside_of_the_autograd_engine_only() -> None:
     assert not torch_private.in_backward()
 
 
-def test_gradients_arrive_once_per_backward_after_reduction(model: nn.Module) -> None:
-    """A post-accumulate hook on the sharded parameter fires with `.grad` set; clearing it is allowed."""
+def test_gradient_hook_runs_once_per_backward(model: nn.Module) -> None:
+    """The hook runs after the reduction with `.grad` set, and may clear it."""
     arrived: dict[str, int] = {}
     expected = models.build("toy")
     models.loss_of(expected, batch(model, 0)).backward()
@@ -501,8 +504,8 @@ def test_gradients_arrive_once_per_backward_after_reduction(model: nn.Module) ->
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_gradients_are_added_up_in_the_reduce_dtype_until_they_are_reduced(model: nn.Module) -> None:
-    """`_unsharded_param`, and what of a parameter adds up: see `_add_up`. 2.15 defers casts as a backward begins."""
+def test_gradients_are_accumulated_in_the_reduce_dtype(model: nn.Module) -> None:
+    """`_unsharded_param` and its accumulation hook; see `_add_up`. torch 2.15 defers casts when a backward begins."""
     models.loss_of(model, batch(model, 0))  # lazy init
     block = model.blocks[0]
     block.unshard()
@@ -514,15 +517,15 @@ def test_gradients_are_added_up_in_the_reduce_dtype_until_they_are_reduced(model
         assert len(gathered._post_accumulate_grad_hooks) == 1
         if hasattr(group, "_set_unsharded_grad_dtypes"):
             group._set_unsharded_grad_dtypes(defer_upcast=True)
-        for value in (1.0, 2.0**-10):  # their sum is none of bf16
+        for value in (1.0, 2.0**-10):  # bf16 cannot represent their sum
             gathered.backward(torch.full_like(gathered, value))
         assert gathered.dtype == torch.bfloat16
         assert param.unsharded_accumulated_grad.dtype == torch.float32
         assert (param.unsharded_accumulated_grad == 1 + 2.0**-10).all()
 
 
-def test_classes_are_those_of_before_meanwhile(model: nn.Module) -> None:
-    """`_orig_cls_mro_index` says where `fully_shard` left the class of a module."""
+def test_original_classes_are_restored_temporarily(model: nn.Module) -> None:
+    """`_orig_cls_mro_index` is the position of the original class."""
     sharded = [model, *model.blocks]
     before = list(map(type, sharded))
     with torch_private.classes_of_before(model):
@@ -531,17 +534,17 @@ def test_classes_are_those_of_before_meanwhile(model: nn.Module) -> None:
     assert all(issubclass(cls, FSDPModule) for cls in before)
 
 
-def test_modules_are_found_in_what_is_around_them() -> None:
-    """`_orig_mod` of compilation, `_checkpoint_wrapped_module` of checkpointing; both in the names of parameters."""
+def test_modules_are_unwrapped() -> None:
+    """`_orig_mod` of compilation and `_checkpoint_wrapped_module` of checkpointing."""
     inner = nn.Linear(2, 2)
-    around = torch.compile(checkpoint_wrapper(inner))
-    assert torch_private.unwrapped_module(around) is inner
+    wrapped = torch.compile(checkpoint_wrapper(inner))
+    assert torch_private.unwrapped_module(wrapped) is inner
     assert torch_private.unwrapped_module(inner) is inner
-    assert {torch_private.unwrapped_name(name) for name, _ in around.named_parameters()} == {"weight", "bias"}
+    assert {torch_private.unwrapped_name(name) for name, _ in wrapped.named_parameters()} == {"weight", "bias"}
 
 
-def test_modules_that_recompute_are_known() -> None:
-    """`CheckpointWrapper` of torch, `gradient_checkpointing` of transformers."""
+def test_recomputing_modules_are_detected() -> None:
+    """`CheckpointWrapper` of torch and `gradient_checkpointing` of transformers."""
     assert torch_private.recomputes(checkpoint_wrapper(nn.Linear(2, 2)))
     assert not torch_private.recomputes(nn.Linear(2, 2))
     for on in (True, False):
@@ -549,8 +552,8 @@ def test_modules_that_recompute_are_known() -> None:
         assert all(torch_private.recomputes(layer) is on for layer in models.layers_of(found))
 
 
-def test_the_hook_comes_after_those_of_the_user(model: nn.Module) -> None:
-    """FSDP2 calls `_post_accumulate_grad_hooks.values()`: those there before, removable, then later ones, then ours."""
+def test_gradient_hook_runs_after_user_hooks(model: nn.Module) -> None:
+    """FSDP2 iterates over `_post_accumulate_grad_hooks.values()`, so hooks that are registered later also run first."""
     param = nn.Parameter(torch.zeros(1))
     called: list[str] = []
     first, second = [
@@ -573,8 +576,8 @@ def test_the_hook_comes_after_those_of_the_user(model: nn.Module) -> None:
     assert call() == ["three"]
 
 
-def test_gradients_of_fsdp2_are_sharded_like_the_parameter(model: nn.Module) -> None:
-    """`to_sharded_dtensor`, `DTensor.from_local`, and that FSDP2 adds to `grad._local_tensor` in place."""
+def test_gradients_are_sharded_like_the_parameter(model: nn.Module) -> None:
+    """`to_sharded_dtensor` and `DTensor.from_local`; FSDP2 adds to `grad._local_tensor` in place."""
     models.loss_of(model, batch(model, 0)).backward()
     for _, group in torch_private.parameter_groups(model):
         for each in torch_private.fsdp_params(group):
@@ -591,8 +594,8 @@ def test_gradients_of_fsdp2_are_sharded_like_the_parameter(model: nn.Module) -> 
             assert torch_private.local_gradient(each.sharded_param).count_nonzero()
 
 
-def test_the_attributes_of_torchs_optimizers_are_known() -> None:
-    """What torch and its schedulers put on an optimizer says nothing about updates; hooks are found, and left out."""
+def test_bookkeeping_attributes_of_optimizers_are_known() -> None:
+    """Attributes that PyTorch and its schedulers add do not affect updates; hooks are ignored as well."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     own = {name for name, value in vars(optimizer).items() if not torch_private.is_bookkeeping(name, value)}
@@ -603,8 +606,8 @@ def test_the_attributes_of_torchs_optimizers_are_known() -> None:
     assert not torch_private.is_bookkeeping("note", optimizer.note)
 
 
-def test_a_step_without_hooks_is_the_step() -> None:
-    """Hooks of the optimizer, and those common to all, are left out; and shared where they are to be."""
+def test_step_hooks_are_excluded_and_shared() -> None:
+    """Covers hooks of one optimizer and global hooks."""
     param = nn.Parameter(torch.zeros(1))
     param.grad = torch.ones(1)
     optimizer, other = (torch.optim.SGD([param], lr=1.0) for _ in range(2))
@@ -621,8 +624,8 @@ def test_a_step_without_hooks_is_the_step() -> None:
         handle.remove()
 
 
-def test_each_backward_has_a_number() -> None:
-    """-1 outside of all."""
+def test_each_backward_has_a_unique_number() -> None:
+    """The number is -1 outside of backward."""
     seen: list[int] = []
     x = torch.ones(1, requires_grad=True)
     x.register_hook(lambda grad: seen.append(torch_private.backward_number()))
@@ -633,6 +636,6 @@ def test_each_backward_has_a_number() -> None:
     assert torch_private.backward_number() == -1
 
 
-def test_attributes_on_sharded_parameters_are_those_that_torch_sets(model: nn.Module) -> None:
-    """`PARAMETER_MARKS`: what else is there was set by somebody else."""
+def test_sharded_parameters_have_only_known_attributes(model: nn.Module) -> None:
+    """All attributes other than `PARAMETER_MARKS` were set by users."""
     assert {name for param in model.parameters() for name in vars(param)} == torch_private.PARAMETER_MARKS

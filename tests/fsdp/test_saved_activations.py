@@ -1,4 +1,4 @@
-"""What of a forward is paged: the inputs of FSDP modules, by whatever checkpoints them, and nothing else."""
+"""Tests of the selection of saved tensors for paging: only inputs of FSDP modules, for every kind of checkpointing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from support.late_copies import late_copies
 
 WIDTH, LAYERS, ROWS, LENGTH = 64, 4, 4, 256
 INPUT = ROWS * LENGTH * WIDTH * 2
-"""Bytes of what a layer is called with."""
+"""Bytes of a layer's input."""
 LLAMA = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128,
@@ -37,22 +37,22 @@ LEAST = {"tier": "nvme", "host_bytes": "256KiB"}
 
 
 class Layer(nn.Module):
-    """A residual block; `inside` is what it computes in the end."""
+    """A residual block whose computation can be wrapped."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.how: Callable[..., torch.Tensor] | None = None
+        self.wrap: Callable[..., torch.Tensor] | None = None
 
-    def inside(self, x: torch.Tensor) -> torch.Tensor:
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.how(self.inside, x) if self.how else self.inside(x)
+        return self.wrap(self.compute, x) if self.wrap else self.compute(x)
 
 
 class Model(nn.Module):
-    """Layers between an embedding and a head; `around` is how they are called."""
+    """Layers between an embedding and a head; `around` wraps the calls of the layers."""
 
     def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
@@ -109,18 +109,18 @@ def trained(model: nn.Module, folder: Path, activations: dict[str, Any], steps: 
         return losses, optimizer.run
 
 
-def _all(model: Model, how: Callable[..., torch.Tensor]) -> None:
+def _all(model: Model, wrap: Callable[..., torch.Tensor]) -> None:
     for layer in model.layers:
-        layer.how = how
+        layer.wrap = wrap
 
 
 def _compiled(model: Model) -> None:
     for layer in model.layers:
-        layer.inside = torch.compile(layer.inside, backend="aot_eager")
+        layer.compute = torch.compile(layer.compute, backend="aot_eager")
 
 
 WAYS: dict[str, Callable[[Model], object]] = {
-    "none": lambda model: None,
+    "none": lambda _: None,
     "inside, reentrant": lambda model: _all(model, partial(checkpoint, use_reentrant=True)),
     "inside": lambda model: _all(model, partial(checkpoint, use_reentrant=False)),
     "around, reentrant": lambda model: setattr(model, "around", partial(checkpoint, use_reentrant=True)),
@@ -129,13 +129,13 @@ WAYS: dict[str, Callable[[Model], object]] = {
         model, partial(wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT), lambda module: isinstance(module, Layer)
     ),
     "compiled": _compiled,
-    "compiled whole": lambda model: model.compile(backend="aot_eager"),
+    "compiled model": lambda model: model.compile(backend="aot_eager"),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_each_input_of_a_layer_is_kept_once(way: str, tmp_path: Path) -> None:
-    """Whoever saves it, and the losses are those with activations in memory."""
+def test_each_layer_input_is_saved_once(way: str, tmp_path: Path) -> None:
+    """The losses equal those with activations in memory, for every kind of checkpointing."""
     (tmp_path / "memory").mkdir()
     (tmp_path / "nvme").mkdir()
     expected, _ = trained(sharded(WAYS[way]), tmp_path / "memory", {})
@@ -146,8 +146,8 @@ def test_each_input_of_a_layer_is_kept_once(way: str, tmp_path: Path) -> None:
     assert run.activations.traffic.written == LAYERS * INPUT - 2 * 65536
 
 
-def test_slices_are_kept_one_by_one(tmp_path: Path) -> None:
-    """Together as much as one input."""
+def test_slices_are_saved_separately(tmp_path: Path) -> None:
+    """Together they have the size of one input."""
     model = sharded(WAYS["none"])
     infinity.micro_batches(model, 4)
     _, run = trained(model, tmp_path, LEAST)
@@ -155,8 +155,8 @@ def test_slices_are_kept_one_by_one(tmp_path: Path) -> None:
     assert run.activations.traffic.kept == LAYERS * INPUT
 
 
-def test_bytes_on_the_drives_are_as_predicted(tmp_path: Path) -> None:
-    """By counters of their own, within a page that was still being written."""
+def test_activation_traffic_matches_the_prediction(tmp_path: Path) -> None:
+    """Reads may be lower by pages that were still being written."""
     model = sharded(WAYS["inside"])
     with offloaded(model, tmp_path, LEAST) as optimizer:
         for step in range(5):
@@ -175,8 +175,8 @@ def test_bytes_on_the_drives_are_as_predicted(tmp_path: Path) -> None:
     assert 5 * predicted - spared <= read <= 5 * predicted
 
 
-def test_several_forwards_and_backwards_in_other_orders(tmp_path: Path) -> None:
-    """Two forwards before the first backward, the older one first; and a graph that is used twice."""
+def test_interleaved_forwards_and_backwards_match_memory(tmp_path: Path) -> None:
+    """Two forwards precede the first backward, and one graph is used twice."""
     losses = []
     for activations in ({}, LEAST):
         folder = tmp_path / (activations.get("tier") or "device")
@@ -197,24 +197,25 @@ def test_several_forwards_and_backwards_in_other_orders(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
-def test_nothing_is_kept_without_gradients_nor_behind_an_error(tmp_path: Path) -> None:
-    """A forward under no_grad saves nothing; what one saved that failed is given up."""
+def test_no_activations_remain_after_no_grad_or_an_error(tmp_path: Path) -> None:
     model = sharded(WAYS["inside"])
     with offloaded(model, tmp_path, LEAST) as optimizer:
         pages = optimizer.run.activations
         with torch.no_grad():
             model(tokens())
         assert pages._stack == {}
-        model.layers[-1].how = lambda inside, x: 1 // 0
+        model.layers[-1].wrap = lambda compute, x: 1 // 0
         with pytest.raises(ZeroDivisionError):
             model(tokens())
-        model.layers[-1].how = None
-        hook = model.layers[-1].register_forward_pre_hook(lambda *_: 1 // 0, prepend=True)  # before any other
+        model.layers[-1].wrap = None
+        hook = model.layers[-1].register_forward_pre_hook(
+            lambda *_: 1 // 0, prepend=True
+        )  # runs before all other hooks
         with pytest.raises(ZeroDivisionError):
             model(tokens())
         hook.remove()
         gc.collect()
-        model.layers[-1].how = partial(checkpoint, use_reentrant=False)
+        model.layers[-1].wrap = partial(checkpoint, use_reentrant=False)
         model(tokens()).backward()
         optimizer.step()
         assert pages._stack == {}
@@ -222,8 +223,8 @@ def test_nothing_is_kept_without_gradients_nor_behind_an_error(tmp_path: Path) -
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
-def test_a_forward_that_is_interrupted_is_forgotten(tmp_path: Path) -> None:
-    """By the next one: an evaluation is none of a training, and inputs are paged as before."""
+def test_interrupted_forward_is_discarded(tmp_path: Path) -> None:
+    """The next forward pages its inputs as before, and an evaluation is not mistaken for training."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -244,7 +245,7 @@ def test_a_forward_that_is_interrupted_is_forgotten(tmp_path: Path) -> None:
             model(tokens())
         assert not optimizer._runner._grad_enabled
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-        for _ in range(2):  # the first one also has what the one kept that was interrupted
+        for _ in range(2):  # the first step also includes the pages of the interrupted forward
             model(tokens()).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -256,8 +257,8 @@ def test_a_forward_that_is_interrupted_is_forgotten(tmp_path: Path) -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
-def test_an_output_that_is_saved_does_not_keep_itself(tmp_path: Path) -> None:
-    """What a graph saves of its own results goes with it."""
+def test_saved_outputs_create_no_reference_cycle(tmp_path: Path) -> None:
+    """A graph releases its saved outputs when it is freed."""
     model = sharded(WAYS["none"])
     outputs = []
     model.head.register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output)) or output.exp())
@@ -270,8 +271,8 @@ def test_an_output_that_is_saved_does_not_keep_itself(tmp_path: Path) -> None:
         assert [output() for output in outputs] == [None]
 
 
-def test_what_is_modified_in_place_is_told_as_autograd_tells_it(tmp_path: Path) -> None:
-    """An activation that was saved, by what comes behind."""
+def test_in_place_modification_of_a_saved_tensor_raises(tmp_path: Path) -> None:
+    """The message equals autograd's."""
 
     def spoil(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         saved = output.exp()
@@ -291,8 +292,8 @@ def test_what_is_modified_in_place_is_told_as_autograd_tells_it(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_model_of_transformers_with_its_own_checkpointing(reentrant: bool, tmp_path: Path) -> None:
-    """It checkpoints around the call of a layer; masks and positions are not paged."""
+def test_transformers_gradient_checkpointing(reentrant: bool, tmp_path: Path) -> None:
+    """transformers wraps the call of a layer; masks and positions are not paged."""
     losses = []
     for activations in ({}, LEAST):
         folder = tmp_path / (activations.get("tier") or "device")
@@ -316,8 +317,7 @@ def test_a_model_of_transformers_with_its_own_checkpointing(reentrant: bool, tmp
     assert losses[:3] == losses[3:]
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    """Before anything is opened, with the value and what to do."""
+def test_invalid_activation_settings_raise(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'activations\.tier = "host".*"nvme" or "device"'):
         trained(sharded(WAYS["none"]), tmp_path, {"tier": "host"})
     with pytest.raises(BudgetError, match=r"activations.host_bytes = 64 KiB .* set it to 256KiB"):
@@ -326,8 +326,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         trained(sharded(WAYS["none"]), tmp_path, {"tier": "nvme", "host_bytes": 4 * 1024 * 1024 - 65536})
 
 
-def test_host_memory_that_is_too_little_says_in_which_layer(tmp_path: Path) -> None:
-    """So that who has none to try with knows how much more it takes."""
+def test_insufficient_host_memory_names_the_layer(tmp_path: Path) -> None:
+    """The layer number indicates wrap much more memory is needed."""
     with simulation("order"):
         model = sharded(WAYS["inside"])
         with (
@@ -337,12 +337,12 @@ def test_host_memory_that_is_too_little_says_in_which_layer(tmp_path: Path) -> N
             model(tokens())
 
 
-def test_an_input_in_two_shapes_is_kept_once(tmp_path: Path) -> None:
-    """Its bytes; each that saved it gets its shape."""
+def test_input_saved_in_two_shapes_is_stored_once(tmp_path: Path) -> None:
+    """Each reference gets its own shape."""
 
-    def flat(inside: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    def flat(compute: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         rows = x.view(-1, WIDTH)
-        return inside(x) + (rows * rows).view_as(x) / 8
+        return compute(x) + (rows * rows).view_as(x) / 8
 
     losses = []
     for activations in ({}, LEAST):
@@ -355,10 +355,8 @@ def test_an_input_in_two_shapes_is_kept_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("around", ["checkpoint", "save_on_cpu"])
-def test_hooks_around_the_model_have_what_it_saves(
-    around: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nothing is paged, and it is said, once."""
+def test_outer_saved_tensor_hooks_disable_paging(around: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning is logged once."""
     losses = []
     for activations in ({}, LEAST):
         folder = tmp_path / (activations.get("tier") or "device")
@@ -377,13 +375,13 @@ def test_hooks_around_the_model_have_what_it_saves(
                 losses.append(loss.item())
             assert optimizer.run.activation_traffic.kept == 0
     assert losses[:3] == losses[3:]
-    said = [record.message for record in caplog.records if "activations.tier has no effect" in record.message]
-    assert len(said) == 1
-    assert "save_on_cpu" in said[0]
+    warnings = [record.message for record in caplog.records if "activations.tier has no effect" in record.message]
+    assert len(warnings) == 1
+    assert "save_on_cpu" in warnings[0]
 
 
-def test_what_several_layers_of_a_decoder_need_is_read_as_predicted(tmp_path: Path) -> None:
-    """T5 checkpoints around its layers; each of a decoder has the encoder's output, and all have its positions."""
+def test_shared_inputs_of_decoder_layers_match_the_prediction(tmp_path: Path) -> None:
+    """All decoder layers of T5 use the encoder's output and the same position bias."""
     config = T5Config(
         vocab_size=64, d_model=64, d_ff=128, d_kv=16, num_heads=4, num_layers=3, num_decoder_layers=4, dropout_rate=0.0,
         decoder_start_token_id=0,
@@ -423,8 +421,8 @@ def test_what_several_layers_of_a_decoder_need_is_read_as_predicted(tmp_path: Pa
     assert losses[:4] == losses[4:]
 
 
-def test_an_input_that_is_modified_while_a_device_copies_it(tmp_path: Path) -> None:
-    """Its pages may have anything, so it is told; what is modified behind its copy is as it was saved."""
+def test_modifying_an_input_during_its_copy_raises(tmp_path: Path) -> None:
+    """The copy may contain any values. Modifications after the copy do not affect it."""
     model = sharded(WAYS["inside"])
     with offloaded(model, tmp_path, {"tier": "nvme", "host_bytes": "2MiB"}):
         with late_copies() as passed:

@@ -393,7 +393,7 @@ def test_torchao_quantized_weights_are_unsupported(tmp_path: Path) -> None:
 
 
 def test_bitsandbytes_modules_are_unsupported(tmp_path: Path) -> None:
-    """Their scales are not part of the parameter."""
+    """bitsandbytes stores scales outside the parameter."""
     made = base()
     layer = made.model.layers[1].mlp
     cls = type("Linear4bit", (nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})

@@ -155,7 +155,7 @@ def test_gradients_between_micro_batches_are_paged(tmp_path: Path) -> None:
 
 
 def test_step_with_a_non_finite_norm_is_skipped(tmp_path: Path) -> None:
-    """Its update changes no weights; other updates do."""
+    """The update of that step changes no weights; other updates do."""
     calls = []
 
     def loss_of(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:

@@ -96,7 +96,7 @@ def test_user_optimizer_and_scheduler(tmp_path: Path) -> None:
     "update_schedule", all_but(("auto", "in_backward", "in_forward", "after_backward"), "in_backward", "after_backward")
 )
 def test_norm_without_clipping(update_schedule: str, tmp_path: Path) -> None:
-    """It is logged if gradients wait for the step anyway; it does not prevent updates in backward."""
+    """The norm is logged if gradients wait for the step anyway; it does not prevent updates in backward."""
     ordinary = make(tmp_path / "memory", build("plain"), max_grad_norm=0.0)
     ordinary.train()
     config = {"update": {"schedule": update_schedule}}

@@ -125,7 +125,7 @@ def test_load_best_model_at_end(limit: int, tmp_path: Path) -> None:
 
 
 def test_load_best_adapters_at_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read from the best checkpoint; the frozen base is neither read nor written."""
+    """Adapters are read from the best checkpoint; the frozen base is neither read nor written."""
     pytest.importorskip("peft")
     read: list[str] = []
     original = CheckpointReader.read

@@ -63,7 +63,9 @@ def test_each_optimizer_keeps_its_scheduler_and_initial_state(tmp_path: Path) ->
     model = build()
     base_optimizers = make(model)
     with infinity.offload(model, base_optimizers, config(tmp_path)) as optimizer:
-        assert [id(group) for one in base_optimizers for group in one.param_groups] == [*map(id, optimizer.param_groups)]
+        assert [id(group) for one in base_optimizers for group in one.param_groups] == [
+            *map(id, optimizer.param_groups)
+        ]
         found = run(model, *base_optimizers, [optimizer.step], optimizer.zero_grad)
         assert sorted(base_optimizers[1].state[split_parameters(model)[1][0]]) == ["step", "sum"]
     assert all(

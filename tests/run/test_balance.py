@@ -95,10 +95,7 @@ def test_faster_drive_receives_more_pages() -> None:
         if found is not None:
             watch.restart()
             stripe_weight = moved * found[0].factor / (moved * found[0].factor + other * found[1].factor)
-            moved, other = (
-                100.0,
-                100.0 * (1 - stripe_weight) / stripe_weight,
-            )  # valid while the first path is slower
+            moved, other = 100.0, 100.0 * (1 - stripe_weight) / stripe_weight  # while the first path is slower
             if other > 1000:
                 moved, other = 100.0 * 1000 / other, 1000.0
     assert other > 900

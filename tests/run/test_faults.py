@@ -111,7 +111,7 @@ def test_peer_detects_a_killed_rank_without_pidfd_open(logged: str, dying: Fault
 
 
 def test_rank_that_closes_first_is_not_reported_as_failed(dying: FaultyRanks, tmp_path: Path) -> None:
-    """Its process may exit before the other ranks close."""
+    """The process of a rank may exit before the other ranks close."""
     struck, peer = dying.run(EXITED, 1, tmp_path)[::-1]
     assert (struck.status, peer.status) == (0, 1)
     assert re.match(EXITED.peer_error(1), peer.said), peer.said

@@ -52,7 +52,7 @@ def _handler_is_restored() -> Iterator[None]:
 
 
 def test_ctrl_c_is_deferred_to_the_end_of_the_block() -> None:
-    """It is raised at the end of the outermost block, and immediately outside blocks."""
+    """`KeyboardInterrupt` is raised at the end of the outermost block, and immediately outside any block."""
     done = []
 
     def blocks() -> None:
@@ -299,7 +299,7 @@ def _out_of_memory(*_: Any, **__: Any) -> None:
 
 
 def test_zero_grad_drops_unapplied_gradients(tmp_path: Path) -> None:
-    """This also holds with updates in backward; `zero_grad()` itself updates no parameters."""
+    """Gradients can also be dropped with updates in backward; `zero_grad()` updates no parameters."""
     model, optimizer = paged(tmp_path, "in_backward")
     with optimizer:
         losses = [step(model, optimizer, 0), step(model, optimizer, 1)]

@@ -131,7 +131,7 @@ def test_model_and_optimizer_can_be_rebuilt_in_one_line(notebook: Notebook) -> N
     """The old optimizer still has a name at that time, but its model is gone."""
     first = notebook.names["optimizer"]
     notebook.cell("model = build(); optimizer = paged(model)")
-    with pytest.raises(infinity.InfinityError, match="closed"):
+    with pytest.raises(infinity.InfinityError, match="this optimizer was closed"):
         first.step()
 
 

@@ -238,12 +238,12 @@ def test_optimizer_with_state_is_rejected(tmp_path: Path) -> None:
 
 
 def test_offloading_twice_is_rejected(tmp_path: Path) -> None:
-    """This includes a new optimizer over paged parameters."""
+    """A new optimizer over paged parameters is rejected as well."""
     with offloaded(Recipe(model="toy"), IN_BACKWARD, tmp_path) as (model, optimizer):
         other = settings(tmp_path / "nvme0", Paging(), 64 * MIB)
-        with pytest.raises(UnsupportedError, match="already"):
+        with pytest.raises(UnsupportedError, match="the model is already offloaded"):
             infinity.offload(model, optimizer, other)
-        with pytest.raises(UnsupportedError, match="already"):
+        with pytest.raises(UnsupportedError, match="the model is already offloaded"):
             infinity.offload(model, make_optimizer(Recipe(), model), other).close()
 
 
@@ -365,7 +365,7 @@ def test_closed_optimizer_raises(tmp_path: Path) -> None:
         optimizer.save_checkpoint,
         lambda: optimizer.clip_grad_norm_(1.0),
     ):
-        with pytest.raises(InfinityError, match="closed"):
+        with pytest.raises(InfinityError, match="this optimizer was closed"):
             call()
 
 
@@ -373,9 +373,9 @@ def test_model_of_a_closed_run_raises(tmp_path: Path) -> None:
     """The values are gone, so loading a shard or running the model raises."""
     with offloaded(Recipe(model="toy"), Paging(), tmp_path) as (model, optimizer):
         train_step(model, optimizer)
-    with pytest.raises(InfinityError, match="closed"):
+    with pytest.raises(InfinityError, match="optimizer of this model was closed"):
         model.blocks[0].up.weight.full_tensor().clone()
-    with pytest.raises(InfinityError, match="closed"):
+    with pytest.raises(InfinityError, match="optimizer of this model was closed"):
         backward(model)
 
 

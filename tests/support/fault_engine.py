@@ -242,8 +242,8 @@ class FaultEngine(WrappedEngine):
     def _slow(self, fault: Fault, call: _Call) -> None:
         seconds = call.rng.uniform(0, fault.seconds)
         self._record(fault.kind, call, seconds)
-        # The request is submitted after the delay, so that during the delay a read has no effect and a write still needs
-        # its buffer. A buffer that is reused too early therefore causes a visible error.
+        # The request is submitted after the delay, so that during the delay a read has no effect and a write still
+        # needs its buffer. A buffer that is reused too early therefore causes a visible error.
         self._delays.add(seconds, lambda: self._pass_on(call))
 
     def _stuck_request(self, fault: Fault, call: _Call) -> None:

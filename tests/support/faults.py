@@ -189,7 +189,7 @@ class FaultyRanks:
             case: Failure.
             rank: Rank that fails.
             folder: Folder of the run.
-            swallowed: Whether the rank catches its error and continues, without closing, until the other rank has ended.
+            swallowed: Whether the rank catches its error and continues, without closing, until the other has ended.
         """
         arguments = [(case, number == rank, number, str(folder), swallowed) for number in range(2)]
         processes = [self._context.Process(target=_live, args=each) for each in arguments]

@@ -1,7 +1,7 @@
-"""A reader of checkpoints, written from docs/reference/on-disk-format.md alone: nothing of infinity is imported.
+"""Checkpoint reader written only from docs/reference/on-disk-format.md, which imports nothing from infinity.
 
-To be read beside the document, whose sections it follows. Values are NumPy arrays; dtypes that NumPy lacks (bfloat16,
-float8) are unsigned integers with the same bits.
+It follows the sections of the document. Values are NumPy arrays. For dtypes that NumPy does not support (bfloat16,
+float8), the arrays contain unsigned integers with the same bits.
 
     for run in find_runs(["/nvme0", "/nvme1"]):
         for checkpoint in find_checkpoints(run):
@@ -29,11 +29,11 @@ import xxhash
 
 
 class Rejected(Exception):
-    """The document says that a reader MUST refuse this."""
+    """The document requires readers to reject this file."""
 
 
 def require(condition: bool, message: str) -> None:
-    """Refuse, unless a condition holds."""
+    """Raise `Rejected` unless the condition is true."""
     if not condition:
         raise Rejected(message)
 
@@ -47,20 +47,20 @@ MANIFEST = re.compile(rf"step{TWELVE}\.rank{FIVE}-of-{FIVE}\.([0-9a-f]{{24}})\.j
 
 @dataclass
 class Run:
-    """`folders` are those of the run on its paths, in the run's own order."""
+    """A run. `folders` contains its folder on each path, in the order of the run."""
 
     run_id: str
     folders: list[Path]
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
+        """Folder of the checkpoints."""
         return self.folders[0] / "checkpoints"
 
 
 @dataclass
 class Checkpoint:
-    """`manifests` has the file of each rank."""
+    """A checkpoint. `manifests` contains the manifest of each rank."""
 
     run: Run
     step: int
@@ -69,7 +69,7 @@ class Checkpoint:
 
 
 def regular_file(file: Path) -> bytes:
-    """The content of a regular file."""
+    """Return the content of a regular file."""
     try:
         require(stat.S_ISREG(os.lstat(file).st_mode), f"{file} is not a regular file")
         return file.read_bytes()
@@ -78,25 +78,21 @@ def regular_file(file: Path) -> bytes:
 
 
 def find_runs(paths: list[Any]) -> list[Run]:
-    """The runs all of whose paths are among `paths`, oldest first."""
+    """Return the runs whose paths are all in `paths`, oldest first."""
     found: dict[tuple[str, int], dict[int, Path]] = {}
     for path in map(Path, paths):
         for folder in path.iterdir():
             checkpoints = folder / "checkpoints"
             odd = folder.is_symlink() or checkpoints.is_symlink() or (checkpoints.exists() and not checkpoints.is_dir())
-            device_event = marker(folder) if RUN_ID.fullmatch(folder.name) and not odd else None
-            if (
-                device_event is not None
-                and device_event["run_id"] == folder.name
-                and device_event["path"] < device_event["paths"]
-            ):
-                found.setdefault((folder.name, device_event["paths"]), {})[device_event["path"]] = folder
+            content = marker(folder) if RUN_ID.fullmatch(folder.name) and not odd else None
+            if content is not None and content["run_id"] == folder.name and content["path"] < content["paths"]:
+                found.setdefault((folder.name, content["paths"]), {})[content["path"]] = folder
     complete = ((run_id, by_path) for (run_id, paths), by_path in sorted(found.items()) if len(by_path) == paths)
     return [Run(run_id, [by_path[path] for path in sorted(by_path)]) for run_id, by_path in complete]
 
 
 def marker(folder: Path) -> dict[str, Any] | None:
-    """The first valid line of a marker."""
+    """Return the first valid line of the marker in a folder."""
     try:
         lines = regular_file(folder / "infinity.run").splitlines()
     except Rejected:
@@ -110,7 +106,7 @@ def marker(folder: Path) -> dict[str, Any] | None:
 
 
 def find_checkpoints(run: Run) -> list[Checkpoint]:
-    """The checkpoints of a run that are there of all ranks, oldest first."""
+    """Return the checkpoints of a run that are complete on all ranks, oldest first."""
     found: dict[tuple[int, str, int], dict[int, Path]] = {}
     for file in run.checkpoints.iterdir() if run.checkpoints.exists() else ():
         if name := MANIFEST.fullmatch(file.name):
@@ -128,91 +124,100 @@ def find_checkpoints(run: Run) -> list[Checkpoint]:
 
 MOST = 2**63 - 1
 Check = Callable[[Any], Any]
-"""Returns a value if it is what it has to be."""
+"""Function that returns a valid value and raises `Rejected` for other values."""
 
 
 def parse(content: str | bytes) -> Any:
-    """JSON in which no object has a key twice."""
+    """Parse JSON, and reject objects with duplicate keys."""
 
     def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
-        require(len(dict(found)) == len(found), "a key is there twice")
+        require(len(dict(found)) == len(found), "duplicate key")
         return dict(found)
 
     try:
         return json.loads(content, object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
-        raise Rejected(f"it is no JSON: {error}") from error
+        raise Rejected(f"invalid JSON: {error}") from error
 
 
 def checksum(data: bytes, seed: int = 0) -> str:
-    """XXH3-64 as the files have it."""
+    """Return the XXH3-64 checksum in the format of the files."""
     return xxhash.xxh3_64_hexdigest(data, seed)
 
 
 def body_of(content: bytes) -> Any:
-    """The body of `{"checksum": …, "body": …}`."""
+    """Return the verified body of `{"checksum": …, "body": …}`."""
     outer = record(checksum=text(), body=text())(parse(content))
     require(outer["checksum"] == checksum(outer["body"].encode()), "the checksum does not match")
     return parse(outer["body"])
 
 
-def check(holds: Callable[[Any], bool], what: str) -> Check:
-    """A value of which something holds."""
+def check(holds: Callable[[Any], bool], description: str) -> Check:
+    """Accept values for which `holds` returns ``True``."""
 
     def one(value: Any) -> Any:
         if not holds(value):
-            raise Rejected(f"{value!r:.80} is not {what}")
+            raise Rejected(f"{value!r:.80} is not {description}")
         return value
 
     return one
 
 
 def integer(low: int = 0, high: int = MOST, multiple: int = 1) -> Check:
-    """An integer from `low` to `high`."""
-    return check(lambda value: type(value) is int and low <= value <= high and value % multiple == 0, "such an integer")
+    """Accept integers from `low` to `high`."""
+    return check(
+        lambda value: type(value) is int and low <= value <= high and value % multiple == 0, "an allowed integer"
+    )
 
 
 def number(low: float = -MOST, high: float = MOST) -> Check:
-    """A finite number from `low` to `high`."""
-    return check(lambda value: type(value) in (int, float) and low <= value <= high, "such a number")
+    """Accept finite numbers from `low` to `high`."""
+    return check(lambda value: type(value) in (int, float) and low <= value <= high, "an allowed number")
 
 
 def text(pattern: str = r"(?s:.*)") -> Check:
-    """A text that can be written as UTF-8."""
+    """Accept strings that match `pattern` and can be encoded as UTF-8."""
 
     def holds(value: Any) -> bool:
         fits = isinstance(value, str) and re.fullmatch(pattern, value, re.ASCII) is not None
         return fits and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
-    return check(holds, "such a text")
+    return check(holds, "an allowed string")
 
 
 def one_of(*values: str) -> Check:
-    """One of some texts."""
+    """Accept one of several strings."""
     return check(lambda value: isinstance(value, str) and value in values, f"one of {values}")
 
 
 def items(each: Check, least: int = 0, most: int = MOST) -> Check:
-    """A list."""
-    is_list = check(lambda value: isinstance(value, list) and least <= len(value) <= most, "such a list")
+    """Accept lists with `least` to `most` valid items."""
+    is_list = check(
+        lambda value: isinstance(value, list) and least <= len(value) <= most, "a list with an allowed length"
+    )
     return lambda value: [each(item) for item in is_list(value)]
 
 
 def row(*checks: Check) -> Check:
-    """A list with one item for every check."""
-    is_list = check(lambda value: isinstance(value, list) and len(value) == len(checks), "such a list")
+    """Accept lists with one item for each check."""
+    is_list = check(
+        lambda value: isinstance(value, list) and len(value) == len(checks), "a list with an allowed length"
+    )
     return lambda value: [one(item) for one, item in zip(checks, is_list(value), strict=True)]
 
 
 def table(key: Check, each: Check) -> Check:
-    """An object with any keys."""
+    """Accept objects with any valid keys."""
     is_object = check(lambda value: isinstance(value, dict), "an object")
     return lambda value: {key(name): each(item) for name, item in is_object(value).items()}
 
 
 def record(**checks: Check) -> Check:
-    """An object with exactly these fields."""
-    is_object = check(lambda value: isinstance(value, dict) and value.keys() == checks.keys(), f"of {list(checks)}")
+    """Accept objects with exactly these fields."""
+    is_object = check(
+        lambda value: isinstance(value, dict) and value.keys() == checks.keys(),
+        f"an object with the fields {list(checks)}",
+    )
     return lambda value: {name: checks[name](item) for name, item in is_object(value).items()}
 
 
@@ -220,7 +225,7 @@ flag = check(lambda value: isinstance(value, bool), "true or false")
 
 
 def anything(value: Any) -> Any:
-    """Any JSON."""
+    """Accept any JSON."""
     return value
 
 
@@ -237,7 +242,7 @@ ENCODED_SIZES = {"split": 2 + 1 / 8, "bfloat16": 2, "8bit": 1 + 2 / 64}
 
 @dataclass
 class Page:
-    """Elements [start, start + count) of a segment."""
+    """A page, which contains the elements [start, start + count) of a segment."""
 
     role: str
     start: int
@@ -248,7 +253,7 @@ class Page:
 
 @dataclass
 class Segment:
-    """`shards` are indices and first elements; `pages` go by their numbers."""
+    """A segment. `shards` contains pairs of shard index and first element; `pages` contains its pages by number."""
 
     format: dict[str, Any]
     shards: list[tuple[int, int]] = field(default_factory=list)
@@ -258,26 +263,26 @@ class Segment:
 
 
 def ceil(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def sections(fmt: dict[str, Any]) -> list[tuple[str, str, str | None]]:
-    """The sections of an UPDATE page: name, dtype, encoding."""
+    """Return name, dtype and encoding of each section of an UPDATE page."""
     master = [("master", fmt["master"])] if fmt["master"] else []
     encodings = dict(fmt["encodings"])
     return [(name, dtype, encodings.get(name)) for name, dtype in (*master, *fmt["kinds"])]
 
 
 def page_sets(fmt: dict[str, Any]) -> list[tuple[str, float]]:
-    """The sets of pages of a segment, in the order in which they are numbered: role, and bytes per element."""
+    """Return role and bytes per element of each set of pages of a segment, in numbering order."""
     update = sum(ENCODED_SIZES.get(encoding, SIZES[dtype]) for _, dtype, encoding in sections(fmt))
     gradients = [("GRAD", SIZES[dtype]) for dtype in fmt["grads"]]
     return [("PARAM", SIZES[fmt["param"]]), *([("UPDATE", update)] if update else []), *gradients]
 
 
 def build(fsdp_modules: list[Any], formats: dict[str, Any], page_bytes: int) -> list[Segment]:
-    """The segments of a rank and their pages."""
+    """Return the segments of a rank with their pages."""
     segments: list[Segment] = []
     shards = [shard for fsdp_module in fsdp_modules for shard in fsdp_module["shards"]]
     index = number = 0
@@ -308,13 +313,13 @@ def build(fsdp_modules: list[Any], formats: dict[str, Any], page_bytes: int) -> 
 
 
 def even(blocks: int, most: int) -> list[int]:
-    """Where pieces begin, and the last one ends."""
+    """Return the starts of pieces of similar size, and the end of the last one."""
     pieces = ceil(blocks, most // BLOCK)
     return [ceil(p * blocks, pieces) * BLOCK for p in range(pieces + 1)]
 
 
 def between_rows(segment: Segment, shards: list[Any], blocks: int, most: int) -> list[int]:
-    """The same where no piece may end inside of a row."""
+    """Return the starts of pieces that do not end inside of a row, and the end of the last one."""
     cuts = [0]
     ends = [*(start for _, start in segment.shards[1:]), blocks * BLOCK]
     for (index, start), end in zip(segment.shards, ends, strict=True):
@@ -323,13 +328,13 @@ def between_rows(segment: Segment, shards: list[Any], blocks: int, most: int) ->
         last = start + max(0, numel - 2 * row) // step * step
         while end - cuts[-1] > most:
             cut = min(last, start + max(0, cuts[-1] + most - start) // step * step)
-            require(cut > cuts[-1], "a page has no room for a row")
+            require(cut > cuts[-1], "a row does not fit into a page")
             cuts.append(cut)
     return [*cuts, blocks * BLOCK]
 
 
 def join(pieces: list[int], most: int, *, even: bool) -> list[int]:
-    """Where the pages begin that are made of pieces, and the last one ends."""
+    """Return the starts of pages that consist of pieces, and the end of the last one."""
     if even:
         number = len(pieces) - 1
         pages = ceil(number, most // pieces[1])
@@ -342,12 +347,12 @@ def join(pieces: list[int], most: int, *, even: bool) -> list[int]:
 
 
 def digest(fsdp_modules: list[Any], segments: list[Segment], page_bytes: int) -> str:
-    """The digest of a layout."""
+    """Return the digest of a layout."""
     return hashlib.sha256(digested(fsdp_modules, segments, page_bytes).encode()).hexdigest()[:16]
 
 
 def digested(fsdp_modules: list[Any], segments: list[Segment], page_bytes: int) -> str:
-    """What the digest is of."""
+    """Return the text from which the digest of a layout is computed."""
     without_ones = [
         {
             **fsdp_module,
@@ -359,24 +364,24 @@ def digested(fsdp_modules: list[Any], segments: list[Segment], page_bytes: int) 
     return json.dumps([without_ones, page_bytes, BLOCK, formats], sort_keys=True)
 
 
-# Data files: what a writer MUST do and a reader need not know #
+# Data files: required of writers, not needed by readers #
 
 
 def paths_of(pages: list[Page], weights: list[float]) -> list[int]:
-    """The path of every page."""
-    given: dict[str, list[float]] = {}
+    """Return the path index of each page."""
+    used: dict[str, list[float]] = {}
     paths = []
     for page in pages:
-        held = given.setdefault(page.role, [0] * len(weights))
+        held = used.setdefault(page.role, [0] * len(weights))
         due = sum(held) + page.length
-        behind = [path for path, weight in enumerate(weights) if held[path] * sum(weights) < weight * due]
-        paths.append(min(behind, key=lambda path: (held[path] + page.length) / weights[path]))
+        below_share = [path for path, weight in enumerate(weights) if held[path] * sum(weights) < weight * due]
+        paths.append(min(below_share, key=lambda path: (held[path] + page.length) / weights[path]))
         held[paths[-1]] += page.length
     return paths
 
 
 def slots_of(pages: list[Page], paths: list[int], retained: int) -> set[tuple[int, int, int]]:
-    """All slots of the data files: path, offset, length."""
+    """Return path, offset and length of all slots of the data files."""
     state = [(path, page) for path, page in zip(paths, pages, strict=True) if page.role != "GRAD"]
     every = Counter((path, page.length) for path, page in state)
     again = Counter((path, page.length) for path, page in state if not page.fixed)
@@ -393,7 +398,7 @@ def slots_of(pages: list[Page], paths: list[int], retained: int) -> set[tuple[in
 
 
 def values_of(segment: Segment, page_of: Callable[[int], bytes]) -> dict[str, np.ndarray]:
-    """All elements of a segment: `weights` as PARAM pages have them, `master`, and the optimizer's states."""
+    """Return all elements of a segment: `weights` from the PARAM pages, `master`, and the optimizer states."""
     fmt, found = segment.format, {"weights": [np.empty(0, DTYPES[segment.format["param"]])]}
     found |= {name: [np.empty(0, DTYPES[dtype])] for name, dtype, _ in sections(fmt)}
     for number, page in segment.pages.items():
@@ -402,28 +407,28 @@ def values_of(segment: Segment, page_of: Callable[[int], bytes]) -> dict[str, np
     weights = np.concatenate(found["weights"])
     for number, page in segment.pages.items():
         if page.role == "UPDATE":
-            take, beside = Taker(page_of(number)), weights[page.start : page.start + page.count]
+            take, page_weights = Taker(page_of(number)), weights[page.start : page.start + page.count]
             for name, dtype, encoding in sections(fmt):
-                found[name].append(section(take, page.count, dtype, encoding, beside))
+                found[name].append(section(take, page.count, dtype, encoding, page_weights))
     values = {name: np.concatenate(parts) for name, parts in found.items()}
     return {"master": weights} | values
 
 
 class Taker:
-    """Takes one part after another from the bytes of a page."""
+    """Read consecutive arrays from the bytes of a page."""
 
     def __init__(self, content: bytes) -> None:
         self._content, self._at = content, 0
 
     def __call__(self, code: str, count: int) -> np.ndarray:
-        """The next `count` items of a dtype."""
+        """Return the next `count` items of a dtype."""
         part = np.frombuffer(self._content, code, count, self._at)
         self._at += part.nbytes
         return part
 
 
 def section(take: Taker, count: int, dtype: str, encoding: str | None, weights: np.ndarray) -> np.ndarray:
-    """The elements of one section of a page, whose weights are given."""
+    """Decode one section of a page. `weights` contains the weights of the same elements."""
     if encoding is None:
         return take(DTYPES[dtype], count)
     if encoding == "bfloat16":
@@ -435,12 +440,12 @@ def section(take: Taker, count: int, dtype: str, encoding: str | None, weights: 
 
 
 def upper(bits: np.ndarray) -> np.ndarray:
-    """Fp32 numbers whose bits 16-31 are given."""
+    """Return fp32 numbers with the given bits 16-31."""
     return (bits.astype("<u4") << 16).view("<f4")
 
 
 def from_codes(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The values of ``8bit``."""
+    """Decode the encoding ``8bit``."""
     scale = np.repeat(upper(scales), 64)
     unsigned = scale < 0
     least = np.where(unsigned, np.float32(2**-32), np.float32(2**-16))
@@ -454,18 +459,18 @@ def from_codes(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def index(value: Any) -> int:
-    """A key that is a number."""
+    """Accept a key that is a number; return the number."""
     return int(text("0|[1-9][0-9]{0,17}")(value))
 
 
 def setting(value: Any, depth: int = 4) -> Any:
-    """A setting or scalar of an optimizer; a tensor as nested lists."""
+    """Decode a setting or scalar of an optimizer. Tensors become nested lists."""
     if isinstance(value, dict) and "tensor" in value:
         tensor = record(tensor=dtype, shape=items(integer(0, 2**15), most=4), value=anything)(value)
         return nested(tensor["value"], tensor["shape"], leaf(tensor["tensor"]))
     if isinstance(value, dict):
         kind = next(iter(value), "")
-        require(len(value) == 1 and kind in ("tuple", "list", "dict") and depth > 0, f"{value!r:.80} is no setting")
+        require(len(value) == 1 and kind in ("tuple", "list", "dict") and depth > 0, f"{value!r:.80} is not a setting")
         inside: Check = lambda item: setting(item, depth - 1)  # noqa: E731
         found = table(text(), inside)(value[kind]) if kind == "dict" else items(inside)(value[kind])
         return tuple(found) if kind == "tuple" else found
@@ -475,7 +480,7 @@ def setting(value: Any, depth: int = 4) -> Any:
 
 
 def extra(value: Any) -> Any:
-    """What is in `extra`, with its tuples and mappings."""
+    """Decode `extra`, including its tuples and mappings."""
     if isinstance(value, dict) and value.keys() in ({"tuple"}, {"pairs"}):
         ((kind, found),) = value.items()
         if kind == "tuple":
@@ -487,12 +492,12 @@ def extra(value: Any) -> Any:
 
 
 def nested(value: Any, shape: list[int], each: Check) -> Any:
-    """Lists in lists."""
+    """Accept nested lists with the given shape."""
     return items(lambda item: nested(item, shape[1:], each), shape[0], shape[0])(value) if shape else each(value)
 
 
 def leaf(name: str) -> Check:
-    """An element of a tensor."""
+    """Return the check for elements of a tensor with the given dtype."""
     if name == "uint8" or name.startswith("int"):
         limits = np.iinfo(name)
         return integer(int(limits.min), int(limits.max))
@@ -555,13 +560,13 @@ BODY = record(
 
 
 def add_row(shard: Any) -> Any:
-    """A shard with its `row`, which is 1 where it is left out."""
+    """Return a shard with `row`, whose default is 1."""
     return {"row": 1, **shard} if isinstance(shard, dict) else shard
 
 
 @dataclass
 class Manifest:
-    """What one rank has of a checkpoint: checked, but for the bytes of its pages."""
+    """Validated part of a checkpoint that belongs to one rank. Pages are validated when they are read."""
 
     run: Run
     file: Path
@@ -571,45 +576,46 @@ class Manifest:
 
     @property
     def tensors(self) -> list[dict[str, Any]]:
-        """The parameters, by index of their shard."""
+        """Parameters in the order of their shards."""
         return self.body["description"]["tensors"]
 
     def page(self, number: int) -> bytes:
-        """The bytes of a page."""
+        """Return the verified bytes of a page."""
         path, offset, length, expected = self.body["pages"][number]
         with data_file(self.run, path, self.body["rank"]).open("rb") as file:
             file.seek(offset)
             content = file.read(length)
         if checksum(content, seed=number) != expected:
             raise Rejected(
-                f"page {number} is bad" if self.file.exists() else "the checkpoint has been removed meanwhile"
+                f"page {number} is corrupt" if self.file.exists() else "the checkpoint was removed during the read"
             )
         return content
 
 
 def data_file(run: Run, path: int, rank: int) -> Path:
-    """The data file of a rank on a path."""
+    """Return the data file of a rank on a path."""
     return run.folders[path] / f"rank{rank:05d}.pages"
 
 
 def read_manifest(checkpoint: Checkpoint, rank: int) -> Manifest:
-    """Read and check the part of one rank."""
+    """Read and validate the part of one rank."""
     run, file = checkpoint.run, checkpoint.manifests[rank]
     body = BODY(body_of(regular_file(file)))
-    said = [body[name] for name in ("run_id", "step", "identity", "rank", "world_size")]
+    stated = [body[name] for name in ("run_id", "step", "identity", "rank", "world_size")]
     require(
-        said == [run.run_id, checkpoint.step, checkpoint.identity, rank, len(checkpoint.manifests)],
-        f"{file} is of {said}",
+        stated == [run.run_id, checkpoint.step, checkpoint.identity, rank, len(checkpoint.manifests)],
+        f"{file} belongs to a different rank or checkpoint: {stated}",
     )
     segments = checked_layout(body["description"], body["page_bytes"])
     require(
-        digest(body["description"]["fsdp_modules"], segments, body["page_bytes"]) == body["layout"], "of another layout"
+        digest(body["description"]["fsdp_modules"], segments, body["page_bytes"]) == body["layout"],
+        "the layout does not match its digest",
     )
     check_tensors(body["description"])
     check_pages(run, body, segments)
     shards = len(body["description"]["tensors"])
     named = [*body["scalars"], *(index for group in body["groups"] for index in group["params"])]
-    require(all(index < shards for index in named), "scalars or groups are of other shards")
+    require(all(index < shards for index in named), "scalars or groups refer to shards that do not exist")
     state = regular_file(
         run.checkpoints / f"step{checkpoint.step:012d}.rank{rank:05d}.{checkpoint.identity}.safetensors"
     )
@@ -618,14 +624,17 @@ def read_manifest(checkpoint: Checkpoint, rank: int) -> Manifest:
 
 
 def check_pages(run: Run, body: dict[str, Any], segments: list[Segment]) -> None:
-    """Check that the pages are those of the layout and lie within the data files, each in bytes of its own."""
-    require(len(body["stripe_weights"]) == len(run.folders), "the run has another number of paths")
+    """Check that pages match the layout, lie within the data files and do not overlap."""
+    require(len(body["stripe_weights"]) == len(run.folders), "the number of stripe weights is not the number of paths")
     lengths = {n: page.length for segment in segments for n, page in segment.pages.items() if page.role != "GRAD"}
-    require({n: length for n, (_, _, length, _) in body["pages"].items()} == lengths, "the pages are not the layout's")
+    require(
+        {n: length for n, (_, _, length, _) in body["pages"].items()} == lengths, "the pages do not match the layout"
+    )
     end, ends = (0, 0), {}
     for path, offset, length, _ in sorted(body["pages"].values()):
         require(
-            path < len(run.folders) and (path, offset) >= end, "a page is on no path, or shares a byte with another"
+            path < len(run.folders) and (path, offset) >= end,
+            "a page is on a path that does not exist, or overlaps with another page",
         )
         ends[path] = offset + length
         end = (path, offset + length)
@@ -638,48 +647,51 @@ def check_pages(run: Run, body: dict[str, Any], segments: list[Segment]) -> None
 
 
 def checked_layout(description: dict[str, Any], page_bytes: int) -> list[Segment]:
-    """The layout that a description is of, built when it is known to be possible and of a bearable size."""
+    """Validate a description, including its size, and return its layout."""
     fsdp_modules, formats = description["fsdp_modules"], description["formats"]
     for fmt in formats.values():
         dtypes = {"master": fmt["master"], **dict(fmt["kinds"])}
-        require(len(dtypes) == 1 + len(fmt["kinds"]), "a state is there twice")
+        require(len(dtypes) == 1 + len(fmt["kinds"]), "duplicate state")
         encoded = [name for name, _ in fmt["encodings"]]
-        require(len(set(encoded)) == len(encoded), "two encodings of one section")
+        require(len(set(encoded)) == len(encoded), "a section has two encodings")
         for name, encoding in fmt["encodings"]:
-            require(dtypes.get(name) == "float32" and (name == "master") == (encoding == "split"), "no such encoding")
-            require(encoding != "split" or fmt["param"] == "bfloat16", "weights that are no half of the master")
+            require(dtypes.get(name) == "float32" and (name == "master") == (encoding == "split"), "invalid encoding")
+            require(encoding != "split" or fmt["param"] == "bfloat16", "encoding split requires bfloat16 weights")
         halves = fmt["grads"] == ["bfloat16", "int16"] and (fmt["master"] or fmt["param"]) == "float32"
-        require(len(fmt["grads"]) < 2 or halves, "no such gradient")
-        require(BLOCK * max(size for _, size in page_sets(fmt)) <= page_bytes, "a page has no room for 2048 elements")
+        require(len(fmt["grads"]) < 2 or halves, "invalid gradient format")
+        require(BLOCK * max(size for _, size in page_sets(fmt)) <= page_bytes, "2048 elements do not fit into a page")
     pages = 0.0
     for shard in (shard for fsdp_module in fsdp_modules for shard in fsdp_module["shards"]):
-        require(shard["segment_key"] in formats and shard["numel"] <= shard["padded"], "no such shard")
+        require(shard["segment_key"] in formats and shard["numel"] <= shard["padded"], "invalid shard")
         fmt = formats[shard["segment_key"]]
-        require(shard["trainable"] == bool(fmt["grads"]), "trained without a gradient, or the other way round")
-        # A page is at least an eighth full, but for the last ones of a set.
+        require(
+            shard["trainable"] == bool(fmt["grads"]), "a trainable shard has no gradient, or a frozen shard has one"
+        )
+        # Except for the last pages of a set, a page is at least one eighth full.
         pages += sum(1 + 8 * (shard["padded"] + BLOCK) * size / page_bytes for _, size in page_sets(fmt))
     require(pages <= 2**22, "too many pages")
     return build(fsdp_modules, formats, page_bytes)
 
 
 def check_tensors(description: dict[str, Any]) -> None:
-    """Check that every tensor is that of its shard."""
+    """Check that tensors match their shards."""
     shards = [shard for fsdp_module in description["fsdp_modules"] for shard in fsdp_module["shards"]]
     tensors = description["tensors"]
     names = [name for tensor in tensors for name in tensor["names"]]
-    require(len(set(names)) == len(names), "a name is there twice")
-    require(len(set(description["buffers"])) == len(description["buffers"]), "a buffer is there twice")
-    require(len(tensors) == len(shards), "there are other tensors than shards")
+    require(len(set(names)) == len(names), "duplicate parameter name")
+    require(len(set(description["buffers"])) == len(description["buffers"]), "duplicate buffer")
+    require(len(tensors) == len(shards), "the numbers of tensors and shards differ")
     for tensor, shard in zip(tensors, shards, strict=True):
-        require(tensor["names"][0] == shard["name"], "a tensor of another shard")
+        require(tensor["names"][0] == shard["name"], "the names of a tensor and its shard differ")
         require(
-            tensor["shard_rank"] < tensor["shard_size"] and tensor["dim"] < max(1, len(tensor["shape"])), "no slice"
+            tensor["shard_rank"] < tensor["shard_size"] and tensor["dim"] < max(1, len(tensor["shape"])),
+            "invalid slice",
         )
-        require(math.prod(slice_of(tensor)) == shard["numel"], "a shard of another size than its slice")
+        require(math.prod(slice_of(tensor)) == shard["numel"], "the sizes of a shard and its slice differ")
 
 
 def slice_of(tensor: dict[str, Any]) -> list[int]:
-    """The shape of the slice that a rank holds."""
+    """Return the shape of the local slice of a tensor."""
     shape, dim = list(tensor["shape"]), tensor["dim"]
     if shape:
         each = ceil(shape[dim], tensor["shard_size"])
@@ -689,7 +701,7 @@ def slice_of(tensor: dict[str, Any]) -> list[int]:
 
 
 def rank_independent(manifest: Manifest) -> Any:
-    """What all ranks must say the same of."""
+    """Return the parts of a manifest that must be equal on all ranks."""
     description = manifest.body["description"]
     keys = [shard["segment_key"] for fsdp_module in description["fsdp_modules"] for shard in fsdp_module["shards"]]
     formats = [description["formats"][key] for key in keys]
@@ -698,12 +710,12 @@ def rank_independent(manifest: Manifest) -> Any:
     return formats, same, description["buffers"]
 
 
-# The whole #
+# Complete checkpoints #
 
 
 @dataclass
 class Content:
-    """A checkpoint: `parameters` are whole, by first names: `weights`, `master` and the optimizer's states."""
+    """Content of a checkpoint. `parameters` contains full tensors (`weights`, `master`, states) by name."""
 
     step: int
     names: list[list[str]]
@@ -716,13 +728,15 @@ class Content:
 
 
 def read(checkpoint: Checkpoint) -> Content:
-    """Read a checkpoint whole.
+    """Read a complete checkpoint.
 
     Raises:
-        Refused: something in it is not as it MUST be.
+        Rejected: if the checkpoint violates a requirement of the document.
     """
     ranks = [read_manifest(checkpoint, rank) for rank in range(len(checkpoint.manifests))]
-    require(all(rank_independent(one) == rank_independent(ranks[0]) for one in ranks), "ranks have other parameters")
+    require(
+        all(rank_independent(one) == rank_independent(ranks[0]) for one in ranks), "the parameters differ between ranks"
+    )
     first, names = ranks[0].body, [tensor["names"] for tensor in ranks[0].tensors]
     slices = [dict(slices_of(manifest)) for manifest in ranks]
     parameters, scalars = {}, {}
@@ -743,12 +757,12 @@ def read(checkpoint: Checkpoint) -> Content:
 
 
 def joined(slices: list[np.ndarray], dim: int) -> np.ndarray:
-    """The whole of slices; of shape [] there is one that has it, and others that are empty."""
+    """Concatenate slices. A tensor of shape [] is in the first slice, and the other slices are empty."""
     return np.concatenate(slices, dim) if slices[0].shape else slices[0]
 
 
 def slices_of(manifest: Manifest) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """The slices that a rank holds, by index of the shard."""
+    """Yield shard indices and local slices of a rank."""
     for segment in manifest.segments:
         values = values_of(segment, manifest.page)
         for index, start in segment.shards:
@@ -758,7 +772,7 @@ def slices_of(manifest: Manifest) -> Iterator[tuple[int, dict[str, np.ndarray]]]
 
 
 def buffer(state: dict[str, Any], name: str) -> np.ndarray:
-    """A buffer of a state file."""
+    """Return a buffer of a state file."""
     require(f"buffer.{name}" in state, f"the state file has no buffer {name}")
     found = state[f"buffer.{name}"]
     names = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL")

@@ -1,4 +1,4 @@
-"""Table of all training-loop patterns, tested by tests/wide/test_wide_habits.py."""
+"""Table of all training-loop patterns, tested by tests/wide/test_wide_loop_patterns.py."""
 
 from __future__ import annotations
 

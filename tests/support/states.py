@@ -234,17 +234,17 @@ class DamagedRuns:
             folder = self._copy(state)
             nvme = folder / "nvme0"
             if name == "resume":
-                answers = self._on(state.ranks, resume, str(folder))
-                texts[name] = "; ".join(dict.fromkeys(self._plain(str(text), folder) for text, _ in answers))  # type: ignore[misc]
+                outputs = self._on(state.ranks, resume, str(folder))
+                texts[name] = "; ".join(dict.fromkeys(self._plain(str(text), folder) for text, _ in outputs))  # type: ignore[misc]
                 found["resumed"] = _step(texts[name])
-                found["loss"] = answers[0][1]  # type: ignore[index]
+                found["loss"] = outputs[0][1]  # type: ignore[index]
                 continue
             if name == "export":
                 status, said = command("export", nvme, "--out", folder / "out")
             elif name == "gc":
                 status, said = command("store", "gc", nvme, "--yes")
-                answers = self._on(state.ranks, resume, str(folder))
-                found["after_gc"] = "; ".join(dict.fromkeys(self._plain(str(text), folder) for text, _ in answers))  # type: ignore[misc]
+                outputs = self._on(state.ranks, resume, str(folder))
+                found["after_gc"] = "; ".join(dict.fromkeys(self._plain(str(text), folder) for text, _ in outputs))  # type: ignore[misc]
             else:
                 status, said = command("store", name, nvme)
             if name == "verify":
@@ -318,9 +318,9 @@ def report(runs: DamagedRuns, results: Mapping[str, Results] | None = None) -> s
     """
     found = {state.name: results[state.name] if results else runs.results(state) for state in STATES}
     lines = ["| state | resume | verify, scrub | export | gc |", "|---|---|---|---|---|"]
-    lines += [f"| {' | '.join((name, *_results(answer)))} |" for name, answer in found.items()]
-    for name, answer in found.items():
-        messages = (("resume", answer.resume), ("verify", answer.verify), ("export", answer.export), ("gc", answer.gc))
+    lines += [f"| {' | '.join((name, *_results(result)))} |" for name, result in found.items()]
+    for name, result in found.items():
+        messages = (("resume", result.resume), ("verify", result.verify), ("export", result.export), ("gc", result.gc))
         lines += [
             "",
             f"**{name}**",
@@ -332,12 +332,12 @@ def report(runs: DamagedRuns, results: Mapping[str, Results] | None = None) -> s
     return "\n".join(lines) + "\n"
 
 
-def _results(answer: Results) -> tuple[str, ...]:
-    removed = re.search(r"removed (\d+) item", answer.gc)
+def _results(result: Results) -> tuple[str, ...]:
+    removed = re.search(r"removed (\d+) item", result.gc)
     return (
-        f"step {answer.resumed}" if answer.resumed >= 0 else answer.resume.split(":")[0],
-        f"status {answer.verified}",
-        f"step {answer.exported}" if answer.exported >= 0 else answer.export.rpartition("(")[2].rstrip(")"),
+        f"step {result.resumed}" if result.resumed >= 0 else result.resume.split(":")[0],
+        f"status {result.verified}",
+        f"step {result.exported}" if result.exported >= 0 else result.export.rpartition("(")[2].rstrip(")"),
         f"removes {removed[1] if removed else '?'}",
     )
 

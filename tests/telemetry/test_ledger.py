@@ -97,8 +97,8 @@ def test_transfer_time_is_counted_separately():
 def test_an_abandoned_transfer_counts_as_an_error():
     ledger, stats = make()
     ledger.gave_up("write", StallError("waited 300 s for a page to be written"))
-    page = stats.snapshot()
-    found = {op: page.value("io_errors_total", op=op, reason="timeout") for op in ("read", "write")}
+    snapshot = stats.snapshot()
+    found = {op: snapshot.value("io_errors_total", op=op, reason="timeout") for op in ("read", "write")}
     assert found == {"read": 0, "write": 1}
 
 

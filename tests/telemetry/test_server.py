@@ -80,7 +80,7 @@ def test_streams_are_limited_and_do_not_block_requests():
         rejected = ask(server.port, "/stream")
         assert (rejected.status, "64 streams" in rejected.read().decode()) == (503, True)
         for peer in peers:
-            peer.recv(1000)  # it is still there
+            peer.recv(1000)  # the stream is still open
         peers[0].close()
         end = time.monotonic() + 60
         while ask(server.port, "/stream", "HEAD").status == 503:
@@ -91,11 +91,11 @@ def test_streams_are_limited_and_do_not_block_requests():
 def test_a_stream_that_is_not_read_is_closed(monkeypatch):
     """Streams that are read continue, and the server buffers nothing for either."""
     monkeypatch.setattr(module, "_ANSWER_SECONDS", 2.0)
-    given = []
+    sent = []
 
     def counted() -> Iterator[bytes]:
         for part in endless():
-            given.append(len(part))
+            sent.append(len(part))
             yield part
 
     routes = {"/stream": Stream(parts=counted, media_type="text/event-stream")}
@@ -105,14 +105,14 @@ def test_a_stream_that_is_not_read_is_closed(monkeypatch):
             while server._server._clients:
                 assert time.monotonic() < end, "it is still served"
                 time.sleep(0.05)
-        assert sum(given) < 64 << 20  # what the kernel took
+        assert sum(sent) < 64 << 20  # socket buffers take a limited amount
         threads = {thread.name for thread in threading.enumerate()}
         assert "infinity-http" in threads
         idle.settimeout(60)
         received = 0
-        while data := idle.recv(1 << 20):  # what was on its way, and then the end
+        while data := idle.recv(1 << 20):  # data in transit, then the end of the stream
             received += len(data)
-        assert received <= sum(given) + 1000
+        assert received <= sum(sent) + 1000
         with open_stream(server.port) as reader:
             end = time.monotonic() + 4.5
             while time.monotonic() < end:

@@ -38,16 +38,16 @@ def test_readers_see_the_increments_of_the_writer(tmp_path):
     gauge.set(7)
     for seconds in (0.0005, 0.0006, 1e9):
         histogram.observe(seconds)
-    page = read_stats_file(stats.path)
-    assert page.alive
-    assert page.header.paths == ("/a", "/b")
-    assert page.value("io_bytes_total", **LABELS) == 4097
-    assert page.value("cache_slots", status="free") == 7
-    seen = page.histogram_at(BY_NAME["io_request_duration_seconds"], ("write",))
+    snapshot = read_stats_file(stats.path)
+    assert snapshot.alive
+    assert snapshot.header.paths == ("/a", "/b")
+    assert snapshot.value("io_bytes_total", **LABELS) == 4097
+    assert snapshot.value("cache_slots", status="free") == 7
+    seen = snapshot.histogram_at(BY_NAME["io_request_duration_seconds"], ("write",))
     assert (sum(seen.counts), seen.counts[0], seen.counts[1], seen.counts[-1]) == (3, 1, 1, 1)
     assert seen.sum == pytest.approx(1e9)
-    assert page.values == stats.snapshot().values
-    assert sum(page.values) == pytest.approx(4097 + 7 + 3 + 1e9)  # and every other cell is 0
+    assert snapshot.values == stats.snapshot().values
+    assert sum(snapshot.values) == pytest.approx(4097 + 7 + 3 + 1e9)  # and every other cell is 0
 
 
 def test_stats_file_has_private_mode_and_final_name(tmp_path):
@@ -67,9 +67,9 @@ def test_close_keeps_the_file_with_status_ended(tmp_path):
     counter.add()
     stats.close()
     counter.add()
-    page = read_stats_file(stats.path)
-    assert page.status == "ended"
-    assert page.values[CLOSED_CELL] > 0
+    snapshot = read_stats_file(stats.path)
+    assert snapshot.status == "ended"
+    assert snapshot.values[CLOSED_CELL] > 0
 
 
 def test_close_does_not_remove_the_file_of_a_successor(tmp_path):
@@ -197,9 +197,9 @@ def test_a_killed_rank_is_dead_and_its_counters_remain(tmp_path):
         os.kill(rank.pid, signal.SIGKILL)
         os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)  # a zombie now, still in /proc
         assert read_stats_file(path).status == "dead"
-    page = read_stats_file(path)
-    assert page.status == "dead"
-    assert page.value("steps_total") == 11
+    snapshot = read_stats_file(path)
+    assert snapshot.status == "dead"
+    assert snapshot.value("steps_total") == 11
     make(tmp_path)
     assert path.exists(), "the file of a dead rank is kept for a while"
     os.utime(path, (0, time.time() - KEEP_CLOSED_SECONDS - 1))
@@ -260,14 +260,14 @@ def intact():
 @given(data=st.data())
 def test_random_corruption_is_read_or_rejected(intact, data):
     folder, original = intact
-    page = bytearray(original)
+    content = bytearray(original)
     for _ in range(data.draw(st.integers(1, 6))):
-        at = data.draw(st.integers(0, len(page) - 1))
-        page[at : at + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=9))
-        page = page or bytearray(b"\0")
+        at = data.draw(st.integers(0, len(content) - 1))
+        content[at : at + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=9))
+        content = content or bytearray(b"\0")
     path = folder / "corrupt" / "run-a.rank0.stats"
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(page[: data.draw(st.one_of(st.just(len(page)), st.integers(0, len(page))))])
+    path.write_bytes(content[: data.draw(st.one_of(st.just(len(content)), st.integers(0, len(content))))])
     try:
         found = read_stats_file(path)
     except StatsFileError:
@@ -296,10 +296,10 @@ def test_any_json_in_the_header_is_read_or_rejected(intact, key, value):
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(head.ljust(-(-len(head) // 64) * 64, b"\0") + cells)
     try:
-        page = read_stats_file(path)
+        snapshot = read_stats_file(path)
     except StatsFileError:
         return
-    "".join([page.header.run_id, *page.header.devices, *page.header.info.values()]).encode()
+    "".join([snapshot.header.run_id, *snapshot.header.devices, *snapshot.header.info.values()]).encode()
 
 
 def test_impossible_counter_values_are_rejected(tmp_path):
@@ -329,8 +329,8 @@ def test_a_reader_never_sees_a_torn_value(tmp_path):
     )
     both = [struct.unpack("<d", bytes([byte]) * 8)[0] for byte in (0x2A, 0xD4)]
     with rank_process(code, tmp_path, *map(repr, both)) as rank:
-        pages = (read_stats_file(tmp_path / "t.rank0.stats") for _ in range(3000))
-        seen = {page.value("cache_slots", status="free") for page in pages}
+        snapshots = (read_stats_file(tmp_path / "t.rank0.stats") for _ in range(3000))
+        seen = {snapshot.value("cache_slots", status="free") for snapshot in snapshots}
         rank.kill()
     assert seen == set(both)
 

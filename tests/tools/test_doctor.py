@@ -99,7 +99,9 @@ def test_exit_status_is_worst_status(
 def test_lines_fit_terminal_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text in brackets is not interpreted as markup."""
     monkeypatch.setenv("COLUMNS", str(width))
-    fake_findings(monkeypatch, finding_with(Status.WARNING), Finding(check="long", status=Status.OK, value="word " * 60))
+    fake_findings(
+        monkeypatch, finding_with(Status.WARNING), Finding(check="long", status=Status.OK, value="word " * 60)
+    )
     done = run_here("doctor", ".")
     lines = done.output.splitlines()
     assert max(map(len, lines)) <= width

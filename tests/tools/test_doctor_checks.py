@@ -72,7 +72,9 @@ def test_torch_version(
 @pytest.mark.parametrize(
     ("version", "status"), [("5.14.0", "ok"), ("6.0", "ok"), ("4.57.1", "warning"), (None, "note")]
 )
-def test_transformers_is_optional(version: str | None, status: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_is_optional(
+    version: str | None, status: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(software, "installed", lambda package: version)
     assert matches(machine.look(software.transformers), status)
 
@@ -91,7 +93,9 @@ def test_installed_returns_version_or_none() -> None:
 def test_memory_respects_control_group_limit(machine: Machine) -> None:
     assert matches(machine.look(memory.memory), "ok", "60 GiB available of 64 GiB")
     machine.group(memory_max=str(4 * GIB), memory_current=str(GIB), memory_stat="inactive_file 0\n")
-    assert matches(machine.look(memory.memory), "note", "3 GiB within the limit of a control group, of 60 GiB", "--memory")
+    assert matches(
+        machine.look(memory.memory), "note", "3 GiB within the limit of a control group, of 60 GiB", "--memory"
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,9 @@ def test_used_swap_is_a_warning(swap: int, free: int, status: str, says: str, ma
 def test_strict_overcommit_is_a_warning(machine: Machine) -> None:
     assert matches(machine.look(memory.overcommit), "ok")
     machine.write("proc/sys/vm/overcommit_memory", "2\n")
-    assert matches(machine.look(memory.overcommit), "warning", "vm.overcommit_memory is 2", "sysctl vm.overcommit_memory=0")
+    assert matches(
+        machine.look(memory.overcommit), "warning", "vm.overcommit_memory is 2", "sysctl vm.overcommit_memory=0"
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,13 +191,13 @@ def test_resource_limits(
 @pytest.mark.parametrize(
     ("hard", "fix"), [(4096, "ulimit -n 4096"), (1 << 20, "ulimit -n 65536"), (UNLIMITED, "65536")]
 )
-def test_fix_depends_on_hard_limit(
-    hard: int, fix: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fix_depends_on_hard_limit(hard: int, fix: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fix is `ulimit` up to the hard limit, and limits.conf above it."""
     monkeypatch.setattr(resource, "getrlimit", lambda asked: (64, hard))
     assert matches(machine.look(memory.open_files), "warning", "64", fix)
-    assert matches(machine.look(memory.locked_memory), "note", "64 B", "ulimit -l" if hard == UNLIMITED else "limits.conf")
+    assert matches(
+        machine.look(memory.locked_memory), "note", "64 B", "ulimit -l" if hard == UNLIMITED else "limits.conf"
+    )
 
 
 def test_small_or_missing_shared_memory_is_a_note(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,9 @@ def test_file_system_types(kind: str, status: str, says: str, tmp_path: Path, ma
     assert matches(look(storage.file_system, tmp_path, root=machine.root), status, says)
 
 
-def test_file_system_without_size_is_a_problem(tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_size_is_a_problem(
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Runs cannot reserve space on such a file system."""
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=0))
     assert matches(look(storage.file_system, tmp_path, root=machine.root), "problem", "without a size", "NVMe")
@@ -202,7 +204,9 @@ def test_fallocate_extends_file(tmp_path: Path) -> None:
         (3, "problem", "0 B free"),
     ],
 )
-def test_free_space_excludes_reservations(free: int, status: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_excludes_reservations(
+    free: int, status: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only reservations on the same drive count."""
     drive = Drive(name="nvme0n1", identity="x")
     monkeypatch.setattr(storage, "locate", lambda path, sysfs: Place(path=path, drive=drive, file_system=1))
@@ -258,7 +262,9 @@ def test_bandwidth_comes_from_daemon(tmp_path: Path) -> None:
     assert matches(
         look(storage.bandwidth, tmp_path, None), "note", "infinityd is not running", "infinityd &, then infinity probe"
     )
-    assert matches(look(storage.bandwidth, tmp_path, {"bandwidth": {str(tmp_path): None}}), "note", "not measured", PROBE)
+    assert matches(
+        look(storage.bandwidth, tmp_path, {"bandwidth": {str(tmp_path): None}}), "note", "not measured", PROBE
+    )
     found = look(storage.bandwidth, tmp_path, {"bandwidth": {str(tmp_path): known}})
     assert matches(found, "ok", "read 3.20 GB/s, write 1.50 GB/s")
     assert "mixed" not in found.value

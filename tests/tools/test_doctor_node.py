@@ -35,13 +35,17 @@ def daemon_finding(runtime: Path, answer: dict[str, Any] | None) -> Finding:
 
 def test_daemon_status(tmp_path: Path) -> None:
     runtime = tmp_path / "run time"
-    assert matches(daemon_finding(runtime, {"version": infinity.__version__, "pid": 7}), "ok", f"infinityd {infinity.__version__}")
+    assert matches(
+        daemon_finding(runtime, {"version": infinity.__version__, "pid": 7}), "ok", f"infinityd {infinity.__version__}"
+    )
     assert matches(daemon_finding(runtime, {"version": "0.0.9", "pid": 7}), "warning", "0.0.9", "kill 7")
     assert matches(daemon_finding(runtime, None), "note", "not running", f"infinityd --runtime-dir '{runtime}' &")
     runtime.mkdir(mode=0o700)
     (runtime / SOCKET_NAME).touch()
     assert matches(daemon_finding(runtime, None), "note", "answers in")
-    assert matches(daemon_finding(runtime / SOCKET_NAME / "x", None), "warning", "Not a directory", "telemetry.runtime_dir")
+    assert matches(
+        daemon_finding(runtime / SOCKET_NAME / "x", None), "warning", "Not a directory", "telemetry.runtime_dir"
+    )
     runtime.chmod(0o777)
     assert matches(daemon_finding(runtime, None), "warning", "mode 0777", "telemetry.runtime_dir")
 

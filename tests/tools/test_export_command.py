@@ -142,7 +142,9 @@ def test_dcp_export_contains_model_and_optimizer(checkpointed: Path, tmp_path: P
         (("--model-config", "missing.json"), "missing.json"),
     ],
 )
-def test_invalid_options_are_rejected(options: tuple[object, ...], message: str, checkpointed: Path, tmp_path: Path) -> None:
+def test_invalid_options_are_rejected(
+    options: tuple[object, ...], message: str, checkpointed: Path, tmp_path: Path
+) -> None:
     """The message contains the value, and nothing is written."""
     done = _export(checkpointed, "--out", tmp_path / "hf", *options)
     assert done.status == 2

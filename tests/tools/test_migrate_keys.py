@@ -160,7 +160,10 @@ def with_status(status: Status) -> Any:
 @with_status(Status.TRANSLATED)
 def test_translated_keys_change_settings_or_code(key: Key) -> None:
     value, text = EFFECTS[key.name]
-    done, without = translated({**context(key.name), key.name: value}), translated(context(key.name) if "lr" not in key.name else {})
+    done, without = (
+        translated({**context(key.name), key.name: value}),
+        translated(context(key.name) if "lr" not in key.name else {}),
+    )
     found = row(done, key.name)
     assert found.status is Status.TRANSLATED
     assert found.becomes

@@ -1,4 +1,4 @@
-"""`infinity status` shows all that the node's daemon answers."""
+"""Tests of `infinity status`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from support.daemon_process import daemon, until
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A runtime folder."""
+    """Return a runtime folder."""
     runtime = tmp_path / "run"
     runtime.mkdir(mode=0o700)
     return runtime
 
 
-def test_a_node_with_a_rank_a_drive_a_reservation_and_a_stale_run(folder: Path, tmp_path: Path) -> None:
-    """As tables and as JSON."""
+def test_status_shows_ranks_drives_reservations_and_stale_runs(folder: Path, tmp_path: Path) -> None:
+    """Tables and JSON contain the same data."""
     nvme = tmp_path / "nvme"
     nvme.mkdir()
     run = RunFolder.of([nvme], new_run_id())
@@ -44,9 +44,9 @@ def test_a_node_with_a_rank_a_drive_a_reservation_and_a_stale_run(folder: Path, 
         with node.space_reserved(str(nvme), 3 << 20, "begins"):
             until(lambda: (node.ask("status") or {})["stale_runs"])
             shown = run_here("status", "--runtime-dir", folder)
-            told = run_here("status", "--runtime-dir", folder, "--json")
+            as_json = run_here("status", "--runtime-dir", folder, "--json")
     stats.close()
-    assert (shown.status, told.status) == (0, 0), shown.errors + told.errors
+    assert (shown.status, as_json.status) == (0, 0), shown.errors + as_json.errors
     rows = {line.split()[0]: " ".join(line.split()) for line in shown.output.splitlines()}
     drive = locate(str(nvme)).drive.name
     assert "metrics on port" in rows["infinityd"]
@@ -57,22 +57,20 @@ def test_a_node_with_a_rank_a_drive_a_reservation_and_a_stale_run(folder: Path, 
     assert rows[drive].endswith(f" {nvme}")
     assert " no checkpoint " in rows[run.run_id]
     assert rows[run.run_id].endswith(str(run.roots[0]))
-    found = json.loads(told.output)
+    found = json.loads(as_json.output)
     assert [one["run_id"] for one in found["stale_runs"]] == [run.run_id]
     assert found["paths"][0]["bandwidth"]["mixed"] == 2e9
 
 
-def test_a_node_without_anything(folder: Path) -> None:
-    """It says so."""
+def test_status_of_empty_node(folder: Path) -> None:
     with daemon(folder):
         shown = run_here("status", "--runtime-dir", folder)
     assert shown.status == 0
-    for what in ("ranks", "drives", "reservations", "stale runs"):
-        assert f"no {what}" in shown.output
+    for section in ("ranks", "drives", "reservations", "stale runs"):
+        assert f"no {section}" in shown.output
 
 
-def test_a_drive_that_is_gone_and_texts_that_look_like_markup(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is hidden, and nothing breaks."""
+def test_status_shows_missing_drive_and_escapes_markup(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     answer: dict[str, Any] = {
         "version": "1", "pid": 1, "started": 0.0, "metrics_port": 9, "collectors": {"devices": False},
@@ -102,8 +100,8 @@ FULL: dict[str, Any] = {
 
 @pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("width", [40, 80, 120])
-def test_ids_and_paths_are_whole(width: int, terminal: bool) -> None:
-    """However narrow the terminal is, which wraps the lines itself; a path ends its line."""
+def test_ids_and_paths_are_not_truncated(width: int, terminal: bool) -> None:
+    """A terminal wraps long lines itself, and each path ends its line."""
     console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None, highlight=False)
     for one in _tables(FULL):
         show_whole(console, one)
@@ -116,8 +114,7 @@ def test_ids_and_paths_are_whole(width: int, terminal: bool) -> None:
     assert lines[-1].endswith(f"  /mnt/other/{RUN_ID}")
 
 
-def test_without_a_daemon_it_says_where_none_answers(folder: Path) -> None:
-    """In one line."""
+def test_status_without_daemon_names_runtime_folder(folder: Path) -> None:
     shown = run_here("status", "--runtime-dir", folder)
     assert shown.status == 2
     assert "no infinityd" in shown.errors

@@ -1,4 +1,4 @@
-"""`infinity store` on runs that exist."""
+"""Tests of `infinity store` on existing runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from support.command import SMALL, run_here
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, str]:
-    """A run with a checkpoint, spread over two folders; not to be changed."""
+    """Return a folder and the id of a run with a checkpoint across two paths; tests must not change it."""
     place = tmp_path_factory.mktemp("trained")
     for name in ("first", "second", "tmp"):
         (place / name).mkdir()
@@ -40,7 +40,7 @@ def trained(tmp_path_factory) -> tuple[Path, str]:
 
 @pytest.fixture
 def checkpointed(trained, tmp_path) -> tuple[Path, Path, str]:
-    """A copy of it."""
+    """Return a copy of the trained run."""
     place, run_id = trained
     first, second = (shutil.copytree(place / name, tmp_path / name) for name in ("first", "second"))
     return first, second, run_id
@@ -51,7 +51,7 @@ def _command(*arguments: object, answer: str | None = None) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_list_verify_remove(checkpointed):
+def test_ls_verify_and_rm(checkpointed):
     first, second, run_id = checkpointed
     status, output = _command("ls", first, second, "--json")
     (listed,) = json.loads(output)
@@ -91,8 +91,7 @@ def test_list_verify_remove(checkpointed):
     assert "no runs" in _command("ls", first, second)[1]
 
 
-def test_a_damaged_file_is_named_once_and_is_no_page(checkpointed):
-    """A line that has a path twice is read three times; "1 bad page of 0" not at all."""
+def test_damaged_manifest_is_reported_once_as_bad_file(checkpointed):
     first, second, run_id = checkpointed
     (manifest,) = (first / run_id / "checkpoints").glob("step*.json")
     manifest.write_bytes(manifest.read_bytes()[:-5])
@@ -103,8 +102,8 @@ def test_a_damaged_file_is_named_once_and_is_no_page(checkpointed):
     assert output.count(str(manifest)) == 1
 
 
-def test_few_of_many_bad_pages_are_shown(checkpointed):
-    """A file that is gone is not a line for each of its pages; a program gets them all."""
+def test_verify_shows_first_20_bad_pages(checkpointed):
+    """`--json` lists all of them."""
     first, second, run_id = checkpointed
     (first / run_id / "rank00000.pages").unlink()
     (second / run_id / "rank00000.pages").unlink()
@@ -130,44 +129,44 @@ def test_live_run_is_neither_removed_nor_verified(tmp_path):
         assert f"process {os.getpid()} on here" in output
         status, output = _command("verify", tmp_path, "--run", owner["run_id"])
         assert status == 2
-        passed_over = f"1 live run: {owner['run_id']}"
+        skipped = f"1 live run: {owner['run_id']}"
         status, output = _command("verify", tmp_path)
-        assert (status, f"{passed_over}; `infinity store scrub`" in output) == (0, True)
+        assert (status, f"{skipped}; `infinity store scrub`" in output) == (0, True)
         assert json.loads(_command("verify", tmp_path, "--json")[1])["passed_over"] == [owner["run_id"]]
         status, output = _command("gc", tmp_path, "--dry-run")
         assert output.splitlines()[-1].startswith("found 1 item, ")
-        assert output.endswith(f" {passed_over}\n")
+        assert output.endswith(f" {skipped}\n")
         status, output = _command("rm", tmp_path, "--ended", "--yes")
-        assert (status, output.endswith(f" {passed_over}\n")) == (0, True)
+        assert (status, output.endswith(f" {skipped}\n")) == (0, True)
         for command in (("rm", tmp_path, "--ended", "--yes"), ("gc", tmp_path, "--yes")):
             status, output = _command(*command)
-            assert (status, output.endswith(f", 0 B; skipped {passed_over}\n")) == (0, True)
+            assert (status, output.endswith(f", 0 B; skipped {skipped}\n")) == (0, True)
         status, output = _command("verify", tmp_path)
-        assert (status, passed_over in output, "nothing to do" in output) == (0, True, False)
+        assert (status, skipped in output, "nothing to do" in output) == (0, True, False)
         assert [run.run_id for run in stored_runs([tmp_path])] == [owner["run_id"]]
     assert [run.owner for run in stored_runs([tmp_path])] == [None]
 
 
-def test_missing_folder_and_missing_run(tmp_path):
+def test_missing_folder_or_run_is_reported(tmp_path):
     assert "is not a folder" in _command("ls", tmp_path / "none")[1]
     status, output = _command("verify", tmp_path, "--run", "x")
     assert status == 2
     assert "no run 'x'" in output
 
 
-def test_one_strange_run_does_not_hide_the_others(checkpointed):
-    """Folders of any depth, a manifest that claims 100 GB, and a pipe in the place of one."""
+def test_malformed_run_does_not_hide_other_runs(checkpointed):
+    """The malformed run has deep folders, a 100 GB manifest and a named pipe in place of a manifest."""
     first, second, run_id = checkpointed
-    strange = first / "20260101-000000-aaaaaa"
-    strange_second = second / strange.name
-    RunFolder.of((first, second), strange.name).create()
+    malformed = first / "20260101-000000-aaaaaa"
+    malformed_second = second / malformed.name
+    RunFolder.of((first, second), malformed.name).create()
     (manifest,) = (first / run_id / "checkpoints").glob("step*.json")
-    with (strange / "checkpoints" / manifest.name).open("wb") as file:
+    with (malformed / "checkpoints" / manifest.name).open("wb") as file:
         file.truncate(100 * 10**9)
-    os.mkfifo(strange / "checkpoints" / manifest.name.replace("step00", "step10"))
+    os.mkfifo(malformed / "checkpoints" / manifest.name.replace("step00", "step10"))
     before = os.open(".", os.O_RDONLY)
     try:
-        os.chdir(strange_second)
+        os.chdir(malformed_second)
         for _ in range(1500):
             os.mkdir("d")
             os.chdir("d")
@@ -177,25 +176,25 @@ def test_one_strange_run_does_not_hide_the_others(checkpointed):
     try:
         listed = {run.run_id: run for run in stored_runs([first, second])}
     finally:
-        subprocess.run(["rm", "-rf", str(strange_second)], check=True)
+        subprocess.run(["rm", "-rf", str(malformed_second)], check=True)
     assert listed[run_id].usable
-    assert listed[strange.name].nbytes > 1000
-    problems = [checkpoint.problem for checkpoint in listed[strange.name].checkpoints]
+    assert listed[malformed.name].nbytes > 1000
+    problems = [checkpoint.problem for checkpoint in listed[malformed.name].checkpoints]
     assert len(problems) == 2
     assert all("cannot be read: it is" in problem for problem in problems)
 
 
-def test_scrub_reads_live_runs_and_says_what_to_do(checkpointed):
-    """At the rate that is asked for; a page that a live run has replaced in between is not bad."""
+def test_scrub_checks_live_runs_and_suggests_fix(checkpointed):
+    """`--rate` limits the speed, and pages that a live run has replaced since are not bad."""
     first, second, run_id = checkpointed
     folders = (first, second)
     (manifest,) = (first / run_id / "checkpoints").glob("step*.json")
     (found,) = stored_runs(folders)
-    with _held(first, run_id):
+    with _locked(first, run_id):
         assert _command("scrub", *folders, "--json") == (0, _scrubbed(run_id, found))
     started = time.monotonic()
     assert _command("scrub", *folders, "--rate", str(found.checkpoints[0].nbytes), "--json")[0] == 0
-    assert time.monotonic() - started > 0.8, "the pages of a second"
+    assert time.monotonic() - started > 0.8, "--rate limits the pages read per second"
     assert _command("scrub", *folders, "--rate", "0")[0] == 2
 
     page, version = next((page, v) for page, v in read_manifest(manifest).pages.items() if v.extent.path == 0)
@@ -209,13 +208,12 @@ def test_scrub_reads_live_runs_and_says_what_to_do(checkpointed):
     check = Check(found)
     content = manifest.read_bytes()
     manifest.unlink()
-    assert check.run(lambda _: None) == [], "nothing names it any more"
+    assert check.run(lambda _: None) == [], "pages of a removed checkpoint are not bad"
     manifest.write_bytes(content)
     assert len(Check(found).run(lambda _: None)) == 1
 
 
-def test_an_earlier_checkpoint_is_named(checkpointed):
-    """Where there is one that is good."""
+def test_advice_names_intact_checkpoint(checkpointed):
     first, second, _ = checkpointed
     (found,) = stored_runs((first, second))
     (checkpoint,) = found.checkpoints
@@ -227,8 +225,8 @@ def test_an_earlier_checkpoint_is_named(checkpointed):
     assert "step 7, is intact" in _advice(two, [replace(bad, step=1)], 7, [first, second])
 
 
-def test_what_a_checkpoint_holds(checkpointed):
-    """Bytes that it names, and those that no other one names."""
+def test_ls_reports_total_and_own_bytes(checkpointed):
+    """Own bytes are those that no other checkpoint references."""
     first, second, run_id = checkpointed
     listed = json.loads(_command("ls", first, second, "--json")[1])[0]
     (checkpoint,) = listed["checkpoints"]
@@ -237,21 +235,21 @@ def test_what_a_checkpoint_holds(checkpointed):
     (manifest,) = (first / run_id / "checkpoints").glob("step*.json")
     body = json.loads(json.loads(manifest.read_text())["body"])
     extent = body["pages"]["0"]
-    body["step"], body["pages"]["0"] = 2, [extent[0], 1 << 40, *extent[2:]]  # one page is another version
+    body["step"], body["pages"]["0"] = 2, [extent[0], 1 << 40, *extent[2:]]  # a different version of one page
     later = manifest.with_name(manifest.name.replace("1", "2", 1))
     text = json.dumps(body)
     later.write_text(json.dumps({"checksum": checksum_of(text.encode()), "body": text}))
     older, newer = json.loads(_command("ls", first, second, "--json")[1])[0]["checkpoints"]
     (state_file,) = manifest.parent.glob("*.safetensors")
-    assert newer["own_bytes"] == extent[2], "its state file is not here"
+    assert newer["own_bytes"] == extent[2], "the new manifest has no state file"
     assert older["own_bytes"] == extent[2] + state_file.stat().st_size
     for columns in ("80", "100"):
         lines = CliRunner().invoke(app, ["store", "ls", str(first), str(second)], env={"COLUMNS": columns}).output
         assert max(map(len, lines.splitlines())) <= int(columns)
 
 
-def test_gc_removes_what_nobody_can_use(checkpointed):
-    """And nothing else: never of a live run, never a checkpoint, never what other nodes may complete."""
+def test_gc_removes_only_unusable_files(checkpointed):
+    """Live runs, checkpoints and files that other nodes may complete are kept."""
     first, second, run_id = checkpointed
     folders = (first, second)
     checkpoints = first / run_id / "checkpoints"
@@ -268,12 +266,12 @@ def test_gc_removes_what_nobody_can_use(checkpointed):
     (second / dead.name / "rank00000.pages").write_bytes(b"x")
     (first / "infinity.lock.0").write_text("{}")
     everything = sorted(first.rglob("*"))
-    with _held(first, run_id), _held(second, run_id):
+    with _locked(first, run_id), _locked(second, run_id):
         assert {item["what"] for item in _waste(folders)} == {"run without a checkpoint"}
-    with _held(first, dead.name):
+    with _locked(first, dead.name):
         assert "run without a checkpoint" not in {item["what"] for item in _waste(folders)}
     (first / "infinity.lock.0").write_text("{}")
-    assert _waste([second]) == [], "the folder of the checkpoints is not among them"
+    assert _waste([second]) == [], "the folder with the checkpoints was not given"
     found = {item["what"] for item in _waste(folders)}
     assert found == {"run without a checkpoint", "temporary file", "state file without a checkpoint", "stale lock"}
     assert _command("gc", *folders, "--json")[0] == 2
@@ -290,8 +288,8 @@ def test_gc_removes_what_nobody_can_use(checkpointed):
     assert _command("verify", *folders)[0] == 0
 
 
-def test_gc_removes_a_checkpoint_that_not_all_ranks_published(checkpointed):
-    """Where the data files of all ranks are here; its state file goes with it."""
+def test_gc_removes_incomplete_checkpoint(checkpointed):
+    """This requires the data files of all ranks; the state file is removed too."""
     first, second, run_id = checkpointed
     checkpoints = first / run_id / "checkpoints"
     (manifest,) = checkpoints.glob("step*.json")
@@ -311,7 +309,7 @@ def test_gc_removes_a_checkpoint_that_not_all_ranks_published(checkpointed):
         "incomplete checkpoint of step 2 (1 of 2 ranks)",
         "state file without a checkpoint",
     ]
-    assert sorted(checkpoints.iterdir()) == sorted([*before, state, partial]), "of three ranks one may be elsewhere"
+    assert sorted(checkpoints.iterdir()) == sorted([*before, state, partial]), "the third rank may be on another node"
 
 
 def _waste(folders):
@@ -324,8 +322,8 @@ def _scrubbed(run_id, run):
 
 
 @contextmanager
-def _held(path, run_id):
-    """Have a path as a live run has it."""
+def _locked(path, run_id):
+    """Lock a path as a live run does."""
     lock = FolderLock.acquire([path], run_id, 0)
     yield
     lock.release()
@@ -340,8 +338,8 @@ def _flip(file: Path, offset: int) -> None:
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "scrub"])
-def test_a_folder_beside_the_one_of_the_runs_is_not_taken_for_it(command: str, trained: tuple[Path, str]) -> None:
-    """Nothing is said to have been verified; the folder that was meant is named."""
+def test_wrong_folder_suggests_run_folder(command: str, trained: tuple[Path, str]) -> None:
+    """Neither a parent nor a child of the runs' folder is accepted."""
     place, run_id = trained
     for wrong, meant in ((place / "first" / run_id, place / "first"), (place, place / "first")):
         status, output = _command(command, wrong)
@@ -349,13 +347,13 @@ def test_a_folder_beside_the_one_of_the_runs_is_not_taken_for_it(command: str, t
         assert f"{wrong} contains no runs, but {meant} does" in output
 
 
-def test_nobody_is_asked_where_there_is_no_standard_input(trained: tuple[Path, str], tmp_path: Path) -> None:
-    """It is said, and nothing is removed."""
+def test_rm_without_stdin_requires_yes(trained: tuple[Path, str], tmp_path: Path) -> None:
+    """Nothing is removed."""
     place, run_id = trained
     copies = [shutil.copytree(place / name, tmp_path / name) for name in ("first", "second")]
     command = f"{sys.executable} -m infinity_tools store rm {copies[0]} {copies[1]} {run_id} <&-"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 2
-    assert "--yes" in done.stderr
+    assert "stdin is closed; pass --yes" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert (copies[0] / run_id).is_dir()

@@ -1,4 +1,4 @@
-"""`infinity store` removes runs that nobody uses and nothing else, whatever happens meanwhile."""
+"""Tests that `infinity store` removes only unused runs, even during concurrent changes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from infinity_tools.stored_runs import Check, stored_runs, waste
 from support.command import SMALL, environment, run_here
 
 OTHER_USER = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount, or be another user")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount or become another user")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of one checkpoint; not to be changed."""
+    """Return a folder with a run of one checkpoint; tests must not change it."""
     place = tmp_path_factory.mktemp("trained")
     nvme = place / "nvme"
     nvme.mkdir()
@@ -39,17 +39,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def nvme(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """Return a copy of the trained run's folder."""
     return Path(shutil.copytree(trained, tmp_path / "nvme"))
 
 
 def listed(folder: Path) -> list[Path]:
-    """Return everything in a folder."""
+    """Return all paths below a folder."""
     return sorted(folder.rglob("*"))
 
 
-def plant_what_is_no_run(nvme: Path, run: Path) -> None:
-    """Put beside a run what only looks like one."""
+def plant_run_lookalikes(nvme: Path, run: Path) -> None:
+    """Create entries next to a run that only resemble runs."""
     for name in (".git", "project", "20260101-000000-aaaaaa"):
         (nvme / name / "checkpoints").mkdir(parents=True)
         (nvme / name / "checkpoints" / "precious").touch()
@@ -58,11 +58,11 @@ def plant_what_is_no_run(nvme: Path, run: Path) -> None:
     (nvme / "20260102-000000-aaaaaa").symlink_to(run)
 
 
-def test_what_is_no_run_is_never_touched(nvme: Path) -> None:
-    """Not by `gc`, not by `rm --ended`, and not by naming it."""
+def test_run_lookalikes_are_never_removed(nvme: Path) -> None:
+    """This holds for `gc`, `rm --ended` and `rm` with a run id."""
     (run,) = stored_runs([nvme])
     (root,) = run.folder.roots
-    plant_what_is_no_run(nvme, root)
+    plant_run_lookalikes(nvme, root)
     mine = {root, *root.rglob("*")}
     others = [entry for entry in listed(nvme) if entry not in mine]
     assert run_here("store", "gc", nvme, "--yes").status == 0
@@ -76,8 +76,8 @@ def test_what_is_no_run_is_never_touched(nvme: Path) -> None:
     assert listed(nvme) == others
 
 
-def test_a_run_whose_checkpoints_lie_behind_a_link_is_passed_over(nvme: Path, tmp_path: Path) -> None:
-    """By `gc` and by `rm`, which say so: what lies there is not the run's."""
+def test_run_with_linked_checkpoints_folder_is_ignored(nvme: Path, tmp_path: Path) -> None:
+    """The target of the link does not belong to the run."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     for name in ("precious", "draft.tmp", "step000000000001.rank00000.safetensors"):
@@ -94,8 +94,7 @@ def test_a_run_whose_checkpoints_lie_behind_a_link_is_passed_over(nvme: Path, tm
         assert listed(elsewhere) == before
 
 
-def test_a_link_that_comes_after_the_listing_is_not_followed(nvme: Path, tmp_path: Path) -> None:
-    """Neither for a whole run nor for files of one: it is refused."""
+def test_link_created_after_listing_is_not_followed(nvme: Path, tmp_path: Path) -> None:
     (run,) = stored_runs([nvme])
     (run.folder.checkpoints / "draft.tmp").touch()
     empty = RunFolder.of([nvme], "20260101-000000-aaaaaa")
@@ -115,8 +114,8 @@ def test_a_link_that_comes_after_the_listing_is_not_followed(nvme: Path, tmp_pat
 
 
 @as_root
-def test_a_planted_lock_hides_no_live_run(nvme: Path) -> None:
-    """Whatever its name and whatever it says, it is shown as a holder without a name, and protects nothing."""
+def test_planted_lock_does_not_hide_live_run(nvme: Path) -> None:
+    """A lock of another user is listed without a run id and protects no run."""
     (run,) = stored_runs([nvme])
     planted = [nvme / "infinity.lock.!", nvme / "infinity.lock.1"]
     for file in planted:
@@ -141,8 +140,8 @@ def test_a_planted_lock_hides_no_live_run(nvme: Path) -> None:
     assert stored_runs([nvme]) == []
 
 
-def test_a_run_without_a_folder_of_checkpoints_is_collected(tmp_path: Path) -> None:
-    """If that of its first path is here: elsewhere its checkpoints may be."""
+def test_gc_removes_run_without_checkpoints_folder(tmp_path: Path) -> None:
+    """The run's first path must be given, because it may contain the checkpoints."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
@@ -155,8 +154,8 @@ def test_a_run_without_a_folder_of_checkpoints_is_collected(tmp_path: Path) -> N
     assert listed(first) == listed(second) == []
 
 
-def test_drafts_of_companions_are_collected(nvme: Path, tmp_path: Path) -> None:
-    """A kill while they were being kept leaves them; a link in their place is neither listed nor followed."""
+def test_gc_removes_temporary_companion_files(nvme: Path, tmp_path: Path) -> None:
+    """A killed run may have written them; links are not followed."""
     (run,) = stored_runs([nvme])
     kept = run.folder.checkpoints / "model"
     kept.mkdir(exist_ok=True)
@@ -173,8 +172,8 @@ def test_drafts_of_companions_are_collected(nvme: Path, tmp_path: Path) -> None:
     assert precious.exists()
 
 
-def test_an_empty_folder_of_a_run_is_collected(nvme: Path) -> None:
-    """What a start leaves that is cut off before it has made its marker; not where a run is about to make it."""
+def test_gc_removes_empty_run_folder(nvme: Path) -> None:
+    """A run that is interrupted before it writes its marker creates one; the folder of a starting run is kept."""
     before = listed(nvme)
     left, starting, full = (nvme / f"20260101-000000-{name}" for name in ("aaaaaa", "bbbbbb", "cccccc"))
     foreign, named = nvme / "20260101-000000-dddddd", nvme / "20260101"
@@ -215,8 +214,8 @@ main()
 
 
 @pytest.mark.parametrize("command", [("gc",), ("rm", "--ended")])
-def test_nothing_starts_while_it_is_asked(nvme: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
-    """A run that would resume waits; what was not there when it was asked is not removed."""
+def test_runs_cannot_start_during_prompt(nvme: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
+    """A resuming run waits, and a run created after the listing is not removed."""
     dead = RunFolder.of([nvme], "20260101-000000-aaaaaa")
     dead.create()
     with subprocess.Popen(
@@ -235,7 +234,7 @@ def test_nothing_starts_while_it_is_asked(nvme: Path, tmp_path: Path, command: t
         assert starter.stdout is not None
         assert starter.stdout.readline() == "starting\n"
         time.sleep(0.5)
-        assert starter.poll() is None, "it waits"
+        assert starter.poll() is None, "the run waits for the lock"
         asking.stdin.write("y\n")
         asking.stdin.close()
         assert asking.wait(300) == 0
@@ -255,8 +254,7 @@ lock.release()
 """
 
 
-def test_a_removal_waits_for_nobody_for_long(nvme: Path) -> None:
-    """Two at a time: the second one is told."""
+def test_concurrent_removal_is_rejected(nvme: Path) -> None:
     with no_starts([nvme]):
         done = run_here("store", "gc", nvme, "--yes")
     assert done.status == 2
@@ -265,8 +263,8 @@ def test_a_removal_waits_for_nobody_for_long(nvme: Path) -> None:
 
 
 @pytest.fixture
-def on_read_only_mount(nvme: Path) -> Iterator[Path]:
-    """The run on a read-only mount, with the lock that its machine left."""
+def read_only_mount(nvme: Path) -> Iterator[Path]:
+    """Return a read-only mount of the run's folder, which contains a stale lock."""
     (nvme / "infinity.lock.0").write_text("{}")
     place = nvme.with_name("read-only")
     place.mkdir()
@@ -281,9 +279,9 @@ def on_read_only_mount(nvme: Path) -> Iterator[Path]:
 
 
 @as_root
-def test_a_read_only_mount_can_be_read(on_read_only_mount: Path, tmp_path: Path) -> None:
-    """As a drive is mounted that fails."""
-    place = on_read_only_mount
+def test_read_only_mount_supports_read_commands(read_only_mount: Path, tmp_path: Path) -> None:
+    """The operating system remounts a failing drive read-only."""
+    place = read_only_mount
     (run,) = json.loads(run_here("store", "ls", place, "--json").output)
     assert (run["live"], len(run["checkpoints"])) == (False, 1)
     for command in ("verify", "scrub"):
@@ -301,8 +299,8 @@ def test_a_read_only_mount_can_be_read(on_read_only_mount: Path, tmp_path: Path)
 
 
 @as_root
-def test_a_run_of_another_user_does_not_hide_ones_own(nvme: Path) -> None:
-    """Neither its folder, which is private, nor its lock, which cannot be asked."""
+def test_run_of_another_user_does_not_hide_own_run(nvme: Path) -> None:
+    """The other user's private folder and unreadable lock are skipped."""
     foreign = RunFolder.of([nvme], "20260101-000000-aaaaaa")
     foreign.create()
     (nvme / "infinity.lock.1").write_text("{}")
@@ -319,11 +317,11 @@ def test_a_run_of_another_user_does_not_hide_ones_own(nvme: Path) -> None:
         status = 1
         try:
             os.setresuid(OTHER_USER, OTHER_USER, OTHER_USER)
-            passed: dict[Path, str] = {}
-            (run,) = stored_runs([nvme], passed)
+            ignored: dict[Path, str] = {}
+            (run,) = stored_runs([nvme], ignored)
             assert run.run_id == mine.run_id
-            assert run.owner is None, "the lock is of somebody who cannot have this run open"
-            assert passed == {foreign.roots[0]: "Permission denied"}
+            assert run.owner is None, "the owner of the lock cannot have opened this run"
+            assert ignored == {foreign.roots[0]: "Permission denied"}
             assert Check(run).run(lambda _: None) == []
             status = 0
         finally:
@@ -331,8 +329,8 @@ def test_a_run_of_another_user_does_not_hide_ones_own(nvme: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_verify_asks_for_all_folders(tmp_path: Path) -> None:
-    """Also where those that are named have no checkpoint."""
+def test_verify_requires_all_folders(tmp_path: Path) -> None:
+    """The error is the same if the given folder contains no checkpoint."""
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
@@ -343,7 +341,7 @@ def test_verify_asks_for_all_folders(tmp_path: Path) -> None:
     assert (paths[0] / "20260101-000000-aaaaaa" / MARKER_NAME).is_file()
 
 
-def test_a_held_run_is_not_removed_by_name(nvme: Path) -> None:
+def test_locked_run_is_not_removed_by_id(nvme: Path) -> None:
     (run,) = stored_runs([nvme])
     lock = FolderLock.acquire([nvme], run.run_id, 0)
     try:

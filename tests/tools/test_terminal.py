@@ -1,4 +1,4 @@
-"""What a terminal shows, however narrow it is; and what every command answers to."""
+"""Tests of terminal output at several widths, and of the options that all commands share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VIEW = StepView(
 
 
 def shown(width: int, total: int = 100_000) -> str:
-    """The last line that a bar draws on a terminal of so many columns."""
+    """Return the last line of the progress bar on a terminal of this width."""
     console = Console(file=io.StringIO(), width=width, height=20, force_terminal=True, color_system=None)
     with open_view(console, silent=False) as view:
         view.begin(1233, total)
@@ -38,20 +38,19 @@ def shown(width: int, total: int = 100_000) -> str:
 
 
 @pytest.mark.parametrize("width", [50, 60, 80, 120, 200])
-def test_step_loss_and_time_left_remain(width: int) -> None:
-    """At every width; the time says what it is."""
+def test_progress_always_shows_step_loss_and_time_left(width: int) -> None:
     assert re.search(r"step 1234/100000 .*loss 2\.346  13:43:03 left", shown(width))
 
 
-def test_a_wider_terminal_shows_more() -> None:
-    """First tokens per second, then the rates in short, then in full."""
+def test_wider_terminal_shows_more() -> None:
+    """Tokens per second come first, then abbreviated rates, then full ones."""
     assert "131k tok/s" in shown(68)
     assert "r/w 5.00/3.00 GB/s  stall 25%" in shown(96)
     assert "read 5.00 GB/s  write 3.00 GB/s  stall 25%" in shown(120)
 
 
-def test_a_state_that_fits_the_host_cache_needs_no_paging(tmp_path: Path) -> None:
-    """And the run says so, at its start and at its end."""
+def test_state_that_fits_host_cache_needs_no_paging(tmp_path: Path) -> None:
+    """The run reports this at its start and at its end."""
     large = [*SMALL, "--host-memory", "32MiB", "--page-bytes", "64KiB", "--steps", "4", "--out", "o"]
     done = run_here(*large)
     assert done.status == 0, done.errors
@@ -63,7 +62,7 @@ def test_a_state_that_fits_the_host_cache_needs_no_paging(tmp_path: Path) -> Non
 
 
 def commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every command that can be typed, by its words."""
+    """Yield the words of every command."""
     yield words
     for name, below in getattr(command, "commands", {}).items():
         yield from commands(below, (*words, name))
@@ -71,8 +70,8 @@ def commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, .
 
 @pytest.mark.parametrize("words", list(commands(typer.main.get_command(app))), ids=" ".join)
 @pytest.mark.parametrize("option", ["--version", "-h", "--help"])
-def test_every_command_knows_its_version_and_helps(words: tuple[str, ...], option: str) -> None:
-    """Whatever else is missing on the line."""
+def test_every_command_has_version_and_help(words: tuple[str, ...], option: str) -> None:
+    """Required arguments may be missing."""
     done = run_here(*words, option)
     assert done.status == 0
     assert not done.errors
@@ -83,8 +82,8 @@ def test_every_command_knows_its_version_and_helps(words: tuple[str, ...], optio
 
 
 @pytest.mark.parametrize("words", list(commands(typer.main.get_command(app))), ids=" ".join)
-def test_help_has_every_option_whole(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal of 80 columns: no name is cut or broken, no line is longer, no bound is as good as none."""
+def test_help_shows_every_option_in_full(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 80 columns, no name is truncated, and no meaningless upper bound is shown."""
     monkeypatch.setenv("COLUMNS", "80")
     command: Any = typer.main.get_command(app)
     for word in words:
@@ -97,15 +96,13 @@ def test_help_has_every_option_whole(words: tuple[str, ...], monkeypatch: pytest
     assert not re.search(r"<=\d{6}", shown)
 
 
-def test_help_names_every_command() -> None:
-    """In their order, each at the beginning of a line."""
+def test_help_lists_every_command_in_order() -> None:
     lines = [line.strip("│ ").split(" ")[0] for line in run_here("-h").output.splitlines()]
     assert [name for name in lines if name in COMMANDS] == [*COMMANDS]
 
 
 @pytest.mark.parametrize("option", ["--version", "-h", "--help"])
-def test_the_daemon_too(option: str) -> None:
-    """And starts nothing."""
+def test_infinityd_version_and_help(option: str) -> None:
     done = CliRunner().invoke(daemon, [option], prog_name="infinityd")
     assert done.exit_code == 0
     assert ("Usage: infinityd" if "h" in option else infinity.__version__) in done.output
@@ -114,8 +111,8 @@ def test_the_daemon_too(option: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "offered"), [("infinity st", "store"), ("infinity train --resume-s", "--resume-step")]
 )
-def test_the_shell_completes(typed: str, offered: str) -> None:
-    """Names of commands and options, with what `infinity --install-completion` puts into the shell's start-up file."""
+def test_shell_completion(typed: str, offered: str) -> None:
+    """Commands and options are completed."""
     environment = {
         "_INFINITY_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1),
     }  # fmt: skip
@@ -124,16 +121,15 @@ def test_the_shell_completes(typed: str, offered: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "tune"])
-def test_presets_as_json(command: str) -> None:
-    """For programs: the names that `--model` takes, and whole numbers."""
+def test_preset_list_as_json(command: str) -> None:
     listed = json.loads(run_here(command, "--model", "list", "--json").output)
     assert [preset["name"] for preset in listed][:2] == ["tiny", "llama-100m"]
     assert (listed[1]["parameters"], listed[1]["vocabulary"]) == (113_664_768, 256)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_what_is_said_is_shown_as_it_is(terminal: bool) -> None:
-    """A path or an address with brackets is no style: it would lose a part, or end the start with a traceback."""
+def test_brackets_are_not_interpreted_as_markup(terminal: bool) -> None:
+    """Otherwise, a path with brackets would lose a part or raise an exception."""
     for text in ("/mnt/[drive]/x", "http://[fe80::1]:9000/metrics", "/mnt/[/drive]"):
         console = Console(file=io.StringIO(), width=100, force_terminal=terminal, color_system=None)
         with open_view(console, silent=False) as view:
@@ -141,8 +137,7 @@ def test_what_is_said_is_shown_as_it_is(terminal: bool) -> None:
         assert console.file.getvalue().strip() == text
 
 
-def test_folders_with_brackets_are_named_whole(tmp_path: Path) -> None:
-    """By every command that prints one."""
+def test_folders_with_brackets_are_shown_in_full(tmp_path: Path) -> None:
     done = run_here(*SMALL, "--steps", "1", "--out", "o[x]")
     assert "on o[x]/nvme" in done.errors
     assert "o[x]/summary.json" in done.output

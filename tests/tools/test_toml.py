@@ -1,4 +1,4 @@
-"""Settings that commands write are read back as they were."""
+"""Tests of the settings files that commands write."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from infinity.errors import ConfigError
 from infinity_tools.toml import settings_toml, tree_toml
 
 
-def test_settings_are_read_back_whatever_is_in_them() -> None:
-    """Odd folders, flags, sizes that are no round number; only what differs from the defaults is there."""
+def test_written_settings_load_unchanged() -> None:
+    """Only values that differ from the defaults are written."""
     odd = ('/nvme "0"/a\\b', "/nvme\t[1]/ü\x7f", "/nvme'2'/#")
     settings = Config().with_values(
         **{"storage.paths": odd, "storage.balance": False, "storage.queue_depth": 64, "memory.host_bytes": 3 << 30,
@@ -30,7 +30,6 @@ def test_settings_are_read_back_whatever_is_in_them() -> None:
     ("tree", "words"),
     [({"memory": {"host_byte": 1}}, "host_byte"), ({"storage": {"paths": ["/a\udcff"]}}, "TOML")],
 )
-def test_what_nobody_would_read_back_is_refused(tree: dict[str, dict[str, object]], words: str) -> None:
-    """Before it is printed."""
+def test_unreadable_settings_are_rejected(tree: dict[str, dict[str, object]], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         tree_toml(tree)

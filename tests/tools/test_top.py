@@ -1,4 +1,4 @@
-"""`infinity top` reads the node: from its daemon or from stats pages, with the same figures."""
+"""Tests of the figures that `infinity top` reads from the daemon or from stats files."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from support.daemon_process import daemon, until
 
 FAST = ("--interval", "0.1")
 LATER = time.time() + 86_400
-"""When steps end that no slow machine takes for those of a run that stands still."""
+"""End time of steps, in the future, so that a slow test machine never marks the run as idle."""
 ESCAPE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
 
 
 @pytest.fixture
 def runtime(tmp_path: Path) -> Path:
-    """A runtime folder."""
+    """Return a runtime folder."""
     made = tmp_path / "run"
     made.mkdir(mode=0o700)
     return made
 
 
-def train(folder: Path, tmp_path: Path, run: str = "run-1", world_size: int = 2) -> list[CountedRank]:
-    """Two ranks that have made steps and a checkpoint."""
+def trained_ranks(folder: Path, tmp_path: Path, run: str = "run-1", world_size: int = 2) -> list[CountedRank]:
+    """Return two ranks that have completed ten steps and a checkpoint."""
     ranks = [CountedRank(folder, run, rank, world_size, paths=[tmp_path]) for rank in range(2)]
     for rank in ranks:
         for _ in range(10):
@@ -48,9 +48,9 @@ def train(folder: Path, tmp_path: Path, run: str = "run-1", world_size: int = 2)
     return ranks
 
 
-def test_pages_become_figures(runtime: Path, tmp_path: Path) -> None:
-    """Of the run, its ranks and the drive that it is on; steps of now are those between two looks."""
-    ranks, reader = train(runtime, tmp_path, world_size=4), Reader(runtime)
+def test_reader_derives_figures_from_stats_files(runtime: Path, tmp_path: Path) -> None:
+    """Rates cover the steps between two reads."""
+    ranks, reader = trained_ranks(runtime, tmp_path, world_size=4), Reader(runtime)
     before = reader.read()
     assert before.infinityd is None
     assert any("infinityd" in note for note in before.notes)
@@ -80,16 +80,16 @@ def test_pages_become_figures(runtime: Path, tmp_path: Path) -> None:
     assert (drive.profile_bytes_per_second, drive.worn, drive.endurance_days) == (None, None, None)
 
 
-def test_the_daemon_tells_the_same_and_what_only_it_knows(runtime: Path, tmp_path: Path) -> None:
-    """And when it goes, pages are read again."""
-    train(runtime, tmp_path)
+def test_daemon_and_stats_files_give_same_figures(runtime: Path, tmp_path: Path) -> None:
+    """Only the daemon knows the bandwidth; after it exits, the stats files are read again."""
+    trained_ranks(runtime, tmp_path)
     reader = Reader(runtime)
     alone = reader.read()
     with daemon(runtime, "--device-path", str(tmp_path)):
         rates = {str(tmp_path): {"read": 3e9, "write": 1e9, "mixed": 2e9}}
         assert NodeDaemon(runtime).ask("record_bandwidth", rates=rates, source="probe")
         until(lambda: any(drive.profile_bytes_per_second for drive in reader.read().drives))
-        told = reader.read()
+        reported = reader.read()
     after = reader.read()
     assert after.infinityd is None
 
@@ -102,15 +102,14 @@ def test_the_daemon_tells_the_same_and_what_only_it_knows(runtime: Path, tmp_pat
             for one in (*run.pop("ranks"), run)
         ]
 
-    assert steady(told) == steady(alone) == steady(after)
-    assert len(steady(told)) == 3
-    assert told.drives[0].profile_bytes_per_second == 2e9
-    assert told.drives[0].name == alone.drives[0].name
-    assert told.notes == ()
+    assert steady(reported) == steady(alone) == steady(after)
+    assert len(steady(reported)) == 3
+    assert reported.drives[0].profile_bytes_per_second == 2e9
+    assert reported.drives[0].name == alone.drives[0].name
+    assert reported.notes == ()
 
 
-def test_the_daemon_says_how_many_files_are_no_pages(runtime: Path) -> None:
-    """As it does in its metrics."""
+def test_daemon_reports_invalid_stats_files(runtime: Path) -> None:
     (runtime / "odd.rank0.stats").write_bytes(b"garbage")
     with daemon(runtime):
         until(lambda: Reader(runtime).read().infinityd)
@@ -119,9 +118,9 @@ def test_the_daemon_says_how_many_files_are_no_pages(runtime: Path) -> None:
     assert re.match("ignored a stats file .*; see the log of infinityd", note)
 
 
-def test_what_is_no_page_of_this_version_is_passed_over_and_said(runtime: Path, tmp_path: Path) -> None:
-    """Garbage, another version, another table of metrics; the others are shown."""
-    train(runtime, tmp_path)
+def test_invalid_stats_files_are_ignored_and_reported(runtime: Path, tmp_path: Path) -> None:
+    """Garbage, another format version and an empty file do not hide valid files."""
+    trained_ranks(runtime, tmp_path)
     good = (runtime / "run-1.rank0.stats").read_bytes()
     (runtime / "a.rank0.stats").write_bytes(b"\x1b[31mgarbage" * 100)
     (runtime / "b.rank0.stats").write_bytes(good[:8] + b"\x07" + good[9:])
@@ -136,11 +135,11 @@ def test_what_is_no_page_of_this_version_is_passed_over_and_said(runtime: Path, 
     assert all(note.isprintable() for note in Reader(runtime).read().notes)
 
 
-def test_runs_come_go_and_die(runtime: Path, tmp_path: Path) -> None:
-    """One that ended stays for a while; that of a process that is gone is dead."""
+def test_run_status_follows_its_processes(runtime: Path, tmp_path: Path) -> None:
+    """A finished run is still shown; a run whose process no longer exists is dead."""
     reader = Reader(runtime)
     assert reader.read().runs == ()
-    first, second = train(runtime, tmp_path)
+    first, second = trained_ranks(runtime, tmp_path)
     assert [run.status for run in reader.read().runs] == ["live"]
     first.stats.close()
     second.stats.close()
@@ -153,9 +152,9 @@ def test_runs_come_go_and_die(runtime: Path, tmp_path: Path) -> None:
     killed.close()
 
 
-def test_a_run_that_ended_long_ago_is_not_shown(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its page may lie there for weeks where no daemon runs."""
-    for rank in train(runtime, tmp_path):
+def test_old_finished_run_is_not_shown(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a daemon, its stats file may remain for weeks."""
+    for rank in trained_ranks(runtime, tmp_path):
         rank.stats.close()
     assert len(Reader(runtime).read().runs) == 1
     later = time.time() + KEEP_CLOSED_SECONDS
@@ -171,10 +170,8 @@ def test_a_run_that_ended_long_ago_is_not_shown(runtime: Path, tmp_path: Path, m
         {"runs": [{"id": "\x1b[2J", "loss": "nan"}], "drives": [{"name": "/\n"}], "node": {"version": "\x07"}},
     ],
 )
-def test_an_answer_of_another_version_breaks_nothing(
-    answer: dict, runtime: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is not understood is not known, and no text changes the terminal."""
+def test_unknown_daemon_answer_is_handled(answer: dict, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invalid values are treated as unknown, and no text changes the terminal."""
     monkeypatch.setattr(NodeDaemon, "ask", lambda self, op: answer)
     done = run_here("top", *FAST, "--runtime-dir", runtime, "--once")
     assert done.status == 0, done.errors
@@ -183,16 +180,16 @@ def test_an_answer_of_another_version_breaks_nothing(
 
 
 @pytest.mark.parametrize("with_daemon", [True, False])
-def test_json_has_all_figures(with_daemon: bool, runtime: Path, tmp_path: Path) -> None:
-    """The same fields either way; `null` is what is not known."""
-    ranks = train(runtime, tmp_path)
+def test_json_contains_all_fields(with_daemon: bool, runtime: Path, tmp_path: Path) -> None:
+    """The fields do not depend on the daemon; unknown values are `null`."""
+    ranks = trained_ranks(runtime, tmp_path)
     ranks[0].stats.gauge("training_loss").set(float("nan"))
     with daemon(runtime) if with_daemon else contextlib.nullcontext():
         if with_daemon:
             until(lambda: Reader(runtime).read().infinityd and Reader(runtime).read().drives)
         done = run_here("top", *FAST, "--json", "--runtime-dir", runtime)
     assert (done.status, done.errors) == (0, "")
-    tree = json.loads(done.output, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    tree = json.loads(done.output, parse_constant=lambda name: pytest.fail(f"{name} is not valid JSON"))
 
     def names(kind: type) -> set[str]:
         return {field.name for field in fields(kind)}
@@ -206,9 +203,8 @@ def test_json_has_all_figures(with_daemon: bool, runtime: Path, tmp_path: Path) 
     assert tree["drives"][0]["endurance_days"] is None
 
 
-def test_without_a_terminal_it_prints_once_without_codes(runtime: Path, tmp_path: Path) -> None:
-    """With `--once`, and where its output is a pipe; colors are not asked for either."""
-    train(runtime, tmp_path)
+def test_output_to_pipe_prints_once_without_escape_codes(runtime: Path, tmp_path: Path) -> None:
+    trained_ranks(runtime, tmp_path)
     for words in (("--once",), ()):
         done = run_process(tmp_path, "top", *FAST, *words, "--runtime-dir", str(runtime))
         assert (done.status, done.errors) == (0, "")
@@ -218,17 +214,17 @@ def test_without_a_terminal_it_prints_once_without_codes(runtime: Path, tmp_path
         assert "q quit" not in done.output
 
 
-def test_only_one_run(runtime: Path, tmp_path: Path) -> None:
-    """By its id or how that begins; one that is not there is said, with those that are."""
-    train(runtime, tmp_path)
-    train(runtime, tmp_path, run="other")
-    tell = ("top", *FAST, "--once", "--runtime-dir", runtime)
-    assert "run-1" in run_here(*tell).output
-    only = run_here(*tell, "--run", "oth")
+def test_run_option_selects_by_id_prefix(runtime: Path, tmp_path: Path) -> None:
+    """An unknown id is reported together with the available ids."""
+    trained_ranks(runtime, tmp_path)
+    trained_ranks(runtime, tmp_path, run="other")
+    command = ("top", *FAST, "--once", "--runtime-dir", runtime)
+    assert "run-1" in run_here(*command).output
+    only = run_here(*command, "--run", "oth")
     assert "other" in only.output
     assert "run-1" not in only.output
-    assert [run["id"] for run in json.loads(run_here(*tell, "--json", "--run", "run").output)["runs"]] == ["run-1"]
-    missing = run_here(*tell, "--run", "nothing")
+    assert [run["id"] for run in json.loads(run_here(*command, "--json", "--run", "run").output)["runs"]] == ["run-1"]
+    missing = run_here(*command, "--run", "nothing")
     assert missing.status == 2
     assert missing.errors.startswith("error: --run 'nothing' ")
     assert missing.errors.endswith("runs: other, run-1\n")
@@ -236,9 +232,8 @@ def test_only_one_run(runtime: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1.0, 1e-320])
-def test_no_numbers_of_a_page_are_too_odd(value: float, runtime: Path, tmp_path: Path) -> None:
-    """Gauges may hold anything: they are shown, and are JSON."""
-    (rank, _) = train(runtime, tmp_path)
+def test_extreme_gauge_values_are_shown(value: float, runtime: Path, tmp_path: Path) -> None:
+    (rank, _) = trained_ranks(runtime, tmp_path)
     for metric in METRICS:
         if metric.server == "rank" and metric.kind == "gauge":
             for labels in label_sets(metric, ("nvme0",)):
@@ -247,12 +242,12 @@ def test_no_numbers_of_a_page_are_too_odd(value: float, runtime: Path, tmp_path:
     assert state.snapshot.runs[0].step == 10
     for width in (60, 300):
         assert "run-1" in view(state, width, 40).plain
-    told = run_here("top", *FAST, "--json", "--runtime-dir", runtime)
-    json.loads(told.output, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    reported = run_here("top", *FAST, "--json", "--runtime-dir", runtime)
+    json.loads(reported.output, parse_constant=lambda name: pytest.fail(f"{name} is not valid JSON"))
 
 
-def test_nothing_there(runtime: Path) -> None:
-    """It says so, and what to start."""
+def test_node_without_runs(runtime: Path) -> None:
+    """The output suggests a command that starts a run."""
     done = run_here("top", *FAST, "--once", "--runtime-dir", runtime)
     assert done.status == 0
     assert "no run on this node" in done.output

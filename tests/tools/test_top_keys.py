@@ -1,4 +1,4 @@
-"""`infinity top` on a terminal: keys, another size, and that the terminal is as before whatever ends it."""
+"""Tests of `infinity top` on a terminal: keys, resizing, signals and restoring the terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOP = ("-m", "infinity_tools", "top", "--interval", "0.1", "--runtime-dir", "run
 
 @pytest.fixture
 def runs(tmp_path: Path) -> dict[str, CountedRank]:
-    """Two runs in the folder `run`; `slow` takes longer, `busy` comes first by its name."""
+    """Return two runs in the folder `run`; `slow` has longer steps, and `busy` is first by id."""
     made = {name: CountedRank(tmp_path / "run", name, paths=[tmp_path]) for name in ("slow", "busy")}
     for name, rank in made.items():
         for _ in range(3):
@@ -33,15 +33,15 @@ def runs(tmp_path: Path) -> dict[str, CountedRank]:
 
 @pytest.fixture
 def top(runs: dict[str, CountedRank], tmp_path: Path) -> Iterator[OnTerminal]:
-    """The command, when it has drawn."""
+    """Start the command and wait until it has drawn."""
     with on_terminal(tmp_path, *TOP) as shown:
         shown.before = shown.modes
         shown.shows("infinity top", "> slow", "q quit")
         yield shown
 
 
-def is_left_in_order(top: OnTerminal) -> None:
-    """The terminal is as before: its modes, its screen, its cursor."""
+def assert_terminal_restored(top: OnTerminal) -> None:
+    """Check that modes, screen and cursor are restored."""
     assert top.modes == top.before
     assert top.text.count(IN) == top.text.count(OUT) >= 1
     assert top.text.rindex(OUT) > top.text.rindex(IN)
@@ -49,16 +49,15 @@ def is_left_in_order(top: OnTerminal) -> None:
     assert "Traceback" not in top.text
 
 
-def test_q_ends_it(top: OnTerminal) -> None:
-    """With status 0."""
+def test_q_quits(top: OnTerminal) -> None:
     assert not top.modes[3] & (termios.ICANON | termios.ECHO)
     top.press("q")
     assert top.wait() == 0
-    is_left_in_order(top)
+    assert_terminal_restored(top)
 
 
-def test_keys(top: OnTerminal) -> None:
-    """Choose, expand, sort, reverse, pause, help; with arrows in both of their forms."""
+def test_keys_select_sort_pause_and_help(top: OnTerminal) -> None:
+    """Arrow keys work in both encodings."""
     top.press("\x1b[B")
     top.shows("> busy")
     top.press("\r")
@@ -80,8 +79,8 @@ def test_keys(top: OnTerminal) -> None:
     top.shows("every 0.1 s")
 
 
-def test_figures_move_until_it_is_paused(top: OnTerminal, runs: dict[str, CountedRank], tmp_path: Path) -> None:
-    """A run that begins meanwhile appears, one that ends says so; what is paused stays."""
+def test_pause_freezes_figures(top: OnTerminal, runs: dict[str, CountedRank], tmp_path: Path) -> None:
+    """Without a pause, new runs appear and finished runs are marked."""
     CountedRank(tmp_path / "run", "fresh").step()
     top.shows("fresh")
     runs["busy"].stats.close()
@@ -100,8 +99,8 @@ def test_figures_move_until_it_is_paused(top: OnTerminal, runs: dict[str, Counte
 
 
 @pytest.mark.parametrize(("columns", "lines"), [(60, 15), (120, 40), (30, 6)])
-def test_another_size(top: OnTerminal, columns: int, lines: int) -> None:
-    """Is drawn for at once, help too, which stays."""
+def test_resize_redraws_at_once(top: OnTerminal, columns: int, lines: int) -> None:
+    """The help page remains open."""
     top.press("?")
     top.shows("press any key")
     top.resize(columns, lines)
@@ -118,29 +117,26 @@ def test_another_size(top: OnTerminal, columns: int, lines: int) -> None:
     assert ("host cache" in "\n".join(top.screen)) == (columns == 120)
 
 
-def test_control_c_ends_it(top: OnTerminal) -> None:
-    """As q does."""
+def test_ctrl_c_quits(top: OnTerminal) -> None:
     top.press("\x03")
     assert top.wait() == 0
-    is_left_in_order(top)
+    assert_terminal_restored(top)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_it(top: OnTerminal, number: signal.Signals) -> None:
-    """With the status that tells it."""
+def test_signal_quits_with_its_status(top: OnTerminal, number: signal.Signals) -> None:
     top.process.send_signal(number)
     assert top.wait() == 128 + number
-    is_left_in_order(top)
+    assert_terminal_restored(top)
 
 
-def test_a_terminal_that_is_closed_ends_it(top: OnTerminal) -> None:
-    """It does not stay behind."""
+def test_closed_terminal_quits(top: OnTerminal) -> None:
     top.hang_up()
     assert top.process.wait(300) != 0
 
 
-def test_an_error_leaves_the_terminal_in_order(runs: dict[str, CountedRank], tmp_path: Path) -> None:
-    """A defect of ours is told on the screen of before."""
+def test_internal_error_restores_terminal(runs: dict[str, CountedRank], tmp_path: Path) -> None:
+    """The traceback is printed on the original screen."""
     program = (
         "import sys, infinity_tools.top.top_command as command, infinity_tools.cli as cli\n"
         "def view(state, width, height, _view=command.view):\n"
@@ -178,8 +174,8 @@ print(f"status {os.waitstatus_to_exitcode(status)}", flush=True)
 """
 
 
-def test_control_z_gives_the_terminal_back_until_it_goes_on(runs: dict[str, CountedRank], tmp_path: Path) -> None:
-    """A shell gets it as it was; after `fg` the view is drawn anew and keys work."""
+def test_ctrl_z_restores_terminal_until_resumed(runs: dict[str, CountedRank], tmp_path: Path) -> None:
+    """After `fg`, the view is redrawn and keys work."""
     with on_terminal(tmp_path, "-c", SHELL, *TOP) as top:
         top.shows("> slow")
         top.press("j")
@@ -196,8 +192,8 @@ def test_control_z_gives_the_terminal_back_until_it_goes_on(runs: dict[str, Coun
         assert top.wait() == 0
 
 
-def test_a_dumb_terminal_gets_text_once(runs: dict[str, CountedRank], tmp_path: Path) -> None:
-    """And one without colors none of them, but all else."""
+def test_dumb_terminal_prints_text_once(runs: dict[str, CountedRank], tmp_path: Path) -> None:
+    """With NO_COLOR, only the colors are omitted."""
     with on_terminal(tmp_path, *TOP, more={"TERM": "dumb"}) as top:
         assert top.wait() == 0
         assert "\x1b" not in top.text
@@ -209,7 +205,7 @@ def test_a_dumb_terminal_gets_text_once(runs: dict[str, CountedRank], tmp_path: 
 
 
 def keys_of(*parts: bytes, seconds: float = 0.0) -> list[str | None]:
-    """What a terminal gives for bytes that come one part after another, and then nothing."""
+    """Return the keys that a terminal reads from bytes that arrive in several parts."""
     there, here = os.openpty()
     try:
         with Terminal(here) as terminal:
@@ -226,15 +222,15 @@ def keys_of(*parts: bytes, seconds: float = 0.0) -> list[str | None]:
         os.close(here)
 
 
-def test_keys_are_told_apart() -> None:
-    """Arrows in both forms; what has no name is `escape`, and not the letters that it consists of."""
+def test_key_sequences_are_decoded() -> None:
+    """An unknown sequence is `escape`, not its letters."""
     assert keys_of(b"\x1b[A\x1bOBqj\r\n?") == ["up", "down", "q", "j", "enter", "enter", "?"]
     assert keys_of(b"\x1b[1;5C\x1b[200~s\x1b") == ["escape", "escape", "s", "escape"]
     assert keys_of("é".encode()) == ["Ã", "©"]
 
 
-def test_signals_are_events() -> None:
-    """In the order in which they came, with handlers as before afterwards."""
+def test_signals_become_key_events() -> None:
+    """Events keep their order, and the previous handlers are restored."""
     before = [signal.getsignal(number) for number in (signal.SIGWINCH, signal.SIGCONT, signal.SIGTSTP, signal.SIGTERM)]
     there, here = os.openpty()
     with Terminal(here) as terminal:

@@ -1,4 +1,4 @@
-"""What `infinity top` draws, as text, at several sizes; and what keys change of it."""
+"""Tests of the text that `infinity top` draws at several sizes, and of its keys."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ FIRST = SNAPSHOT.runs[0].id
 
 
 def shown(state: State, width: int = 120, height: int = 40) -> str:
-    """The text of a view."""
+    """Return the text of a view."""
     return view(state, width, height).plain
 
 
-def of_runs(*runs) -> State:
-    """A node with these runs."""
+def state_with_runs(*runs) -> State:
+    """Return a state with these runs."""
     return replace(STATE, snapshot=replace(SNAPSHOT, runs=runs), expanded=frozenset())
 
 
 def order(state: State) -> list[str]:
-    """Ids of the runs as they are shown, shortened."""
+    """Return the run ids in display order."""
     return [one.id for one in state.runs]
 
 
 @pytest.mark.parametrize("name", sorted(views()))
-def test_the_view_at_each_size(name: str) -> None:
-    """`tests/support/top_state.py` writes them anew."""
+def test_view_matches_stored_text(name: str) -> None:
+    """`tests/support/top_state.py` regenerates the stored views."""
     assert views()[name] == (VIEWS / name).read_text()
     assert sorted(views()) == sorted(path.name for path in VIEWS.iterdir())
 
 
-def test_the_guide_shows_what_is_drawn() -> None:
-    """The sample in docs/how-to/monitoring.md."""
+def test_monitoring_guide_shows_current_view() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "how-to" / "monitoring.md").read_text()
     section = guide[guide.index("## In a terminal") :]
     assert re.search(r"```text\n(.*?)```", section, re.DOTALL)[1] == shown(SAMPLE, 100) + "\n"
@@ -50,8 +49,8 @@ def test_the_guide_shows_what_is_drawn() -> None:
 
 @pytest.mark.parametrize("help", [False, True])
 @pytest.mark.parametrize("ascii", [False, True])
-def test_no_line_is_longer_than_the_screen(help: bool, ascii: bool) -> None:
-    """However small it is, whatever is on it: more runs than lines, wide letters, long names."""
+def test_view_fits_any_screen_size(help: bool, ascii: bool) -> None:
+    """The state has more runs than lines, wide characters and long names."""
     many = [run(f"run-{number}", step=10.0**number, loss=-(10.0**number), status="idle") for number in range(20)]
     drives = (replace(DRIVE, name="盘" * 30), replace(DRIVE, name="/nvme/" + "盘" * 100, error="No such file"), DRIVE)
     snapshot = replace(SNAPSHOT, runs=(*many, DEAD, STARTING, run("x" * 128)), drives=drives, notes=("wide 盘 " * 40,))
@@ -66,9 +65,9 @@ def test_no_line_is_longer_than_the_screen(help: bool, ascii: bool) -> None:
 
 
 @pytest.mark.parametrize("height", range(8, 40))
-def test_the_chosen_run_is_on_the_screen(height: int) -> None:
-    """With the keys, and the drives where there is room."""
-    state = of_runs(*(run(f"run-{number:02d}", step_seconds=1.0) for number in range(30)))
+def test_selected_run_is_visible(height: int) -> None:
+    """The keys are visible too, and the drives if the screen has at least 12 lines."""
+    state = state_with_runs(*(run(f"run-{number:02d}", step_seconds=1.0) for number in range(30)))
     for number in (0, 1, 15, 28, 29):
         text = shown(replace(state, chosen=f"run-{number:02d}"), 80, height)
         assert f"> run-{number:02d}" in text
@@ -76,8 +75,8 @@ def test_the_chosen_run_is_on_the_screen(height: int) -> None:
         assert height < 12 or "nvme0n1" in text
 
 
-def test_what_has_no_room_in_the_table_is_below_an_expanded_run() -> None:
-    """So nothing is lost on a narrow terminal."""
+def test_expanded_run_shows_hidden_columns() -> None:
+    """No figure is lost on a narrow terminal."""
     for width in (60, 80, 120, 200):
         text = shown(STATE, width)
         for said in ("2 min (0.021 s)", "75% of 128 MiB", "93%/7%", "0/3", "1.20/0.80 GB/s", "8.19k"):
@@ -85,16 +84,16 @@ def test_what_has_no_room_in_the_table_is_below_an_expanded_run() -> None:
     assert "0/3" not in shown(replace(STATE, expanded=frozenset()), 80)
 
 
-def test_figures_that_ask_for_attention_are_said_on_a_line_of_their_own() -> None:
-    """A rank that died, transfers that failed, a loss that is no number; whatever columns there are."""
-    text = shown(of_runs(DEAD), 80)
+def test_problems_have_their_own_line() -> None:
+    """Dead ranks, failed transfers and non-finite losses are shown at any width."""
+    text = shown(state_with_runs(DEAD), 80)
     assert f"{DEAD.id}: rank 0 died, failed transfers: 2, loss is nan" in text
-    assert "died" not in shown(of_runs(STARTING), 80)
+    assert "died" not in shown(state_with_runs(STARTING), 80)
 
 
-def test_a_node_without_runs_says_what_to_start() -> None:
-    """And where it looks."""
-    text = shown(of_runs(), 60)
+def test_node_without_runs_suggests_command() -> None:
+    """The runtime folder is shown as well."""
+    text = shown(state_with_runs(), 60)
     assert "no run on this node" in text
     assert "/run/infinity" in text
     assert "infinity train --model tiny" in text
@@ -103,8 +102,7 @@ def test_a_node_without_runs_says_what_to_start() -> None:
     assert FIRST in only
 
 
-def test_the_first_line_says_how_it_looks() -> None:
-    """Where from, in which order, and whether it is paused."""
+def test_first_line_shows_source_order_and_pause() -> None:
     assert shown(STATE).split("\n")[0] == (
         "infinity top  runs: 2 live, 1 dead  by step time  from infinityd 0.1.0  every 1 s"
     )
@@ -114,14 +112,14 @@ def test_the_first_line_says_how_it_looks() -> None:
 
 
 def test_sort_orders() -> None:
-    """The largest first; what has ended comes last in any order; reversed within."""
+    """The largest value is first, and finished runs are last even in reverse order."""
     runs = (
         run("a", step_seconds=1.0, stalled=0.1, read_bytes_per_second=5e9),
         run("b", step_seconds=3.0, stalled=0.3, read_bytes_per_second=None),
         run("c", step_seconds=2.0, stalled=0.4, read_bytes_per_second=1e9),
         run("d", step_seconds=9.0, stalled=0.9, read_bytes_per_second=9e9, status="ended"),
     )
-    state, seen = of_runs(*runs), {}
+    state, seen = state_with_runs(*runs), {}
     for _ in SORTS:
         seen[state.sort] = "".join(order(state))
         state = state.pressed("s")
@@ -131,9 +129,9 @@ def test_sort_orders() -> None:
     assert state.pressed("r").pressed("r") == state
 
 
-def test_keys_choose_and_expand() -> None:
-    """Down and up stop at the ends; a run that is gone stands for the first."""
-    state = of_runs(run("a"), run("b"), run("c"))
+def test_keys_select_and_expand_runs() -> None:
+    """The selection stops at both ends; if the selected run disappears, the first one is selected."""
+    state = state_with_runs(run("a"), run("b"), run("c"))
     assert state.chosen_run.id == "a"
     down = state.pressed("down").pressed("j")
     assert down.chosen_run.id == down.pressed("j").chosen_run.id == "c"
@@ -144,11 +142,10 @@ def test_keys_choose_and_expand() -> None:
     assert "rank 1" not in shown(open_.pressed("enter"))
     gone = replace(open_, snapshot=replace(SNAPSHOT, runs=(run("a"), run("b"))))
     assert gone.chosen_run.id == "a"
-    assert of_runs().pressed("enter").pressed("j") == of_runs()
+    assert state_with_runs().pressed("enter").pressed("j") == state_with_runs()
 
 
-def test_other_keys() -> None:
-    """Pause, help and what means nothing."""
+def test_pause_help_and_unknown_keys() -> None:
     assert STATE.pressed("p").paused
     assert not STATE.pressed("p").pressed("p").paused
     help = STATE.pressed("?")
@@ -157,15 +154,14 @@ def test_other_keys() -> None:
     assert STATE.pressed("x") == STATE.pressed("escape") == STATE
 
 
-def test_the_help_explains_every_part_and_order() -> None:
-    """With the mark that it has in a bar."""
+def test_help_explains_bar_parts_and_sort_orders() -> None:
     text = shown(replace(STATE, help=True), 80, 60)
     assert all(f"{look.mark} {look.name}" in text for look in LOOKS.values())
     assert ", ".join(SORTS) in text
 
 
-def test_a_bar_is_as_long_as_it_should_be() -> None:
-    """Parts stand in proportion, told apart without colors; every part has a look, and stalls are letters."""
+def test_bar_parts_are_proportional() -> None:
+    """Every part has a distinct mark, so that colors are not required; stalls are letters."""
     assert tuple(LOOKS) == PARTS
     for marks in ([look.mark for look in LOOKS.values()], [look.plain for look in LOOKS.values()]):
         assert len(set(marks)) == len(PARTS)
@@ -178,8 +174,7 @@ def test_a_bar_is_as_long_as_it_should_be() -> None:
     assert legend({"compute": 0.75, "read_stall": 0.25}, 20, plain=True).plain == "# compute 75%"
 
 
-def test_numbers_stay_short() -> None:
-    """Whatever they are."""
+def test_numbers_have_at_most_six_characters() -> None:
     for value in (0.0, 0.01234, 9.9996, 12.345, 99.996, 123.4, 99_999.0, 1e6, 1e300, float("nan"), float("-inf")):
         assert len(decimal(value)) <= 6, value
     assert [decimal(value) for value in (0.01234, 12.345, 123.4, None)] == ["0.012", "12.35", "123", "-"]
@@ -187,8 +182,8 @@ def test_numbers_stay_short() -> None:
     assert rates(None, 3e6) == "-/3 MB/s"
 
 
-def test_the_curve_of_a_minute() -> None:
-    """Is of the last sixty seconds, as high as the profile; what was not seen is blank."""
+def test_curve_shows_last_60_seconds() -> None:
+    """The curve is scaled to the measured bandwidth, and missing samples are blank."""
     minute = Minute()
     for second in range(100):
         drive = replace(DRIVE, read_bytes_per_second=float(second), written_bytes_per_second=0.0)

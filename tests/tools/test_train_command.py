@@ -1,4 +1,4 @@
-"""`infinity train`, started as a person starts it."""
+"""Tests of the `infinity train` command."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEYS = {
 }  # fmt: skip
 
 
-def test_a_run_writes_summary_and_picture_and_learns(tmp_path):
+def test_train_writes_summary_and_plot_and_learns(tmp_path):
     done = run_here(*SMALL, "--steps", "12", "--lr", "3e-3", "--out", "o", picture=True)
     assert done.status == 0, done.errors
     assert "peak memory" in done.output
@@ -38,7 +38,7 @@ def test_a_run_writes_summary_and_picture_and_learns(tmp_path):
     assert summary["losses"][-1] < summary["losses"][0] - 0.5
     assert summary["steps"] == len(summary["losses"]) == len(summary["step_records"]) == 12
     assert summary["host_memory_bytes"] == 1 << 20
-    # Over ten steps, of which the first one ends what the one before has begun; schedule/test_traffic.py is exact.
+    # Averaged over ten steps; the first completes transfers of the step before. schedule/test_traffic.py is exact.
     assert summary["nvme_read_bytes_per_step"] == pytest.approx(summary["predicted_read_bytes_per_step"], rel=0.05)
     assert summary["nvme_written_bytes_per_step"] == pytest.approx(
         summary["predicted_written_bytes_per_step"], rel=0.05
@@ -47,7 +47,7 @@ def test_a_run_writes_summary_and_picture_and_learns(tmp_path):
     alone = summary["predicted_read_bytes_per_step"] + summary["predicted_written_bytes_per_step"]
     alone /= summary["nvme_bandwidth_bytes_per_second"]
     assert alone == pytest.approx(summary["predicted_transfer_seconds_per_step"])
-    # What it takes beside the transfers was measured in some of the steps.
+    # The time in addition to the transfers was measured in some of the steps.
     steps = sum(record["seconds"] for record in summary["step_records"])
     assert alone <= summary["predicted_step_seconds"] < alone + steps
     assert (tmp_path / "o/summary.png").read_bytes().startswith(b"\x89PNG")
@@ -56,8 +56,8 @@ def test_a_run_writes_summary_and_picture_and_learns(tmp_path):
     assert summary["checkpointed_step"] == 12
 
 
-def test_rows_have_the_learning_rate_of_their_own_step(tmp_path):
-    """Not that of the next one; after resuming too."""
+def test_steps_log_contains_learning_rate_of_each_step(tmp_path):
+    """It is not the rate of the next step, even after resuming."""
     few = [*SMALL, "--lr", "4e-3", "--warmup-steps", "3", "--lr-steps", "7", "--checkpoint-every", "2", "--out", "o"]
     assert run_here(*few, "--steps", "4").status == 0
     assert run_here(*few, "--steps", "7", "--resume").status == 0
@@ -67,8 +67,8 @@ def test_rows_have_the_learning_rate_of_their_own_step(tmp_path):
     assert [row["lr"] for row in rows] == pytest.approx([4e-3 * factor for factor in (0.25, 0.5, 0.75, *cosine)])
 
 
-def test_seconds_add_up_to_the_step(tmp_path):
-    """Every step of `summary.json`, within 2 %, and the means over the steps."""
+def test_step_parts_add_up_to_step_time(tmp_path):
+    """They match within 2 % in every step and on average."""
     summary = run_here(*SMALL, "--steps", "6", "--max-grad-norm", "1", "--json", "--out", "o").summary
     for record in summary["step_records"]:
         assert sum(record[f"{part}_seconds"] for part in PARTS) == pytest.approx(record["seconds"], rel=0.02)
@@ -77,7 +77,7 @@ def test_seconds_add_up_to_the_step(tmp_path):
 
 
 def test_trace_is_written_after_ctrl_c(tmp_path):
-    """Whole steps, as valid JSON."""
+    """The trace is valid JSON and contains complete steps."""
     with training(tmp_path, *SMALL, "--steps", "100000", "--out", "p", "--trace", "u.json") as process:
         process.send_signal(signal.SIGINT)
         assert process.wait(300) == 128 + signal.SIGINT
@@ -86,7 +86,7 @@ def test_trace_is_written_after_ctrl_c(tmp_path):
     assert steps == [f"step {number}" for number in range(1, len(steps) + 1)]
 
 
-def test_resumed_run_repeats_the_uninterrupted_one_to_the_bit():
+def test_resumed_run_matches_uninterrupted_run_bitwise():
     straight = run_here(*SMALL, "--steps", "10", "--json", "--out", "a").summary
     first = run_here(
         *SMALL, "--steps", "6", "--lr-steps", "10", "--checkpoint-every", "4", "--json", "--out", "b"
@@ -96,11 +96,11 @@ def test_resumed_run_repeats_the_uninterrupted_one_to_the_bit():
     assert second["run_id"] == first["run_id"]
     assert first["losses"] + second["losses"] == straight["losses"]
     again = run_here(*SMALL, "--steps", "6", "--resume", "--out", "b")
-    assert again.status == 0, "nothing is wrong with a run that has finished"
+    assert again.status == 0, "resuming a finished run is not an error"
     assert "finished at step 10" in again.errors
 
 
-def test_json_prints_nothing_else(tmp_path):
+def test_json_prints_only_the_summary(tmp_path):
     done = run_process(
         tmp_path, *SMALL, "--steps", "2", "--json", "--out", "o", "--dtype", "bf16", "--engine", "threads"
     )
@@ -109,7 +109,7 @@ def test_json_prints_nothing_else(tmp_path):
     assert (done.summary["dtype"], done.summary["io_engine"]) == ("bf16", "threads")
 
 
-def test_two_ranks(tmp_path):
+def test_two_ranks_match_one_rank(tmp_path):
     alone = run_here(*SMALL, "--steps", "4", "--json", "--out", "a").summary
     options = ["--steps", "4", "--out", "b", "--checkpoint-every", "3", "--trace", "t.json"]
     done = run_process(tmp_path, *SMALL, *options, ranks=2)
@@ -121,7 +121,7 @@ def test_two_ranks(tmp_path):
     verified = run_here("store", "verify", "b/nvme", "--json")
     assert verified.status == 0
     assert json.loads(verified.output)["pages"] > 0
-    # The trace has two processes, and the bytes of the summary.
+    # The traces contain two processes and the bytes of the summary.
     trees = [json.loads((tmp_path / name).read_text()) for name in ("t.json", "t.rank1.json")]
     events = [event for tree in trees for event in tree["traceEvents"]]
     assert {event["pid"] for event in events} == {0, 1}
@@ -129,24 +129,24 @@ def test_two_ranks(tmp_path):
         assert sum(e["args"]["bytes"] for e in events if e.get("cat") == f"nvme0 {op}") == both[key]
 
 
-def test_micro_batches_change_memory_and_nothing_else():
+def test_micro_batches_do_not_change_losses_or_traffic():
     options = [*SMALL, "--dtype", "fp32", "--steps", "4"]
-    whole = run_here(*options, "--json", "--out", "a").summary
+    full_batch = run_here(*options, "--json", "--out", "a").summary
     done = run_here(*options, "--micro-tokens", "32", "--activation-checkpointing", "--out", "b")
     assert "128 tokens, 4 micro-batches per rank" in done.output
     sliced = json.loads(Path("b/summary.json").read_text())
-    assert (whole["micro_batches"], sliced["micro_batches"]) == (1, 4)
+    assert (full_batch["micro_batches"], sliced["micro_batches"]) == (1, 4)
     by_tokens = run_here(*options, "--loss-tokens", "10", "--json", "--out", "c").summary
-    assert by_tokens["losses"] == pytest.approx(whole["losses"], rel=1e-4)
-    assert by_tokens["losses"] != whole["losses"]
-    assert sliced["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+    assert by_tokens["losses"] == pytest.approx(full_batch["losses"], rel=1e-4)
+    assert by_tokens["losses"] != full_batch["losses"]
+    assert sliced["losses"] == pytest.approx(full_batch["losses"], rel=1e-4)
     assert sliced["update_schedule"] == "in_backward"
     for op in ("read", "written"):
         key = f"predicted_{op}_bytes_per_step"
-        assert sliced[key] == whole[key] > 0
+        assert sliced[key] == full_batch[key] > 0
 
 
-def test_pretrained_folder_starts_where_the_model_in_memory_starts(tmp_path):
+def test_first_loss_of_pretrained_model_matches_transformers(tmp_path):
     import transformers
 
     from infinity_tools.data import Batches, Corpus
@@ -183,21 +183,21 @@ def test_pretrained_folder_starts_where_the_model_in_memory_starts(tmp_path):
         (["--lr", "1e30", "--warmup-steps", "0", "--steps", "4"], 1, "try a lower --lr"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_message(options, status, message):
+def test_invalid_options_are_reported_without_traceback(options, status, message):
     done = run_here(*SMALL, "--steps", "1", "--out", "o", *options)
     assert done.status == status, done.errors
     assert message in done.errors
     assert "Traceback" not in done.errors
 
 
-def test_unknown_setting_names_the_nearest(tmp_path):
+def test_unknown_setting_suggests_nearest_setting(tmp_path):
     (tmp_path / "settings.toml").write_text('[memory]\nhost_byte = "1MiB"\n')
     done = run_here(*SMALL, "--config", "settings.toml")
     assert done.status == 2
     assert "did you mean memory.host_bytes?" in done.errors
 
 
-def test_metrics_equal_the_summary_at_the_end_and_sigterm_ends_in_order(tmp_path):
+def test_metrics_match_summary_after_sigterm(tmp_path):
     command = [
         sys.executable,
         "-m",
@@ -246,7 +246,7 @@ def test_metrics_equal_the_summary_at_the_end_and_sigterm_ends_in_order(tmp_path
     )
 
 
-def test_list_of_presets_and_version():
+def test_preset_list_and_version():
     listed = run_here("train", "--model", "list").output
     assert re.search(r"llama-100m +113\.7 M +256", listed)
     assert re.search(r"gpt2-354m +354\.8 M +50257", listed)

@@ -1,4 +1,4 @@
-"""`infinity train` on data sets: the batches, the loss on them, and how a run goes on in them."""
+"""Tests of `infinity train` on datasets: losses, resuming and dataset formats."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ TRAIN += ["--model", "m", "--lr", "3e-3"]
 
 
 def prepared(out: Path) -> Sequences:
-    """Return the sequences of the only data set of a run."""
+    """Return the sequences of a run's only dataset."""
     (file,) = (out / "data").glob("*.arrow")
     return Sequences(file)
 
 
-def in_memory(out: Path, steps: int, *, clip: float | None = None) -> list[float]:
-    """Train with the sequences of a run by a loop as one writes it; return the losses."""
+def train_in_memory(out: Path, steps: int, *, clip: float | None = None) -> list[float]:
+    """Train on the sequences of a run in a plain PyTorch loop and return the losses."""
     model = transformers.AutoModelForCausalLM.from_pretrained("m", dtype=torch.float32, attn_implementation="sdpa")
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, fused=True)
@@ -50,56 +50,56 @@ def in_memory(out: Path, steps: int, *, clip: float | None = None) -> list[float
 
 
 @pytest.mark.parametrize("kind", ["text", "chat"])
-def test_losses_are_those_of_a_loop_in_memory(kind: str, tmp_path: Path) -> None:
-    """Bit for bit, with the packed sequences of the run; evaluating between steps changes nothing."""
+def test_losses_match_plain_pytorch_loop_bitwise(kind: str, tmp_path: Path) -> None:
+    """Evaluation between steps changes nothing."""
     make_model(tmp_path / "m")
     write_jsonl(tmp_path / "d.jsonl", texts(60) if kind == "text" else chats(60))
     write_jsonl(tmp_path / "e.jsonl", chats(9, seed=3))
     held_out = ["--eval-data", "e.jsonl", "--eval-every", "3"]
     found = run_here(*TRAIN, "--data", "d.jsonl", *held_out, "--steps", "8", "--json", "--out", "o").summary
     again = run_here(*TRAIN, "--data", "d.jsonl", "--steps", "8", "--json", "--out", "p").summary
-    assert found["losses"] == again["losses"] == in_memory(tmp_path / "p", 8)
+    assert found["losses"] == again["losses"] == train_in_memory(tmp_path / "p", 8)
     assert [step for step, _ in found["eval_losses"]] == [3, 6, 8]
 
 
-def test_clipping_accumulation_and_micro_batches(tmp_path: Path) -> None:
-    """Clipped as in memory, bit for bit; slices of the batch give the same up to the order of sums."""
+def test_clipping_and_micro_batches_match_plain_loop(tmp_path: Path) -> None:
+    """Clipping matches bitwise, and micro-batches match up to the order of summation."""
     make_model(tmp_path / "m")
     write_jsonl(tmp_path / "d.jsonl", chats(60))
     train = [*TRAIN, "--data", "d.jsonl", "--steps", "4"]
     clipped = run_here(*train, "--max-grad-norm", "0.5", "--json", "--out", "o").summary
-    assert clipped["losses"] == in_memory(tmp_path / "o", 4, clip=0.5)
+    assert clipped["losses"] == train_in_memory(tmp_path / "o", 4, clip=0.5)
     rows = [json.loads(line) for line in (tmp_path / "o/steps.jsonl").read_text().splitlines()]
     assert all(row["grad_norm"] > 0 and row["stall_seconds"] >= 0 for row in rows)
     sliced = run_here(*train, "--micro-tokens", "64", "--json", "--out", "p").summary
-    assert sliced["losses"] == pytest.approx(in_memory(tmp_path / "p", 4), rel=1e-4)
+    assert sliced["losses"] == pytest.approx(train_in_memory(tmp_path / "p", 4), rel=1e-4)
 
 
-def test_a_run_goes_on_at_the_next_sample(tmp_path: Path) -> None:
-    """Without its options, over the end of an epoch, to the bit; and no earlier than where it was."""
+def test_resume_continues_at_next_sample(tmp_path: Path) -> None:
+    """Losses match bitwise across the end of an epoch, with the options from the checkpoint."""
     make_model(tmp_path / "m")
     write_jsonl(tmp_path / "d.jsonl", chats(30))
-    whole = [*TRAIN, "--data", "d.jsonl", "--eval-data", "d.jsonl", "--eval-every", "2", "--epochs", "3", "--json"]
-    straight = run_here(*whole, "--out", "a").summary
+    options = [*TRAIN, "--data", "d.jsonl", "--eval-data", "d.jsonl", "--eval-every", "2", "--epochs", "3", "--json"]
+    straight = run_here(*options, "--out", "a").summary
     sequences = len(prepared(tmp_path / "a"))
     assert sequences % 4, "an epoch ends within a batch"
     assert straight["steps"] == -(-3 * sequences // 4)
     until = straight["steps"] - sequences // 4
-    cut = run_here(*[word for word in whole if word not in ("--epochs", "3")], "--steps", str(until),
+    cut = run_here(*[word for word in options if word not in ("--epochs", "3")], "--steps", str(until),
                    "--lr-steps", str(straight["steps"]), "--out", "b").summary  # fmt: skip
     (tmp_path / "elsewhere").mkdir()
     for file in (tmp_path / "b/data").iterdir():
-        file.unlink()  # it is made again, the same
+        file.unlink()  # the resumed run prepares the same data again
     resumed = run_here("train", "--resume", "--out", "b", "--epochs", "3", "--host-memory", "1MiB", "--json").summary
     assert resumed["first_step"] == until + 1
     assert cut["losses"] + resumed["losses"] == straight["losses"]
     assert resumed["eval_losses"][-1] == straight["eval_losses"][-1]
     ended = run_here("train", "--resume", "--out", "b", "--host-memory", "1MiB")
-    assert "finished" in ended.errors, "the checkpoint has --epochs 3"
+    assert "finished" in ended.errors, "the checkpoint records --epochs 3"
 
 
-def test_epochs_end_where_they_do_with_other_batches_and_other_data(tmp_path: Path) -> None:
-    """Sequences count that were drawn, not steps: a run that goes on with larger batches draws more in each."""
+def test_epochs_count_sequences_after_batch_or_data_change(tmp_path: Path) -> None:
+    """Epochs count sequences, not steps, so that larger batches need fewer steps."""
     make_model(tmp_path / "m")
     write_jsonl(tmp_path / "d.jsonl", chats(30))
     write_jsonl(tmp_path / "e.jsonl", chats(12, seed=4))
@@ -116,8 +116,8 @@ def test_epochs_end_where_they_do_with_other_batches_and_other_data(tmp_path: Pa
     assert other["checkpointed_step"] == resumed["checkpointed_step"] + -(-3 * len(Sequences(file)) // 8)
 
 
-def test_what_the_data_were_is_not_changed_unasked(tmp_path: Path) -> None:
-    """Other data, another length and other labels are refused; --override begins with them."""
+def test_changed_data_require_override(tmp_path: Path) -> None:
+    """Different data, sequence lengths or labels are rejected without `--override`."""
     make_model(tmp_path / "m")
     write_jsonl(tmp_path / "d.jsonl", chats(30))
     write_jsonl(tmp_path / "e.jsonl", chats(30, seed=9))
@@ -137,7 +137,7 @@ def test_what_the_data_were_is_not_changed_unasked(tmp_path: Path) -> None:
 
 
 def compress(file: Path) -> None:
-    """Leave the file as `.gz` only."""
+    """Replace a file with its `.gz` version."""
     file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
     file.unlink()
 
@@ -166,8 +166,8 @@ FORMATS: dict[str, Any] = {
 }
 
 
-def test_all_formats_are_the_same_data(tmp_path: Path) -> None:
-    """By file and by folder; of several splits the one to train on, and one that is held out."""
+def test_all_formats_load_same_rows(tmp_path: Path) -> None:
+    """Folders may contain a training split and an evaluation split."""
     made = datasets.Dataset.from_list(list(texts(20)))
     for name, write in FORMATS.items():
         folder = tmp_path / name
@@ -184,11 +184,11 @@ def test_all_formats_are_the_same_data(tmp_path: Path) -> None:
     (tmp_path / "saved/notes.py").write_text("pass")
     (tmp_path / "jsonl/code.py").write_text("pass")
     assert is_data_set(tmp_path / "saved")
-    assert not is_data_set(tmp_path / "jsonl"), "a folder of text, in which there is a file of JSON too"
+    assert not is_data_set(tmp_path / "jsonl"), "a text folder that also contains a JSON file"
 
 
-def test_ranks_share_the_batches(tmp_path: Path) -> None:
-    """Two ranks that `--nproc` starts have the losses of one: every token counts alike, though their numbers differ."""
+def test_two_ranks_match_losses_of_one_rank(tmp_path: Path) -> None:
+    """Every token has the same weight, although the ranks have different numbers of tokens."""
     make_model(tmp_path / "m")
     write_jsonl(tmp_path / "d.jsonl", chats(40))
     train = [*TRAIN, "--data", "d.jsonl", "--eval-data", "d.jsonl", "--steps", "4"]
@@ -200,7 +200,7 @@ def test_ranks_share_the_batches(tmp_path: Path) -> None:
     assert both["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     assert both["eval_losses"][0][1] == pytest.approx(alone["eval_losses"][0][1], rel=1e-5)
     assert f"infinity train --nproc 2 {' '.join(train[1:3])}"[:24] in both["next"]["resume"]
-    assert done.errors.count("step 4/4  loss") == 1, "one rank speaks"
+    assert done.errors.count("step 4/4  loss") == 1, "only one rank prints"
 
 
 @pytest.mark.parametrize(
@@ -228,8 +228,8 @@ def test_ranks_share_the_batches(tmp_path: Path) -> None:
         ("{", [], "'d.jsonl' cannot be read"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_trained_on_is_said(row: Any, options: list[str], message: str, tmp_path: Path) -> None:
-    """In one line, before anything is written but the data that are ready."""
+def test_invalid_data_options_are_rejected(row: Any, options: list[str], message: str, tmp_path: Path) -> None:
+    """The message is one line, and nothing but prepared data is written."""
     make_model(tmp_path / "m")
     (tmp_path / "d.jsonl").write_text(row if isinstance(row, str) else "" if row is None else json.dumps(row) + "\n")
     ended = run_here(*TRAIN, "--data", "d.jsonl", *options, "--out", "o")
@@ -238,8 +238,8 @@ def test_what_cannot_be_trained_on_is_said(row: Any, options: list[str], message
     assert {found.name for found in tmp_path.glob("o/*")} <= ({"data"} if "--lora" in options else set())
 
 
-def test_a_chat_needs_a_template(tmp_path: Path) -> None:
-    """What to do is said; the base model itself has none."""
+def test_chat_data_require_chat_template(tmp_path: Path) -> None:
+    """Base models have no chat template."""
     make_model(tmp_path / "m", template=None)
     write_jsonl(tmp_path / "d.jsonl", chats(3))
     ended = run_here(*TRAIN, "--data", "d.jsonl", "--out", "o")
@@ -249,8 +249,8 @@ def test_a_chat_needs_a_template(tmp_path: Path) -> None:
     assert "--tokenizer" in said
 
 
-def test_plain_text_takes_no_options_of_data_sets_and_can_be_held_out(tmp_path: Path) -> None:
-    """`--epochs` counts sequences, which random places of a text are not."""
+def test_plain_text_supports_evaluation_but_not_epochs(tmp_path: Path) -> None:
+    """`--epochs` counts sequences, but plain text is sampled at random positions."""
     (tmp_path / "t.txt").write_text("the sea and the wind " * 100)
     plain = ["train", "--model", "tiny", "--seq", "32", "--batch-tokens", "64", "--host-memory", "1MiB", "--steps", "2"]
     ended = run_here(*[w for w in plain if w not in ("--steps", "2")], "--data", "t.txt", "--epochs", "2", "--out", "o")

@@ -1,4 +1,4 @@
-"""`infinity train` on a drive that fails: one message per rank, a status, and `--resume` goes on as if nothing was."""
+"""Tests of `infinity train` on a failing drive: one message per rank, an error status, and a bitwise exact resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EIO = r"StorageError: (read|write) of \d+ bytes at offset \d+ of \S+rank00001\.p
 
 
 def train(folder: Path, *fault: str, out: str, resume: bool = False) -> Finished:
-    """Train on two ranks; `fault` is what `support/command_faults.py` gets."""
+    """Train on two ranks; `fault` contains the arguments of `support/command_faults.py`."""
     options = [*SMALL, *STEPS, "--out", out, *(["--resume"] if resume else [])]
     program = ("-m", "support.command_faults", *fault) if fault else ("-m", "infinity_tools")
     return run_process(folder, *options, ranks=2, program=program)
@@ -23,7 +23,7 @@ def train(folder: Path, *fault: str, out: str, resume: bool = False) -> Finished
 
 @pytest.mark.slow
 @pytest.mark.wide
-def test_two_ranks_end_with_the_reason_and_go_on_to_the_bit(tmp_path: Path) -> None:
+def test_drive_error_stops_both_ranks_and_resume_is_bitwise(tmp_path: Path) -> None:
     straight = train(tmp_path, "1", "eio", "100", "1", out="a")
     assert straight.summary["nvme_retries_total"] == 1
     assert "retrying" not in straight.output
@@ -32,10 +32,10 @@ def test_two_ranks_end_with_the_reason_and_go_on_to_the_bit(tmp_path: Path) -> N
     said = [line for line in broken.errors.splitlines() if re.match(r"rank \d: error: ", line)]
     mine, *others = sorted(said, reverse=True)
     assert re.match(rf"rank 1: error: {EIO.removeprefix('StorageError: ')}", mine), mine
-    # torchrun ends the other rank when it sees the first one end: perhaps before it could say why.
+    # torchrun stops the other rank when the first one exits, perhaps before it can report the reason.
     assert len(others) <= 1, broken.errors
     assert all(re.match(rf"rank 0: error: rank 1 failed: {EIO}", line) for line in others), others
-    assert 'File "' not in re.sub(r"(?s)\S*torch/distributed/.*", "", broken.errors), "no traceback but torchrun's"
+    assert 'File "' not in re.sub(r"(?s)\S*torch/distributed/.*", "", broken.errors), "only torchrun prints a traceback"
     seen = [json.loads(line)["loss"] for line in (tmp_path / "b/steps.jsonl").read_text().splitlines()]
     assert seen == straight.summary["losses"][: len(seen)]
     rest = train(tmp_path, out="b", resume=True).summary

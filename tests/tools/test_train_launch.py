@@ -1,4 +1,4 @@
-"""`infinity train --nproc`: ranks, their signals, and their ends."""
+"""Tests of `infinity train --nproc`: ranks, signals and exit statuses."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if act != "end":
     time.sleep(60)
 print(rank, os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"], os.environ["MASTER_PORT"] > "", flush=True)
 """
-"""What ranks of these tests do instead of training."""
+"""Program that the ranks run instead of training."""
 
 
-def started(folder: Path, act: str) -> subprocess.Popen[str]:
-    """Start two ranks that do something else than training."""
+def start_ranks(folder: Path, act: str) -> subprocess.Popen[str]:
+    """Start two ranks that run `ACT` instead of training."""
     (folder / "act.py").write_text(ACT)
     code = (
         "import sys; from infinity_tools import launch; launch._GRACE = 0.2; launch._PROGRAM = ['act.py'];"
@@ -44,18 +44,18 @@ def started(folder: Path, act: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(("act", "status"), [("end", 0), ("fail", 7), ("killed", 128 + signal.SIGKILL)])
-def test_the_status_is_that_of_the_rank_that_failed(act: str, status: int, tmp_path: Path) -> None:
-    """The others, which would wait for it for ever, are ended."""
-    process = started(tmp_path, act)
+def test_exit_status_is_that_of_failed_rank(act: str, status: int, tmp_path: Path) -> None:
+    """The other ranks, which would wait forever, are stopped."""
+    process = start_ranks(tmp_path, act)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == status, errors
     if act == "end":
         assert sorted(output.splitlines()) == ["0 2 0 True", "1 2 1 True"]
 
 
-def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
-    """Even if that is killed."""
-    process = started(tmp_path, "wait")
+def test_ranks_exit_with_their_launcher(tmp_path: Path) -> None:
+    """The launcher is killed without a chance to stop them."""
+    process = start_ranks(tmp_path, "wait")
     deadline = time.monotonic() + 120
     while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
         assert process.poll() is None
@@ -71,8 +71,8 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     assert len(children) == 2
 
 
-def test_a_signal_ends_the_run_in_order(tmp_path: Path) -> None:
-    """It is passed on; the step that runs is finished, and checkpointed."""
+def test_sigterm_stops_all_ranks_with_checkpoint(tmp_path: Path) -> None:
+    """The current step is finished first."""
     with training(tmp_path, *SMALL, "--nproc", "2", "--steps", "100000", "--out", "o") as process:
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
@@ -85,16 +85,15 @@ def test_a_signal_ends_the_run_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.wide
-def test_what_is_wrong_is_said_once(tmp_path: Path) -> None:
-    """By one of the ranks, with its status."""
+def test_invalid_option_is_reported_by_one_rank(tmp_path: Path) -> None:
     ended = run_process(tmp_path, *SMALL, "--nproc", "2", "--batch-tokens", "96", "--out", "o")
     assert ended.status == 2
     assert ended.errors.count("--batch-tokens 96 ") == 1
     assert ended.errors.count("among 2 ranks") == 1
 
 
-def test_not_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank would start ranks."""
+def test_nproc_under_torchrun_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, each rank would start ranks."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     ended = run_here(*SMALL, "--nproc", "2")

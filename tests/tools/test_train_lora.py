@@ -1,4 +1,4 @@
-"""`infinity train --lora`: the losses of peft in memory, what is moved, what is exported."""
+"""Tests of `infinity train --lora`: losses, traffic and export compared with peft in memory."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ TRAIN[1:1] = MEMORY
 
 
 def adapted(folder: Path) -> Any:
-    """Return the model in memory with the adapter of an export."""
+    """Return the in-memory model with an exported adapter."""
     base = transformers.AutoModelForCausalLM.from_pretrained("m", dtype=torch.float32, attn_implementation="sdpa")
     return peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
 
 
-def test_an_adapter_is_trained_as_in_memory_goes_on_and_is_exported(tmp_path: Path) -> None:
-    """Bit for bit; the base is never written, and the folder is one that peft loads."""
+def test_lora_matches_peft_bitwise_through_resume_and_export(tmp_path: Path) -> None:
+    """The base weights are never written, and peft can load the export."""
     make_model(tmp_path / "m", layers=6)
     write_jsonl(tmp_path / "d.jsonl", chats(40))
-    run_here(*TRAIN, "--lr", "0", "--steps", "1", "--out", "first")  # which leaves what the adapters begin with
+    run_here(*TRAIN, "--lr", "0", "--steps", "1", "--out", "first")  # stores the initial adapters
     assert run_here("export", "first/nvme", "--out", "begin").status == 0
     begin = run_here(*TRAIN, "--steps", "3", "--lr-steps", "6", "--json", "--out", "o").summary
     rest = run_here("train", "--resume", "--steps", "6", *MEMORY, "--out", "o", "--json").summary
     assert rest["first_step"] == 4
-    assert rest["nvme_read_bytes_per_step"] > 4 * rest["parameters"], "the base is read"
+    assert rest["nvme_read_bytes_per_step"] > 4 * rest["parameters"], "the base weights are read"
     assert rest["nvme_written_bytes_per_step"] < rest["parameters"], (
-        "and not written: its updates would be 12 bytes each"
+        "the base weights are not written: updates would take 12 bytes per parameter"
     )
     assert run_here("export", "o/nvme", "--out", "last").status == 0
     assert {file.name for file in (tmp_path / "last").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
@@ -69,23 +69,25 @@ def test_an_adapter_is_trained_as_in_memory_goes_on_and_is_exported(tmp_path: Pa
     found = peft.get_peft_model_state_dict(adapted(tmp_path / "last"))
     for name, value in peft.get_peft_model_state_dict(model).items():
         assert torch.equal(found[name], value), name
-    assert any(value.abs().max() > 1e-2 for name, value in found.items() if "lora_B" in name), "it has learned"
+    assert any(value.abs().max() > 1e-2 for name, value in found.items() if "lora_B" in name), (
+        "the adapter has been trained"
+    )
 
 
-def test_head_and_loss_by_tokens_beside_adapters(tmp_path: Path) -> None:
-    """They are those of the base."""
+def test_loss_tokens_with_adapters_matches_full_loss(tmp_path: Path) -> None:
+    """The output head belongs to the base model."""
     make_model(tmp_path / "m", layers=2)
     write_jsonl(tmp_path / "d.jsonl", chats(10))
-    whole, sliced = (
+    full, sliced = (
         run_here(*TRAIN, *more, "--steps", "2", "--json", "--out", out).summary["losses"]
         for out, more in (("a", ()), ("b", ("--loss-tokens", "100")))
     )
-    assert sliced == pytest.approx(whole, rel=1e-4)
-    assert sliced != whole
+    assert sliced == pytest.approx(full, rel=1e-4)
+    assert sliced != full
 
 
-def test_a_run_goes_on_with_its_own_adapters_only(tmp_path: Path) -> None:
-    """Other ones, or none where there were some, are refused before anything is opened."""
+def test_resume_requires_same_adapters(tmp_path: Path) -> None:
+    """Different or missing adapters are rejected before any file is opened."""
     make_model(tmp_path / "m", layers=6)
     write_jsonl(tmp_path / "d.jsonl", chats(10))
     run_here(*TRAIN, "--steps", "1", "--out", "o")
@@ -103,20 +105,19 @@ def test_a_run_goes_on_with_its_own_adapters_only(tmp_path: Path) -> None:
         assert ended.status == 2
         assert reason in " ".join(ended.errors.split())
     same = run_here(*again[:-1], "alpha=16,r=4,targets=q_proj+v_proj", "--out", "o", "--json")
-    assert same.summary["first_step"] == 2, "the same in other words"
+    assert same.summary["first_step"] == 2, "the order of the options does not matter"
 
 
 @pytest.mark.parametrize(
     "text", ["", "0", "r=0", "r=four", "r=4,r=5", "r=4,alpha=nan", "r=4,dropout=1", "r=4,target=q"]
 )
-def test_what_is_not_understood(text: str) -> None:
-    """It names the text."""
+def test_invalid_lora_option_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match=f"--lora '{text}'"):
         Lora.of(text)
 
 
-def test_what_is_not_said() -> None:
-    """Alpha is twice the rank; the text of an adapter is understood again."""
+def test_lora_option_defaults() -> None:
+    """Alpha defaults to twice the rank, and the text form of the options can be parsed again."""
     assert Lora.of("r=8") == Lora(8, 16, 0, ())
     asked = Lora.of("r=8, alpha=12.5, dropout=0.1, targets=q_proj+v_proj")
     assert Lora.of(str(asked)) == asked == Lora(8, 12.5, 0.1, ("q_proj", "v_proj"))

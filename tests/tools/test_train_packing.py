@@ -1,4 +1,4 @@
-"""`infinity train` packs samples into one sequence only for models in which they do not see each other there."""
+"""Tests that samples are packed only for models that separate packed samples."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PACKED = {
     "deepseek_v3": {},
     "lfm2": {"layer_types": ["full_attention"] * 32},
 }
-"""Types of models that tell samples apart by their positions, and values of their configurations."""
+"""Model types that separate packed samples by position, with configuration values."""
 APART: dict[str, dict[str, Any]] = {
     "opt": {},
     "bloom": {},
@@ -54,17 +54,17 @@ APART: dict[str, dict[str, Any]] = {
     "jamba": {},
     "bert": {"is_decoder": True},
 }
-"""Those that do not."""
+"""Model types that do not separate packed samples, with configuration values."""
 
 
 def full_size(kind: str, values: dict[str, Any]) -> Any:
-    """Return the configuration of a model as large as transformers has it by default."""
+    """Return a model configuration with transformers' default sizes."""
     return transformers.AutoConfig.for_model(kind, **values)
 
 
 @pytest.mark.parametrize("kind", all_but(PACKED, *{*PACKED} - {"llama"}))
-def test_what_a_small_copy_says_of_models_that_tell_samples_apart(kind: str) -> None:
-    """Of a configuration as large as they come, which stays as it is; random numbers go on as they would have."""
+def test_models_that_separate_packed_samples(kind: str) -> None:
+    """The check changes neither the configuration nor the random state."""
     config = full_size(kind, PACKED[kind])
     before, state = config.to_dict(), torch.get_rng_state()
     assert why_apart(config) == ""
@@ -73,13 +73,13 @@ def test_what_a_small_copy_says_of_models_that_tell_samples_apart(kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", all_but(APART, *{*APART} - {"mamba"}))
-def test_what_a_small_copy_says_of_models_that_do_not(kind: str) -> None:
-    """Attention that makes its mask without positions, and layers that carry a state on or look at tokens before."""
+def test_models_that_do_not_separate_packed_samples(kind: str) -> None:
+    """Their attention masks ignore positions, or their layers carry state across tokens."""
     assert why_apart(full_size(kind, APART[kind])).startswith(f"{kind} does not separate packed samples:")
 
 
-def test_a_small_copy_has_every_kind_of_layer() -> None:
-    """Also one that comes late: the last of 32 layers."""
+def test_small_copy_contains_every_layer_type() -> None:
+    """A layer type may occur only in the last of 32 layers."""
     config = full_size("lfm2", {"layer_types": ["full_attention"] * 31 + ["conv"]})
     assert len(small_copy(config, "AutoModelForCausalLM").model.layers) == 32  # type: ignore[arg-type, union-attr]
     assert why_apart(config).startswith("lfm2 does not separate packed samples:")
@@ -88,8 +88,8 @@ def test_a_small_copy_has_every_kind_of_layer() -> None:
     assert why_apart(config).startswith("lfm2 does not separate packed samples:")
 
 
-def make(folder: Path, kind: str, **values: Any) -> Any:
-    """Save a small model with a tokenizer; return it."""
+def save_model(folder: Path, kind: str, **values: Any) -> Any:
+    """Save a small model with a tokenizer and return the model."""
     torch.manual_seed(5)
     config = transformers.AutoConfig.for_model(kind, vocab_size=320, **values)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -112,9 +112,9 @@ MAMBA = {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}
         pytest.param("mamba", MAMBA, marks=pytest.mark.wide),
     ],
 )
-def test_samples_that_would_see_each_other_are_not_packed(kind: str, values: dict[str, Any], tmp_path: Path) -> None:
-    """Each has a sequence, losses are those of a loop in memory over them, and it is said in a line and in JSON."""
-    model = make(tmp_path / "m", kind, **values).train()
+def test_unseparated_samples_are_padded_not_packed(kind: str, values: dict[str, Any], tmp_path: Path) -> None:
+    """Losses match a plain PyTorch loop, and the output reports the padding."""
+    model = save_model(tmp_path / "m", kind, **values).train()
     write_jsonl(tmp_path / "d.jsonl", chats(30))
     found = run_here(*TRAIN, "--data", "d.jsonl", "--eval-data", "d.jsonl", "--out", "o")
     (file,) = (tmp_path / "o/data").glob("*.arrow")
@@ -141,14 +141,16 @@ def test_samples_that_would_see_each_other_are_not_packed(kind: str, values: dic
     assert f"samples are padded, not packed: {kind} " in said
 
 
-def test_what_cannot_be_tried_is_not_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the reason is said; texts are one long row whatever the model is, and nothing is tried for them."""
+def test_samples_are_not_packed_if_check_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts are always concatenated, and therefore need no check."""
 
-    def refused(*_: object) -> Any:
+    def fail(*_: object) -> Any:
         raise UnsupportedError("no small copy of a llama could be made: its layers are in no list")
 
-    monkeypatch.setattr(neighbors, "small_copy", refused)
-    make(tmp_path / "m", "llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    monkeypatch.setattr(neighbors, "small_copy", fail)
+    save_model(
+        tmp_path / "m", "llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+    )
     write_jsonl(tmp_path / "d.jsonl", chats(20))
     write_jsonl(tmp_path / "t.jsonl", texts(60))
     found = run_here(*TRAIN, "--data", "d.jsonl", "--out", "o").summary
@@ -161,8 +163,8 @@ def test_what_cannot_be_tried_is_not_packed(tmp_path: Path, monkeypatch: pytest.
     assert run_here(*TRAIN, "--data", "t.jsonl", "--out", "p").summary["not_packed"] == ""
 
 
-def test_a_copy_that_predicts_the_same_whatever_it_is_given_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a one would seem to tell samples apart."""
+def test_constant_predictions_do_not_prove_separation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a model would seem to separate samples."""
     model = small_copy(full_size("llama", {}), "AutoModelForCausalLM")
     torch.nn.init.zeros_(model.lm_head.weight)  # type: ignore[arg-type, union-attr]
     monkeypatch.setattr(neighbors, "small_copy", lambda *_: model)

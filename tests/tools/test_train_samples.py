@@ -1,4 +1,4 @@
-"""From rows to sequences: tokens, labels, packing, order."""
+"""Tests of the conversion of dataset rows to sequences: tokens, labels, packing and order."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ STRIPPING = (
     "{% for message in messages %}{% if not loop.last and message['role'] == 'assistant' %}<|end|>{% else %}"
     "<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endif %}{% endfor %}"
 )
-"""A template that leaves out what was said before, as those of models that think do."""
+"""Chat template that omits earlier answers, as the templates of reasoning models do."""
 
 
 def encoded(tokenizer: Any, row: dict[str, Any], *, loss_on: str = "completions") -> tuple[str, str]:
-    """Return all that is encoded of a row, and what of it is trained, as texts."""
+    """Return the encoded text of a row and its trained part."""
     encoder = Encoder(tokenizer, Columns.of(row, "", "--data d"), loss_on, "--data d")
     (sample,) = encoder.encode([row])
     trained = [token for token, counts in zip(sample.tokens, sample.trained, strict=True) if counts]
@@ -50,8 +50,8 @@ SAID += "<|assistant|>a storm<|end|>"
 ANSWERS = "the ship<|end|>a storm<|end|>"
 
 
-def test_what_of_a_row_is_trained(tmp_path: Path) -> None:
-    """What an assistant says with the end of its turn; the completion with the end; all of a text."""
+def test_trained_tokens_of_each_row_type(tmp_path: Path) -> None:
+    """The loss covers answers or completions with their end tokens, or the full text."""
     tokenizer = make_tokenizer(tmp_path)
     assert encoded(tokenizer, CHAT) == (SAID, ANSWERS)
     assert encoded(tokenizer, CHAT, loss_on="all") == (SAID, SAID)
@@ -60,7 +60,7 @@ def test_what_of_a_row_is_trained(tmp_path: Path) -> None:
         for one in CHAT["messages"]
     ]
     assert encoded(tokenizer, {"conversations": sharegpt}) == (SAID, ANSWERS)
-    filled = [{**one, "tool_calls": None} for one in CHAT["messages"]]  # as Arrow has rows of which some have more keys
+    filled = [{**one, "tool_calls": None} for one in CHAT["messages"]]  # Arrow fills missing keys with None
     assert encoded(tokenizer, {"messages": filled}) == (SAID, ANSWERS)
     pair = {"prompt": "a sea", "completion": " and storm"}
     assert encoded(tokenizer, pair) == ("a sea and storm<|eos|>", " and storm<|eos|>")
@@ -71,8 +71,8 @@ def test_what_of_a_row_is_trained(tmp_path: Path) -> None:
     assert encoded(tokenizer, {"id": 3, "story": "far home"}) == ("far home<|eos|>",) * 2
 
 
-def test_a_template_is_given_the_tools(tmp_path: Path) -> None:
-    """As a list, or as a text of JSON, which is how tables have them."""
+def test_chat_template_receives_tools(tmp_path: Path) -> None:
+    """Tools may be a list or JSON text, as tables store them."""
     tokenizer = make_tokenizer(
         tmp_path, "{% for tool in tools or [] %}{{ tool['name'] }}<|end|>{% endfor %}" + TEMPLATE
     )
@@ -80,8 +80,8 @@ def test_a_template_is_given_the_tools(tmp_path: Path) -> None:
         assert encoded(tokenizer, {**CHAT, "tools": tools}) == ("a ship<|end|>" + SAID, ANSWERS)
 
 
-def test_a_template_that_marks_answers_gives_the_same(tmp_path: Path) -> None:
-    """As `apply_chat_template(return_assistant_tokens_mask=True)` has it, which TRL uses for its labels."""
+def test_template_with_generation_marks_gives_same_labels(tmp_path: Path) -> None:
+    """TRL derives its labels from `apply_chat_template(return_assistant_tokens_mask=True)`."""
     plain, marked = make_tokenizer(tmp_path / "a"), make_tokenizer(tmp_path / "b", MARKED)
     for row in chats(20):
         assert encoded(plain, row) == encoded(marked, row)
@@ -89,8 +89,8 @@ def test_a_template_that_marks_answers_gives_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", ["chat", "pair", "talk", "text"])
-def test_tokens_and_labels_are_those_of_trl(kind: str, tmp_path: Path) -> None:
-    """Of its `SFTTrainer`, with loss on what the assistant says."""
+def test_tokens_and_labels_match_trl(kind: str, tmp_path: Path) -> None:
+    """The reference is `SFTTrainer` with the loss on assistant messages."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -114,17 +114,17 @@ def test_tokens_and_labels_are_those_of_trl(kind: str, tmp_path: Path) -> None:
         assert list(sample.trained) == [label != IGNORED for label in row["labels"]]
 
 
-def test_a_template_that_shows_answers_in_another_way_later_is_refused(tmp_path: Path) -> None:
-    """What is answered cannot be told; training on everything can be."""
+def test_template_that_rewrites_earlier_answers_is_rejected(tmp_path: Path) -> None:
+    """Answers cannot be located then, but `--loss-on all` still works."""
     tokenizer = make_tokenizer(tmp_path, STRIPPING)
     with pytest.raises(ConfigError, match=r"row 0: the chat template .*--loss-on all"):
         encoded(tokenizer, CHAT)
-    whole, trained = encoded(tokenizer, CHAT, loss_on="all")
-    assert whole == trained
+    full, trained = encoded(tokenizer, CHAT, loss_on="all")
+    assert full == trained
 
 
-def test_the_number_of_a_bad_row_is_said(tmp_path: Path) -> None:
-    """Counted over all that were encoded before."""
+def test_invalid_row_is_reported_with_its_number(tmp_path: Path) -> None:
+    """Rows are counted across calls of `encode`."""
     tokenizer = make_tokenizer(tmp_path)
     rows = list(chats(3))
     encoder = Encoder(tokenizer, Columns.of(rows[0], "", "--data d"), "completions", "--data d")
@@ -134,7 +134,7 @@ def test_the_number_of_a_bad_row_is_said(tmp_path: Path) -> None:
 
 
 def pack(lengths: list[int], length: int, *, one_row: bool) -> tuple[list[Packed], Packer]:
-    """Pack samples of so many tokens, each of its own number, the second half of which is trained."""
+    """Pack samples of these lengths, each with its own token; the second half of each is trained."""
     packer = Packer(length, 0, one_row=one_row)
     found = []
     for number, size in enumerate(lengths, 1):
@@ -142,33 +142,35 @@ def pack(lengths: list[int], length: int, *, one_row: bool) -> tuple[list[Packed
     return [*found, *packer.end()], packer
 
 
-def test_texts_are_cut_wherever_a_sequence_ends() -> None:
-    """Nothing is lost, and only the last sequence has padding, which does not count."""
+def test_texts_are_split_at_sequence_ends() -> None:
+    """No token is lost, and only the last sequence has padding, which the loss ignores."""
     found, packer = pack([5, 9, 2], 6, one_row=True)
     assert [one.tokens for one in found] == [[1] * 5 + [2], [2] * 6, [2, 2, 3, 3, 0, 0]]
     assert [one.labels for one in found] == [one.tokens for one in found[:2]] + [[2, 2, 3, 3, IGNORED, IGNORED]]
     assert (packer.samples, packer.cut, packer.dropped) == (3, 0, 0)
 
 
-def test_chats_stay_whole() -> None:
-    """Each in one sequence; the longest is cut off, and dropped where nothing that counts is left."""
+def test_chats_are_not_split() -> None:
+    """The longest chats are truncated, or dropped if no trained token remains."""
     chance = random.Random(1)
     lengths = [chance.randint(2, 30) for _ in range(500)]
     found, packer = pack([*lengths, 40, 70], 32, one_row=False)
-    assert (packer.cut, packer.dropped) == (2, 1), "of 70 tokens the second half begins behind the sequence"
+    assert (packer.cut, packer.dropped) == (2, 1), (
+        "the second half of the 70 tokens starts after the end of the sequence"
+    )
     assert all(len(one.tokens) == len(one.labels) == sum(one.lengths) == 32 for one in found)
     places = {number: [one for one in found if number in one.tokens] for number in range(1, 502)}
     assert all(len(there) == 1 for there in places.values())
     assert all(places[number][0].tokens.count(number) == size for number, size in enumerate(lengths, 1))
     for one in found:
         starts = [sum(one.lengths[:number]) for number in range(len(one.lengths))]
-        assert all(one.labels[start] == IGNORED for start in starts), "no sample is told by the one before it"
+        assert all(one.labels[start] == IGNORED for start in starts), "no sample is predicted from the one before it"
     filled = (sum(lengths) + 32) / (32 * len(found))
     assert filled > 0.95
 
 
-def test_an_epoch_is_an_order_of_its_own() -> None:
-    """Every number once, whatever the count; other epochs and seeds have others; it looks shuffled."""
+def test_each_epoch_is_a_different_permutation() -> None:
+    """Seed and epoch change the order, which looks shuffled."""
     for count in (1, 2, 3, 7, 64, 1000):
         orders = {tuple(Order(count, seed, epoch).at(place) for place in range(count))
                   for seed in range(2) for epoch in range(2)}  # fmt: skip
@@ -176,14 +178,14 @@ def test_an_epoch_is_an_order_of_its_own() -> None:
         assert len(orders) == 4 or count < 7
     order = [Order(1000, 0, 0).at(place) for place in range(1000)]
     stayed = sum(abs(number - place) < 100 for place, number in enumerate(order))
-    assert 100 < stayed < 300, "of a random order 190"
+    assert 100 < stayed < 300, "190 are expected in a random order"
     assert steps_of(2, 9, 4) == 5
     assert steps_of(0.1, 9, 4) == 1
     assert [steps_of(2, 9, 4, drawn) for drawn in (1, 16, 18, 30)] == [5, 1, 0, 0]
 
 
 def prepared(folder: Path, *, length: int = 32) -> Sequences:
-    """Return the prepared sequences of `d.jsonl`, which is written where it is missing."""
+    """Return the prepared sequences of `d.jsonl`, which is created if it is missing."""
     file = folder / "d.jsonl"
     if not file.exists():
         write_jsonl(file, chats(50))
@@ -193,8 +195,8 @@ def prepared(folder: Path, *, length: int = 32) -> Sequences:
     return prepare(preparation, lambda word: [word], writes=True, report=lambda text: None)
 
 
-def test_ranks_draw_their_own_part_of_one_row_of_sequences(tmp_path: Path) -> None:
-    """On one rank or two, from the beginning or from a place; batches end where epochs do not."""
+def test_ranks_draw_disjoint_parts_of_same_sequence_order(tmp_path: Path) -> None:
+    """Batches may start anywhere and may cross the end of an epoch."""
     source = prepared(tmp_path)
 
     def drawn(
@@ -205,9 +207,9 @@ def test_ranks_draw_their_own_part_of_one_row_of_sequences(tmp_path: Path) -> No
         return batches.at(step)
 
     for step in range(2 * len(source) // 4):
-        whole = drawn(step)
+        full = drawn(step)
         halves = [drawn(step, rank, 2) for rank in range(2)]
-        for name, value in whole.items():
+        for name, value in full.items():
             assert torch.equal(value, torch.cat([half[name] for half in halves]))
             assert torch.equal(value, drawn(0, start=(0, 4 * step))[name])
     rows = torch.cat([drawn(step)["input_ids"] for step in range(len(source))])[: 4 * len(source)]
@@ -216,8 +218,8 @@ def test_ranks_draw_their_own_part_of_one_row_of_sequences(tmp_path: Path) -> No
         assert len(set(map(tuple, part.tolist()))) == len(set(map(tuple, rows.tolist()))), "each sequence once"
 
 
-def test_samples_side_by_side_do_not_see_each_other(tmp_path: Path) -> None:
-    """The logits of each are those that it has alone."""
+def test_packed_samples_do_not_attend_to_each_other(tmp_path: Path) -> None:
+    """The logits equal those of each sample alone."""
     model = make_model(tmp_path / "m").eval()
     batch = prepared(tmp_path, length=128).rows([0, 1, 2])
     with torch.no_grad():
@@ -230,13 +232,13 @@ def test_samples_side_by_side_do_not_see_each_other(tmp_path: Path) -> None:
                 assert torch.allclose(together[row, first:last], alone, atol=1e-5)
 
 
-def test_preparing_again_takes_what_is_there_and_notices_what_has_changed(tmp_path: Path) -> None:
-    """The same file while rows, tokenizer and recipe are the same; a damaged one is refused."""
+def test_prepared_data_are_reused_until_inputs_change(tmp_path: Path) -> None:
+    """A damaged file is rejected."""
     first = prepared(tmp_path)
     (file,) = (tmp_path / "data").glob("*.arrow")
     before = file.stat().st_mtime_ns
     assert prepared(tmp_path).facts == first.facts
-    assert file.stat().st_mtime_ns == before, "it was not written again"
+    assert file.stat().st_mtime_ns == before, "the file was not rewritten"
     assert prepared(tmp_path, length=48).facts.content != first.facts.content
     write_jsonl(tmp_path / "d.jsonl", chats(51))
     assert prepared(tmp_path).facts.rows == 51
@@ -246,8 +248,7 @@ def test_preparing_again_takes_what_is_there_and_notices_what_has_changed(tmp_pa
         Sequences(file)
 
 
-def test_ranks_hear_of_the_one_that_writes(tmp_path: Path) -> None:
-    """A failure there is said here, too, and not waited for."""
+def test_preparation_error_on_rank_0_is_raised_on_other_ranks(tmp_path: Path) -> None:
     words = iter([["going on", "done"], ["ConfigError: there is no column", "done"]])
     recipe = Recipe(text_column="", loss_on="all", length=32, padding=0)
     file = write_jsonl(tmp_path / "d.jsonl", chats(1))
@@ -258,10 +259,10 @@ def test_ranks_hear_of_the_one_that_writes(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.arrow"))
 
 
-def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
-    """Ten times the rows take no more of it: neither to prepare them nor to read them."""
+def test_memory_does_not_grow_with_dataset_size(tmp_path: Path) -> None:
+    """Preparing and reading ten times as many rows use about the same memory."""
     preparing, reading, sequences = [], [], []
-    prepared(tmp_path)  # whatever is imported or kept once
+    prepared(tmp_path)  # imports and one-time caches
     for rows in (300, 3000):
         write_jsonl(tmp_path / "d.jsonl", texts(rows))
         tracemalloc.start()

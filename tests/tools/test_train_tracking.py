@@ -1,4 +1,4 @@
-"""`infinity train --log`: what TensorBoard and W&B get, of one rank."""
+"""Tests of `infinity train --log` with TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def text(tmp_path: Path) -> None:
 
 
 def test_tensorboard_has_every_step_once(tmp_path: Path) -> None:
-    """With the values of steps.jsonl; a run that goes on from a checkpoint replaces what is behind it."""
+    """Values match steps.jsonl, and a resumed run replaces the steps after its checkpoint."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     few = [*TRAIN, "--log", "tensorboard", "--checkpoint-every", "2", "--retained-checkpoints", "2", "--out", "o"]
@@ -42,7 +42,7 @@ def test_tensorboard_has_every_step_once(tmp_path: Path) -> None:
 
 
 def test_wandb_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the folder of results; what was logged is handed over under its names."""
+    """Figures are logged under their names, and the files are stored in the output folder."""
     import wandb
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -61,8 +61,8 @@ def test_wandb_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "eval/loss" in logged[2]
 
 
-def test_a_log_that_takes_no_more_does_not_end_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is said once, and steps.jsonl has all steps."""
+def test_full_log_does_not_stop_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is reported once, and steps.jsonl is complete."""
     from torch.utils.tensorboard import SummaryWriter
 
     def full(*_: object) -> None:
@@ -76,14 +76,14 @@ def test_a_log_that_takes_no_more_does_not_end_a_training(monkeypatch: pytest.Mo
     assert said.count("--log tensorboard is missing steps from 1 on: No space left on device") == 1, said
 
 
-def test_wandb_without_an_account_says_what_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line; nothing is left of the run."""
+def test_wandb_without_api_key_suggests_offline_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message is one line, and no checkpoint remains."""
     import wandb
 
-    def refused(**_: object) -> None:
+    def fail(**_: object) -> None:
         raise wandb.Error("No API key configured.")
 
-    monkeypatch.setattr(wandb, "init", refused)
+    monkeypatch.setattr(wandb, "init", fail)
     ended = run_here(*TRAIN, "--log", "wandb", "--steps", "2", "--out", "o")
     assert ended.status == 2
     said = " ".join(ended.errors.split())
@@ -101,10 +101,10 @@ def test_wandb_without_an_account_says_what_works(tmp_path: Path, monkeypatch: p
         ("datasets", ["--data", "d.jsonl"], "data"),
     ],
 )
-def test_what_is_not_installed(
+def test_missing_optional_package_names_extra(
     package: str, options: list[str], extra: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One line names the package and the extra; nothing was done."""
+    """The message is one line, and nothing is written."""
     (tmp_path / "d.jsonl").write_text('{"text": "far home"}\n')
     monkeypatch.setitem(sys.modules, package, None)
     ended = run_here(*SMALL, *options, "--out", "o")

@@ -1,4 +1,4 @@
-"""`infinity tune` with a real model: what it writes, how it goes on, and that it leaves nothing behind."""
+"""Tests of `infinity tune` with a real model: results, resuming and cleanup."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ SMALL = ["tune", "--model", "tiny", "--seq", "32", "--batch-tokens", "64", "--ho
 SMALL += ["--nvme", "nvme", "--out", "tuned"]
 
 
-def left(folder: Path) -> list[str]:
-    """What trials would leave: their folders, and stats pages of their runs."""
+def leftovers(folder: Path) -> list[str]:
+    """Return the trial folders and stats files that remain."""
     return [str(path) for path in folder.rglob("*") if path.name.startswith(PREFIX) or path.suffix == ".stats"]
 
 
 def workers(pid: int) -> list[psutil.Process]:
-    """The processes that a search has started."""
+    """Return the processes that a search has started."""
     return psutil.Process(pid).children(recursive=True)
 
 
 def begin(folder: Path, *more: str, minutes: str = "10") -> subprocess.Popen[str]:
-    """Start a search that would take long, and wait until a trial has files on the drive."""
+    """Start a long search and wait until a trial has files on the drive."""
     process = subprocess.Popen(
         [sys.executable, "-m", "infinity_tools", *SMALL, "--minutes", minutes, *more],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=folder, env=environment(folder / "tmp"), text=True,
@@ -51,13 +51,13 @@ def begin(folder: Path, *more: str, minutes: str = "10") -> subprocess.Popen[str
 
 
 def ended(processes: list[psutil.Process]) -> bool:
-    """Whether all of them end, given time."""
+    """Return whether all processes exit in time."""
     return not psutil.wait_procs(processes, timeout=120)[1]
 
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder in which a search has run, and what it printed."""
+    """Return a folder in which a search has run, and its JSON output."""
     folder = tmp_path_factory.mktemp("tuned")
     (folder / "tmp").mkdir()
     (folder / "nvme").mkdir()
@@ -70,8 +70,8 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return folder, json.loads(done.stdout)
 
 
-def test_it_measures_and_says_what_it_found(tuned: tuple[Path, dict[str, Any]]) -> None:
-    """In the files and in what `--json` prints."""
+def test_tune_writes_journal_plot_and_json(tuned: tuple[Path, dict[str, Any]]) -> None:
+    """The stored results match the output of `--json`."""
     folder, summary = tuned
     stored = json.loads((folder / "tuned/tune.json").read_text())
     journal = stored.pop("journal")
@@ -87,15 +87,14 @@ def test_it_measures_and_says_what_it_found(tuned: tuple[Path, dict[str, Any]]) 
         assert summary["gain"]["over_start"] == 1.0
 
 
-def test_it_leaves_nothing_behind(tuned: tuple[Path, dict[str, Any]]) -> None:
-    """Neither on the drive nor for the daemon to show."""
+def test_finished_search_removes_trial_files(tuned: tuple[Path, dict[str, Any]]) -> None:
+    """Stats files are removed as well."""
     folder, _ = tuned
-    assert left(folder) == []
+    assert leftovers(folder) == []
     assert list((folder / "nvme").iterdir()) == []
 
 
-def test_the_file_is_what_train_takes(tuned: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is: settings, folders and host cache."""
+def test_train_uses_tuned_settings(tuned: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, summary = tuned
     monkeypatch.chdir(folder)
     settings = load_config("tuned/infinity.toml")
@@ -107,10 +106,8 @@ def test_the_file_is_what_train_takes(tuned: tuple[Path, dict[str, Any]], monkey
     assert done.summary["nvme_paths"] == [str((folder / "nvme").resolve())]
 
 
-def test_resume_takes_the_trials_that_were_made(
-    tuned: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the same time there is nothing left to do but what was done; a cut-off line is made again."""
+def test_resume_reuses_completed_trials(tuned: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the same time limit, no new trial is run; a different search is rejected."""
     folder, summary = tuned
     monkeypatch.chdir(folder)
     journal = folder / "tuned/trials.jsonl"
@@ -120,9 +117,9 @@ def test_resume_takes_the_trials_that_were_made(
     assert again.summary["trials"] == summary["trials"]
     assert again.summary["best"] == summary["best"]
     assert journal.read_text() == before
-    refused = run_here(*SMALL, "--minutes", "0.1")
-    assert refused.status == 2
-    assert "pass --resume" in refused.errors
+    rejected = run_here(*SMALL, "--minutes", "0.1")
+    assert rejected.status == 2
+    assert "pass --resume" in rejected.errors
     other = run_here(*SMALL, "--minutes", "0.1", "--resume", "--batch-tokens", "128", "--host-memory", "3MiB")
     assert other.status == 2
     assert "batch-tokens 128 (was 64)" in other.errors
@@ -131,8 +128,8 @@ def test_resume_takes_the_trials_that_were_made(
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.wide), signal.SIGTERM])
-def test_a_search_that_is_stopped_leaves_its_journal_only(number: int, tmp_path: Path) -> None:
-    """No process, no folder; and says how to go on."""
+def test_stopped_search_keeps_only_its_journal(number: int, tmp_path: Path) -> None:
+    """No process or folder remains."""
     process = begin(tmp_path)
     started = workers(process.pid)
     assert started
@@ -142,12 +139,12 @@ def test_a_search_that_is_stopped_leaves_its_journal_only(number: int, tmp_path:
     assert "Traceback" not in errors
     assert "stopped: " in errors
     assert ended(started)
-    assert left(tmp_path) == []
-    assert not (tmp_path / "nvme").exists(), "it was made for the search"
+    assert leftovers(tmp_path) == []
+    assert not (tmp_path / "nvme").exists(), "the search created the folder"
 
 
-def test_a_terminal_sends_ctrl_c_to_all_of_its_processes(tmp_path: Path) -> None:
-    """The worker leaves it to the search, which ends it in order."""
+def test_ctrl_c_in_terminal_stops_search_cleanly(tmp_path: Path) -> None:
+    """A terminal signals all processes; the worker ignores the signal, and the search stops it."""
     process = begin(tmp_path)
     started = workers(process.pid)
     for one in (*started, psutil.Process(process.pid)):
@@ -156,28 +153,28 @@ def test_a_terminal_sends_ctrl_c_to_all_of_its_processes(tmp_path: Path) -> None
     assert process.returncode == 128 + signal.SIGINT
     assert "Traceback" not in errors
     assert ended(started)
-    assert left(tmp_path) == []
+    assert leftovers(tmp_path) == []
 
 
-def test_a_search_that_is_killed_leaves_nothing_on_the_drives(tmp_path: Path) -> None:
-    """The process with the model notices, closes its run and removes the folders."""
+def test_worker_cleans_up_after_killed_search(tmp_path: Path) -> None:
+    """The worker notices, closes its run and removes the folders."""
     process = begin(tmp_path)
     started = workers(process.pid)
     process.kill()
     assert ended(started)
     process.communicate(timeout=120)
-    assert left(tmp_path) == []
+    assert leftovers(tmp_path) == []
 
 
-def test_when_all_are_killed_the_next_search_removes_what_is_left(tmp_path: Path) -> None:
-    """But not what another one holds."""
+def test_next_search_removes_leftovers_of_killed_search(tmp_path: Path) -> None:
+    """Folders of another active search are kept."""
     process = begin(tmp_path)
     started = workers(process.pid)
     for one in (*started, psutil.Process(process.pid)):
         one.kill()
     process.communicate(timeout=120)
     assert ended(started)
-    assert left(tmp_path / "nvme")
+    assert leftovers(tmp_path / "nvme")
     telemetry = load_config(None).telemetry
     with trial_folders([str(tmp_path / "nvme")], telemetry) as first:
         with trial_folders([str(tmp_path / "nvme")], telemetry):
@@ -187,25 +184,27 @@ def test_when_all_are_killed_the_next_search_removes_what_is_left(tmp_path: Path
     assert list((tmp_path / "nvme").iterdir()) == []
 
 
-def test_a_trial_that_kills_its_process_is_a_failed_one(tmp_path: Path) -> None:
-    """The search goes on with a new process; the journal has the reason."""
+def test_killed_trial_is_recorded_as_failed(tmp_path: Path) -> None:
+    """The search continues in a new process."""
     process = begin(tmp_path)
-    assert len(until(process, tmp_path, lambda rows: len(rows) > 0)) == 1, "it is in the second trial"
+    assert len(wait_for_trials(process, tmp_path, lambda rows: len(rows) > 0)) == 1, "the second trial is running"
     (worker,) = [one for one in workers(process.pid) if "spawn_main" in " ".join(one.cmdline())]
     worker.kill()
     kinds = partial(map, lambda row: row["outcome"]["kind"])
-    rows = until(process, tmp_path, lambda rows: "measured" in kinds(rows[2:]))  # it may skip what promises nothing
+    rows = wait_for_trials(
+        process, tmp_path, lambda rows: "measured" in kinds(rows[2:])
+    )  # it may skip unpromising candidates
     os.kill(process.pid, signal.SIGINT)
     process.communicate(timeout=300)
     assert [*kinds(rows[:2])] == ["measured", "failed"]
     assert rows[1]["outcome"]["reason"] == "the trial process was killed (out of memory?)"
-    assert left(tmp_path) == []
+    assert leftovers(tmp_path) == []
 
 
-def until(
+def wait_for_trials(
     process: subprocess.Popen[str], folder: Path, done: Callable[[list[dict[str, Any]]], bool]
 ) -> list[dict[str, Any]]:
-    """Wait for trials in the journal; return them."""
+    """Wait until the trials in the journal satisfy `done`, and return them."""
     journal, deadline = folder / "tuned/trials.jsonl", time.monotonic() + 300
     rows: list[dict[str, Any]] = []
     while not done(rows):
@@ -217,18 +216,18 @@ def until(
     return rows
 
 
-def test_a_start_that_cannot_be_trained_with_is_refused(tmp_path: Path) -> None:
-    """With the reason, and nothing left."""
+def test_unusable_start_settings_are_rejected(tmp_path: Path) -> None:
+    """Nothing remains on the drive."""
     done = run_here(*SMALL, "--host-memory", "64KiB")
     assert done.status == 2
     (line,) = [line for line in done.errors.splitlines() if line.startswith("error")]
     assert ": the host cache is too small" in line
-    assert left(tmp_path) == []
+    assert leftovers(tmp_path) == []
     assert not (tmp_path / "nvme").exists()
 
 
-def test_a_start_from_a_file_is_kept_but_for_what_is_tuned(tmp_path: Path) -> None:
-    """Its other settings are in the result; clipping keeps updates out of backward; paths may be the file's."""
+def test_settings_file_is_kept_except_tuned_settings(tmp_path: Path) -> None:
+    """Clipping excludes updates in backward, and the storage paths may come from the file."""
     (tmp_path / "start.toml").write_text(
         '[storage]\npaths = ["a", "b"]\nqueue_depth = 8\nretries = 5\n'
         '[run]\nretained_checkpoints = 2\nresume = "latest"\n'
@@ -243,12 +242,14 @@ def test_a_start_from_a_file_is_kept_but_for_what_is_tuned(tmp_path: Path) -> No
     assert (found.storage.retries, found.run.retained_checkpoints, found.run.resume) == (5, 2, "latest")
     assert found.activations.tier == "nvme"
     rows = [json.loads(line) for line in (tmp_path / "tuned/trials.jsonl").read_text().splitlines()[1:]]
-    assert ["start", "defaults"][: len(rows)] == [row["role"] for row in rows][:2], "the second if there was time"
+    assert ["start", "defaults"][: len(rows)] == [row["role"] for row in rows][:2], (
+        "the second trial requires enough time"
+    )
     assert rows[0]["candidate"]["storage.queue_depth"] == 8
     measured = [row["outcome"] for row in rows if row["outcome"]["kind"] == "measured"]
     assert {row["effective"]["update.schedule"] for row in measured} == {"in_forward"}
     assert not (tmp_path / "trace.json").exists(), "trials write no timeline"
-    assert not (tmp_path / "a").exists(), "it was made for the search"
+    assert not (tmp_path / "a").exists(), "the search created the folder"
     assert "--max-grad-norm 1" in done.output.splitlines()[-1]
     assert "--loss-tokens 10" in done.output.splitlines()[-1]
     again = run_here(*words[:-3], "20", "--activations", "device", "--resume")
@@ -257,8 +258,8 @@ def test_a_start_from_a_file_is_kept_but_for_what_is_tuned(tmp_path: Path) -> No
     assert " the start" in done.output
 
 
-def test_trials_train_what_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Head and loss by tokens, and activations in pages, as `infinity train` does it with the same options."""
+def test_trials_use_training_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials slice the loss and page activations as `infinity train` does."""
     settings = Config().with_values(**{"memory.host_bytes": "4MiB", "activations.tier": "nvme"})
     seen = []
     measure = Trials._measure
@@ -278,8 +279,8 @@ def test_trials_train_what_is_asked_for(tmp_path: Path, monkeypatch: pytest.Monk
     assert kept > 0
 
 
-def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search of several ranks would be several searches."""
+def test_tune_under_torchrun_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, each rank would run its own search."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     done = run_here(*SMALL)
     assert done.status == 2

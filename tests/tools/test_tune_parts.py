@@ -1,4 +1,4 @@
-"""Parts of `infinity tune` without a model: its journal, its files, its folders, what a terminal shows."""
+"""Tests of the parts of `infinity tune` without a model: journal, files, folders and progress view."""
 
 from __future__ import annotations
 
@@ -30,29 +30,28 @@ ABOUT = {"model": "tiny", **START, "nvme": ["/nvme0/run"]}
 OUTCOME = Outcome(kind="measured", seconds=0.5, samples=(0.4, 0.5, 0.6), effective={"update.cores": 1}, wall=2.0)
 
 
-def test_a_folder_that_takes_no_file_is_said(tmp_path: Path) -> None:
-    """With the fix."""
+def test_unwritable_settings_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "infinity.toml").mkdir()
     with pytest.raises(ConfigError, match=r"infinity\.toml.* --out"):
         write_settings(tmp_path / "infinity.toml", Config(), [])
 
 
 def journal(folder: Path, *, resume: bool, about: dict[str, Any] = ABOUT) -> Journal:
-    """One in this folder."""
+    """Open the journal of a folder."""
     return Journal(folder / "trials.jsonl", about, time.monotonic(), resume=resume)
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A journal with two trials."""
+    """Return the file of a journal with two trials."""
     made = journal(tmp_path, resume=False)
     made.add("start", START, OUTCOME)
     made.add("change", {**START, "storage.queue_depth": 64}, Outcome(kind="failed", reason="[no] room"))
     return tmp_path / "trials.jsonl"
 
 
-def test_a_journal_answers_what_it_knows(file: Path) -> None:
-    """In its order, with its clock; then trials are made and follow."""
+def test_journal_replays_recorded_trials(file: Path) -> None:
+    """Trials are replayed in order, and new ones are appended."""
     before = file.read_text()
     again = journal(file.parent, resume=True)
     assert again.clock() == 0.0
@@ -65,8 +64,8 @@ def test_a_journal_answers_what_it_knows(file: Path) -> None:
     assert len(file.read_text().splitlines()) == 4
 
 
-def test_a_journal_drops_what_is_not_asked_again(file: Path) -> None:
-    """Such as a comparison at the end, after which a longer search goes on otherwise."""
+def test_journal_drops_trials_that_are_not_replayed(file: Path) -> None:
+    """For example, a longer search omits the final comparison of a shorter one."""
     again = journal(file.parent, resume=True)
     assert again.answer("start", START) == OUTCOME
     assert again.answer("change", {**START, "storage.queue_depth": 8}) is None
@@ -76,8 +75,8 @@ def test_a_journal_drops_what_is_not_asked_again(file: Path) -> None:
 
 
 @pytest.mark.parametrize("tail", ['{"role": "cha', "null", '{"role": "change"}', "[]", "\x00"])
-def test_a_line_that_was_cut_off_is_no_trial(tail: str, file: Path) -> None:
-    """It is replaced by the next one."""
+def test_truncated_journal_line_is_ignored(tail: str, file: Path) -> None:
+    """The next trial replaces it."""
     file.write_text(file.read_text() + tail)
     again = journal(file.parent, resume=True)
     assert again.found == 2
@@ -95,8 +94,8 @@ def test_a_line_that_was_cut_off_is_no_trial(tail: str, file: Path) -> None:
         ({"storage.queue_depth": 1}, "storage.queue_depth 1 (was 32)"),
     ],
 )
-def test_a_journal_of_another_search_is_refused(changes: dict[str, Any], says: str, file: Path) -> None:
-    """With what differs; it stays as it is."""
+def test_journal_of_different_search_is_rejected(changes: dict[str, Any], says: str, file: Path) -> None:
+    """The message lists the differences, and the file is unchanged."""
     before = file.read_text()
     with pytest.raises(ConfigError) as caught:
         journal(file.parent, resume=True, about={**ABOUT, **changes})
@@ -105,23 +104,22 @@ def test_a_journal_of_another_search_is_refused(changes: dict[str, Any], says: s
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"format": 9}', "5\n", "\n\n", "{}"])
-def test_what_is_no_journal_is_refused(content: str, tmp_path: Path) -> None:
-    """In one line that names it."""
+def test_invalid_journal_is_rejected(content: str, tmp_path: Path) -> None:
     (tmp_path / "trials.jsonl").write_text(content)
     with pytest.raises(ConfigError, match=r"trials\.jsonl .*`infinity tune`"):
         journal(tmp_path, resume=True)
 
 
-def test_a_journal_is_not_written_over(file: Path) -> None:
-    """Nor gone on from where there is none."""
+def test_existing_journal_requires_resume(file: Path) -> None:
+    """Conversely, `--resume` requires an existing journal."""
     with pytest.raises(ConfigError, match="pass --resume"):
         journal(file.parent, resume=False)
     with pytest.raises(ConfigError, match="remove --resume"):
         journal(file.parent / "elsewhere", resume=True)
 
 
-def test_folders_of_others_stay(tmp_path: Path) -> None:
-    """What is held, what is new and has no lock yet, what only has the name."""
+def test_trial_folders_of_other_searches_are_kept(tmp_path: Path) -> None:
+    """Locked folders, new folders without a lock and links are kept."""
     telemetry = Config().telemetry
     new = tmp_path / f"{trial_folders.PREFIX}new"
     old = tmp_path / f"{trial_folders.PREFIX}old"
@@ -140,15 +138,15 @@ def test_folders_of_others_stay(tmp_path: Path) -> None:
     assert not Path(runs).parent.exists()
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
-    """And those that were made before are gone."""
+def test_uncreatable_trial_folder_is_reported(tmp_path: Path) -> None:
+    """Folders that were created before the error are removed."""
     (tmp_path / "file").touch()
     places = [str(tmp_path / "a"), str(tmp_path / "file" / "b")]
     with (
         pytest.raises(ConfigError, match=r"storage\.paths.* --nvme"),
         trial_folders.trial_folders(places, Config().telemetry),
     ):
-        pytest.fail("it was made")
+        pytest.fail("the folder was created")
     assert [path.name for path in tmp_path.iterdir() if path.name != "tmp"] == ["file"]
 
 
@@ -156,8 +154,7 @@ def _die(pipe: Any, *arguments: Any) -> None:
     os._exit(3)
 
 
-def test_a_worker_that_dies_at_its_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which says how it has ended."""
+def test_worker_exit_at_startup_raises_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial_worker, "serve", _die)
     workload = Workload(model="tiny", dtype="auto", activation_checkpointing=False, batch_tokens=64, micro_tokens=None,
                         loss_tokens=None, seq=32, max_grad_norm=None, threads=1, seed=0)  # fmt: skip
@@ -169,14 +166,14 @@ def test_a_worker_that_dies_at_its_start_is_an_error(monkeypatch: pytest.MonkeyP
 
 
 def trial(number: int, changes: dict[str, Any], ratio: float) -> Trial:
-    """One that was measured."""
+    """Return a measured trial."""
     candidate = {**START, **changes}
     return Trial(number=number, role="change", candidate=candidate, changes=changes, outcome=OUTCOME, ratio=ratio,
                  relative=ratio, best_relative=1.0, at=float(number))  # fmt: skip
 
 
-def test_effects_are_medians_by_value() -> None:
-    """Of single changes; what was changed together says nothing about one."""
+def test_effects_are_medians_of_single_changes() -> None:
+    """Trials that change several settings are ignored."""
     depth, both = {"storage.queue_depth": 8}, {"storage.queue_depth": 8, "storage.engine": "threads"}
     again = replace(trial(4, depth, 1.2), role="again")
     rows = list(effects([trial(1, depth, 1.1), trial(2, depth, 1.3), trial(3, both, 9.0), again, trial(5, {}, 1.0)]))
@@ -184,8 +181,7 @@ def test_effects_are_medians_by_value() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
-def test_the_view_fits(width: int) -> None:
-    """Best, current trial, trials and time left, on every terminal."""
+def test_progress_view_fits_terminal_width(width: int) -> None:
     changes = {"update.schedule": "in_forward", "memory.page_bytes": 1 << 20, "storage.queue_depth": 128}
     console = Console(file=io.StringIO(), width=width, height=20, force_terminal=True, color_system=None)
     with View(console, START, minutes=5, silent=False) as view:
@@ -202,8 +198,8 @@ def test_the_view_fits(width: int) -> None:
         assert part in shown, shown
 
 
-def test_without_a_terminal_there_are_lines_and_with_json_there_is_nothing() -> None:
-    """A line for the start and for every new best."""
+def test_progress_without_terminal_prints_lines() -> None:
+    """One line is printed for the start and for each new best; with `--json`, none."""
     for silent, lines in ((False, 2), (True, 0)):
         console = Console(file=io.StringIO(), width=200)
         with View(console, START, minutes=5, silent=silent) as view:
@@ -215,8 +211,7 @@ def test_without_a_terminal_there_are_lines_and_with_json_there_is_nothing() -> 
         assert silent or said.endswith("10.0% less time per step with engine [red]threads\n")
 
 
-def test_settings_are_described_in_words() -> None:
-    """Sizes as sizes; automatic values by name."""
+def test_describe_formats_settings() -> None:
     changes = {"memory.page_bytes": 0, "update.cores": -1, "storage.request_bytes": 1 << 20, "state.format": "split"}
     assert describe(changes) == "page_bytes automatic, cores auto, request_bytes 1 MiB, format split"
     assert describe({}, "the start") == "the start"

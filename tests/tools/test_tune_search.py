@@ -1,4 +1,4 @@
-"""The search of `infinity tune` on landscapes whose best is known: noisy, drifting, with settings that interact."""
+"""Tests of the search in `infinity tune` on synthetic landscapes with noise, drift and interactions."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from infinity_tools.tune.search import Search, SearchFailed
 from infinity_tools.tune.search_space import Candidate, Limits, Setting, Space, make_space
 
 TRIAL = 3.0
-"""Seconds of a trial of a step of one second, about."""
+"""Approximate duration of a trial with steps of one second, in seconds."""
 
 
 DEFAULTS = {
     "update.schedule": "auto", "memory.page_bytes": 0, "storage.request_bytes": 2 * MIB, "storage.queue_depth": 32,
     "update.cores": -1, "storage.engine": "auto", "state.format": "fp32", "memory.host_bytes": 2 * GIB,
 }  # fmt: skip
-"""The tuned settings as infinity has them."""
+"""Default values of the tuned settings."""
 
 
 class Landscape:
-    """Seconds of a step by settings: the further from the best of each, the slower; and what a real machine adds."""
+    """Synthetic step times: each setting has a best value, and noise and drift are added."""
 
     def __init__(self, space: Space, seed: int, *, noise: float = 0.02, drift: float = 0.0, flat: bool = False) -> None:
         self.space, self.noise, self.drift = space, noise, drift
@@ -38,7 +38,7 @@ class Landscape:
         self.broken: dict[str, Any] = {}
 
     def seconds(self, candidate: Candidate) -> float:
-        """The truth."""
+        """Return the step time without noise or drift."""
         cost = 1.0
         for setting in self.space.settings:
             away = setting.distance(self.peaks[setting.name], candidate[setting.name])
@@ -49,7 +49,7 @@ class Landscape:
         return cost * (1.1 if both and any(self.weights.values()) else 1.0)
 
     def __call__(self, candidate: Candidate, role: Role, bounds: Bounds) -> Outcome:
-        """A trial: offload and warm steps, then three that count."""
+        """Return the outcome of a simulated trial."""
         self.asked.append((role, dict(candidate)))
         if any(candidate[name] == value for name, value in self.broken.items()):
             self.now += 0.5 * TRIAL
@@ -61,16 +61,16 @@ class Landscape:
         return Outcome(kind="measured", seconds=seconds, samples=(seconds,), wall=wall)
 
     def best(self) -> float:
-        """The least seconds of all candidates: everything at its peak."""
+        """Return the shortest step time of all candidates."""
         return self.seconds(self.peaks)
 
     def search(self, seconds: float, **options: Any) -> Result:
-        """Search for so long."""
+        """Run a search for this many seconds."""
         return Search(self, lambda effective: self.space, lambda: self.now, seconds=seconds, **options).run()
 
 
 def grid(start: int = 0) -> Space:
-    """162 candidates; the defaults are the middle of each, `start` is where a search begins."""
+    """Return 162 candidates whose defaults are the middle values; `start` selects the initial values."""
     settings = [
         Setting(name="memory.page_bytes", values=(256 * KIB, MIB, 4 * MIB), ordered=True),
         Setting(name="storage.request_bytes", values=(64 * KIB, 512 * KIB, 2 * MIB), ordered=True),
@@ -84,8 +84,8 @@ def grid(start: int = 0) -> Space:
 
 @pytest.mark.parametrize("start", [0, 1, 2])
 @pytest.mark.parametrize(("noise", "most"), [(0.0, 34), (0.02, 30), (0.05, 18)])
-def test_it_finds_nearly_the_best_in_a_tenth_of_the_time(noise: float, most: int, start: int) -> None:
-    """Of a sweep through all candidates, on a machine that drifts by a tenth: in so many of 40 landscapes."""
+def test_search_finds_near_optimum_in_tenth_of_sweep_time(noise: float, most: int, start: int) -> None:
+    """On a machine that drifts by 10 %, this must succeed in at least `most` of 40 landscapes."""
     reached = 0
     for seed in range(40):
         land = Landscape(grid(start), seed, noise=noise, drift=0.1)
@@ -96,8 +96,8 @@ def test_it_finds_nearly_the_best_in_a_tenth_of_the_time(noise: float, most: int
     assert reached >= most
 
 
-def test_it_finds_nearly_the_best_of_the_real_space_too() -> None:
-    """Thousands of candidates, half an hour of trials of a second."""
+def test_search_finds_near_optimum_of_real_space() -> None:
+    """The space has thousands of candidates, and the search takes half an hour of simulated time."""
     limits = Limits(host_bytes=2 * GIB, cores=8, formats="any")
     start = dict(make_space(DEFAULTS, limits, {}).start)
     reached = []
@@ -110,8 +110,7 @@ def test_it_finds_nearly_the_best_of_the_real_space_too() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_where_nothing_helps_nothing_is_changed(seed: int) -> None:
-    """All differences are noise; the start remains, and the gain is none."""
+def test_noise_alone_changes_no_setting(seed: int) -> None:
     land = Landscape(grid(1), seed, noise=0.03, flat=True)
     found = land.search(60 * TRIAL, seed=seed)
     assert not found.is_faster
@@ -119,16 +118,16 @@ def test_where_nothing_helps_nothing_is_changed(seed: int) -> None:
 
 
 def test_false_gains_are_rare() -> None:
-    """The same for many landscapes: what is reported is a gain in nearly none."""
+    """At most 10 of 100 flat landscapes report a gain."""
     wrong = [seed for seed in range(100) if Landscape(grid(1), seed, noise=0.03, flat=True).search(180).is_faster]
     assert len(wrong) <= 10, wrong
 
 
-def test_a_change_that_does_not_help_is_not_in_the_result() -> None:
-    """Every setting of the winner that differs from where it came from is worth one per cent."""
+def test_result_contains_only_useful_changes() -> None:
+    """Every changed setting of the result gains at least 1 %."""
     for seed in range(20):
         land = Landscape(grid(1), seed, noise=0.0)
-        land.weights["storage.queue_depth"] = 0.004  # less than is worth a line
+        land.weights["storage.queue_depth"] = 0.004  # too small to report
         found = land.search(200 * TRIAL, seed=seed)
         assert found.best["storage.queue_depth"] == land.space.start["storage.queue_depth"]
         for name, value in land.space.changes(found.best, found.start).items():
@@ -136,8 +135,7 @@ def test_a_change_that_does_not_help_is_not_in_the_result() -> None:
             assert land.seconds(without) > 1.01 * land.seconds(found.best), (name, value)
 
 
-def test_a_candidate_that_fails_is_not_the_end() -> None:
-    """It is noted, and others are tried; nor is one that is skipped or slow."""
+def test_failed_candidate_does_not_stop_search() -> None:
     land = Landscape(grid(1), 3)
     land.broken = {"memory.page_bytes": 4 * MIB}
     search = Search(land, lambda effective: land.space, lambda: land.now, seconds=60 * TRIAL)
@@ -150,37 +148,36 @@ def test_a_candidate_that_fails_is_not_the_end() -> None:
     )
 
 
-def test_a_start_that_fails_is_the_end() -> None:
-    """With its reason."""
+def test_failed_start_stops_search() -> None:
     land = Landscape(grid(1), 0)
     land.broken = {"memory.page_bytes": land.space.start["memory.page_bytes"]}
     with pytest.raises(SearchFailed, match="host cache is too small"):
         land.search(60 * TRIAL)
 
 
-def test_the_start_is_measured_again_and_again() -> None:
-    """Ratios are to a neighbor in time, and at the end start and winner take turns."""
+def test_best_candidate_is_remeasured_regularly() -> None:
+    """Ratios compare trials that are close in time, and the final comparison alternates start and winner."""
     land = Landscape(grid(1), 1, noise=0.01)
     found = land.search(80 * TRIAL, repeats=5, seed=1)
     roles = [role for role, _ in land.asked]
     best = [number for number, role in enumerate(roles) if role in ("start", "again", "compare")]
-    assert all(after - before <= 10 for before, after in pairwise(best)), "5, and again if one of those became the best"
-    turns = [candidate for role, candidate in land.asked if role == "compare"]
-    assert turns == [found.start, found.best] * 5
+    assert all(after - before <= 10 for before, after in pairwise(best)), (
+        "5 trials, and 5 more if one of them became the best"
+    )
+    rounds = [candidate for role, candidate in land.asked if role == "compare"]
+    assert rounds == [found.start, found.best] * 5
     assert len(found.gains) == 5
     assert found.gain == pytest.approx(land.seconds(found.start) / land.seconds(found.best), rel=0.03)
 
 
-def test_the_defaults_come_first_where_the_start_is_another() -> None:
-    """They are the second trial, and a winner that came from them puts settings back to them."""
+def test_defaults_are_second_trial_if_start_differs() -> None:
     land = Landscape(grid(0), 2, noise=0.0)
     land.search(60 * TRIAL)
     assert [role for role, _ in land.asked][:2] == ["start", "defaults"]
     assert land.asked[1][1] == land.space.defaults
 
 
-def test_a_little_time_is_enough_to_say_that_there_was_none() -> None:
-    """One trial, and no gain."""
+def test_short_search_measures_only_the_start() -> None:
     land = Landscape(grid(1), 0)
     found = land.search(TRIAL / 2)
     assert len(land.asked) == 1
@@ -189,8 +186,7 @@ def test_a_little_time_is_enough_to_say_that_there_was_none() -> None:
     assert not found.complete
 
 
-def test_it_ends_when_all_is_tried() -> None:
-    """Before the time is over."""
+def test_search_ends_after_all_candidates() -> None:
     settings = [Setting(name="storage.queue_depth", values=(8, 16, 32), ordered=True)]
     space = Space(settings, {"storage.queue_depth": 32}, {"storage.queue_depth": 32})
     seen: list[Candidate] = []
@@ -204,8 +200,8 @@ def test_it_ends_when_all_is_tried() -> None:
     assert found.tried == 3
 
 
-def test_what_the_plan_finds_slow_is_not_measured() -> None:
-    """The worker is told what to compare with: the best so far, by the same clock."""
+def test_candidates_with_slow_predictions_are_skipped() -> None:
+    """The bounds come from the best trial so far."""
     asked: list[Bounds] = []
     space = grid(1)
 
@@ -217,7 +213,7 @@ def test_what_the_plan_finds_slow_is_not_measured() -> None:
 
     search = Search(measure, lambda effective: space, lambda: 3.0 * len(asked), seconds=90)
     found = search.run()
-    assert (asked[0].skip_above, asked[0].slow_above) == (0.0, 0.0), "the start is measured whatever it takes"
+    assert (asked[0].skip_above, asked[0].slow_above) == (0.0, 0.0), "the start is always measured"
     assert (asked[2].bandwidth, asked[2].computation) == (3e9, 0.5)
     assert (asked[2].skip_above, asked[2].slow_above) == (pytest.approx(1.08), pytest.approx(1.5))
     skipped = [trial for trial in search.trials if trial.outcome.kind == "skipped"]
@@ -226,26 +222,26 @@ def test_what_the_plan_finds_slow_is_not_measured() -> None:
     assert not found.is_faster
 
 
-def test_equal_answers_lead_to_equal_questions() -> None:
-    """So a journal can answer for the trials that were made."""
+def test_search_is_deterministic() -> None:
+    """Therefore, a journal can replay completed trials."""
     first, second = Landscape(grid(1), 7), Landscape(grid(1), 7)
     assert first.search(60 * TRIAL, seed=5) == second.search(60 * TRIAL, seed=5)
     assert first.asked == second.asked
 
 
 def space_of(effective: Mapping[str, Any] | None = None, **limits: Any) -> Space:
-    """The real space from the defaults."""
+    """Return the real search space, starting at the defaults."""
     limits = {"host_bytes": 2 * GIB, "cores": 2, **limits}
     return make_space({**DEFAULTS, "memory.host_bytes": limits["host_bytes"]}, Limits(**limits), effective or {})
 
 
 def values(space: Space, name: str) -> tuple[Any, ...]:
-    """The values of a setting; none where it is not tuned."""
+    """Return the values of a setting, or an empty tuple if it is not tuned."""
     return next((setting.values for setting in space.settings if setting.name == name), ())
 
 
 def test_host_memory_is_never_exceeded() -> None:
-    """Less may be tried; and pages leave room for a few cache slots."""
+    """Pages are small enough for eight cache slots."""
     for host in (1 * MIB, 64 * MIB, GIB):
         space = space_of(host_bytes=host)
         assert max((*values(space, "memory.host_bytes"), host)) == host
@@ -256,13 +252,12 @@ def test_host_memory_is_never_exceeded() -> None:
     ("allowed", "formats"),
     [("same", ()), ("split", ("fp32", "split")), ("any", ("fp32", "split", "bf16-moments", "8bit"))],
 )
-def test_formats_need_permission(allowed: str, formats: tuple[str, ...]) -> None:
-    """None but that of the start without it."""
+def test_state_formats_require_permission(allowed: str, formats: tuple[str, ...]) -> None:
     assert values(space_of(formats=allowed), "state.format") == formats
 
 
-def test_a_format_that_rounds_is_left_only_with_permission() -> None:
-    """Going back to fp32 would change what is trained, too."""
+def test_rounding_format_changes_only_with_permission() -> None:
+    """Changing back to fp32 would change the training as well."""
     start = {**DEFAULTS, "state.format": "8bit"}
     for allowed in ("same", "split"):
         space = make_space(start, Limits(host_bytes=2 * GIB, cores=2, formats=allowed), {})
@@ -270,14 +265,14 @@ def test_a_format_that_rounds_is_left_only_with_permission() -> None:
         assert space.defaults["state.format"] == "8bit"
 
 
-def test_clipping_leaves_out_updates_in_backward() -> None:
-    """They would run before the norm is known."""
+def test_clipping_excludes_updates_in_backward() -> None:
+    """These updates would run before the gradient norm is known."""
     assert "in_backward" in values(space_of(), "update.schedule")
     assert "in_backward" not in values(space_of(clipping=True), "update.schedule")
 
 
-def test_what_comes_to_the_same_is_tried_once() -> None:
-    """Automatic values stand for what they come to; a request is not larger than a page."""
+def test_equivalent_candidates_are_tried_once() -> None:
+    """Automatic values equal their effective values, and requests are limited to the page size."""
     found = {
         "update.schedule": "in_backward", "memory.page_bytes": MIB, "update.cores": 1, "storage.engine": "io_uring",
     }  # fmt: skip
@@ -287,14 +282,14 @@ def test_what_comes_to_the_same_is_tried_once() -> None:
     assert values(space, "update.cores") == (-1, 0, 2)
     pages = values(space, "memory.page_bytes")
     assert MIB not in pages
-    assert pages[:4] == (256 * KIB, 512 * KIB, 0, 2 * MIB), "in the place of its size"
+    assert pages[:4] == (256 * KIB, 512 * KIB, 0, 2 * MIB), "0 (automatic) is sorted by its effective size"
     small = {**DEFAULTS, "memory.page_bytes": 256 * KIB}
     assert space.key({**small, "storage.request_bytes": MIB}) == space.key({**small, "storage.request_bytes": 2 * MIB})
     assert space.key({**DEFAULTS, "storage.request_bytes": MIB}) == space.key(DEFAULTS)
 
 
-def test_a_start_that_is_off_by_one_setting_may_lose_to_the_defaults() -> None:
-    """That is a single change like any other: the search goes on from the defaults."""
+def test_defaults_can_win_over_start() -> None:
+    """The search then continues from the defaults."""
     space = grid(1)
     start = {**space.defaults, "storage.queue_depth": 1}
     land = Landscape(Space(space.settings, start, space.defaults), 3, noise=0.0)

@@ -1,4 +1,4 @@
-"""What a person may type or have by mistake: one line on stderr with value and fix, status 2, and nothing is left."""
+"""Tests of invalid input: one line on stderr with the value and the fix, status 2, and no files written."""
 
 from __future__ import annotations
 
@@ -23,48 +23,48 @@ RUN = "20260101-000000-aaaaaa"
 
 @dataclass(frozen=True)
 class Wrong:
-    """A command line that is refused, and what the refusal says."""
+    """Command line that must be rejected, and texts that the error must contain."""
 
     words: tuple[str, ...]
     says: tuple[str, ...]
 
 
 def wrong(line: str, *says: str) -> Wrong:
-    """A command line as in a shell, but that ``''`` is an empty word and `~` a space in one."""
+    """Return a command line; ``''`` is an empty word and `~` a space within a word."""
     return Wrong(tuple("" if word == "''" else word.replace("~", " ") for word in line.split(" ")), says)
 
 
 def train(line: str, *says: str) -> Wrong:
-    """The same of `infinity train` with a small model."""
+    """Return an `infinity train` command line with a small model."""
     rest = wrong(line, *says)
     return Wrong((*SMALL, "--steps", "1", "--out", "o", *rest.words), says)
 
 
 def tune(line: str, *says: str) -> Wrong:
-    """The same of `infinity tune`."""
+    """Return an `infinity tune` command line."""
     rest = wrong(line, *says)
     base = ("tune", *SMALL[1:], "--nvme", "d", "--out", "o", "--minutes", "0.1")
     return Wrong((*base, *rest.words), says)
 
 
 def toml(text: str, *says: str) -> Wrong:
-    """`infinity train` with this file of settings."""
+    """Return an `infinity train` command line with this settings file."""
     return Wrong((*SMALL, "--steps", "1", "--out", "o", "--config", f"TOML:{text}"), says)
 
 
 def model(content: str | dict[str, object], *says: str) -> Wrong:
-    """`infinity train` with this config.json."""
+    """Return an `infinity train` command line with this config.json."""
     text = content if isinstance(content, str) else json.dumps(content)
     return Wrong((*SMALL, "--steps", "1", "--out", "o", "--model", f"JSON:{text}"), says)
 
 
 def deepspeed(text: str, *says: str, words: tuple[str, ...] = ()) -> Wrong:
-    """`infinity migrate` with this file."""
+    """Return an `infinity migrate` command line with this file."""
     return Wrong(("migrate", f"JSON:{text}", *words), says)
 
 
 def llama(**values: object) -> dict[str, object]:
-    """A configuration of a small Llama, with values that differ."""
+    """Return the configuration of a small Llama model, with some values replaced."""
     return {
         "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256, "max_position_embeddings": 64, **values,
@@ -309,7 +309,7 @@ PLANNED = "plan --parameters 3e8 --layers 8 --hidden 512 --vocabulary 1000 --nvm
 
 
 def plan(line: str, *says: str) -> Wrong:
-    """`infinity plan` of a model that can be planned."""
+    """Return an `infinity plan` command line with a valid model."""
     return wrong(f"{PLANNED} {line}", *says)
 
 
@@ -513,7 +513,7 @@ DEEPSPEED = [
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of things that are not what was meant, and `c` with a run that has a checkpoint of step 2."""
+    """Return a folder with unusual entries, and a run in `c` that has a checkpoint of step 2."""
     place = tmp_path_factory.mktemp("world")
     for name in ("d", "tmp", "with space"):
         (place / name).mkdir()
@@ -537,8 +537,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def seen(folder: Path) -> dict[str, tuple[int, int]]:
-    """What is in a folder: size and time of every file; but the stats pages and the lock that folders keep."""
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return size and time of every file, except for stats files and the lock files of folders."""
     return {
         str(path.relative_to(folder)): (path.lstat().st_size, 0 if path.is_dir() else path.lstat().st_mtime_ns)
         for path in folder.rglob("*")
@@ -546,8 +546,8 @@ def seen(folder: Path) -> dict[str, tuple[int, int]]:
     }
 
 
-def said(done: Finished) -> list[str]:
-    """The lines of stderr without those that show progress."""
+def error_lines(done: Finished) -> list[str]:
+    """Return the lines of stderr that do not show progress."""
     progress = ("placing ", "writing ", "metrics: ", "tiny, bf16", "tiny, fp32", "host cache up to ")
     return [line for line in done.errors.splitlines() if line and not line.startswith(progress)]
 
@@ -557,8 +557,10 @@ def said(done: Finished) -> list[str]:
     [*NAMES, *NUMBERS, *EMPTY, *PATHS, *TOGETHER, *SETTINGS, *MODELS, *DEEPSPEED, *PLANS, *TUNE],
     ids=lambda case: " ".join(case.words[-3:])[-60:].encode("unicode_escape").decode(),
 )
-def test_one_line_that_teaches(case: Wrong, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is wrong."""
+def test_invalid_command_prints_one_line_error(
+    case: Wrong, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The status is 2, and no file is changed."""
     words = []
     for word in case.words:
         kind, _, text = word.partition(":")
@@ -567,15 +569,15 @@ def test_one_line_that_teaches(case: Wrong, world: Path, tmp_path: Path, monkeyp
             Path(word).write_text(text)
         words.append(word)
     monkeypatch.chdir(world)
-    before = seen(world)
+    before = snapshot(world)
     done = run_here(*words)
-    lines = said(done)
+    lines = error_lines(done)
     assert done.status == 2, (done.status, done.errors, done.output)
     assert len(lines) == 1, done.errors
     assert lines[0].startswith("error: ")
     assert all(text in lines[0] for text in case.says), lines[0]
     assert not done.output
-    assert seen(world) == before
+    assert snapshot(world) == before
 
 
 LAUNCHED = {
@@ -603,23 +605,23 @@ ENVIRONMENTS: list[tuple[dict[str, str | None], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("changes", "says"), ENVIRONMENTS, ids=lambda value: str(value)[:40])
-def test_an_environment_that_torchrun_did_not_set(
+def test_incomplete_torchrun_environment_is_rejected(
     changes: dict[str, str | None], says: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of it, or garbage."""
     for name, value in {**LAUNCHED, **changes}.items():
         if value is None:
             monkeypatch.delenv(name, raising=False)
         else:
             monkeypatch.setenv(name, value)
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)  # other tests of this process have made a group
+    monkeypatch.setattr(
+        dist, "is_initialized", lambda: False
+    )  # other tests in this process have created a process group
     with pytest.raises(ConfigError) as caught:
         infinity.mesh("cpu")
     assert all(text in str(caught.value) for text in says), caught.value
 
 
-def test_a_device_that_is_not_there() -> None:
-    """Neither the kind, nor one of its kind."""
+def test_unknown_device_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"'tpu'.*'cuda' or 'cpu'"):
         infinity.mesh("tpu")
 
@@ -647,8 +649,9 @@ def test_a_device_that_is_not_there() -> None:
     ],
     ids=lambda value: " ".join(value)[:40],
 )
-def test_the_daemon_teaches_too(options: list[str], says: tuple[str, ...], tmp_path: Path) -> None:
-    """In one line, before it serves anything."""
+def test_invalid_infinityd_options_print_one_line_error(
+    options: list[str], says: tuple[str, ...], tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("not a socket")
     done = CliRunner().invoke(daemon, ["--runtime-dir", str(tmp_path / "run"), *options], prog_name="infinityd")
     lines = done.stderr.splitlines()
@@ -679,11 +682,10 @@ def test_the_daemon_teaches_too(options: list[str], says: tuple[str, ...], tmp_p
         ("probe closed --size 1MiB --block 4KiB --depth 1", 2, "'closed' is not writable"),
     ],
 )
-def test_what_belongs_to_another_user(
+def test_files_of_another_user_are_ignored_or_rejected(
     line: str, status: int, says: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Is passed over, or refused in one line."""
-    place = Path(tempfile.mkdtemp(dir="/tmp"))  # where another user gets to, as not to pytest's folders
+    place = Path(tempfile.mkdtemp(dir="/tmp"))  # other users cannot access pytest's folders
     try:
         place.chmod(0o755)
         shutil.copytree(world / "c", place / "c")
@@ -698,7 +700,7 @@ def test_what_belongs_to_another_user(
         words = (
             [*SMALL, "--steps", "1", "--data", "text", "--out", "mine/o", *rest] if first == "train" else [first, *rest]
         )
-        run_here("train", "--help")  # loads what another user may not read
+        run_here("train", "--help")  # imports modules that another user cannot read
         os.seteuid(65534)
         try:
             done = run_here(*words)
@@ -708,11 +710,11 @@ def test_what_belongs_to_another_user(
         shutil.rmtree(place)
     assert done.status == status, done.errors
     assert says in done.errors.replace("\n", " ")
-    assert len(said(done)) == 1, done.errors
+    assert len(error_lines(done)) == 1, done.errors
 
 
-def test_ranks_speak_with_one_voice(tmp_path: Path) -> None:
-    """Of two that torchrun has started one says what is wrong with both; the rest is torchrun's own report."""
+def test_only_one_rank_reports_error(tmp_path: Path) -> None:
+    """The rest of stderr is torchrun's own report."""
     done = run_process(tmp_path, *SMALL, "--nvme", "missing/deeper", "--out", "o", ranks=2)
     assert done.status != 0
     mine = [line for line in done.errors.splitlines() if "error: " in line and line.startswith(("rank ", "error"))]
@@ -723,13 +725,13 @@ def test_ranks_speak_with_one_voice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"num_key_value_heads": 3}, {"attention_dropout": 7}])
-def test_a_model_that_cannot_compute_is_said_without_a_traceback(wrong: dict[str, int], tmp_path: Path) -> None:
-    """Where its configuration builds, and shows only in the first step that it is none."""
+def test_model_failing_in_first_step_prints_no_traceback(wrong: dict[str, int], tmp_path: Path) -> None:
+    """The configuration is accepted, but the model fails in its first step."""
     file = tmp_path / "model.json"
     file.write_text(json.dumps(llama(**wrong)))
     done = run_here(*SMALL, "--model", file, "--steps", "1", "--out", "o")
     assert done.status == 2
     assert "Traceback" not in done.errors
-    (said,) = [line for line in done.errors.splitlines() if line.startswith("error:")]
-    assert f"--model {file} failed in its first step: " in said
-    assert said.endswith("check its config.json")
+    (error_lines,) = [line for line in done.errors.splitlines() if line.startswith("error:")]
+    assert f"--model {file} failed in its first step: " in error_lines
+    assert error_lines.endswith("check its config.json")

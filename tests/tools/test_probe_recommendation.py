@@ -40,9 +40,7 @@ def measured(load: Load, block: int, depth: int, read: float, write: float) -> M
         ({(MIB, 1): 0.0}, (MIB, 1)),
     ],
 )
-def test_best_size_prefers_defaults_then_smallest(
-    speeds: dict[tuple[int, int], float], best: tuple[int, int]
-) -> None:
+def test_best_size_prefers_defaults_then_smallest(speeds: dict[tuple[int, int], float], best: tuple[int, int]) -> None:
     """Speeds within 3 % count as equal."""
     assert usual_size() == USUAL
     assert best_size(speeds) == best

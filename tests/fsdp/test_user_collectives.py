@@ -1,4 +1,4 @@
-"""Collectives of a user on offloaded tensors: read as memory is, and refused where they would write, on all ranks."""
+"""Tests of user collectives on offloaded tensors: reads match memory, and writes raise on all ranks."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from support import models
 from support.ranks import RankPool
 from support.train import Paging, Recipe, batch, make_optimizer, offloaded
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch has new names for some, and keeps the old ones
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # some of these functions are deprecated
 
 RECIPE = Recipe(model="toy")
 functions = torch.ops._c10d_functional
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return as many tensors of the shape of one as there are ranks, which differ by rank."""
+    """Return one tensor per rank with the shape of `tensor`; the values differ by rank."""
     return [torch.full(tensor.shape, float(dist.get_rank() + 1)) for _ in range(dist.get_world_size())]
 
 
 def neighbor() -> int:
-    """Return the other of two ranks; of one, itself."""
+    """Return the rank of the neighbor."""
     return (dist.get_rank() + 1) % dist.get_world_size()
 
 
 def coalesced(tensor: torch.Tensor) -> None:
-    """Run what was asked for inside all at once."""
+    """Run a coalesced all-reduce."""
     with dist._coalescing_manager():
         dist.all_reduce(tensor)
 
 
 def even(tensor: torch.Tensor) -> torch.Tensor:
-    """Return as many of its 101 or 202 rows as two ranks can share evenly."""
+    """Return as many of the 101 or 202 rows as two ranks can divide evenly."""
     return tensor[:100]
 
 
-def in_a_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all ranks' parts of one, in one that is as large as all of them."""
+def concatenated_parts(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the concatenation of `parts`."""
     return torch.cat(parts(tensor))
 
 
-def name_of_all() -> str:
-    """Return the name of the group of all ranks, as functional collectives have it."""
+def world_group_name() -> str:
+    """Return the name of the default group for functional collectives."""
     return str(dist.group.WORLD.group_name)
 
 
 def mean(tensor: torch.Tensor) -> None:
-    """Average over ranks."""
+    """Average across ranks."""
     dist.all_reduce(tensor)
     tensor.div_(dist.get_world_size())
 
@@ -72,22 +72,24 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "reduce": lambda t: dist.reduce(t, 0),
     "scatter": lambda t: dist.scatter(t, parts(t) if dist.get_rank() == 0 else None, 0),
     "reduce_scatter": lambda t: dist.reduce_scatter(t, parts(t)),
-    "reduce_scatter_tensor": lambda t: dist.reduce_scatter_tensor(t, in_a_tensor(t)),
+    "reduce_scatter_tensor": lambda t: dist.reduce_scatter_tensor(t, concatenated_parts(t)),
     "all_gather_into_tensor": lambda t: dist.all_gather_into_tensor(
         even(t), 3 * even(t).chunk(dist.get_world_size())[0]
     ),
     "all_to_all_single": lambda t: dist.all_to_all_single(even(t), 2 * even(t)),
     "into a view": lambda t: dist.all_reduce(t[1:3]),
     "of the group": lambda t: dist.group.WORLD.allreduce([t]).wait(),
-    "functional, in place": lambda t: functions.wait_tensor(functions.all_reduce_(t, "sum", name_of_all())),
+    "functional, in place": lambda t: functions.wait_tensor(functions.all_reduce_(t, "sum", world_group_name())),
     "functional, out": lambda t: functions.wait_tensor(
-        functions.reduce_scatter_tensor_out(in_a_tensor(t), "sum", dist.get_world_size(), name_of_all(), out=t)
+        functions.reduce_scatter_tensor_out(
+            concatenated_parts(t), "sum", dist.get_world_size(), world_group_name(), out=t
+        )
     ),
 }
-"""What writes to a tensor on each rank."""
+"""Collectives that write to a tensor on each rank."""
 
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "all_gather_into_tensor": lambda t: filled(in_a_tensor(t), lambda out: dist.all_gather_into_tensor(out, t)),
+    "all_gather_into_tensor": lambda t: filled(concatenated_parts(t), lambda out: dist.all_gather_into_tensor(out, t)),
     "all_gather": lambda t: filled(parts(t), lambda out: dist.all_gather(out, t)),
     "gather": lambda t: filled(parts(t), lambda out: dist.gather(t, out if dist.get_rank() == 0 else None, 0)),
     "reduce_scatter_tensor": lambda t: filled(
@@ -96,17 +98,17 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "all_to_all_single": lambda t: filled(torch.zeros(100, t.shape[1]), lambda o: dist.all_to_all_single(o, even(t))),
     "functional": lambda t: functional.all_reduce(t, "sum", dist.group.WORLD).clone(),
 }
-"""What reads a tensor on each rank, and returns what came of it."""
+"""Collectives that read a tensor on each rank and return the result."""
 
 
 def filled(result: Any, fill: Callable[[Any], Any]) -> Any:
-    """Return a result that a collective fills."""
+    """Return a result after a collective has filled it."""
     fill(result)
     return result
 
 
 def exchanged(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the other rank's."""
+    """Return the tensor of the neighbor."""
     received = torch.empty(tensor.shape)
     work = dist.irecv(received, neighbor())
     dist.send(tensor, neighbor())
@@ -120,20 +122,20 @@ def weight(model: nn.Module, _: Any) -> torch.Tensor:
 
 
 def gradient(model: nn.Module, _: Any) -> torch.Tensor:
-    """Return the same of its gradient."""
+    """Return this rank's part of the weight's gradient."""
     return model.blocks[0].up.weight.grad.to_local()
 
 
 def state(model: nn.Module, optimizer: Any) -> torch.Tensor:
-    """Return the same of its average of gradients."""
+    """Return this rank's part of the weight's first moment."""
     return optimizer.state[model.blocks[0].up.weight]["exp_avg"].to_local()
 
 
 KINDS = {"weight": weight, "gradient": gradient, "state": state}
 
 
-def begun(model: nn.Module, optimizer: Any) -> None:
-    """Take a step, and a backward after it."""
+def step_and_backward(model: nn.Module, optimizer: Any) -> None:
+    """Take a step, then run another backward."""
     for number in range(2):
         models.loss_of(model, batch(model, number)).backward()
         if number == 0:
@@ -143,17 +145,17 @@ def begun(model: nn.Module, optimizer: Any) -> None:
 
 @contextmanager
 def both(folder: str) -> Iterator[list[tuple[nn.Module, Any]]]:
-    """Yield a model in memory and the same one offloaded, both with gradients."""
+    """Yield a model in memory and its offloaded copy, both with gradients."""
     model = models.build("toy")
     optimizer = make_optimizer(RECIPE, model)
-    begun(model, optimizer)
+    step_and_backward(model, optimizer)
     with offloaded(RECIPE, Paging(update_schedule="after_backward"), Path(folder)) as (paged, paged_optimizer):
-        begun(paged, paged_optimizer)
+        step_and_backward(paged, paged_optimizer)
         yield [(model, optimizer), (paged, paged_optimizer)]
 
 
-def wrong_refusals(folder: str) -> list[str]:
-    """Return what is not refused in time, changes what it is refused for, or has no way out with the bits of memory."""
+def missed_writes(folder: str) -> list[str]:
+    """Return the writes that do not raise in time, that change the tensor, or whose workaround gives different bits."""
     found = []
     with both(folder) as (in_memory, paged), torch.no_grad():
         for kind, of in KINDS.items():
@@ -162,29 +164,29 @@ def wrong_refusals(folder: str) -> list[str]:
                 before = tensor.clone()
                 try:
                     write(tensor)
-                    found.append(f"{name} of a {kind}: not refused")
+                    found.append(f"{name} of a {kind}: no error")
                 except UnsupportedError as error:
                     if "copy = " not in str(error) or ".copy_(copy)" not in str(error) or "up.weight" not in str(error):
                         found.append(f"{name} of a {kind}: {error}")
                 if not torch.equal(tensor.clone(), before):
-                    found.append(f"{name} of a {kind}: changed all the same")
+                    found.append(f"{name} of a {kind}: changed despite the error")
                 write(expected)
                 copy = tensor.clone()
                 write(copy)
                 tensor.copy_(copy)
                 if not torch.equal(tensor.clone(), expected):
-                    found.append(f"{name} of a {kind}: the way out gives something else")
+                    found.append(f"{name} of a {kind}: the workaround gives different bits")
             if dist.get_world_size() > 1:
                 try:
                     dist.irecv(of(*paged), neighbor())
-                    found.append(f"irecv of a {kind}: not refused")
+                    found.append(f"irecv of a {kind}: no error")
                 except UnsupportedError:
                     pass
     return found
 
 
 def wrong_reads(folder: str) -> list[str]:
-    """Return what reads something else than in memory."""
+    """Return the reads whose results differ from memory."""
     with both(folder) as (in_memory, paged), torch.no_grad():
         reads = READS | ({"send": exchanged} if dist.get_world_size() > 1 else {})
         return [
@@ -195,38 +197,36 @@ def wrong_reads(folder: str) -> list[str]:
         ]
 
 
-def test_collectives_that_would_write_are_refused(tmp_path: Path) -> None:
-    """In memory they would; here what they wrote would be lost. What the error says to do gives the bits of memory."""
-    assert wrong_refusals(str(tmp_path)) == []
+def test_collectives_that_write_raise(tmp_path: Path) -> None:
+    """The values would be lost. The workaround in the error message gives the bits of memory."""
+    assert missed_writes(str(tmp_path)) == []
 
 
-def test_collectives_that_would_write_are_refused_on_both_ranks(tmp_path: Path, pair: RankPool) -> None:
-    """Before anything is sent: no rank waits for another one, and the collectives after it pair up."""
-    assert pair.run(wrong_refusals, str(tmp_path)) == [[], []]
+def test_collectives_that_write_raise_on_both_ranks(tmp_path: Path, pair: RankPool) -> None:
+    """They raise before communication, so that no rank waits and later collectives still match."""
+    assert pair.run(missed_writes, str(tmp_path)) == [[], []]
 
 
-def test_collectives_read_as_in_memory(tmp_path: Path) -> None:
-    """All that only reads what is offloaded."""
+def test_collectives_that_read_match_memory(tmp_path: Path) -> None:
     assert wrong_reads(str(tmp_path)) == []
 
 
-def test_collectives_read_as_in_memory_on_both_ranks(tmp_path: Path, pair: RankPool) -> None:
-    """Also what one rank sends to another one."""
+def test_collectives_that_read_match_memory_on_both_ranks(tmp_path: Path, pair: RankPool) -> None:
     assert pair.run(wrong_reads, str(tmp_path)) == [[], []]
 
 
 READ_ONLY = {"barrier", "check_for_nan", "monitored_barrier_", "send"}
-"""Collectives of c10d that write to none of their arguments; `monitored_barrier_` is given a tensor of its own."""
+"""c10d collectives that write to none of their arguments. `monitored_barrier_` allocates its own tensor."""
 
 
-def test_what_collectives_write_to_is_known() -> None:
-    """Their schemas do not say it: those that are named as in place write to what is in front."""
+def test_written_arguments_of_collectives_are_known() -> None:
+    """The schemas do not declare them, but in-place collectives write to their first argument."""
     schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("c10d::")]
     assert len(schemas) >= 20
     for schema in schemas:
         name = schema.name.removeprefix("c10d::")
         first, *_ = schema.arguments
-        assert first.name.startswith(("output", "tensor")), f"{name} has {first.name} in front"
+        assert first.name.startswith(("output", "tensor")), f"the first argument of {name} is {first.name}"
         if name != "monitored_barrier_":
             arguments = (object(), *schema.arguments[1:])
             found = written(getattr(torch.ops.c10d, name).default, arguments, {})

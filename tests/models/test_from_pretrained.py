@@ -1,4 +1,4 @@
-"""Tests of the arguments of `from_pretrained` and `from_config`: folders, Hub ids, classes, values, and invalid ones."""
+"""Tests of the arguments of `from_pretrained` and `from_config`: folders, Hub ids, classes, and invalid values."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], st
     "an unknown class": (None, {"auto_class": "AutoModelForCausalML"}, "did you mean AutoModelForCausalLM"),
     "a class for images": (None, {"auto_class": "AutoModelForImageClassification"},
                            "AutoModelForImageClassification .* type llama; .*AutoModelForCausalLM"),
-    "a class of another model": (None, {"auto_class": "BertModel"}, "BertModel .*BertConfig.*LlamaConfig"),
+    "a class of a different model": (None, {"auto_class": "BertModel"}, "BertModel .*BertConfig.*LlamaConfig"),
     "not a model class": (None, {"auto_class": nn.Linear}, "auto_class=.*Linear.* must be"),
     "an unknown value": (None, {"attention_dropot": 0.1}, "attention_dropot .*; did you mean attention_dropout"),
     "an integer dtype": (None, {"dtype": "int32"}, "dtype='int32' .*floating-point"),

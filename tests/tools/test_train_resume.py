@@ -1,4 +1,4 @@
-"""`infinity train --resume`: what holds of the command line, and of the checkpoint; when a new run begins."""
+"""Tests of `infinity train --resume`: values from the checkpoint or the command line, and when a new run starts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from infinity_tools.presets import find_model
 from support.command import SMALL, Finished, run_here, run_process
 
 
-def said(ended: Finished) -> str:
-    """Return what was said on stderr, without the line ends of a narrow terminal."""
+def error_text(ended: Finished) -> str:
+    """Return stderr without line breaks."""
     return " ".join(ended.errors.split())
 
 
-def test_what_the_command_line_has_otherwise_is_said_and_the_checkpoint_holds(tmp_path: Path) -> None:
-    """The rates and the bits are those of the run that nobody disturbed."""
+def test_checkpoint_values_override_command_line(tmp_path: Path) -> None:
+    """Ignored options are listed, and the losses match an uninterrupted run bitwise."""
     recipe = ["--lr", "2e-3", "--weight-decay", "0.3", "--warmup-steps", "1", "--lr-steps", "6", "--max-grad-norm", "1"]
     straight = run_here(*SMALL, *recipe, "--steps", "6", "--out", "a", "--json").summary
     run_here(*SMALL, *recipe, "--steps", "3", "--out", "b")
@@ -29,7 +29,7 @@ def test_what_the_command_line_has_otherwise_is_said_and_the_checkpoint_holds(tm
     assert (
         "values from the checkpoint are used: --lr 0.002 (not 0.009), --warmup-steps 1 (not 3), "
         "--weight-decay 0.3 (not 0.1); pass --override"
-    ) in said(ended)
+    ) in error_text(ended)
     summary = json.loads((tmp_path / "b/summary.json").read_text())
     assert summary["losses"] == straight["losses"][3:]
     assert summary["recipe"] == straight["recipe"] == {
@@ -40,15 +40,17 @@ def test_what_the_command_line_has_otherwise_is_said_and_the_checkpoint_holds(tm
     assert [row["lr"] for row in rows] == expected
 
 
-def test_override_takes_the_command_line(tmp_path: Path) -> None:
-    """Only what it names; it is what the next checkpoint holds."""
+def test_override_uses_command_line_values(tmp_path: Path) -> None:
+    """Only the given options change, and the next checkpoint records them."""
     run_here(*SMALL, "--lr", "2e-3", "--warmup-steps", "0", "--steps", "2", "--out", "o")
     ended = run_here(
         *SMALL, "--lr", "1e-3", "--max-grad-norm", "2", "--steps", "3", "--out", "o", "--resume", "--override"
     )
-    assert "replace the values in the checkpoint: --lr 0.001 (was 0.002), --max-grad-norm 2 (was off)" in said(ended)
-    assert "the learning rate stays at 0.0001 after step 2" in said(ended)
-    assert "--override --lr-steps 3" in said(ended)
+    assert "replace the values in the checkpoint: --lr 0.001 (was 0.002), --max-grad-norm 2 (was off)" in error_text(
+        ended
+    )
+    assert "the learning rate stays at 0.0001 after step 2" in error_text(ended)
+    assert "--override --lr-steps 3" in error_text(ended)
     row = json.loads((tmp_path / "o/steps.jsonl").read_text().splitlines()[-1])
     assert row["lr"] == pytest.approx(1e-4)
     recipe = run_here(*SMALL, "--steps", "4", "--out", "o", "--resume", "--json").summary["recipe"]
@@ -56,35 +58,35 @@ def test_override_takes_the_command_line(tmp_path: Path) -> None:
     assert "--override requires --resume" in run_here(*SMALL, "--override").errors
 
 
-def test_options_of_the_checkpoint_and_of_the_command_line_are_checked_together(tmp_path: Path) -> None:
-    """Each is fine alone. The run is not touched: it goes on as it was."""
+def test_checkpoint_and_command_line_options_are_validated_together(tmp_path: Path) -> None:
+    """Each is valid alone; a rejected command leaves the run unchanged."""
     run_here(*SMALL, "--steps", "1", "--out", "o")
     again = ["train", "--resume", "--out", "o", *SMALL[-4:], "--steps", "2"]
     ended = run_here(*again, "--seq", "48")
     assert ended.status == 2
-    assert "--batch-tokens 128 is not a multiple of --seq 48; try 144" in said(ended)
+    assert "--batch-tokens 128 is not a multiple of --seq 48; try 144" in error_text(ended)
     ended = run_here(*again, "--batch-tokens", "16")
-    assert "--batch-tokens 16 is not a multiple of --seq 32; try 32" in said(ended)
+    assert "--batch-tokens 16 is not a multiple of --seq 32; try 32" in error_text(ended)
     ended = run_here(*again, "--batch-tokens", "8192", "--seq", "4096", "--eval-every", "1")
-    assert "--eval-every 1 requires --eval-data or --eval-split" in said(ended)
+    assert "--eval-every 1 requires --eval-data or --eval-split" in error_text(ended)
     assert "resumed at step 1" in run_here(*again, "--seq", "64").errors
 
 
-def test_other_batches_and_another_model_of_the_same_shape_are_said(tmp_path: Path) -> None:
-    """The command line holds there."""
+def test_changed_batch_size_and_model_are_reported(tmp_path: Path) -> None:
+    """The values of the command line are used."""
     config = json.loads(find_model("tiny").config.to_json_string())
     (tmp_path / "one.json").write_text(json.dumps(config))
     (tmp_path / "two.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     run_here(*SMALL, "--model", "one.json", "--steps", "1", "--out", "o")
     ended = run_here(*SMALL, "--model", "two.json", "--batch-tokens", "64", "--steps", "2", "--out", "o", "--resume")
-    assert "replace the values in the checkpoint: batch_tokens 64 (was 128)" in said(ended)
-    assert "the model differs from the one in the checkpoint: rms_norm_eps 0.5 (was 1e-06)" in said(ended)
+    assert "replace the values in the checkpoint: batch_tokens 64 (was 128)" in error_text(ended)
+    assert "the model differs from the one in the checkpoint: rms_norm_eps 0.5 (was 1e-06)" in error_text(ended)
     same = run_here(*SMALL, "--model", "two.json", "--batch-tokens", "64", "--steps", "3", "--out", "o", "--resume")
-    assert "checkpoint" not in said(same).replace("--resume", ""), "nothing differs"
+    assert "checkpoint" not in error_text(same).replace("--resume", ""), "nothing differs from the checkpoint"
 
 
-def test_resume_auto_begins_anew_or_goes_on(tmp_path: Path) -> None:
-    """One command, until it has finished; the first one makes the folder."""
+def test_resume_auto_starts_or_resumes_run(tmp_path: Path) -> None:
+    """The same command can be repeated until the run has finished."""
     train = [*SMALL, "--nvme", "n", "--out", "o", "--resume", "auto"]
     first = run_here(*train, "--steps", "2")
     assert first.status == 0
@@ -96,8 +98,8 @@ def test_resume_auto_begins_anew_or_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", ["damaged", "other model", "part of the ranks", "no marker", "other drive"])
-def test_resume_auto_never_begins_anew_beside_a_checkpoint_that_it_cannot_take(state: str, tmp_path: Path) -> None:
-    """It is refused, and nothing is changed."""
+def test_resume_auto_rejects_unusable_checkpoint(state: str, tmp_path: Path) -> None:
+    """No new run is started, and nothing is changed."""
     train = [*SMALL, "--out", "o", "--steps", "2"]
     folders = ["--nvme", "p", "--nvme", "q"] if state == "other drive" else []
     for name in ("p", "q"):
@@ -111,7 +113,7 @@ def test_resume_auto_never_begins_anew_beside_a_checkpoint_that_it_cannot_take(s
     elif state == "other model":
         config = json.loads(find_model("tiny").config.to_json_string())
         (tmp_path / "other.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
-        options, expected = ["--model", "other.json"], "model"
+        options, expected = ["--model", "other.json"], "belongs to a different model"
     elif state == "part of the ranks":
         manifest.rename(manifest.with_name(manifest.name.replace("-of-00001", "-of-00002")))
     elif state == "no marker":
@@ -122,13 +124,13 @@ def test_resume_auto_never_begins_anew_beside_a_checkpoint_that_it_cannot_take(s
     before = sorted(tmp_path.glob("*/*/**/*"))
     ended = run_here(*train, *folders, *options, "--steps", "3", "--resume", "auto")
     assert ended.status == 2, ended.errors
-    assert expected in said(ended)
+    assert expected in error_text(ended)
     assert sorted(tmp_path.glob("*/*/**/*")) == before
 
 
 @pytest.mark.wide
-def test_resume_auto_is_decided_by_all_ranks(tmp_path: Path) -> None:
-    """Two ranks begin one run, and go on with it together."""
+def test_all_ranks_agree_on_resume_auto(tmp_path: Path) -> None:
+    """Two ranks start the same run and resume it together."""
     train = [*SMALL, "--out", "o", "--resume", "auto", "--json"]
     first = run_process(tmp_path, *train, "--steps", "1", ranks=2).summary
     second = run_process(tmp_path, *train, "--steps", "2", ranks=2).summary
@@ -140,17 +142,17 @@ def test_resume_auto_is_decided_by_all_ranks(tmp_path: Path) -> None:
     ("option", "named"),
     [(("--resume-step", "1"), "run.resume_step"), (("--resume-path", "old"), "run.resume_paths")],
 )
-def test_what_would_go_back_at_every_start_is_refused(option: tuple[str, str], named: str, tmp_path: Path) -> None:
-    """Named with `--resume auto`, which stands in a script that is started again and again."""
+def test_resume_auto_rejects_fixed_resume_point(option: tuple[str, str], named: str, tmp_path: Path) -> None:
+    """Otherwise, a script that is restarted repeatedly would return to the same checkpoint each time."""
     (tmp_path / "old").mkdir()
     (tmp_path / "n").mkdir()
     ended = run_here(*SMALL, "--nvme", "n", "--resume", "auto", *option)
     assert ended.status == 2
-    assert named in ended.errors
+    assert f'{named} cannot be combined with run.resume = "auto"' in error_text(ended)
 
 
-def test_the_end_is_checkpointed_and_the_next_commands_work(tmp_path: Path) -> None:
-    """Exactly as the summary prints them."""
+def test_suggested_commands_work_after_training(tmp_path: Path) -> None:
+    """The commands run exactly as the summary prints them."""
     ended = run_here(*SMALL, "--steps", "2", "--out", "my out", "--seed", "3", "--lr", "1e-3")
     summary = json.loads((tmp_path / "my out/summary.json").read_text())
     assert summary["checkpointed_step"] == 2
@@ -158,7 +160,7 @@ def test_the_end_is_checkpointed_and_the_next_commands_work(tmp_path: Path) -> N
     commands = summary["next"]
     assert all(command in ended.output for command in commands.values())
     assert commands["resume"].startswith("infinity train --model tiny --batch-tokens 128 --seq 32"), (
-        "what was said is said again"
+        "explicit options are repeated"
     )
     assert run_here(*shlex.split(commands["export"])[1:]).status == 0
     assert (tmp_path / "my out/step2/model.safetensors").exists()
@@ -169,8 +171,8 @@ def test_the_end_is_checkpointed_and_the_next_commands_work(tmp_path: Path) -> N
     assert not list((tmp_path / "my out/nvme").glob("*/*.pages"))
 
 
-def test_nothing_is_left_where_that_is_asked_for(tmp_path: Path) -> None:
-    """And that is said, too."""
+def test_keep_never_removes_state(tmp_path: Path) -> None:
+    """The output reports this."""
     ended = run_here(*SMALL, "--steps", "1", "--out", "o", "--keep", "never")
     assert "no state was kept on NVMe (--keep never)" in ended.output
     assert "run.keep" not in ended.errors
@@ -178,24 +180,24 @@ def test_nothing_is_left_where_that_is_asked_for(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "o/summary.json").read_text())["next"] == {}
 
 
-def test_clipping_that_the_checkpoint_holds_needs_updates_that_wait(tmp_path: Path) -> None:
-    """Refused before a step, with what asks for it; nothing is changed."""
+def test_checkpoint_clipping_rejects_updates_in_backward(tmp_path: Path) -> None:
+    """The error is raised before the first step, and the run is unchanged."""
     train = [*SMALL, "--out", "o"]
     assert run_here(*train, "--steps", "1", "--max-grad-norm", "1").status == 0
     ended = run_here(*train, "--steps", "2", "--resume", "--update", "in_backward")
     assert ended.status == 2
-    assert "the checkpoint's --max-grad-norm 1 " in said(ended)
-    assert "use --update in_forward" in said(ended)
+    assert "the checkpoint's --max-grad-norm 1 " in error_text(ended)
+    assert "use --update in_forward" in error_text(ended)
     assert "resumed at step 1" in run_here(*train, "--steps", "2", "--resume").errors
 
 
-def test_the_log_has_every_step_once_however_the_run_was_cut_off(tmp_path: Path) -> None:
-    """Steps behind the last checkpoint are taken again, and the line that was being written is no line."""
+def test_steps_log_has_every_step_once_after_crash(tmp_path: Path) -> None:
+    """Steps after the last checkpoint are repeated, and a truncated line is dropped."""
     train = [*SMALL, "--out", "o", "--checkpoint-every", "2", "--retained-checkpoints", "2", "--steps"]
     run_here(*train, "4")
     log = tmp_path / "o/steps.jsonl"
-    whole = log.read_text().splitlines(keepends=True)
-    log.write_text("".join([*whole, whole[3].replace('"step": 4', '"step": 5'), '{"step": 6, "los']))  # as if killed
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join([*lines, lines[3].replace('"step": 4', '"step": 5'), '{"step": 6, "los']))  # as if killed
     run_here(*train, "6", "--resume")
     steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
     assert steps == [1, 2, 3, 4, 5, 6]
@@ -203,8 +205,8 @@ def test_the_log_has_every_step_once_however_the_run_was_cut_off(tmp_path: Path)
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == steps
 
 
-def test_the_next_commands_are_of_this_run_when_there_is_a_newer_one(tmp_path: Path) -> None:
-    """They are kept in summary.json, and used days later."""
+def test_suggested_commands_refer_to_their_own_run(tmp_path: Path) -> None:
+    """They are stored in summary.json and may be used after newer runs."""
     train = [*SMALL, "--nvme", "nvme", "--steps", "2"]
     commands = run_here(*train, "--out", "a", "--json").summary["next"]
     newer = run_here(*train, "--out", "b", "--seed", "9", "--json").summary["run_id"]
@@ -215,11 +217,10 @@ def test_the_next_commands_are_of_this_run_when_there_is_a_newer_one(tmp_path: P
     assert (again["run_id"], again["first_step"]) == (exported["run_id"], 3)
     late = run_here(*shlex.split(commands["export"])[1:], "--out", "late")
     assert late.status == 2
-    assert "no checkpoint of step 2" in late.errors, "not that of another step in a folder named after this one"
+    assert "no checkpoint of step 2" in late.errors, "a later step is not exported to a folder named after step 2"
 
 
-def test_a_run_that_the_settings_resume_takes_the_options_of_resume(tmp_path: Path) -> None:
-    """`run.resume` of a file is as good as the option."""
+def test_run_resume_setting_enables_resume_options(tmp_path: Path) -> None:
     train = [*SMALL, "--nvme", "nvme", "--out", "o"]
     run_here(*train, "--steps", "2", "--checkpoint-every", "1", "--retained-checkpoints", "2")
     (tmp_path / "c.toml").write_text('[run]\nresume = "latest"\n')

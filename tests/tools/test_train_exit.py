@@ -1,4 +1,4 @@
-"""How `infinity train` ends where nobody listens, and where there is nothing to do."""
+"""Tests of how `infinity train` exits: finished runs, closed streams, full drives and signals."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from infinity_tools.signals import StopRequest
 from support.command import SMALL, environment, run_here, training
 
 
-def test_a_finished_run_that_is_resumed_says_so(tmp_path: Path) -> None:
-    """And ends with 0, so that who restarts a run until it has ended can stop."""
+def test_resuming_finished_run_exits_with_0(tmp_path: Path) -> None:
+    """A supervisor that restarts a run until it finishes can then stop."""
     train = [*SMALL, "--out", "out", "--steps", "2", "--checkpoint-every", "2"]
     first = run_here(*train, "--json").summary
     before = (tmp_path / "out/summary.json").read_bytes()
@@ -33,16 +33,16 @@ def test_a_finished_run_that_is_resumed_says_so(tmp_path: Path) -> None:
     assert run_here(*train[:-4], "--steps", "3", "--resume", "--json").summary["first_step"] == 3
 
 
-def test_a_finished_run_leaves_no_folder_for_every_time_that_it_is_resumed(tmp_path: Path) -> None:
-    """Whoever restarts it until it has ended would collect them."""
+def test_resuming_finished_run_creates_no_output_folder(tmp_path: Path) -> None:
+    """Otherwise, repeated restarts would accumulate empty folders."""
     train = [*SMALL, "--nvme", "nvme", "--steps", "1"]
     run_here(*train, "--out", "out")
     assert run_here(*train, "--resume").status == 0
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_reader_of_stderr_that_goes_does_not_end_training(tmp_path: Path) -> None:
-    """Nor does a signal then, which asks for an end in order."""
+def test_closed_stderr_does_not_stop_training(tmp_path: Path) -> None:
+    """A later signal still stops the run with a checkpoint."""
     train = [*SMALL, "--out", "out", "--steps", "100000", "--checkpoint-every", "1"]
     process = subprocess.Popen(
         [sys.executable, "-m", "infinity_tools", *train],
@@ -54,7 +54,7 @@ def test_a_reader_of_stderr_that_goes_does_not_end_training(tmp_path: Path) -> N
     log = tmp_path / "out/steps.jsonl"
     deadline = time.monotonic() + 300
     while not log.exists() or len(log.read_text().splitlines()) < 5:
-        assert process.poll() is None, "it has ended"
+        assert process.poll() is None, "the run has exited"
         assert time.monotonic() < deadline
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGTERM)
@@ -63,8 +63,8 @@ def test_a_reader_of_stderr_that_goes_does_not_end_training(tmp_path: Path) -> N
     assert json.loads((tmp_path / "out/summary.json").read_text())["interrupted"]
 
 
-def test_a_full_output_folder_does_not_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines and summary that cannot be written are said, once each; the checkpoint is there, and the status is that."""
+def test_full_output_folder_does_not_stop_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each write error is reported once, the run is checkpointed, and the status is 0."""
     (tmp_path / "out/summary.json").mkdir(parents=True)
     write = os.write
 
@@ -79,13 +79,13 @@ def test_a_full_output_folder_does_not_end_training(tmp_path: Path, monkeypatch:
     said = " ".join(ended.errors.split())
     assert said.count("steps.jsonl is missing steps from 1 on: No space left on device") == 1
     assert said.count("written to out: Is a directory; the run itself is complete") == 1
-    assert "summary.png" not in ended.output, "what is not there is not named"
+    assert "summary.png" not in ended.output, "a file that was not written is not mentioned"
     assert run_here(*SMALL, "--out", "out", "--steps", "3", "--resume", "--json").summary["finished"]
 
 
 @pytest.mark.parametrize("options", [("--resume-step", "2"), ("--keep", "never")])
-def test_a_finished_run_that_is_resumed_is_not_changed(options: tuple[str, str], tmp_path: Path) -> None:
-    """Neither are later checkpoints removed, nor the run."""
+def test_resuming_finished_run_changes_no_files(options: tuple[str, str], tmp_path: Path) -> None:
+    """Neither later checkpoints nor the run itself are removed."""
     train = [*SMALL, "--out", "out", "--checkpoint-every", "2"]
     run_here(*train, "--steps", "4", "--retained-checkpoints", "2")
     before = {file: file.read_bytes() for file in (tmp_path / "out/nvme").rglob("*") if file.is_file()}
@@ -94,8 +94,8 @@ def test_a_finished_run_that_is_resumed_is_not_changed(options: tuple[str, str],
     assert {file: file.read_bytes() for file in (tmp_path / "out/nvme").rglob("*") if file.is_file()} == before
 
 
-def test_a_folder_with_the_log_of_another_run_is_refused(tmp_path: Path) -> None:
-    """Log and summary stay as they are, and no state is placed; whoever resumes goes on with the log."""
+def test_output_folder_of_another_run_is_rejected(tmp_path: Path) -> None:
+    """No file is changed and no state is stored; `--resume` continues the log."""
     train = [*SMALL, "--out", "out", "--nvme", "nvme"]
     run_here(*train, "--steps", "2")
     before = {file: file.read_bytes() for file in (tmp_path / "out").iterdir() if file.is_file()}
@@ -104,7 +104,7 @@ def test_a_folder_with_the_log_of_another_run_is_refused(tmp_path: Path) -> None
     assert ended.status == 2
     assert ended.errors.startswith("error: out/steps.jsonl belongs to an earlier run")
     assert len(ended.errors.splitlines()) == 1
-    assert all(option in ended.errors for option in ("--out", "--resume"))
+    assert all(fix in ended.errors for fix in ("choose another --out", "with --resume"))
     assert {file: file.read_bytes() for file in (tmp_path / "out").iterdir() if file.is_file()} == before
     assert [*(tmp_path / "nvme").iterdir()] == runs
     assert run_here(*train, "--steps", "3", "--resume", "--json").summary["first_step"] == 3
@@ -112,23 +112,22 @@ def test_a_folder_with_the_log_of_another_run_is_refused(tmp_path: Path) -> None
     assert steps == [1, 2, 3]
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_begins_anew_with_resume_auto(tmp_path: Path) -> None:
-    """Its log is that of a run of which nothing is left."""
+def test_resume_auto_restarts_run_without_checkpoint(tmp_path: Path) -> None:
+    """The log of the earlier run is replaced."""
     run_here(*SMALL, "--out", "out", "--steps", "2", "--keep", "never")
     assert run_here(*SMALL, "--out", "out", "--steps", "3", "--resume", "auto", "--json").summary["first_step"] == 1
     assert len((tmp_path / "out/steps.jsonl").read_text().splitlines()) == 3
 
 
-def test_runs_that_are_there_already_are_counted(tmp_path: Path) -> None:
-    """In words that fit their number."""
+def test_earlier_runs_are_counted(tmp_path: Path) -> None:
     for number, says in enumerate(("", "nvme contains 1 earlier run (", "nvme contains 2 earlier runs (")):
         ended = run_here(*SMALL, "--nvme", "nvme", "--out", f"out{number}", "--steps", "1")
         assert says in " ".join(ended.errors.split())
 
 
 @pytest.mark.parametrize("options", [(), ("--resume", "auto")])
-def test_two_runs_do_not_write_to_one_folder(options: tuple[str, ...], tmp_path: Path) -> None:
-    """The second is refused, wherever its state is."""
+def test_second_run_in_output_folder_is_rejected(options: tuple[str, ...], tmp_path: Path) -> None:
+    """It is rejected even if its state is stored elsewhere."""
     with training(tmp_path, *SMALL, "--out", "out", "--steps", "100000") as process:
         ended = run_here(*SMALL, "--out", "out", "--nvme", "other", "--steps", "1", *options)
         assert ended.status == 2
@@ -140,8 +139,8 @@ def test_two_runs_do_not_write_to_one_folder(options: tuple[str, ...], tmp_path:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link"])
-def test_a_log_that_is_no_regular_file_is_refused(kind: str, tmp_path: Path) -> None:
-    """Before anything is placed on NVMe; a pipe is not waited for, and what a link leads to stays as it is."""
+def test_steps_log_must_be_regular_file(kind: str, tmp_path: Path) -> None:
+    """The run neither waits for a pipe nor follows a link, and stores nothing on NVMe."""
     (tmp_path / "out").mkdir()
     (tmp_path / "other").write_text("kept")
     if kind == "pipe":
@@ -156,13 +155,12 @@ def test_a_log_that_is_no_regular_file_is_refused(kind: str, tmp_path: Path) -> 
     assert (tmp_path / "other").read_text() == "kept"
 
 
-def test_an_output_folder_that_takes_nothing_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    """With the file's name."""
+def test_unwritable_steps_log_is_rejected_before_first_step(tmp_path: Path) -> None:
     (tmp_path / "out/steps.jsonl").mkdir(parents=True)
     ended = run_here(*SMALL, "--out", "out", "--steps", "3")
     assert ended.status == 2
     assert "out/steps.jsonl cannot be written: Is a directory" in ended.errors
-    assert "--out" in ended.errors
+    assert "choose another --out" in ended.errors
 
 
 @pytest.mark.parametrize(
@@ -173,12 +171,12 @@ def test_an_output_folder_that_takes_nothing_is_refused_before_the_first_step(tm
         pytest.param("2>&1 | true", "--checkpoint-every 1", 0, id="no reader"),
     ],
 )
-def test_standard_streams_that_take_nothing_do_not_end_training(
+def test_unusable_standard_streams_do_not_stop_training(
     streams: str, options: str, status: int, tmp_path: Path
 ) -> None:
-    """The run comes to its end and checkpoints;
+    """The run finishes with a checkpoint, and no message is written into its files.
 
-    no message ends in a file. A result that cannot be printed is status 1.
+    The status is 1 if the result cannot be printed.
     """
     train = f"{sys.executable} -m infinity_tools {' '.join(SMALL)} --out out --steps 2 {options}"
     script = f"set -o pipefail; {train} {streams}"
@@ -191,8 +189,8 @@ def test_standard_streams_that_take_nothing_do_not_end_training(
     assert run_here("store", "verify", "out/nvme").status == 0
 
 
-def test_a_terminal_that_is_closed_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
-    """SIGHUP comes more than once then, and so does SIGTERM under torchrun and batch systems."""
+def test_closed_terminal_stops_run_with_checkpoint(tmp_path: Path) -> None:
+    """SIGHUP then arrives more than once, as SIGTERM does under torchrun and batch systems."""
     with training(tmp_path, *SMALL, "--out", "out", "--steps", "100000") as process:
         assert process.stderr is not None
         process.stderr.close()
@@ -204,8 +202,8 @@ def test_a_terminal_that_is_closed_ends_the_run_with_a_checkpoint(tmp_path: Path
     assert summary["checkpointed_step"] == summary["steps"]
 
 
-def test_a_signal_that_is_passed_on_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later, once more ends the run at once."""
+def test_forwarded_signals_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second signal that arrives later ends the run immediately."""
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     with StopRequest() as stop:
@@ -220,11 +218,8 @@ def test_a_signal_that_is_passed_on_counts_once(monkeypatch: pytest.MonkeyPatch)
     assert ending.value.code == 128 + signal.SIGTERM
 
 
-def test_a_run_of_more_steps_than_have_records_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records are bounded, losses are of all steps:
-
-    the picture, the last step and what is checkpointed fit together.
-    """
+def test_run_longer_than_record_limit_writes_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step records are bounded, but the losses of all steps are kept."""
     monkeypatch.setattr("infinity.run.optimizer._KEPT_RECORDS", 3)
     ended = run_here(*SMALL, "--out", "out", "--steps", "5", picture=True)
     assert ended.status == 0
@@ -236,8 +231,7 @@ def test_a_run_of_more_steps_than_have_records_ends_in_order(tmp_path: Path, mon
     assert (tmp_path / "out/summary.png").stat().st_size
 
 
-def test_a_picture_that_does_not_fit_the_drive_is_not_left_behind(tmp_path: Path) -> None:
-    """Nor a part of it: whoever looks for it would find a file that is no picture."""
+def test_failed_plot_write_removes_partial_file(tmp_path: Path) -> None:
     run_here(*SMALL, "--out", "out", "--steps", "3")
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -251,8 +245,8 @@ def test_a_picture_that_does_not_fit_the_drive_is_not_left_behind(tmp_path: Path
     assert not list((tmp_path / "full").iterdir())
 
 
-def test_a_signal_ends_the_time_in_which_metrics_are_still_served(tmp_path: Path) -> None:
-    """Who stops a container sends one, and kills ten seconds later. The run itself has ended well."""
+def test_signal_ends_metrics_linger(tmp_path: Path) -> None:
+    """Container runtimes send SIGKILL ten seconds after SIGTERM. The finished run exits with status 0."""
     train = [*SMALL, "--out", "out", "--steps", "1", "--metrics-port", "0", "--metrics-linger", "600"]
     process = subprocess.Popen(
         [sys.executable, "-m", "infinity_tools", *train],
@@ -260,7 +254,7 @@ def test_a_signal_ends_the_time_in_which_metrics_are_still_served(tmp_path: Path
     )  # fmt: skip
     deadline = time.monotonic() + 300
     while not (tmp_path / "out/summary.png").exists():
-        assert process.poll() is None, "it has ended"
+        assert process.poll() is None, "the run has exited"
         assert time.monotonic() < deadline
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Offloaded weights are tensors: what a user does to them does what it does in memory, bit for bit, or is refused."""
+"""Tests of offloaded weights as tensors: operations match memory bit for bit, or raise an error."""
 
 from __future__ import annotations
 
@@ -33,37 +33,35 @@ LEAST = Paging(host_cache="least")
 
 
 def weight(model: nn.Module) -> nn.Parameter:
-    """Return a weight of 131 rows: uneven on two ranks."""
+    """Return a weight with 131 rows, which are sharded unevenly across two ranks."""
     return model.head.weight
 
 
 def rows(model: nn.Module) -> torch.Tensor:
-    """Return this rank's rows of it."""
+    """Return this rank's rows of that weight."""
     return weight(model).to_local()
 
 
-def all_of(model: nn.Module) -> list[torch.Tensor]:
-    """Return all parameters."""
+def all_parameters(model: nn.Module) -> list[torch.Tensor]:
     return list(model.parameters())
 
 
-def assigned(target: torch.Tensor, index: Any, value: Any) -> None:
-    """Assign by index."""
+def assign(target: torch.Tensor, index: Any, value: Any) -> None:
     target[index] = value
 
 
 def other_state(model: nn.Module) -> dict[str, Any]:
-    """Return the state of a model with other values."""
+    """Return a state dict with different values."""
     return models.build("toy", seed=5).state_dict()
 
 
 def full_state() -> dict[str, torch.Tensor]:
-    """Return the same, whole."""
+    """Return a state dict with full tensors."""
     return {name: value.full_tensor() for name, value in models.build("toy", seed=6).state_dict().items()}
 
 
 def init(function: Callable[..., Any], **settings: Any) -> Callable[[nn.Module], None]:
-    """Return what initializes a weight under a seed."""
+    """Return a function that initializes a weight after seeding."""
 
     def run(model: nn.Module) -> None:
         torch.manual_seed(3)
@@ -74,7 +72,7 @@ def init(function: Callable[..., Any], **settings: Any) -> Callable[[nn.Module],
 
 EDITS: dict[str, Callable[[nn.Module], Any]] = {
     "mul_": lambda m: weight(m).mul_(1.5),
-    "add_ of another": lambda m: weight(m).add_(weight(m), alpha=0.5),
+    "add_ of a tensor": lambda m: weight(m).add_(weight(m), alpha=0.5),
     "fill_": lambda m: weight(m).fill_(0.25),
     "zero_": lambda m: weight(m).zero_(),
     "clamp_": lambda m: weight(m).clamp_(-0.05, 0.05),
@@ -87,10 +85,10 @@ EDITS: dict[str, Callable[[nn.Module], Any]] = {
     "data.copy_": lambda m: weight(m).data.copy_(weight(m).detach().exp()),
     "copy_ of bf16": lambda m: rows(m).copy_(rows(m).to(torch.bfloat16) * 3),
     "copy_ broadcasts": lambda m: rows(m).copy_(torch.arange(67.0)),
-    "row = 0": lambda m: assigned(rows(m), 3, 0.0),
-    "rows[2:5] = tensor": lambda m: assigned(rows(m), slice(2, 5), torch.ones(3, 67)),
-    "columns": lambda m: assigned(rows(m), (slice(None), slice(None, None, 3)), 7.0),
-    "mask": lambda m: assigned(rows(m), rows(m) > 0, 0.0),
+    "row = 0": lambda m: assign(rows(m), 3, 0.0),
+    "rows[2:5] = tensor": lambda m: assign(rows(m), slice(2, 5), torch.ones(3, 67)),
+    "columns": lambda m: assign(rows(m), (slice(None), slice(None, None, 3)), 7.0),
+    "mask": lambda m: assign(rows(m), rows(m) > 0, 0.0),
     "index_put_": lambda m: rows(m).index_put_((torch.tensor([1, 1, 4]),), torch.ones(67), accumulate=True),
     "index_fill_": lambda m: rows(m).index_fill_(0, torch.tensor([0, 7]), 2.0),
     "scatter_": lambda m: rows(m).scatter_(0, torch.zeros(1, 67, dtype=torch.long), 5.0),
@@ -111,16 +109,20 @@ EDITS: dict[str, Callable[[nn.Module], Any]] = {
     "kaiming_uniform_": init(nn.init.kaiming_uniform_),
     "constant_": init(nn.init.constant_, val=0.1),
     "reset_parameters": lambda m: (torch.manual_seed(4), m.blocks[0].up.reset_parameters()),
-    "_foreach_mul_": lambda m: torch._foreach_mul_(all_of(m), 0.9),
-    "_foreach_add_ of each other": lambda m: torch._foreach_add_(all_of(m), [p.detach() for p in m.parameters()]),
-    "_foreach_lerp_": lambda m: torch._foreach_lerp_(all_of(m), [torch.zeros_like(p) for p in m.parameters()], 0.3),
+    "_foreach_mul_": lambda m: torch._foreach_mul_(all_parameters(m), 0.9),
+    "_foreach_add_ of each other": lambda m: torch._foreach_add_(
+        all_parameters(m), [p.detach() for p in m.parameters()]
+    ),
+    "_foreach_lerp_": lambda m: torch._foreach_lerp_(
+        all_parameters(m), [torch.zeros_like(p) for p in m.parameters()], 0.3
+    ),
     "_foreach_copy_": lambda m: torch._foreach_copy_(
         [p.to_local() for p in m.parameters()], [p.to_local() + 1 for p in m.parameters()]
     ),
     "load_state_dict": lambda m: m.load_state_dict(other_state(m)),
     "load_state_dict of a layer": lambda m: m.blocks[0].load_state_dict(m.blocks[1].state_dict()),
     "set_model_state_dict": lambda m: set_model_state_dict(m, other_state(m)),
-    "set_model_state_dict, whole": lambda m: set_model_state_dict(
+    "set_model_state_dict, full": lambda m: set_model_state_dict(
         m, full_state(), options=StateDictOptions(full_state_dict=True)
     ),
     "full_tensor().zero_()": lambda m: m.blocks[0].up.weight.full_tensor().zero_(),
@@ -132,11 +134,11 @@ EDITS: dict[str, Callable[[nn.Module], Any]] = {
     "cpu() changes nothing": lambda m: m.blocks[0].cpu(),
     "apply": lambda m: m.apply(lambda x: x.weight.mul_(0.5) if isinstance(x, nn.LayerNorm) else None),
 }
-"""What users do under no_grad between steps."""
+"""Edits that users make under no_grad between steps."""
 
 
-def after_an_edit(model: nn.Module, optimizer: Any, edit: Callable[[nn.Module], Any]) -> dict[str, Any]:
-    """Train, edit, and train on; return the weights after the edit, and losses and weights after that."""
+def train_and_edit(model: nn.Module, optimizer: Any, edit: Callable[[nn.Module], Any]) -> dict[str, Any]:
+    """Train, edit, and train again; return the edited weights, and the losses and weights after training."""
     train(RECIPE, model, optimizer, Outcome())
     with torch.no_grad():
         edit(model)
@@ -147,7 +149,7 @@ def after_an_edit(model: nn.Module, optimizer: Any, edit: Callable[[nn.Module], 
 
 
 def differing(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """Return what is not equal to the last bit."""
+    """Return the names of values that are not bitwise equal."""
     return [
         name
         for name, value in expected.items()
@@ -156,23 +158,23 @@ def differing(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def compare_edit(name: str, paging: Paging, folder: str) -> list[str]:
-    """Return what differs from memory after an edit."""
+    """Return the differences from memory after an edit."""
     model = models.build("toy")
-    expected = after_an_edit(model, make_optimizer(RECIPE, model), EDITS[name])
+    expected = train_and_edit(model, make_optimizer(RECIPE, model), EDITS[name])
     with offloaded(RECIPE, paging, Path(folder)) as (model, optimizer):
-        return differing(expected, after_an_edit(model, optimizer, EDITS[name]))
+        return differing(expected, train_and_edit(model, optimizer, EDITS[name]))
 
 
 @pytest.mark.parametrize("name", one_of(3, EDITS))
-def test_edits_do_what_they_do_in_memory(name: str, tmp_path: Path) -> None:
-    """Weights after the edit, and losses and weights of the steps after that."""
+def test_edits_match_memory(name: str, tmp_path: Path) -> None:
+    """Compares weights after the edit, and losses and weights after further steps."""
     assert compare_edit(name, LEAST, str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("update_schedule", ["in_forward", "after_backward"])
 @pytest.mark.parametrize("name", ["mul_", "row = 0", "copy_"])
-def test_edits_come_after_the_updates_before_them(name: str, update_schedule: str, tmp_path: Path) -> None:
-    """Also where these wait for the next forward."""
+def test_edits_apply_after_pending_updates(name: str, update_schedule: str, tmp_path: Path) -> None:
+    """This holds even if updates wait for the next forward."""
     assert (
         compare_edit(name, Paging(host_cache="least", update_schedule=update_schedule, format="split"), str(tmp_path))
         == []
@@ -180,7 +182,7 @@ def test_edits_come_after_the_updates_before_them(name: str, update_schedule: st
 
 
 def compare_edits(folder: str) -> dict[str, list[str]]:
-    """Compare a few edits on every rank, where rows are shared unevenly."""
+    """Compare a few edits on every rank, with uneven shards."""
     names = (
         "mul_",
         "[3].zero_()",
@@ -188,7 +190,7 @@ def compare_edits(folder: str) -> dict[str, list[str]]:
         "_foreach_lerp_",
         "normal_",
         "load_state_dict",
-        "set_model_state_dict, whole",
+        "set_model_state_dict, full",
     )
     found = {}
     for name in names:
@@ -197,13 +199,12 @@ def compare_edits(folder: str) -> dict[str, list[str]]:
     return found
 
 
-def test_edits_on_two_ranks(tmp_path: Path, pair: RankPool) -> None:
-    """131 rows on two ranks."""
+def test_edits_on_two_ranks_match_memory(tmp_path: Path, pair: RankPool) -> None:
     assert [{k: v for k, v in found.items() if v} for found in pair.run(compare_edits, str(tmp_path))] == [{}, {}]
 
 
 def averaged(model: nn.Module) -> Callable[..., Any]:
-    """Keep averages of the weights in memory, and put them into the model."""
+    """Compute averages of the weights in memory and copy them into the model."""
     averages = [copy.deepcopy(param).detach() for param in model.parameters()]
     for _ in range(2):
         torch._foreach_lerp_(averages, [param.detach() * 2 for param in model.parameters()], 0.1)
@@ -214,7 +215,7 @@ def averaged(model: nn.Module) -> Callable[..., Any]:
 
 
 def compiled_blocks(model: nn.Module) -> nn.Module:
-    """Compile layer by layer."""
+    """Compile each layer."""
     for block in model.blocks:
         block.compile(backend="eager")
     return model
@@ -230,8 +231,8 @@ CHANGES: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_model_that_is_changed_after_offload_trains_as_in_memory(name: str, tmp_path: Path) -> None:
-    """Losses and weights of the steps after that."""
+def test_models_changed_after_offload_match_memory(name: str, tmp_path: Path) -> None:
+    """Compares losses and weights of the following steps."""
 
     def after(model: nn.Module, optimizer: Any) -> dict[str, Any]:
         train(RECIPE, model, optimizer, Outcome())
@@ -250,12 +251,12 @@ def test_a_model_that_is_changed_after_offload_trains_as_in_memory(name: str, tm
         assert differing(expected, after(model, optimizer)) == []
 
 
-# Copies, and saving #
+# Copying and saving #
 
 
 @contextmanager
 def both(folder: Path, **settings: Any) -> Iterator[tuple[nn.Module, nn.Module, infinity.PagedOptimizer]]:
-    """Yield a model in memory, the same one offloaded, and its optimizer; both after a few steps."""
+    """Yield a model in memory, its offloaded copy and the optimizer of the copy, after a few steps."""
     model = models.build("toy")
     train(RECIPE, model, make_optimizer(RECIPE, model), Outcome())
     with offloaded(RECIPE, LEAST, folder) as (paged, optimizer):
@@ -264,7 +265,7 @@ def both(folder: Path, **settings: Any) -> Iterator[tuple[nn.Module, nn.Module, 
 
 
 def unpickled(value: Any) -> Any:
-    """Return what `torch.save` keeps."""
+    """Return a value after `torch.save` and `torch.load`."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
@@ -289,7 +290,7 @@ COPIES: dict[str, Callable[[nn.Module], Any]] = {
     "numpy": lambda m: torch.from_numpy(rows(m).detach().numpy().copy()),
     "item": lambda m: rows(m)[1, 2].item(),
     "get_model_state_dict": lambda m: get_model_state_dict(m),
-    "get_model_state_dict, whole": lambda m: get_model_state_dict(
+    "get_model_state_dict, full": lambda m: get_model_state_dict(
         m, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     ),
     "get_model_state_dict, cpu_offload": lambda m: get_model_state_dict(m, options=StateDictOptions(cpu_offload=True)),
@@ -298,11 +299,11 @@ COPIES: dict[str, Callable[[nn.Module], Any]] = {
     "names": lambda m: [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in m.named_parameters()],
     "a view that is read later": lambda m: rows(m).t()[2:4],
 }
-"""What users take out of a model."""
+"""Values that users read from a model."""
 
 
 def plain(value: Any) -> Any:
-    """Return a structure of what tensors are to the outside: dtype, shape, strides, whether a DTensor, and values."""
+    """Return the visible properties of tensors in a structure: dtype, shape, strides, DTensor type, and values."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, DTensor):
@@ -313,15 +314,14 @@ def plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", one_of(3, COPIES))
-def test_copies_are_those_of_memory(name: str, tmp_path: Path) -> None:
-    """And no copy depends on the run."""
+def test_copies_match_memory(name: str, tmp_path: Path) -> None:
     with both(tmp_path) as (model, paged, _):
         expected, found = COPIES[name](model), COPIES[name](paged)
         assert plain(found) == plain(expected)
 
 
-def test_saved_states_can_be_loaded_anywhere(tmp_path: Path) -> None:
-    """`torch.save` and safetensors of an offloaded model; they have nothing of the run in them."""
+def test_saved_states_load_without_infinity(tmp_path: Path) -> None:
+    """Files written by `torch.save` and safetensors do not depend on the run."""
     from safetensors.torch import load_file, save_file
 
     with both(tmp_path) as (model, paged, _):
@@ -337,7 +337,7 @@ def test_saved_states_can_be_loaded_anywhere(tmp_path: Path) -> None:
 
 
 def test_dcp_saves_and_loads_an_offloaded_model(tmp_path: Path) -> None:
-    """`dcp.save` of its state, read into a model in memory; and `dcp.load` straight into the pages."""
+    """`dcp.load` reads into a model in memory, and directly into pages."""
     with both(tmp_path) as (model, paged, _):
         dcp.save({"model": get_model_state_dict(paged)}, checkpoint_id=tmp_path / "dcp")
         other = models.build("toy", seed=3)
@@ -354,24 +354,24 @@ def test_dcp_saves_and_loads_an_offloaded_model(tmp_path: Path) -> None:
 
 
 def locals_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return this rank's parts."""
+    """Return this rank's part of each parameter."""
     return {name: local(param) for name, param in model.named_parameters()}
 
 
-def test_save_pretrained_works_or_says_what_does(tmp_path: Path) -> None:
-    """On one rank a whole tensor is the weight itself, as in memory; a copy can be saved."""
+def test_model_save_pretrained_requires_a_copy(tmp_path: Path) -> None:
+    """On one rank, a full tensor is the weight itself, as in memory; a copy can be saved."""
     with offloaded(Recipe(model="llama"), LEAST, tmp_path) as (model, _):
-        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         with pytest.raises(UnsupportedError, match=r"tensor\.clone\(\).*optimizer\.save_pretrained\(folder\)"):
-            model.save_pretrained(tmp_path / "saved", state_dict=whole)
-        expected = {name: value.clone() for name, value in whole.items()}
+            model.save_pretrained(tmp_path / "saved", state_dict=full)
+        expected = {name: value.clone() for name, value in full.items()}
         model.save_pretrained(tmp_path / "saved", state_dict=expected)
     found = models.llama().from_pretrained(tmp_path / "saved").state_dict()
     assert differing(expected, found) == []
 
 
-def test_what_would_not_fit_is_not_gathered_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each shard is below the limit, all of them are not: refused with the way out, and once let go of, all is well."""
+def test_loading_all_shards_beyond_the_limit_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The total counts even if each shard is below the limit. Released shards no longer count."""
     with both(tmp_path) as (_, paged, optimizer):
         monkeypatch.setattr(optimizer._reader._shards, "_load_limit", 100_000)
         for name, param in paged.named_parameters():
@@ -383,10 +383,12 @@ def test_what_would_not_fit_is_not_gathered_bit_by_bit(tmp_path: Path, monkeypat
             assert local(param).numel(), name
         with pytest.raises(UnsupportedError, match="limit"), torch.no_grad():
             torch._foreach_mul_(list(paged.parameters()), 0.0)
-        assert all(param.to_local().any() for param in paged.parameters()), "refused before anything was written"
+        assert all(param.to_local().any() for param in paged.parameters()), (
+            "the error is raised before anything is written"
+        )
 
 
-# What memory has and NVMe has not #
+# Operations that require memory #
 
 CONVERSIONS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "to(bfloat16)": (lambda m: m.to(torch.bfloat16), "float32 to bfloat16"),
@@ -412,8 +414,8 @@ CONVERSIONS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)
-def test_what_would_take_weights_off_their_pages_is_refused(name: str, tmp_path: Path) -> None:
-    """Before anything has changed: training goes on as if nobody had tried."""
+def test_conversions_of_offloaded_weights_raise(name: str, tmp_path: Path) -> None:
+    """They raise before any change, so that training continues normally."""
     convert, words = CONVERSIONS[name]
     with both(tmp_path) as (model, paged, _):
         with pytest.raises(UnsupportedError if words else Exception, match=words), torch.no_grad():
@@ -422,36 +424,36 @@ def test_what_would_take_weights_off_their_pages_is_refused(name: str, tmp_path:
         assert models.loss_of(paged, batch(paged, 3)).item() == models.loss_of(model, batch(model, 3)).item()
 
 
-class _Elsewhere:
-    """Where a tensor is that nobody loads."""
+class _UnusedHandle:
+    """Storage handle that must not be used."""
 
     name = "weight"
 
     def load(self) -> torch.Tensor:
-        raise AssertionError("nobody asked for its elements")
+        raise AssertionError("unexpected load")
 
     def save(self, content: torch.Tensor) -> None:
-        raise AssertionError("nobody wrote to it")
+        raise AssertionError("unexpected save")
 
 
-def test_the_sanitizer_of_torch_sees_that_a_weight_has_no_memory() -> None:
-    """`TORCH_CUDA_SANITIZER=1` asks the address of all that an operator is given."""
-    weight = PagedTensor.stored(_Elsewhere(), (2, 3), torch.float32, torch.device("cuda", 0))
+def test_cuda_sanitizer_accepts_tensors_without_memory() -> None:
+    """`TORCH_CUDA_SANITIZER=1` requests the address of every argument of an operator."""
+    weight = PagedTensor.stored(_UnusedHandle(), (2, 3), torch.float32, torch.device("cuda", 0))
     handler = ArgumentHandler()
     handler._handle_argument(weight, is_write=True, metadata_only=False)
-    assert handler.dataptrs_written == {id(weight)}, "as it names a tensor without elements"
+    assert handler.dataptrs_written == {id(weight)}, "the sanitizer identifies tensors without elements by id"
     with pytest.raises(UnsupportedError, match="has no memory of its own"):
         weight.data_ptr()
 
 
-def test_an_array_of_a_weight_cannot_be_written_to(tmp_path: Path) -> None:
-    """It is a copy: writing to it would change nothing, as it does in memory."""
+def test_numpy_array_of_a_weight_is_read_only(tmp_path: Path) -> None:
+    """It is a copy, so writes would be lost."""
     with both(tmp_path) as (_, paged, _), torch.no_grad(), pytest.raises(ValueError, match="read-only"):
         rows(paged).numpy()[3] = 0
 
 
-def test_weights_that_were_exchanged_behind_its_back_are_noticed(tmp_path: Path) -> None:
-    """At the next forward and at a checkpoint, instead of training and saving something else."""
+def test_replaced_local_tensor_raises(tmp_path: Path) -> None:
+    """The next forward and the next checkpoint raise the error."""
     with both(tmp_path) as (_, paged, optimizer):
         paged.blocks[0].up.weight._local_tensor = torch.zeros_like(paged.blocks[0].up.weight.to_local().clone())
         with pytest.raises(UnsupportedError, match=r"blocks\.0\.up\.weight.*load_state_dict\(assign=False\)"):
@@ -460,8 +462,7 @@ def test_weights_that_were_exchanged_behind_its_back_are_noticed(tmp_path: Path)
             optimizer.save_checkpoint()
 
 
-def test_buffers_are_converted_where_weights_stay(tmp_path: Path) -> None:
-    """A conversion that leaves parameters as they are does the rest of its work."""
+def test_conversion_that_keeps_parameters_converts_buffers(tmp_path: Path) -> None:
     recipe = Recipe(model="buffered")
     with offloaded(recipe, LEAST, tmp_path) as (model, _):
         model.scale = model.scale.double()
@@ -469,8 +470,7 @@ def test_buffers_are_converted_where_weights_stay(tmp_path: Path) -> None:
         assert model.scale.dtype == torch.float32
 
 
-def test_a_closed_run_leaves_a_model_that_can_be_converted(tmp_path: Path) -> None:
-    """Nothing of the guards stays on its modules."""
+def test_closing_a_run_removes_conversion_guards(tmp_path: Path) -> None:
     with offloaded(RECIPE, LEAST, tmp_path) as (model, _):
         assert all("_apply" in vars(module) for module in model.modules())
     assert not any("_apply" in vars(module) for module in model.modules())

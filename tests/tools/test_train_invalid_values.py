@@ -1,4 +1,4 @@
-"""Values that would be taken without a word, and lead to something else than was meant."""
+"""Tests of values that are rejected because they would silently mean something else."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from support.command import SMALL, run_here
         (["--resume", "newest"], "--resume 'newest' is not valid"),
     ],
 )
-def test_a_value_that_means_something_else_is_refused(options: list[str], message: str, tmp_path: Path) -> None:
-    """In one message, before anything is made."""
+def test_invalid_train_options_are_rejected(options: list[str], message: str, tmp_path: Path) -> None:
+    """There is one message, and no run is created."""
     ended = run_here(*SMALL, "--steps", "1", "--out", "o", *options)
     assert ended.status == 2, ended.errors
     assert message in " ".join(ended.errors.replace("│", " ").split())
@@ -47,24 +47,23 @@ def test_a_value_that_means_something_else_is_refused(options: list[str], messag
         (["store", "ls", ""], "empty value after ls"),
     ],
 )
-def test_so_is_one_of_other_commands(command: list[str], message: str) -> None:
-    """An empty name is most often a variable of the shell that is not set."""
+def test_invalid_options_of_other_commands_are_rejected(command: list[str], message: str) -> None:
+    """An empty argument is usually an unset shell variable."""
     ended = run_here(*command)
     assert ended.status == 2, ended.errors
     assert message in " ".join(ended.errors.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(("option", "value"), [("--block", ","), ("--depth", "1,,2")])
-def test_so_is_an_empty_place_in_a_list(option: str, value: str) -> None:
-    """Not measured as something else."""
+def test_empty_list_items_are_rejected(option: str, value: str) -> None:
     done = run_here("probe", ".", option, value)
     assert done.status == 2
     assert f"{option} '{value}' " in done.errors
 
 
 @pytest.mark.parametrize("kind", ["BertConfig", "RobertaConfig"])
-def test_a_model_that_sees_what_it_is_to_predict_is_refused(kind: str, tmp_path: Path) -> None:
-    """Its loss would fall to nothing. What makes it a causal one is named."""
+def test_bidirectional_model_is_rejected(kind: str, tmp_path: Path) -> None:
+    """Its loss would approach zero. The message names the setting that makes the model causal."""
     import transformers
 
     from infinity_tools.presets import find_model, on_meta
@@ -79,8 +78,7 @@ def test_a_model_that_sees_what_it_is_to_predict_is_refused(kind: str, tmp_path:
         on_meta(find_model("config.json"))
 
 
-def test_folders_in_memory_or_on_one_drive_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They work, but not as somebody may expect."""
+def test_shared_drive_or_tmpfs_logs_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     with caplog.at_level(logging.WARNING, "infinity"):
@@ -90,7 +88,7 @@ def test_folders_in_memory_or_on_one_drive_are_said(tmp_path: Path, caplog: pyte
     assert any(f"{tmp_path / 'a'}, {tmp_path / 'b'} are on " in text for text in caplog.messages)
     caplog.clear()
     if " /dev/shm tmpfs " not in Path("/proc/self/mounts").read_text():
-        pytest.skip("there is no file system in memory")
+        pytest.skip("no tmpfs is mounted at /dev/shm")
     with caplog.at_level(logging.WARNING, "infinity"):
         _say_where(["/dev/shm"])
     assert caplog.messages == [
@@ -98,8 +96,7 @@ def test_folders_in_memory_or_on_one_drive_are_said(tmp_path: Path, caplog: pyte
     ]
 
 
-def test_settings_of_the_api_are_checked_too(tmp_path: Path) -> None:
-    """Not only options of the command."""
+def test_check_config_validates_api_settings(tmp_path: Path) -> None:
     storage = {"paths": [str(tmp_path)]}
     with pytest.raises(ConfigError, match=r"storage\.paths contains an empty string"):
         check_config(load_config({"storage": {"paths": [""]}}))
