@@ -181,7 +181,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
     reference = smooth(result["formats"]["fp32"]["losses"], result["smoothed_over"])
     for name, found in result["formats"].items():
         losses = smooth(found["losses"], result["smoothed_over"])
-        label = f"{name}: {found['moved_bytes_per_parameter']:.1f} bytes per parameter and step"
+        label = f"{name}: {found['moved_bytes_per_parameter']:.1f} bytes per parameter per step"
         above.plot(losses, label=label, linewidth=1)
         below.plot([a - b for a, b in zip(losses, reference, strict=True)], label=name, linewidth=1)
     above.set_ylabel("loss")

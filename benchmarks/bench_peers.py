@@ -332,7 +332,7 @@ def table(result: dict[str, Any], size: str, ranks: int, tokens: int) -> Table:
     """Return the results for one size and number of tokens."""
     columns = ("s/step", "/infinity", "B/param/step", "first step (s)", "peak memory", "smallest cgroup",
                "drive space", "same losses after resume")  # fmt: skip
-    found = Table("", *columns, title=f"{size}, {ranks} ranks, {tokens} tokens per rank and step")
+    found = Table("", *columns, title=f"{size}, {ranks} ranks, {tokens} tokens per rank per step")
     for who in CONTESTANTS:
         of_size = result.get(who.name, {}).get(size, {}).get(f"{ranks} ranks", {})
         row = of_size.get(f"{tokens} tokens", {})
@@ -376,7 +376,7 @@ def draw(result: dict[str, Any], size: str, ranks: int, tokens: int, to: Path) -
         return
     panels: dict[str, Callable[[dict[str, Any]], float]] = {
         "seconds per step": lambda row: row["step_seconds"]["median"],
-        "NVMe traffic, bytes\nper parameter and step": lambda row: row["bytes_per_parameter"],
+        "NVMe traffic, bytes\nper parameter per step": lambda row: row["bytes_per_parameter"],
         "peak memory, GiB": lambda row: row["peak_rss_bytes"] / 2**30,
         "drive space, GB": lambda row: row["drive_bytes"] / 1e9,
     }
@@ -391,7 +391,7 @@ def draw(result: dict[str, Any], size: str, ranks: int, tokens: int, to: Path) -
         axis.set_title(title, fontsize=10)
         axis.margins(x=0.2)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{size} parameters, {tokens} tokens per rank and step, ranks: {ranks}")
+    figure.suptitle(f"{size} parameters, {tokens} tokens per rank per step, ranks: {ranks}")
     figure.savefig(to, dpi=120)
     plt.close(figure)
 
@@ -412,7 +412,7 @@ def main() -> None:
     parser.add_argument(
         "--sizes", type=words, default=["100m", "354m", "1b"], help=f"model sizes, of {', '.join(SIZES)}"
     )
-    parser.add_argument("--tokens", type=numbers, default=[512, 2048, 8192], help="tokens per rank and step")
+    parser.add_argument("--tokens", type=numbers, default=[512, 2048, 8192], help="tokens per rank per step")
     parser.add_argument("--ranks", type=numbers, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5, help="measured turns of each system")
     parser.add_argument(

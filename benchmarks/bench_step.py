@@ -462,7 +462,7 @@ def draw_bytes(axes: Any, found: list[dict[str, Any]]) -> None:
         axes.plot(shares, [row["bytes_per_parameter"] for row in rows], "o", color=color, label=update_schedule)
         axes.plot(shares, [row["least"] for row in rows], "-", color=color, linewidth=1)
     axes.set_xlabel("host cache, % of the state (lines: lower bound)")
-    axes.set_ylabel("NVMe bytes per parameter and step")
+    axes.set_ylabel("NVMe bytes per parameter per step")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
 
@@ -499,7 +499,7 @@ def show(result: dict[str, Any]) -> None:
         console.print(table)
     if "bytes" not in result:
         return
-    table = Table(title="\nNVMe bytes per parameter and step", box=None, padding=(0, 1, 0, 0))
+    table = Table(title="\nNVMe bytes per parameter per step", box=None, padding=(0, 1, 0, 0))
     for name in ("format", "schedule", "host cache, %", "measured", "predicted/measured", "lower bound"):
         table.add_column(name, justify="left" if name in ("format", "schedule") else "right")
     for row in result["bytes"]:

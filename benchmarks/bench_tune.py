@@ -3,7 +3,7 @@
 The benchmark trains a small model and starts from deliberately bad settings. The sweep trains once with every
 combination of a grid, exactly as a trial of `infinity tune` does. `infinity tune` then starts as a user would start it,
 from the bad settings and with a tenth of the time of the sweep. It does not know the grid and also tries other values.
-Finally, the best settings of the sweep, the settings of tune, the bad settings and the defaults are measured in turn
+Finally, the best settings of the sweep, the settings of tune, the bad settings and the defaults are measured in alternation
 for several rounds.
 
 - `of_best`: seconds per step with the best settings of the sweep, relative to the settings of tune, by round. Above 1,
@@ -214,7 +214,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
         right.plot([place] * len(values), values, "o", color=colors[name], alpha=0.5)
         right.hlines(result["step_seconds"][name]["median"], place - 0.3, place + 0.3, color=colors[name], linewidth=3)
     right.set_xticks(range(len(colors)), [names[name] for name in colors])
-    right.set_title(f"measured in turn: {result['of_best']['median']:.3f} of the best of the sweep")
+    right.set_title(f"measured in alternation: {result['of_best']['median']:.3f} of the best of the sweep")
     for axes in (left, right):
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)

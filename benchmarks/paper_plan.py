@@ -55,7 +55,7 @@ class Published:
     layers: int
     hidden: int
     sequences: float
-    """Sequences of 1024 tokens, per rank and step."""
+    """Sequences of 1024 tokens, per rank per step."""
     nodes: int
     node: dict[str, Any]
     tflops: float | None = None
@@ -129,7 +129,7 @@ def plan(setup: Published) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     """Return the setups as a Markdown table, which docs/how-to/plan.md contains."""
     lines = [
-        "| setup | space per node | bytes per parameter and step | step time | waiting for storage | "
+        "| setup | space per node | bytes per parameter per step | step time | waiting for storage | "
         "TFLOP/s per accelerator | published | planned / published |",
         "|---|---|---|---|---|---|---|---|",
     ]

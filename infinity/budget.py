@@ -8,7 +8,7 @@ from typing import Final
 
 from infinity.config import ActivationsConfig
 from infinity.content.format import ITEMSIZE, MASTER, Role, StateFormat
-from infinity.content.layout import PAGE_ALIGNMENT, FSDPModuleSpec, Layout, build_layout
+from infinity.content.layout import PAGE_ALIGNMENT, FSDPModuleSpec, Layout, PageTotals, build_layout, page_totals
 from infinity.errors import BudgetError
 from infinity.schedule.planner import least_cache_slots
 from infinity.schedule.stack import LEAST_CACHE_SLOTS
@@ -21,6 +21,10 @@ pages.
 """
 _MOST_PAGES = 4096
 """Number of pages above which larger pages are used. Planning time and Python overhead per step grow with it."""
+_MOST_SMALL_PAGES = 1 << 18
+"""Maximum number of pages that are smaller than the default. More of them would take minutes to plan, and a step would
+consist mostly of Python overhead.
+"""
 _LARGEST_OF_MANY = 256 * MIB
 """Maximum page size for a state with many pages, whose FSDP modules are much larger than such a page."""
 _MOST_PAGES_OF_DEVICE = 1024
@@ -94,20 +98,15 @@ def choose_budget(
     Raises:
         BudgetError: if the host cache is too small. The message contains the required size and the setting to change.
     """
-    if page_bytes:
-        layout = build_layout(fsdp_modules, formats, page_bytes)
-    else:
-        layout = _with_room_for_rows(fsdp_modules, formats)
-        page_bytes = layout.page_bytes
-        while page_bytes > _SMALLEST_PAGE and not _good(layout, host_bytes):
-            try:
-                layout = build_layout(fsdp_modules, formats, page_bytes // 2)
-            except BudgetError:  # some rows do not fit in smaller pages
-                break
-            page_bytes //= 2
-        if page_bytes == _LARGEST_PAGE:
-            layout = _with_fewer_pages(layout, host_bytes, device=device)
-            page_bytes = layout.page_bytes
+    totals = (
+        page_totals(fsdp_modules, formats, page_bytes)
+        if page_bytes
+        else _page_size(fsdp_modules, formats, host_bytes, device=device)
+    )
+    if totals.page_bytes < _LARGEST_PAGE and totals.number > _MOST_SMALL_PAGES:
+        raise BudgetError(_too_many(fsdp_modules, formats, host_bytes, totals, given=page_bytes > 0))
+    page_bytes = totals.page_bytes
+    layout = build_layout(fsdp_modules, formats, page_bytes)
     beside = (FETCHED * range_gradient_bytes(layout) if device else 0) + whole_bytes(layout)
     of_activations = activation_cache_slots(activations, host_bytes, page_bytes) if activations else 0
     beside += of_activations * page_bytes
@@ -137,8 +136,28 @@ def activation_cache_slots(settings: ActivationsConfig, host_bytes: int, page_by
     return max(cache_slots, LEAST_CACHE_SLOTS)
 
 
-def _with_room_for_rows(fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[str, StateFormat]) -> Layout:
-    """Return a layout with the default page size, or with larger pages if an indivisible row requires them.
+def _page_size(
+    fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[str, StateFormat], host_bytes: int, *, device: bool
+) -> PageTotals:
+    """Choose the page size as described in `choose_budget`, and return the totals of the layout."""
+    totals = _with_room_for_rows(fsdp_modules, formats)
+    while totals.page_bytes > _SMALLEST_PAGE and not _good(totals, host_bytes):
+        try:
+            totals = page_totals(fsdp_modules, formats, totals.page_bytes // 2)
+        except BudgetError:  # some rows do not fit in smaller pages
+            break
+    may_grow = totals.page_bytes == _LARGEST_PAGE
+    most, largest = (_MOST_PAGES_OF_DEVICE, _LARGEST_OF_DEVICE) if device else (_MOST_PAGES, _LARGEST_OF_MANY)
+    while may_grow and totals.number > most and totals.page_bytes < largest:
+        doubled = page_totals(fsdp_modules, formats, 2 * totals.page_bytes)
+        if host_bytes // doubled.page_bytes < _CACHE_SLOTS_OF_MANY or not _good(doubled, host_bytes):
+            break
+        totals = doubled
+    return totals
+
+
+def _with_room_for_rows(fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[str, StateFormat]) -> PageTotals:
+    """Return the totals for the default page size, or for larger pages if an indivisible row requires them.
 
     Raises:
         BudgetError: if a row does not fit in a page of any size.
@@ -146,30 +165,39 @@ def _with_room_for_rows(fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[st
     page_bytes = _LARGEST_PAGE
     while True:
         try:
-            return build_layout(fsdp_modules, formats, page_bytes)
+            return page_totals(fsdp_modules, formats, page_bytes)
         except BudgetError:
             if page_bytes >= _LARGEST_OF_MANY:
                 raise
             page_bytes *= 2
 
 
-def _with_fewer_pages(layout: Layout, host_bytes: int, *, device: bool) -> Layout:
-    formats = {shard.spec.segment_key: layout.segments[shard.segment].format for shard in layout.shards}
-    most, largest = (_MOST_PAGES_OF_DEVICE, _LARGEST_OF_DEVICE) if device else (_MOST_PAGES, _LARGEST_OF_MANY)
-    while len(layout.pages) > most and layout.page_bytes < largest:
-        if host_bytes // (2 * layout.page_bytes) < _CACHE_SLOTS_OF_MANY:
-            break
-        doubled = build_layout(layout.fsdp_modules, formats, 2 * layout.page_bytes)
-        if not _good(doubled, host_bytes):
-            break
-        layout = doubled
-    return layout
+def _good(totals: PageTotals, host_bytes: int) -> bool:
+    cache_slots = host_bytes // totals.page_bytes
+    return cache_slots >= _WANTED_CACHE_SLOTS and (totals.filled >= _LEAST_FILLED or cache_slots >= 4 * totals.number)
 
 
-def _good(layout: Layout, host_bytes: int) -> bool:
-    cache_slots = host_bytes // layout.page_bytes
-    filled = sum(page.nbytes for page in layout.pages) / (len(layout.pages) * layout.page_bytes)
-    return cache_slots >= _WANTED_CACHE_SLOTS and (filled >= _LEAST_FILLED or cache_slots >= 4 * len(layout.pages))
+def _too_many(
+    fsdp_modules: Sequence[FSDPModuleSpec],
+    formats: dict[str, StateFormat],
+    host_bytes: int,
+    totals: PageTotals,
+    *,
+    given: bool,
+) -> str:
+    """Return the error for a state that would be divided into too many small pages."""
+    enough, divided = totals.page_bytes, f"{totals.number:,} pages of {format_size(totals.page_bytes)}"
+    while enough < _LARGEST_PAGE and page_totals(fsdp_modules, formats, enough).number > _MOST_SMALL_PAGES:
+        enough *= 2
+    if given:
+        return (
+            f"memory.page_bytes = {format_size(totals.page_bytes)} would divide the state into {divided}; set it to "
+            f"{format_setting(enough)} or more, or remove the setting"
+        )
+    return (
+        f"the host cache of {format_size(host_bytes)} is too small for this model: it would divide the state into "
+        f"{divided}; set memory.host_bytes to {format_setting(_WANTED_CACHE_SLOTS * enough)} or more"
+    )
 
 
 def range_gradient_bytes(layout: Layout) -> int:

@@ -28,9 +28,10 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from infinity.content.format import ITEMSIZE, SHARD_ALIGNMENT, Role, StateFormat
 from infinity.errors import BudgetError
@@ -321,15 +322,7 @@ def build_layout(fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[str, Stat
         for key in keys:
             fmt, segment, trainable = formats[key], len(segments), shards[members[key][0]].spec.trainable
             numel = align_up(extent[key], RANGE_ALIGNMENT)
-            sizes = (ITEMSIZE[fmt.param], fmt.update_bytes, *(ITEMSIZE[dtype] for dtype in fmt.grads))
-            whole = any(shards[member].spec.row > 1 for member in members[key])
-            join = _filled if whole else _joined
-            most = int(page_bytes / max(sizes))
-            finest = (
-                _between_rows([shards[member] for member in members[key]], numel, most)
-                if whole
-                else _joined(range(0, numel + 1, RANGE_ALIGNMENT), most)
-            )
+            cuts = iter(_cuts([shards[member] for member in members[key]], fmt, numel, page_bytes))
 
             def cut(
                 role: Role,
@@ -339,10 +332,8 @@ def build_layout(fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[str, Stat
                 fsdp_module: int = fsdp_module_index,
                 segment: int = segment,
                 fixed: bool = not trainable,
-                finest: Sequence[int] = finest,
-                join: Callable[[Sequence[int], int], Sequence[int]] = join,
+                cuts: Iterator[Sequence[int]] = cuts,
             ) -> tuple[Page, ...]:
-                joined = itertools.pairwise(join(finest, int(page_bytes / size)))
                 made = tuple(
                     Page(
                         index=len(pages) + position,
@@ -351,11 +342,11 @@ def build_layout(fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[str, Stat
                         segment=segment,
                         start=start,
                         count=stop - start,
-                        nbytes=align_up(int((stop - start) * size), PAGE_ALIGNMENT),
+                        nbytes=_page_bytes(stop - start, size),
                         component=component,
                         fixed=fixed,
                     )
-                    for position, (start, stop) in enumerate(joined)
+                    for position, (start, stop) in enumerate(itertools.pairwise(next(cuts)))
                 )
                 pages.extend(made)
                 return made
@@ -384,6 +375,84 @@ def build_layout(fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[str, Stat
                 )
             )
     return Layout(tuple(fsdp_modules), tuple(segments), tuple(shards), tuple(pages), page_bytes)
+
+
+class PageTotals(NamedTuple):
+    """Number and total size of the pages that a layout would have."""
+
+    page_bytes: int
+    """Maximum size of a page, in bytes."""
+    number: int
+    """Number of pages."""
+    nbytes: int
+    """Size of all pages together, in bytes."""
+
+    @property
+    def filled(self) -> float:
+        """Mean size of a page relative to the maximum."""
+        return self.nbytes / (self.number * self.page_bytes)
+
+
+def page_totals(fsdp_modules: Sequence[FSDPModuleSpec], formats: dict[str, StateFormat], page_bytes: int) -> PageTotals:
+    """Return the totals of the layout that `build_layout` would return for the same arguments, without building it.
+
+    A large model has tens of thousands of pages, but few different FSDP modules.
+
+    Raises:
+        BudgetError: If a row that must not be divided does not fit in a page.
+    """
+    number = nbytes = 0
+    found: dict[tuple[tuple[object, ...], ...], tuple[int, int]] = {}  # totals of FSDP modules that differ in names
+    for fsdp_module in fsdp_modules:
+        key = tuple((spec.segment_key, spec.numel, spec.padded, spec.row) for spec in fsdp_module.shards)
+        if key not in found:
+            found[key] = _totals_of(fsdp_module, formats, page_bytes)
+        number, nbytes = number + found[key][0], nbytes + found[key][1]
+    return PageTotals(page_bytes, number, nbytes)
+
+
+def _totals_of(fsdp_module: FSDPModuleSpec, formats: dict[str, StateFormat], page_bytes: int) -> tuple[int, int]:
+    """Return the number of pages of one FSDP module, and their total size in bytes."""
+    members: dict[str, list[ShardLocation]] = {}
+    extent: Counter[str] = Counter()
+    for spec in fsdp_module.shards:
+        key = spec.segment_key
+        members.setdefault(key, []).append(ShardLocation(spec=spec, fsdp_module=0, segment=0, start=extent[key]))
+        extent[key] = align_up(extent[key] + spec.padded, SHARD_ALIGNMENT)
+    number = nbytes = 0
+    for key, shards in members.items():
+        fmt = formats[key]
+        cuts = _cuts(shards, fmt, align_up(extent[key], RANGE_ALIGNMENT), page_bytes)
+        for cut, size in zip(cuts, _element_bytes(fmt), strict=True):
+            number += len(cut) - 1
+            nbytes += sum(_page_bytes(stop - start, size) for start, stop in itertools.pairwise(cut))
+    return number, nbytes
+
+
+def _element_bytes(fmt: StateFormat) -> list[float]:
+    """Return the size of an element in the pages of each kind: PARAM, UPDATE if there are any, and GRAD."""
+    update = [fmt.update_bytes] if fmt.update_bytes else []
+    return [ITEMSIZE[fmt.param], *update, *(ITEMSIZE[dtype] for dtype in fmt.grads)]
+
+
+def _page_bytes(count: int, size: float) -> int:
+    return align_up(int(count * size), PAGE_ALIGNMENT)
+
+
+def _cuts(shards: Sequence[ShardLocation], fmt: StateFormat, numel: int, page_bytes: int) -> list[Sequence[int]]:
+    """Return the cut of a segment for each kind of page, in the order of `_element_bytes`."""
+    sizes = _element_bytes(fmt)
+    most = int(page_bytes / max(sizes))
+    if any(placed.spec.row > 1 for placed in shards):
+        finest = _between_rows(shards, numel, most)
+        return [_filled(finest, int(page_bytes / size)) for size in sizes]
+    return _even_cuts(numel, most, tuple(int(page_bytes / size) for size in sizes))
+
+
+@lru_cache(maxsize=8)  # the layers of a model are alike
+def _even_cuts(numel: int, most: int, each: tuple[int, ...]) -> list[Sequence[int]]:
+    finest = _joined(range(0, numel + 1, RANGE_ALIGNMENT), most)
+    return [_joined(finest, length) for length in each]
 
 
 def _within(shards: Sequence[tuple[int, ShardLocation]], page: Page) -> tuple[int, ...]:

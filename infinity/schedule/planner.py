@@ -439,7 +439,7 @@ def _slowness(draft: _Draft, timing: Timing, least: float) -> float:
     least = max(1, least)  # avoid a division by zero if no page is transferred
     each = 2 * sum(draft.cycle.nbytes[page] for page in draft.cycle.used)  # bytes to read and write every page once
     works = (least, 2 * least, 2 * each)
-    found = timing.lengths(draft.reach, draft.moves, _moving(draft), works)
+    found = timing.lengths(_transfers(draft, timing), works)
     ratios = [length / work for length, work in zip(found, works, strict=True)]
     return mean([draft.moves.total_bytes / least, *ratios])
 

@@ -29,8 +29,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from infinity.content.format import Role
@@ -49,10 +50,31 @@ _TRAINING, _UPDATES, _PREFETCHES, _LINK = range(4)
 """Executor of an access: the training thread, which waits for the access; the update thread; the thread that prefetches
 weights to the GPU; or the link, which copies gradients to the host.
 """
-_SimulatedAccess = tuple[int, int, int, Sequence[bool], float, Sequence[int]]
-"""One access: its executor, the number of reads requested so far, the last position of the window, for each entering
-page whether it is read, the duration of the access, and for each leaving page the number of bytes to write.
+_SimulatedAccess = tuple[int, int, int, int, Sequence[bool], float, Sequence[int]]
+"""One access: its executor, its FSDP module, the number of reads requested so far, the last position of the window, for
+each entering page whether it is read, the duration of the access, and for each leaving page the number of bytes to
+write, or 0 if the page is not modified.
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedTransfers:
+    """Transfers of a plan by access, for the simulation."""
+
+    reads: Sequence[int]
+    """Sizes in bytes of the pages that a step reads, in order."""
+    written: int
+    """Bytes that a step writes."""
+    cache_slots: int
+    """Number of cache slots for pages that do not stay permanently."""
+    reach: Sequence[int]
+    """For each access, the last position of the window."""
+    wanted: Sequence[int]
+    """For each access, the number of reads that have been requested when it begins."""
+    entering: Sequence[Sequence[bool]]
+    """For each access and each page that enters the host cache, whether the page is read."""
+    leaving: Sequence[Sequence[int]]
+    """For each access and each page that leaves the host cache, the number of bytes to write, or 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,9 +336,7 @@ def _link_uses(trace: Sequence[Access], layout: Layout, *, on_device: bool) -> l
 
 
 class Timing:
-    """Simulator of plans for one trace. Immutable: the constructor precomputes all values that do not depend on the
-    plan.
-    """
+    """Simulator of plans for one trace. It computes all values that do not depend on the plan only once."""
 
     def __init__(self, cycle: Cycle, *, threaded: bool, prefetched: StagedComputation | None = None) -> None:
         """Precompute the fraction of the computation before each access.
@@ -336,145 +356,110 @@ class Timing:
         self._fsdp_modules = [pages[access[0].page].fsdp_module for access in cycle.trace]
         # By position: FSDP modules whose prefetched weights are awaited, and the computation that follows each wait.
         self._awaited: dict[int, list[tuple[int, float]]] = {}
+        self._links: dict[bool, list[_LinkUse]] = {}  # by whether updates run on the device
         if prefetched:
             for position in prefetched.prefetched:
                 self._executors[position] = _PREFETCHES
             for position, fsdp_module, share in prefetched.awaited:
                 self._awaited.setdefault(position % cycle.length, []).append((fsdp_module, share))
 
+    @cached_property
+    def _hooks(self) -> list[bool]:
+        """For each access, whether it gathers weights."""
+        return [_gathers(access, self._cycle.layout) for access in self._cycle.trace]
+
+    @cached_property
+    def _updating(self) -> list[float]:
+        return updating(self._cycle.trace, self._cycle.layout)
+
+    def _link_uses(self, *, on_device: bool) -> list[_LinkUse]:
+        if on_device not in self._links:
+            self._links[on_device] = _link_uses(self._cycle.trace, self._cycle.layout, on_device=on_device)
+        return self._links[on_device]
+
+    def transfers(self, reach: Sequence[int], moves: Moves, cache_slots: int) -> SimulatedTransfers:
+        """Return the transfers of a plan by access, for `lengths`.
+
+        Args:
+            reach: last position of the window, by position.
+            moves: transfers of the step.
+            cache_slots: number of cache slots of the host cache, excluding the slots of pages that stay permanently.
+        """
+        cycle, none = self._cycle, ()
+        nbytes, pages, places = cycle.nbytes, cycle.pages, cycle.places
+        entering: list[tuple[bool, ...]] = [none] * cycle.length
+        leaving: list[tuple[int, ...]] = [none] * cycle.length
+        counts = [0] * (cycle.length + 1)  # reads up to and including the previous position
+        reads: list[int] = []
+        is_read, is_written, written = moves.read, moves.written, 0
+        for use in moves.entering:
+            place, read = places[use], use in is_read
+            entering[place] += (read,)
+            if read:
+                reads.append(nbytes[pages[use]])
+                counts[place + 1] += 1
+        for use in moves.leaving:
+            size = nbytes[pages[use]] if use in is_written else 0
+            leaving[places[use]] += (size,)
+            written += size
+        counts = [*itertools.accumulate(counts)]
+        wanted = [counts[-1] * (last // cycle.length) + counts[last % cycle.length + 1] for last in reach]
+        return SimulatedTransfers(
+            reads=reads, written=written, cache_slots=cache_slots,
+            reach=reach, wanted=wanted, entering=entering, leaving=leaving,
+        )  # fmt: skip
+
     def lengths(
-        self,
-        reach: Sequence[int],
-        moves: Moves,
-        cache_slots: int,
-        works: Sequence[float],
-        resources: OtherResources = NOTHING,
+        self, transfers: SimulatedTransfers, works: Sequence[float], resources: OtherResources = NOTHING
     ) -> list[float]:
         """Return the duration of a steady step for each given computation time.
 
         All times are expressed as the number of bytes that the drive can transfer in that time.
 
         Args:
-            reach: last position of the window, by position.
-            moves: transfers of the step.
-            cache_slots: number of cache slots of the host cache, excluding the slots of pages that stay permanently.
+            transfers: transfers of a plan.
             works: computation times of a step, excluding updates.
             resources: other resources that take time.
         """
-        cycle = self._cycle
-        nbytes = [cycle.nbytes[page] for page in cycle.pages]
-        entering: list[list[bool]] = [[] for _ in cycle.trace]
-        leaving: list[list[int]] = [[] for _ in cycle.trace]  # bytes to write, by position; 0 if not written
-        for use in moves.entering:
-            entering[cycle.places[use]].append(use in moves.read)
-        for use in moves.leaving:
-            leaving[cycle.places[use]].append(nbytes[use] if use in moves.written else 0)
-        counts = [*itertools.accumulate(map(sum, entering), initial=0)]
-        wanted = [counts[-1] * (last // cycle.length) + counts[last % cycle.length + 1] for last in reach]
-        reads = [nbytes[use] for use in moves.entering if use in moves.read]
-        each = [0.0] * cycle.length
+        length, reads = self._cycle.length, transfers.reads
+        each = [0.0] * length
         if resources.updates:
-            each = [resources.updates * share for share in updating(cycle.trace, cycle.layout)]
-        before = [0.0] * (cycle.length + 1)
+            each = [resources.updates * share for share in self._updating]
+        before = [0.0] * (length + 1)
         if resources.interpreter:  # a gather runs a hook on the training thread, whichever thread copies
-            python = resources.interpreter / cycle.length
-            hooks = [_gathers(access, cycle.layout) for access in cycle.trace]
-            each = [taking if hook else taking + python for taking, hook in zip(each, hooks, strict=True)]
-            before = [python if hook else 0.0 for hook in (*hooks, False)]
+            python = resources.interpreter / length
+            each = [taking if hook else taking + python for taking, hook in zip(each, self._hooks, strict=True)]
+            before = [python if hook else 0.0 for hook in (*self._hooks, False)]
         executors = self._executors
-        link_uses = _link_uses(cycle.trace, cycle.layout, on_device=resources.read > 0) if resources.linked else None
+        link_uses = self._link_uses(on_device=resources.read > 0) if resources.linked else None
         if link_uses is not None:
             executors = [
                 _LINK if link_use.stores else thread for link_use, thread in zip(link_uses, executors, strict=True)
             ]
-        stops = list(zip(executors, wanted, reach, entering, each, leaving, strict=True))
-        written = sum(nbytes[use] for use in moves.written)
-        verifying = resources.verifying / sum(reads) if reads else 0.0
-        hashing = resources.hashing / written if written else 0.0
-        return [
-            self._simulate(
-                stops,
-                Clockwork(reads, cache_slots, verifying=verifying, hashing=hashing),
-                [share * work + python for share, python in zip(self._shares, before, strict=True)],
-                {
-                    place: [(fsdp_module, share * work) for fsdp_module, share in found]
-                    for place, found in self._awaited.items()
-                },
-                _Link(link_uses, resources) if link_uses is not None else None,
+        accesses = list(
+            zip(
+                executors, self._fsdp_modules, transfers.wanted, transfers.reach, transfers.entering, each,
+                transfers.leaving, strict=True,
             )
-            for work in works
-        ]
-
-    def _simulate(
-        self,
-        stops: Sequence[_SimulatedAccess],
-        clockwork: Clockwork,
-        work: Sequence[float],
-        awaited: Mapping[int, Sequence[tuple[int, float]]],
-        link: _Link | None,
-    ) -> float:
-        """Simulate `_STEPS` steps and return the duration of the last one.
-
-        Args:
-            stops: accesses, by position.
-            clockwork: drive and cache slots in their initial state.
-            work: computation time before each access, and after the last access.
-            awaited: by position, the FSDP modules whose prefetched weights the computation waits for, with the
-                computation time that follows each wait.
-            link: link to the device, or ``None`` if the simulation includes no link.
-        """
-        before = [work[0] + work[-1], *work[1:-1]]  # the last computation precedes the next step
-        training = updated = prefetched = began = 0.0  # times of the training thread and of the other threads
-        there: dict[int, float] = {}  # by FSDP module: when its weights have been prefetched to the GPU
-        # (position, time): an access of another thread ends at this time. Until then, the window ends at this position.
-        ended: deque[tuple[int, float]] = deque()
-        for step in range(_STEPS):
-            began = training
-            position = step * len(stops)
-            more = step * clockwork.reads
-            for place, (computing, stop) in enumerate(zip(before, stops, strict=True)):
-                executor, wanted, last, entering, taking, leaving = stop
-                clockwork.wanted = wanted + more
-                training += computing
-                for fsdp_module, duration in awaited.get(place, ()):
-                    training = max(training, there.get(fsdp_module, 0.0)) + duration
-                if link is not None:
-                    training = link.leave(place, training)
-                # Keep this consistent with `Cursor`: its window begins at the oldest unfinished access, so an
-                # unfinished update limits how far the training thread can advance. Without this wait, the simulation
-                # would overlap transfers that the pager cannot overlap, and the planner would prefer plans that are
-                # slow in practice.
-                while ended and executor == _TRAINING and ended[0][0] < position:
-                    training = max(training, ended.popleft()[1])
-                if training > clockwork.now or clockwork.wanted > clockwork.started:
-                    clockwork.advance(training)
-                at = training
-                if executor == _UPDATES and updated > at:
-                    at = updated
-                elif executor == _PREFETCHES and prefetched > at:
-                    at = prefetched
-                if link is not None:
-                    at = link.begin(place, at)
-                if entering:
-                    at = clockwork.enter(entering, at)
-                at += taking
-                free = at
-                if link is not None:
-                    free, at = link.end(place, at)
-                if executor != _TRAINING:
-                    ended.append((step * len(stops) + last, at))
-                    if executor == _UPDATES:
-                        updated = free
-                    elif executor == _PREFETCHES:
-                        prefetched = there[self._fsdp_modules[place]] = at
-                elif at > training:
-                    training = at
-                if at > clockwork.now:
-                    clockwork.advance(at)
-                if leaving:
-                    clockwork.leave(leaving)
-                position += 1
-        return training - began
+        )  # fmt: skip
+        verifying = resources.verifying / sum(reads) if reads else 0.0
+        hashing = resources.hashing / transfers.written if transfers.written else 0.0
+        found = []
+        for work in works:
+            awaited: list[Sequence[tuple[int, float]]] = [()] * length
+            for place, waits in self._awaited.items():
+                awaited[place] = [(fsdp_module, share * work) for fsdp_module, share in waits]
+            link = _Link(link_uses, resources) if link_uses is not None else None
+            work_before = [share * work + python for share, python in zip(self._shares, before, strict=True)]
+            # The last computation precedes the next step.
+            work_before[0] += work_before.pop()
+            found.append(
+                simulate(
+                    accesses, reads, transfers.cache_slots, work_before, awaited, link,
+                    verifying=verifying, hashing=hashing,
+                )
+            )  # fmt: skip
+        return found
 
 
 class _Link:
@@ -552,58 +537,54 @@ class _Link:
         return at, at
 
 
-class Clockwork:
-    """The drive and the cache slots of a host cache. Time is measured in bytes that the drive can transfer.
+def simulate(
+    accesses: Sequence[_SimulatedAccess],
+    reads: Sequence[int],
+    cache_slots: int,
+    work: Sequence[float],
+    awaited: Sequence[Sequence[tuple[int, float]]],
+    link: _Link | None = None,
+    *,
+    verifying: float = 0.0,
+    hashing: float = 0.0,
+) -> float:
+    """Simulate `_STEPS` steps and return the duration of the last one.
 
-    This class models the pager for one simulation, on one thread. Life cycle of a page: the page is requested; its read
-    starts when a cache slot is free; the page is ready when the drive has read it and its checksum has been verified;
-    and it arrives when an access takes it. Its cache slot becomes free when the page leaves or, if the page was
-    modified, when it has been written. Reads start, and pages arrive, in the order of the requests.
+    Time is measured in bytes that the drive can transfer. Life cycle of a page: the page is requested; its read starts
+    when a cache slot is free; the page is ready when the drive has read it and its checksum has been verified; and it
+    arrives when an access takes it. Its cache slot becomes free when the page leaves or, if the page was modified, when
+    it has been written. Reads start, and pages arrive, in the order of the requests.
+
+    A search simulates hundreds of steps with tens of thousands of accesses each. Therefore the whole state is in local
+    variables of one function.
+
+    Args:
+        accesses: accesses of a step, by position.
+        reads: sizes in bytes of the pages that a step reads, in order. Every step reads the same pages.
+        cache_slots: number of cache slots, all of which are free at the beginning.
+        work: computation time before each access.
+        awaited: before each access, the FSDP modules whose prefetched weights the computation waits for, with the
+            computation time that follows each wait.
+        link: link to the device, or ``None`` if the simulation includes no link.
+        verifying: time to verify the checksum, per byte read.
+        hashing: time to compute the checksum, per byte written.
     """
+    training = updated = prefetched = began = 0.0  # times of the training thread and of the other threads
+    now = 0.0  # latest time that any thread or the drive has reached
+    drive = verified = hashed = 0.0  # times at which the drive and the checksums will have finished
+    free, started = cache_slots, 0  # cache slots that are currently free, and reads that have been started
+    ready: deque[float] = deque()  # times at which pages that have not arrived are ready, in order
+    written: deque[float] = deque()  # times at which writes free their cache slots, in order
+    there: dict[int, float] = {}  # by FSDP module: when its weights have been prefetched to the GPU
+    # (position, time): an access of another thread ends at this time. Until then, the window ends at this position.
+    ended: deque[tuple[int, float]] = deque()
+    next_read, next_ready = itertools.cycle(reads).__next__, ready.popleft
+    wanted = 0  # reads that have been requested; each read starts as soon as a cache slot is free
 
-    def __init__(self, reads: Sequence[int], cache_slots: int, *, verifying: float = 0.0, hashing: float = 0.0) -> None:
-        """Start with an empty host cache.
-
-        Args:
-            reads: sizes in bytes of the pages that a step reads, in order. Every step reads the same pages.
-            cache_slots: number of cache slots.
-            verifying: time to verify the checksum, per byte read.
-            hashing: time to compute the checksum, per byte written.
-        """
-        self.reads = len(reads)
-        """Number of pages read per step."""
-        self._reads = itertools.cycle(reads)
-        self._verifying, self._hashing = verifying, hashing
-        self._verified = self._hashed = 0.0  # end of all checksums so far, for reads and writes
-        self._free = cache_slots  # cache slots that are currently free
-        self._drive = 0.0  # time at which the drive will have finished its transfers
-        self._ready: deque[float] = deque()  # times at which pages that have not arrived are ready, in order
-        self._written: deque[float] = deque()  # times at which writes free their cache slots, in order
-        self.started = 0
-        """Number of reads that have been started."""
-        self.wanted = 0
-        """Number of reads that have been requested. Each read starts as soon as a cache slot is free."""
-        self.now = 0.0
-        """Latest time that any thread or the drive has reached."""
-
-    def advance(self, until: float) -> None:
-        """Advance the time to `until` unless the time is already later, and start the reads for which cache slots are
-        free.
-        """
-        now = self.now
-        if until > now:
-            self.now = until
-        if self.started < self.wanted:
-            self._start(now)
-
-    def _start(self, before: float) -> None:
-        """Start as many requested reads as there are free cache slots.
-
-        Args:
-            before: earliest time at which a read into a free cache slot can start.
-        """
-        now, free, drive, written, ready = self.now, self._free, self._drive, self._written, self._ready
-        left = self.wanted - self.started
+    def start(before: float) -> None:
+        """Start as many requested reads as there are free cache slots, in slots that are free now from `before` on."""
+        nonlocal free, started, drive, verified
+        left = wanted - started
         while left:
             if free:
                 free -= 1
@@ -613,52 +594,84 @@ class Clockwork:
             else:
                 break
             left -= 1
-            nbytes = next(self._reads)
+            nbytes = next_read()
             drive = (drive if drive > since else since) + nbytes
-            if self._verifying:
-                self._verified = max(self._verified, drive) + self._verifying * nbytes
-                ready.append(self._verified)
+            if verifying:
+                verified = (verified if verified > drive else drive) + verifying * nbytes
+                ready.append(verified)
             else:
                 ready.append(drive)
-        self._free, self._drive, self.started = free, drive, self.wanted - left
+        started = wanted - left
 
-    def enter(self, reads: Sequence[bool], at: float) -> float:
-        """Return the time at which all pages of an access are available.
-
-        Args:
-            reads: for each page, whether it is read from the drive. Any other page only needs a cache slot.
-            at: time at which the access begins to wait.
-        """
-        ready, written = self._ready, self._written
-        for read in reads:
-            if read:
-                while not ready:
-                    self.advance(written[0])
-                since = ready.popleft()
-            elif self._free:
-                self._free -= 1
-                continue
-            else:
-                since = written.popleft()
-            if since > at:
-                at = since
-        return at
-
-    def leave(self, writes: Sequence[int]) -> None:
-        """Free the cache slots of pages that leave. The slots of modified pages become free after a write.
-
-        Args:
-            writes: number of bytes to write for each page, or 0 if the page is not modified.
-        """
-        drive, now = self._drive, self.now
-        for nbytes in writes:
-            if nbytes:
-                drive = (drive if drive > now else now) + nbytes
-                if self._hashing:  # checksums overlap transfers
-                    self._hashed = max(self._hashed, now) + self._hashing * nbytes
-                    self._written.append(max(drive, self._hashed))
+    for step in range(_STEPS):
+        began = training
+        first, more = step * len(accesses), step * len(reads)
+        for place, (computing, waits, access) in enumerate(zip(work, awaited, accesses, strict=True)):
+            executor, fsdp_module, requested, last, entering, taking, leaving = access
+            wanted = requested + more
+            training += computing
+            for awaited_module, duration in waits:
+                training = max(training, there.get(awaited_module, 0.0)) + duration
+            if link is not None:
+                training = link.leave(place, training)
+            # Keep this consistent with `Cursor`: its window begins at the oldest unfinished access, so an unfinished
+            # update limits how far the training thread can advance. Without this wait, the simulation would overlap
+            # transfers that the pager cannot overlap, and the planner would prefer plans that are slow in practice.
+            if executor == _TRAINING:
+                while ended and ended[0][0] < first + place:
+                    _, at = ended.popleft()
+                    if at > training:
+                        training = at
+            before = now
+            if training > now:
+                now = training
+            if started < wanted and (free or (written and written[0] <= now)):
+                start(before)
+            at = training
+            if executor == _UPDATES:
+                if updated > at:
+                    at = updated
+            elif executor == _PREFETCHES and prefetched > at:
+                at = prefetched
+            if link is not None:
+                at = link.begin(place, at)
+            for read in entering:
+                if read:
+                    while not ready:
+                        before, now = now, max(now, written[0])
+                        start(before)
+                    since = next_ready()
+                elif free:  # the page is replaced, so it only needs a cache slot
+                    free -= 1
+                    continue
                 else:
-                    self._written.append(drive)
-            else:
-                self._free += 1
-        self._drive = drive
+                    since = written.popleft()
+                if since > at:
+                    at = since
+            at += taking
+            end = at
+            if link is not None:
+                at, end = link.end(place, at)
+            if executor != _TRAINING:
+                ended.append((first + last, end))
+                if executor == _UPDATES:
+                    updated = at
+                elif executor == _PREFETCHES:
+                    prefetched = there[fsdp_module] = end
+            elif end > training:
+                training = end
+            if end > now:
+                before, now = now, end
+                if started < wanted and (free or (written and written[0] <= now)):
+                    start(before)
+            for nbytes in leaving:
+                if nbytes:  # the page was modified
+                    drive = (drive if drive > now else now) + nbytes
+                    if hashing:  # checksums overlap transfers
+                        hashed = (hashed if hashed > now else now) + hashing * nbytes
+                        written.append(hashed if hashed > drive else drive)
+                    else:
+                        written.append(drive)
+                else:
+                    free += 1
+    return training - began

@@ -32,7 +32,7 @@ class SimulatedRun:
 
 
 def simulate(runs: list[SimulatedRun], fairness: Fairness, seconds: int, now: float = 0.0) -> float:
-    """Let runs share the drive in proportion to `greed`, within their limits, and let the daemon observe each second."""
+    """Let runs share the drive in proportion to `greed`, within their limits; the daemon observes each second."""
     for _ in range(seconds):
         limits = {run.name: min(run.wanted, fairness.rates_of(run.name).get("d", CAPACITY)) for run in runs}
         received = dict.fromkeys(limits, 0.0)

@@ -49,7 +49,7 @@ def test_race_report_names_both_operations(simulated: Simulation) -> None:
     host, there = pinned(device), torch.empty(64, dtype=torch.uint8)
     device.copy(there, host, device.stream("stage"))
     there.sum()
-    assert "aten.sum.default (reads, the stream of the computation) is not ordered behind" in only(simulated)
+    assert "aten.sum.default (reads, the stream of the computation) is not ordered after" in only(simulated)
     assert "a copy to the device (writes, the stream 'stage')" in only(simulated)
 
 
@@ -83,7 +83,7 @@ def test_reusing_memory_with_pending_reads_is_a_race(kept: bool, simulated: Simu
         assert not simulated.races.found
     else:
         earlier = "a copy to the host (reads, the stream 'back')"
-        assert f"once it was freed, is not ordered behind {earlier}" in only(simulated)
+        assert f"after it was freed is not ordered after {earlier}" in only(simulated)
 
 
 def test_unregistering_memory_before_copies_complete_is_a_race(simulated: Simulation) -> None:
@@ -92,7 +92,7 @@ def test_unregistering_memory_before_copies_complete_is_a_race(simulated: Simula
     registered = device.pin(memory, 64)
     device.copy(torch.empty(64, dtype=torch.uint8), torch.frombuffer(memory, dtype=torch.uint8), device.current())
     registered.close()
-    assert "unregistering it is not ordered behind a copy to the device" in only(simulated)
+    assert "unregistering it is not ordered after a copy to the device" in only(simulated)
 
 
 def test_event_remains_complete_once_reported() -> None:

@@ -80,8 +80,8 @@ def test_fault_with_two_ranks(
     case = CASES[name]
     ends = dying.run(case, rank, tmp_path)
     struck, peer = ends[rank], ends[1 - rank]
-    assert re.match(case.error, struck.said), struck.said
-    assert re.match(case.peer_error(rank), peer.said), peer.said
+    assert re.match(case.error, struck.error), struck.error
+    assert re.match(case.peer_error(rank), peer.error), peer.error
     assert [struck.status, peer.status] == [1, 1]
     put_back(tmp_path)
     if not (case.damages and damaged_pages(tmp_path)):
@@ -96,7 +96,7 @@ def test_peer_detects_a_killed_rank(
     ends = dying.run(KILLED, rank, tmp_path)
     struck, peer = ends[rank], ends[1 - rank]
     assert (struck.status, peer.status) == (-9, 1)
-    assert re.match(KILLED.peer_error(rank), peer.said), peer.said
+    assert re.match(KILLED.peer_error(rank), peer.error), peer.error
     assert pair.run(resumed, tmp_path) == [(EVERY, losses[EVERY:]) for losses in undisturbed_pair]
 
 
@@ -106,7 +106,7 @@ def test_peer_detects_a_killed_rank_without_pidfd_open(logged: str, dying: Fault
     case = KILLED_WITHOUT_PIDFD[logged]
     struck, peer = dying.run(case, 1, tmp_path)[::-1]
     assert (struck.status, peer.status) == (-9, 1)
-    assert re.match(case.peer_error(1), peer.said), peer.said
+    assert re.match(case.peer_error(1), peer.error), peer.error
     assert peer.logged.count(logged) == 1
 
 
@@ -114,7 +114,7 @@ def test_rank_that_closes_first_is_not_reported_as_failed(dying: FaultyRanks, tm
     """The process of a rank may exit before the other ranks close."""
     struck, peer = dying.run(EXITED, 1, tmp_path)[::-1]
     assert (struck.status, peer.status) == (0, 1)
-    assert re.match(EXITED.peer_error(1), peer.said), peer.said
+    assert re.match(EXITED.peer_error(1), peer.error), peer.error
 
 
 def test_peer_of_a_failed_rank_exits_from_its_collective(dying: FaultyRanks, tmp_path: Path) -> None:

@@ -163,11 +163,11 @@ EXITED = Case(act=_exit_early, error="", peer="RuntimeError: .*by peer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class End:
+class RankResult:
     """Exit status, error and log of the process of a rank."""
 
     status: int
-    said: str
+    error: str
     logged: str
 
 
@@ -182,7 +182,7 @@ class FaultyRanks:
     def __init__(self) -> None:
         self._context = fork_server()
 
-    def run(self, case: Case, rank: int, folder: Path, *, swallowed: bool = False) -> list[End]:
+    def run(self, case: Case, rank: int, folder: Path, *, swallowed: bool = False) -> list[RankResult]:
         """Run both ranks, with the failure `case` on `rank`; return the results of both.
 
         Args:
@@ -207,9 +207,9 @@ class FaultyRanks:
             process.join()
         assert not left, f"still alive after {PATIENCE:.0f} s: ranks {sorted(left)}"
         return [
-            End(
+            RankResult(
                 status=process.exitcode,
-                said=_text(folder / f"said{number}"),
+                error=_text(folder / f"said{number}"),
                 logged=_text(folder / f"log{number}"),
             )
             for number, process in enumerate(processes)

@@ -163,9 +163,9 @@ def train(folder: str, branch: int) -> None:
 
 def resume(folder: str) -> tuple[str, float]:
     """Resume and train a step; return the messages and the loss. Called on every rank."""
-    said: list[str] = []
+    output: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: output.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("infinity")
     logger.addHandler(handler)
     state = torch.get_rng_state(), random.getstate(), np.random.get_state()
@@ -173,8 +173,8 @@ def resume(folder: str) -> tuple[str, float]:
         with Session(Path(folder), run={"retained_checkpoints": 2, "resume": "latest"}) as session:
             step = session.optimizer.steps
             passing = ("earlier run", "computes in bf16")  # depends on earlier runs and on the machine
-            said[:] = [text for text in said if not any(words in text for words in passing)]
-            return "; ".join([f"step {step}", *said]), session.run(step + 1, every=0)[0]
+            output[:] = [text for text in output if not any(words in text for words in passing)]
+            return "; ".join([f"step {step}", *output]), session.run(step + 1, every=0)[0]
     except InfinityError as error:
         return f"{type(error).__name__}: {error}", float("nan")
     finally:
@@ -240,18 +240,18 @@ class DamagedRuns:
                 found["loss"] = outputs[0][1]  # type: ignore[index]
                 continue
             if name == "export":
-                status, said = command("export", nvme, "--out", folder / "out")
+                status, output = command("export", nvme, "--out", folder / "out")
             elif name == "gc":
-                status, said = command("store", "gc", nvme, "--yes")
+                status, output = command("store", "gc", nvme, "--yes")
                 outputs = self._on(state.ranks, resume, str(folder))
                 found["after_gc"] = "; ".join(dict.fromkeys(self._plain(str(text), folder) for text, _ in outputs))  # type: ignore[misc]
             else:
-                status, said = command("store", name, nvme)
+                status, output = command("store", name, nvme)
             if name == "verify":
                 found["verified"] = status
             if name == "export":
-                found["exported"] = _step(said) if status == 0 else -1
-            texts[name] = _brief(status, self._plain(said, folder))
+                found["exported"] = _step(output) if status == 0 else -1
+            texts[name] = _brief(status, self._plain(output, folder))
         return Results(**texts, **found)  # type: ignore[arg-type]
 
     def _copy(self, state: State) -> Path:
@@ -268,13 +268,19 @@ class DamagedRuns:
         text = re.sub(r"\b[0-9a-f]{24}\b", "ID", text)
         text = re.sub(r"checksum [0-9a-f]{16}, expected [0-9a-f]{16}", "checksum …, expected …", text)
         text = re.sub(r"\b\d+ (bad pages?) of \d+|(all) \d+ (pages)", r"\2… \1\3", text)
-        text = re.sub(r"page \d+:|page [\w.]+/\w+\[\d+\]|which has [1-9]\d+", _numberless, text)
+        text = re.sub(r"page \d+:|page [\w.]+/\w+\[\d+\]|which has (?:only )?[1-9]\d+", _numberless, text)
         numbers = r"\b\d+(\.\d+)? (KiB|MiB|B|bytes)|offset \d+|line 1 column \d+|char \d+|\(process \d+\)"
         return re.sub(numbers, "…", text)
 
 
 def _numberless(found: re.Match[str]) -> str:
-    return found.group().split()[0] + (" has …" if "has" in found.group() else " …" + ":" * found.group().endswith(":"))
+    return found.group().split()[0] + (
+        " has only …"
+        if "has only" in found.group()
+        else " has …"
+        if "has" in found.group()
+        else " …" + ":" * found.group().endswith(":")
+    )
 
 
 def _root(folder: Path) -> Path:
@@ -298,9 +304,9 @@ def _step(text: str) -> int:
     return int(found.group(1)) if found and not re.match(r"\w+Error|error", text) else -1
 
 
-def _brief(status: int, said: str) -> str:
+def _brief(status: int, output: str) -> str:
     lines = [
-        line.strip() for line in said.splitlines() if line.strip() and not line.startswith(("exporting", "verifying"))
+        line.strip() for line in output.splitlines() if line.strip() and not line.startswith(("exporting", "verifying"))
     ]
     lines = [line for line in lines if not line.startswith("no config.json")]
     text = " / ".join(dict.fromkeys(line for line in lines))
@@ -326,7 +332,7 @@ def report(runs: DamagedRuns, results: Mapping[str, Results] | None = None) -> s
             f"**{name}**",
             "",
             "```text",
-            *(line for label, said in messages for line in _block(label, said)),
+            *(line for label, output in messages for line in _block(label, output)),
             "```",
         ]
     return "\n".join(lines) + "\n"
@@ -342,8 +348,8 @@ def _results(result: Results) -> tuple[str, ...]:
     )
 
 
-def _block(label: str, said: str) -> list[str]:
-    first, *rest = said.split(" / ")
+def _block(label: str, output: str) -> list[str]:
+    first, *rest = output.split(" / ")
     return [f"{label}:".ljust(8) + first, *(" " * 8 + line for line in rest)]
 
 

@@ -1,4 +1,4 @@
-"""Vector clocks: which accesses of memory are ordered behind which, whoever made them."""
+"""Vector clocks, which determine whether two memory accesses are ordered."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 Clock = dict[int, int]
-"""By number of an actor, how many of its accesses came before."""
+"""Number of preceding accesses of each actor, by actor number."""
 
 
 def merge(clock: Clock, other: Clock) -> None:
-    """Let what came before `other` have come before `clock` too."""
+    """Update `clock` to include everything that precedes `other`."""
     for actor, count in other.items():
         if count > clock.get(actor, 0):
             clock[actor] = count
 
 
 class Actor:
-    """Whose accesses are in order: a stream, a thread, a transfer of the store."""
+    """Sequence of ordered accesses: a stream, a thread or a transfer of the page store."""
 
     _numbers = itertools.count()
 
     def __init__(self, name: str) -> None:
-        self.name = name  # for messages
-        self.number = next(Actor._numbers)  # of it alone
-        self.clock: Clock = {}  # what its next access comes behind
+        self.name = name  # used in messages
+        self.number = next(Actor._numbers)  # unique number
+        self.clock: Clock = {}  # accesses that precede its next access
 
     def follow(self, clock: Clock) -> None:
-        """Be behind all of a clock from now on."""
+        """Order all later accesses after the accesses of a clock."""
         merge(self.clock, clock)
 
 
 @dataclass(frozen=True)
 class Access:
-    """One access of some memory."""
+    """An access to memory."""
 
     actor: Actor
     count: int
-    """Which one of the actor's."""
+    """Number of the access of this actor."""
     what: str
     writes: bool
     low: int
-    """Address of its first byte."""
+    """Address of the first byte."""
     high: int
-    """Of the first one behind."""
+    """Address after the last byte."""
 
     def is_before(self, clock: Clock) -> bool:
-        """Whether somebody with this clock is ordered behind it."""
+        """Return whether an actor with this clock is ordered after the access."""
         return self.count <= clock.get(self.actor.number, 0)
 
     def __str__(self) -> str:
@@ -57,23 +57,23 @@ class Access:
 
 @dataclass(eq=False)
 class Memory:
-    """Memory that is allocated as one, and who has used what of it since that was written last."""
+    """A memory allocation, and its accesses since the last writes."""
 
     name: str
     owner: Actor | None = None
-    """The stream in whose order it is allocated and freed; None for that of the host."""
+    """Stream in whose order the memory is allocated and freed. ``None``: host memory, or unknown."""
     on_host: bool = False
-    """Whether only the host, and copies, may use it. Without an owner it may be either: nobody has shown which."""
+    """Whether only the host and copies may use the memory. Without an owner, this is not yet known."""
     birth: tuple[Actor, Clock, int] | None = None
-    """The stream that was current when it was allocated, behind what that was, and how much had been freed."""
+    """Current stream at allocation, its clock, and the number of storages freed before."""
     uses: list[Access] = field(default_factory=list)
-    """All that somebody may have to be ordered behind."""
+    """Accesses after which later accesses may have to be ordered."""
     kept: set[Actor] = field(default_factory=set)
-    """Streams for which the allocator keeps it."""
+    """Streams for which the allocator keeps the memory (`record_stream`)."""
 
 
 class Span(NamedTuple):
-    """Some bytes of some memory."""
+    """A range of bytes of an allocation."""
 
     memory: Memory
     low: int
@@ -81,14 +81,14 @@ class Span(NamedTuple):
 
 
 class Races:
-    """Looks at every access, and keeps what is not ordered."""
+    """Check all accesses, and record races."""
 
     def __init__(self) -> None:
-        self.found: Counter[str] = Counter()  # messages, which name both sides
-        self.accesses = 0  # that were looked at
+        self.found: Counter[str] = Counter()  # messages that describe both accesses
+        self.accesses = 0  # number of checked accesses
 
     def access(self, actor: Actor, span: Span, what: str, *, writes: bool) -> None:
-        """Note an access, and whether those before that it must come behind do."""
+        """Record an access, and check that it is ordered after conflicting accesses."""
         self.accesses += 1
         memory, low, high = span
         count = actor.clock[actor.number] = actor.clock.get(actor.number, 0) + 1
@@ -97,19 +97,19 @@ class Races:
         for before in memory.uses:
             overlaps = before.low < high and low < before.high
             if overlaps and (writes or before.writes) and not before.is_before(actor.clock):
-                self.found[f"{memory.name}: {access} is not ordered behind {before}"] += 1
+                self.found[f"{memory.name}: {access} is not ordered after {before}"] += 1
             inside = low <= before.low and before.high <= high
             if not inside or (not writes and (before.writes or before.actor is not actor)):
                 kept.append(before)
         memory.uses = [*kept, access]
 
     def mixed(self, what: str, device: Memory, host: Memory | None) -> None:
-        """Note an operation of the host on memory of the device, which an accelerator refuses."""
+        """Record a host operation on device memory, which is an error on an accelerator."""
         where = f"{host.name} and " if host else ""
-        self.found[f"{what} computes on the host with {where}{device.name}, which is on the device"] += 1
+        self.found[f"{what} runs on the host with {where}{device.name}, which is on the device"] += 1
 
     def end(self, clock: Clock, memory: Memory, what: str) -> None:
-        """Note that memory may be used for something else, by somebody with this clock."""
+        """Record that an actor with this clock may reuse the memory."""
         for before in memory.uses:
             if before.actor not in memory.kept and not before.is_before(clock):
-                self.found[f"{memory.name}: {what} is not ordered behind {before}"] += 1
+                self.found[f"{memory.name}: {what} is not ordered after {before}"] += 1

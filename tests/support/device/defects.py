@@ -1,4 +1,4 @@
-"""Defects of the package: each takes something away that orders threads, streams or the host, and has to be found."""
+"""Defects that remove synchronization between threads, streams or the host, and which the simulation must detect."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ LEAST = Paging(host_cache="least")
 KEEPING = Recipe(model="toy", steps=2, sequences=44, checkpointing=True)
 ACTIVATIONS = Paging(activations="nvme")
 GPU_RESIDENT_PAGES = Paging(host_cache="least", device=64 << 20)
-"""All FSDP modules live on the device, where it updates."""
+"""Paging in which all FSDP modules are GPU-resident."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Defect:
-    """One change, a training that it breaks, and the two sides that the message names."""
+    """A defect, a training run that it breaks, and the two accesses in the message."""
 
     change: Callable[[], AbstractContextManager[Any]]
     later: str
-    """What comes too early, and who does it; ``|`` stands between others that it may be."""
+    """Access that comes too early, and its actor. Alternatives are separated by ``|``."""
     earlier: str
-    """What it ought to be behind."""
+    """Access after which it must be ordered."""
     recipe: Recipe = IN_BACKWARD
     paging: Paging = LEAST
     looks: int = LOOKS
-    """See `Streams`."""
+    """Maximum number of event queries. See `Streams`."""
     kind: str = "order"
     run: Callable[[Recipe, Paging, Path], None] | None = None
-    """What is done; by default the recipe is trained."""
+    """Function to run. By default, the recipe is trained."""
 
     def found(self, folder: Path) -> list[str]:
-        """Do it, and return what was not ordered; a training on wrong values may end with an error."""
+        """Run with the defect and return the races. Training with wrong values may raise an error."""
         with simulation(self.kind, looks=self.looks) as device, self.change():
             try:
                 (self.run or _train)(self.recipe, self.paging, folder)
@@ -78,20 +78,20 @@ def _train(recipe: Recipe, paging: Paging, folder: Path) -> None:
         train(recipe, model, optimizer, Outcome())
 
 
-def _flush_behind_copy(recipe: Recipe, paging: Paging, folder: Path) -> None:
-    """Write pages to NVMe right behind a copy from the device into one of them."""
+def _flush_after_copy(recipe: Recipe, paging: Paging, folder: Path) -> None:
+    """Write pages to NVMe immediately after a copy from the device into one of them."""
     with offloaded(recipe, paging, folder) as (model, optimizer):
         train(recipe, model, optimizer, Outcome())
         run = optimizer.run
         page = next(page for page in run.layout.pages if page.role is Role.PARAM)
-        run.pager.flush()  # when updates are still running, that is waited for before anything is written
+        run.pager.flush()  # waits for running updates before it writes pages
         back = run.device.stream("back")
         uses = (Use(page.index, Mode.UPDATE),)
 
         def record_event() -> Any:
-            behind = run.device.record_event(back)
-            behind._event.delay(200)
-            return behind
+            event = run.device.record_event(back)
+            event._event.delay(200)
+            return event
 
         with run.pager.access(uses, planned=False, copies=record_event) as (content,):
             weights = section(content, page, run.layout, page.start, page.stop)
@@ -105,8 +105,8 @@ def _checkpoint(recipe: Recipe, paging: Paging, folder: Path) -> None:
         optimizer.save_checkpoint()
 
 
-def _leave_home(recipe: Recipe, paging: Paging, folder: Path) -> None:
-    """Let FSDP modules live on the device, and then no longer, and train on."""
+def _evict_gpu_resident(recipe: Recipe, paging: Paging, folder: Path) -> None:
+    """Train with GPU-resident FSDP modules, move them back to the host, and continue training."""
     with offloaded(recipe, paging, folder) as (model, optimizer):
         train(recipe, model, optimizer, Outcome())
         optimizer.run.pager.set_gpu_resident(frozenset())
@@ -114,47 +114,47 @@ def _leave_home(recipe: Recipe, paging: Paging, folder: Path) -> None:
         train(replace(recipe, steps=recipe.steps + 1), model, optimizer, Outcome(), first=recipe.steps)
 
 
-def _end_early(recipe: Recipe, paging: Paging, folder: Path) -> None:
+def _stop_in_forward(recipe: Recipe, paging: Paging, folder: Path) -> None:
     stop_in_forward(recipe, paging, folder)
 
 
 class _Passed:
-    """A mark that says that the device has come to it."""
+    """A device event that has always completed."""
 
     def passed(self) -> bool:
         return True
 
     def before(self, stream: Any) -> None:
-        """Nothing waits."""
+        pass
 
 
-def _without_marks(*, fetches: bool) -> AbstractContextManager[Any]:
-    """Let pages go when an access ends, whatever is still being copied."""
+def _without_events(*, fetches: bool) -> AbstractContextManager[Any]:
+    """Release pages at the end of an access, without waiting for copies."""
     access = Pager.access
 
-    def unmarked(pager: Any, uses: Any, **settings: Any) -> Any:
+    def without_events(pager: Any, uses: Any, **settings: Any) -> Any:
         if settings.get("copies") is not None and uses[0].mode.modifies is not fetches:
             settings["copies"]()
             settings["copies"] = None
         return access(pager, uses, **settings)
 
-    return patch.object(Pager, "access", unmarked)
+    return patch.object(Pager, "access", without_events)
 
 
 def _without_wait(cause: str, *, page: bool = True) -> AbstractContextManager[Any]:
-    """Let nobody wait for one cause; `page`: where a page is waited for, else where all are."""
+    """Skip waits for one cause: waits for a single page if `page`, or else waits for all pages."""
     wait = Transfers.wait
 
-    def hasty(transfers: Any, ready: Any, why: str, of: int, **settings: Any) -> None:
+    def skip_wait(transfers: Any, ready: Any, why: str, of: int, **settings: Any) -> None:
         if why != cause or (of >= 0) is not page:
             wait(transfers, ready, why, of, **settings)
 
-    return patch.object(Transfers, "wait", hasty)
+    return patch.object(Transfers, "wait", skip_wait)
 
 
 @contextmanager
 def _without_wait_for_updates() -> Iterator[None]:
-    """Let the training thread go on beside updates, which take long enough for it to come to their pages."""
+    """Do not make the training thread wait for updates, which are slowed down so that it accesses their pages."""
     run = Update.run
 
     def slow(update: Any, ranges: Any) -> None:
@@ -184,7 +184,7 @@ def _without_end_of_ring() -> Iterator[None]:
 
 @contextmanager
 def _gradients_dropped() -> Iterator[None]:
-    """Let go of gradients when the copies of all have been queued, not when they have ended."""
+    """Release gradients when all copies have been queued instead of completed."""
     begin, copy_ahead = GradientFetcher.begin, GradientFetcher._copy_ahead
 
     def begun(self: Any, grads: Any, arrived: Any, ranges: Any) -> None:
@@ -203,12 +203,12 @@ def _gradients_dropped() -> Iterator[None]:
 
 @contextmanager
 def _walked_without_order() -> Iterator[None]:
-    """Copy gradients to their pages without waiting for what has made them."""
+    """Copy gradients to pages without waiting for the reduction."""
     record_event = AcceleratorDevice.record_event
 
     def walk(self: Any, *args: Any, **named: Any) -> None:
         with patch.object(
-            AcceleratorDevice, "record_event", lambda device, stream: _Late(record_event(device, stream))
+            AcceleratorDevice, "record_event", lambda device, stream: _Unordered(record_event(device, stream))
         ):
             original(self, *args, **named)
 
@@ -217,19 +217,19 @@ def _walked_without_order() -> Iterator[None]:
         yield
 
 
-class _Late:
-    """A mark that no stream waits for."""
+class _Unordered:
+    """A device event for which no stream waits."""
 
     def __init__(self, device_event: Any) -> None:
         self.passed = device_event.passed
 
     def before(self, stream: Any) -> None:
-        """Nothing waits."""
+        pass
 
 
 @contextmanager
 def _gathered_on_another_stream() -> Iterator[None]:
-    """Copy weights on a stream that nothing waits for."""
+    """Copy weights on a stream for which no other stream waits."""
     from infinity.fsdp.shard_io import ShardIO
 
     original = ShardIO._copy_param
@@ -267,26 +267,26 @@ def _numbers_without_order() -> Iterator[None]:
 
 
 @contextmanager
-def _staged_without_order(name: str) -> Iterator[None]:
-    """Let a slot be filled again, or copied out of, without waiting for the stream that uses it."""
+def _prefetched_without_order(name: str) -> Iterator[None]:
+    """Fill a prefetch slot, or copy from it, without waiting for the stream that uses it."""
     if name == "used":
         fill = GpuPrefetcher._fill
         change = patch.object(GpuPrefetcher, "_fill", lambda self, memory, used, parts: fill(self, memory, None, parts))
     else:
         filled = GpuPrefetcher._filled
-        change = patch.object(GpuPrefetcher, "_filled", lambda self, slot: _Late(filled(self, slot)))
+        change = patch.object(GpuPrefetcher, "_filled", lambda self, slot: _Unordered(filled(self, slot)))
     with change:
         yield
 
 
 @contextmanager
 def _updated_without_order(name: str) -> Iterator[None]:
-    """Let one step of updates on the device, `bring` or `leave`, give marks that no stream waits for."""
+    """Ignore the events of one part of updates on the device, `bring` or `leave`."""
     record_event, original = AcceleratorDevice.record_event, getattr(DevicePages, name)
 
     def changed(self: Any, *args: Any) -> Any:
         with patch.object(
-            AcceleratorDevice, "record_event", lambda device, stream: _Late(record_event(device, stream))
+            AcceleratorDevice, "record_event", lambda device, stream: _Unordered(record_event(device, stream))
         ):
             return original(self, *args)
 
@@ -295,28 +295,25 @@ def _updated_without_order(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _home_without_order(name: str) -> Iterator[None]:
-    """Let one of `_bring`, `_send` and `contents` know of no use of pages GPU-resident before;
-
-    see `GpuResidentPages`.
-    """
+def _resident_without_order(name: str) -> Iterator[None]:
+    """Make `_bring`, `_send` or `contents` ignore earlier uses of GPU-resident pages. See `GpuResidentPages`."""
     owner: Any = GpuResidentPages if name == "contents" else Pager
     original = getattr(owner, name)
 
     def changed(self: Any, *args: Any) -> Any:
         if name == "_send":
-            args[1].used = _Late(args[1].used)
+            args[1].used = _Unordered(args[1].used)
         found = original(self, *args)
         gpu_resident_pages = self if name == "contents" else self._gpu_resident_pages
         if name == "_bring":
-            for home in gpu_resident_pages.resident_pages(args[0]).values():
-                home.used = _Late(home.used)
+            for entry in gpu_resident_pages.resident_pages(args[0]).values():
+                entry.used = _Unordered(entry.used)
         return found
 
     def contents(self: Any, uses: Any) -> Any:
         for use in uses:
-            if home := self._gpu_resident_pages.get(use.page):
-                home.used = _Late(home.used)
+            if entry := self._gpu_resident_pages.get(use.page):
+                entry.used = _Unordered(entry.used)
         return original(self, uses)
 
     with patch.object(owner, name, contents if name == "contents" else changed):
@@ -325,7 +322,7 @@ def _home_without_order(name: str) -> Iterator[None]:
 
 @contextmanager
 def _not_kept(purpose: str) -> Iterator[None]:
-    """Do not tell the allocator of what one stream does."""
+    """Do not call `record_stream` for one stream."""
     keep = SimulatedDevice.keep
 
     def kept(self: Any, tensor: Any, stream: Any) -> None:
@@ -336,8 +333,8 @@ def _not_kept(purpose: str) -> Iterator[None]:
         yield
 
 
-class _Misled:
-    """A device that has one stream for the current one, and is itself in all else."""
+class _OtherStream:
+    """A device with a different current stream."""
 
     def __init__(self, device: Any, purpose: str) -> None:
         self._device, self._purpose = device, purpose
@@ -351,101 +348,101 @@ class _Misled:
 
 @contextmanager
 def _activations_elsewhere(method: str) -> Iterator[None]:
-    """Let activations go as if another stream than the current one used them."""
+    """Handle activations as if a different stream than the current one used them."""
     original = getattr(ActivationPages, method)
 
-    def misled(self: Any, *args: Any) -> Any:
+    def with_other_stream(self: Any, *args: Any) -> Any:
         device = self._device
-        self._device = _Misled(device, "activations" if method == "keep" else "elsewhere")
+        self._device = _OtherStream(device, "activations" if method == "keep" else "elsewhere")
         try:
             return original(self, *args)
         finally:
             self._device = device
 
-    with patch.object(ActivationPages, method, misled):
+    with patch.object(ActivationPages, method, with_other_stream):
         yield
 
 
 @contextmanager
-def _activations_without_marks() -> Iterator[None]:
-    """Let pages of activations go when they have been handed to the device."""
+def _activations_without_events() -> Iterator[None]:
+    """Release pages of activations when their copy has been launched."""
     release = cache.Cache.release
 
-    def hasty(self: Any, uses: Any, device_event: Any = None) -> None:
+    def skip_wait(self: Any, uses: Any, device_event: Any = None) -> None:
         release(self, uses, device_event if self._named else None)
 
-    with patch.object(cache.Cache, "release", hasty):
+    with patch.object(cache.Cache, "release", skip_wait):
         yield
 
 
-def _hasty_copies() -> AbstractContextManager[Any]:
-    """Let the thread that waits for copies take every mark for passed."""
+def _copies_without_wait() -> AbstractContextManager[Any]:
+    """Make the thread that waits for copies treat every event as completed."""
     return patch.object(copies, "wait", lambda *_, **__: True)
 
 
-def _hasty(hurried: str) -> AbstractContextManager[Any]:
-    """Let nobody wait for the device to do one thing."""
+def _without_device_wait(skipped: str) -> AbstractContextManager[Any]:
+    """Skip one of the waits for the device."""
     wait_for_device = Pager.wait_for_device
 
-    def hasty(pager: Any, device_event: Any, what: str) -> None:
-        if what != hurried:
+    def skip_wait(pager: Any, device_event: Any, what: str) -> None:
+        if what != skipped:
             wait_for_device(pager, device_event, what)
 
-    return patch.object(Pager, "wait_for_device", hasty)
+    return patch.object(Pager, "wait_for_device", skip_wait)
 
 
 DEFECTS: dict[str, Defect] = {
-    "weights: no mark behind their copy": Defect(
-        change=partial(_without_marks, fetches=True),
+    "weights: no event after the copy": Defect(
+        change=partial(_without_events, fetches=True),
         later="an NVMe read into it|aten._fused_adamw_",
         earlier=f"a copy to the device (reads, {COMPUTATION})",
     ),
-    "gradients: no mark behind their copy": Defect(
-        change=partial(_without_marks, fetches=False),
+    "gradients: no event after the copy": Defect(
+        change=partial(_without_events, fetches=False),
         later="an NVMe write from it|aten.",
         earlier=f"a copy to the host (writes, {BACK})",
         recipe=IN_FORWARD,
     ),
-    "copies: the thread does not wait": Defect(
-        change=_hasty_copies,
+    "copies: the copy thread does not wait": Defect(
+        change=_copies_without_wait,
         later="an NVMe read into it|aten._fused_adamw_",
         earlier=f"a copy to the device (reads, {COMPUTATION})",
     ),
-    "gradients: not there when they are copied": Defect(
+    "gradients: copied before the reduction has completed": Defect(
         change=_without_arrival,
         later=f"a copy to the host (reads, {BACK})",
         earlier=f"aten.copy_.default (writes, {REDUCTION})",
     ),
-    "gradients: copied to pages before they are there": Defect(
+    "gradients: copied to pages before the reduction has completed": Defect(
         change=_walked_without_order,
         later=f"a copy to the host (reads, {BACK})",
         earlier=f"aten.copy_.default (writes, {REDUCTION})",
-        recipe=Recipe(model="toy", steps=2, micro=2),  # behind the first one the host does not look at them
+        recipe=Recipe(model="toy", steps=2, micro=2),  # after the first micro-batch, the host does not read them
     ),
-    "ring: read before the copy has ended": Defect(
-        change=partial(_hasty, "copy gradients"),
+    "ring: slot read before the copy has completed": Defect(
+        change=partial(_without_device_wait, "copy gradients"),
         later=f"aten._fused_adamw_.default (writes, {UPDATE})",
         earlier=f"a copy to the host (writes, {BACK})",
     ),
-    "ring: a slot is used again early": Defect(
+    "ring: slot reused too early": Defect(
         change=_without_end_of_ring,
         later=f"a copy to the host (writes, {BACK})|aten._fused_adamw_.default (writes, {UPDATE})",
         earlier=f"a copy to the host (writes, {BACK})|aten._fused_adamw_.default (writes, {UPDATE})",
-        recipe=Recipe(model="even", steps=2),  # FSDP modules of more ranges than there are slots
+        recipe=Recipe(model="even", steps=2),  # FSDP modules with more ranges than slots
     ),
-    "gradients: dropped before the copy has ended": Defect(
+    "gradients: released before the copy has completed": Defect(
         change=_gradients_dropped,
-        later=f"({REDUCTION}), once it was freed,",
+        later=f"({REDUCTION}) after it was freed",
         earlier=f"a copy to the host (reads, {BACK})",
-        looks=40,  # the allocator has to hand the memory out again before the copy has ended
+        looks=40,  # the allocator must reuse the memory before the copy has completed
     ),
-    "gradients: the allocator is not told of the copy": Defect(
+    "gradients: record_stream is not called": Defect(
         change=lambda: patch.object(SimulatedDevice, "keep", lambda *_: None),
-        later=f"({REDUCTION}), once it was freed,",
+        later=f"({REDUCTION}) after it was freed",
         earlier=f"a copy to the host (reads, {BACK})",
         recipe=IN_FORWARD,
     ),
-    "edit: does not wait for the page's copy to the device": Defect(
+    "edit: no wait for the copy of the page to the device": Defect(
         change=lambda: patch.object(cache, "_is_left_by_device", lambda state, mode: True),
         later=f"aten.copy_.default (writes, {TRAINING})|aten.copy_.default (writes, {COMPUTATION})",
         earlier=f"a copy to the device (reads, {COMPUTATION})",
@@ -459,124 +456,124 @@ DEFECTS: dict[str, Defect] = {
         earlier=f"(writes, {COMPUTATION})",
         recipe=KEEPING,
         paging=ACTIVATIONS,
-        looks=100,  # the host is not to have seen that something behind them has been done
+        looks=100,  # the host must not have observed that a later operation has completed
     ),
-    "activations: computed with before their copy": Defect(
+    "activations: used before the copy has completed": Defect(
         change=partial(_activations_elsewhere, "load"),
         later=f"(reads, {COMPUTATION})",
         earlier="a copy to the device (writes, the stream 'elsewhere')",
         recipe=KEEPING,
         paging=ACTIVATIONS,
     ),
-    "activations: their memory is used again before the copy has ended": Defect(
+    "activations: memory reused before the copy has completed": Defect(
         change=lambda: patch.object(SavedActivations, "_end_copies", lambda self: self._copying.clear()),
-        later=f"({COMPUTATION}), once it was freed,",
+        later=f"({COMPUTATION}) after it was freed",
         earlier="a copy to the host (reads, the stream 'activations')",
         recipe=KEEPING,
         paging=ACTIVATIONS,
-        looks=100,  # the thread of copies looks too, and on a busy machine it is there first
+        looks=100,  # the copy thread also queries the event, and may be first on a busy machine
     ),
-    "activations: no mark behind their copy": Defect(
-        change=_activations_without_marks,
+    "activations: no event after the copy": Defect(
+        change=_activations_without_events,
         later="an NVMe write from it|a copy to the device",
         earlier="a copy to the host (writes, the stream 'activations')",
         recipe=KEEPING,
         paging=ACTIVATIONS,
     ),
-    "close: does not wait for copies": Defect(
+    "close: no wait for copies": Defect(
         change=_closed_without_drain,
         later="unregistering it",
         earlier=f"a copy to the device (reads, {COMPUTATION})",
-        run=_end_early,
+        run=_stop_in_forward,
     ),
-    "number: read before it is there": Defect(
-        change=partial(_hasty, "look at gradients"),
+    "number: read before the copy has completed": Defect(
+        change=partial(_without_device_wait, "look at gradients"),
         later=f"aten._local_scalar_dense.default (reads, {TRAINING})",
         earlier=f"a copy to the host (writes, {REDUCTION})",
         recipe=IN_FORWARD,
     ),
-    "number: copied to the thread of updates before it is there": Defect(
+    "number: copied to the update thread before it is computed": Defect(
         change=_numbers_without_order,
         later="a number's copy to the host (reads, the stream 'numbers')",
         earlier=f"aten.clone.default (writes, {COMPUTATION})",
         recipe=Recipe(model="toy", steps=3, clip=1.0, clips="torch"),
     ),
-    "number: used on the device before it is there": Defect(
+    "number: used on the device before it is computed": Defect(
         change=_numbers_without_order,
         later="(reads, the stream 'update')",
         earlier=f"aten.clone.default (writes, {COMPUTATION})",
         recipe=Recipe(model="toy", steps=3, clip=1.0, clips="torch"),
         kind="order-updates",
     ),
-    "weights: computed with before their copy": Defect(
+    "weights: used before the copy has completed": Defect(
         change=_gathered_on_another_stream,
         later=f"(reads, {COMPUTATION})",
         earlier="a copy to the device (writes, the stream 'aside')",
     ),
-    "update: the training thread does not wait for it": Defect(
+    "update: the training thread does not wait": Defect(
         change=_without_wait_for_updates,
         later=f"a copy to the device (reads, {COMPUTATION})|aten.copy_.default (writes, {UPDATE})",
         earlier=f"a copy to the device (reads, {COMPUTATION})|aten.copy_.default (writes, {UPDATE})",
         paging=Paging(host_cache="all"),
     ),
-    "update there: before its pages are": Defect(
+    "device update: starts before its pages are copied": Defect(
         change=partial(_updated_without_order, "bring"),
         later="(writes, the stream 'update')",
         earlier="a copy to the device (writes, the stream 'in')",
         kind="order-updates",
     ),
-    "update there: copied back before it has been computed": Defect(
+    "device update: copied back before it has completed": Defect(
         change=partial(_updated_without_order, "leave"),
         later=f"a copy to the host (reads, {BACK})",
         earlier="(writes, the stream 'update')",
         kind="order-updates",
     ),
-    "update there: no mark behind the copies back": Defect(
+    "device update: no event after the copies back": Defect(
         change=lambda: patch.object(DevicePages, "record_event", lambda self: _Passed()),
         later="an NVMe write from it|a copy to the device",
         earlier=f"a copy to the host (writes, {BACK})",
         kind="order-updates",
     ),
-    "home: computed with before its update": Defect(
-        change=partial(_home_without_order, "contents"),
+    "GPU-resident: used before the update has completed": Defect(
+        change=partial(_resident_without_order, "contents"),
         later=f"aten.copy_.default (reads, {COMPUTATION})",
         earlier="(writes, the stream 'update')",
         paging=GPU_RESIDENT_PAGES,
         kind="order-updates",
     ),
-    "home: updated before its gradients are stored": Defect(
-        change=partial(_home_without_order, "contents"),
+    "GPU-resident: updated before gradients are stored": Defect(
+        change=partial(_resident_without_order, "contents"),
         later="(reads, the stream 'update')",
         earlier=f"(writes, {REDUCTION})",
-        recipe=Recipe(model="toy", steps=2, micro=2),  # without a norm, which the host waits for
+        recipe=Recipe(model="toy", steps=2, micro=2),  # without clipping, because the host waits for the norm
         paging=GPU_RESIDENT_PAGES,
         kind="order-updates",
     ),
-    "home: used before it is filled": Defect(
-        change=partial(_home_without_order, "_bring"),
+    "GPU-resident: used before it is filled": Defect(
+        change=partial(_resident_without_order, "_bring"),
         later=f"aten.copy_.default (reads, {COMPUTATION})|(writes, the stream 'update')",
         earlier="a copy to the device (writes, the stream 'stage')",
-        paging=replace(GPU_RESIDENT_PAGES, host_cache="all"),  # no cache slot is waited for
+        paging=replace(GPU_RESIDENT_PAGES, host_cache="all"),  # without waiting for cache slots
         looks=200,
         kind="order-updates",
     ),
-    "home: sent to a checkpoint before its update": Defect(
-        change=partial(_home_without_order, "_send"),
+    "GPU-resident: copied for a checkpoint before the update has completed": Defect(
+        change=partial(_resident_without_order, "_send"),
         later=f"a copy to the host (reads, {BACK})",
         earlier="(writes, the stream 'update')",
         paging=GPU_RESIDENT_PAGES,
         kind="order-updates",
         run=_checkpoint,
     ),
-    "home: freed while it is sent": Defect(
+    "GPU-resident: freed during the copy": Defect(
         change=partial(_not_kept, "back"),
-        later=f"({COMPUTATION}), once it was freed,",
+        later=f"({COMPUTATION}) after it was freed",
         earlier=f"a copy to the host (reads, {BACK})",
         paging=GPU_RESIDENT_PAGES,
         kind="order-updates",
-        run=_leave_home,
+        run=_evict_gpu_resident,
     ),
-    "home: gathered before its update has been launched": Defect(
+    "GPU-resident: gathered before the update is launched": Defect(
         change=_without_wait_for_updates,
         later=f"aten.copy_.default (reads, {COMPUTATION})|(writes, the stream 'update')",
         earlier=f"aten.copy_.default (reads, {COMPUTATION})|(writes, the stream 'update')",
@@ -588,34 +585,34 @@ DEFECTS: dict[str, Defect] = {
         later=f"a copy to the device (reads, {COMPUTATION})",
         earlier="an NVMe read into it (writes, ",
     ),
-    "page: written while a copy from the device fills it": Defect(
+    "page: written during a copy from the device": Defect(
         change=partial(_without_wait, "copy", page=False),
         later="an NVMe write from it (reads, ",
         earlier=f"a copy to the host (writes, {BACK})",
         recipe=Recipe(model="toy", steps=1),
-        run=_flush_behind_copy,
+        run=_flush_after_copy,
     ),
-    "staging: a slot is copied out of before it is filled": Defect(
-        change=partial(_staged_without_order, "filled"),
+    "prefetch: slot read before it is filled": Defect(
+        change=partial(_prefetched_without_order, "filled"),
         later=f"aten.copy_.default (reads, {COMPUTATION})",
         earlier="a copy to the device (writes, the stream 'stage')",
         paging=Paging(host_cache="least", device=256 << 10),
     ),
-    "staging: a slot is filled before it has been copied out of": Defect(
-        change=partial(_staged_without_order, "used"),
+    "prefetch: slot filled before it has been read": Defect(
+        change=partial(_prefetched_without_order, "used"),
         later="a copy to the device (writes, the stream 'stage')",
         earlier=f"aten.copy_.default (reads, {COMPUTATION})",
-        paging=Paging(host_cache="least", device=120 << 10),  # two slots, and nothing that is kept
+        paging=Paging(host_cache="least", device=120 << 10),  # two slots, and no GPU-resident modules
     ),
 }
-"""By name, what has to be found."""
+"""Defects by name."""
 
 
 def sides(defect: Defect, messages: list[str]) -> list[str]:
-    """Return the messages that name both sides of a defect."""
+    """Return the messages that contain both accesses of a defect."""
     return [
         message
         for message in messages
-        if any(later in message.partition(" is not ordered behind ")[0] for later in defect.later.split("|"))
-        and any(earlier in message.partition(" is not ordered behind ")[2] for earlier in defect.earlier.split("|"))
+        if any(later in message.partition(" is not ordered after ")[0] for later in defect.later.split("|"))
+        and any(earlier in message.partition(" is not ordered after ")[2] for earlier in defect.earlier.split("|"))
     ]

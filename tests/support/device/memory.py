@@ -1,4 +1,4 @@
-"""Which memory is which: pinned memory by its pieces, everything else by the storage of tensors."""
+"""Map from addresses to allocations: pieces of pinned memory, and storages of tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.device.clocks import Actor, Clock, Memory, Races, Span, merge
 
 
 class PinnedMemory(Pinned):
-    """Host memory that is registered, in pieces that are used as one: cache slots of a host cache, slots of a ring."""
+    """Registered host memory, divided into pieces: slots of the host cache or of a ring buffer."""
 
     def __init__(self, memory: memoryview, piece: int, name: str, closing: Callable[[PinnedMemory], None]) -> None:
         self.start, self.nbytes = address_of(memory), memory.nbytes
@@ -29,7 +29,7 @@ class PinnedMemory(Pinned):
         self._closing(self)
 
     def at(self, low: int, high: int) -> list[Span]:
-        """Return the pieces that some bytes lie in; none if they are elsewhere."""
+        """Return the pieces that contain a range of addresses, or an empty list."""
         if not self.start <= low < self.start + self.nbytes:
             return []
         first, last = (low - self.start) // self._piece, (high - 1 - self.start) // self._piece
@@ -37,27 +37,27 @@ class PinnedMemory(Pinned):
 
 
 def address_of(memory: memoryview) -> int:
-    """Return where some bytes begin."""
+    """Return the address of a buffer."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class MemoryMap:
-    """Knows the memory of tensors, and notes when it is allocated and given back. All is called under one lock.
+    """Track allocation and release of the memory of tensors. The caller must hold the lock of the simulation.
 
-    What is given back may be used again by the next allocation of its stream, whatever that is for: the allocator of an
-    accelerator waits for no other stream, but for those that it was told of (`kept`).
+    The next allocation of a stream may reuse released memory of this stream. Like the allocator of an accelerator, it
+    does not wait for other streams, except for those passed to `record_stream` (`kept`).
     """
 
     def __init__(self, races: Races, clock: Callable[[], Clock]) -> None:
-        self._races, self._clock = races, clock  # the clock of the thread that asks
+        self._races, self._clock = races, clock  # clock of the calling thread
         self.pinned: list[PinnedMemory] = []
-        self._storages: dict[int, Memory] = {}  # by address of the storage's object
-        # Storages that are gone, and what the thread was behind that let go of them. Appended to from within the
-        # collector, by any thread: one call, without a lock.
-        self._gone: deque[tuple[int, Clock]] = deque()
-        # By stream, what its next allocation may use, what that is behind at least, and its number.
+        self._storages: dict[int, Memory] = {}  # by address of the storage object
+        # Deleted storages, and clocks of the threads that deleted them. Finalizers append to this queue in any thread,
+        # so that they must not take a lock.
+        self._deleted: deque[tuple[int, Clock]] = deque()
+        # By stream: memory that its next allocation may reuse, the minimum clock, and the number of the release.
         self._free: dict[Actor, list[tuple[Memory, Clock, int]]] = {}
-        self._freed = 0  # storages that were freed
+        self._freed = 0  # number of freed storages
 
     def pin(self, memory: memoryview, piece: int, name: str) -> PinnedMemory:
         """Register memory."""
@@ -73,12 +73,12 @@ class MemoryMap:
         return pinned
 
     def at(self, memory: memoryview) -> list[Span]:
-        """Return the pinned pieces that some bytes lie in."""
+        """Return the pinned pieces that contain a buffer."""
         address = address_of(memory)
         return [span for pinned in self.pinned for span in pinned.at(address, address + memory.nbytes)]
 
     def of(self, tensor: torch.Tensor) -> list[Span]:
-        """Return what the elements of a tensor lie in, from the first to the last; none of an empty one."""
+        """Return the allocations that contain the elements of a tensor. Empty for empty tensors."""
         if not tensor.numel():
             return []
         low = tensor.data_ptr()
@@ -90,15 +90,15 @@ class MemoryMap:
         return [Span(self._of(tensor.untyped_storage()), low, high)]
 
     def _of(self, storage: torch.UntypedStorage) -> Memory:
-        self._bury()
+        self._process_deleted()
         found = self._storages.get(storage._cdata)
         if found is None:
             found = self._storages[storage._cdata] = Memory(f"a tensor of {storage.nbytes()} bytes")
-            weakref.finalize(storage, self._note_end, storage._cdata).atexit = False
+            weakref.finalize(storage, self._record_deleted, storage._cdata).atexit = False
         return found
 
     def allocate(self, storage: torch.UntypedStorage, stream: Actor, what: str, *, placed: bool) -> Memory:
-        """Note that a storage gets memory while a stream is current; `placed`: in its order."""
+        """Record the allocation of a storage. If `placed`, it is device memory of the current stream."""
         memory = self._of(storage)
         memory.name = f"{storage.nbytes()} bytes for {what}"
         memory.birth = stream, dict(stream.clock), self._freed
@@ -107,39 +107,40 @@ class MemoryMap:
         return memory
 
     def place(self, memory: Memory, stream: Actor) -> None:
-        """Note that memory is the device's, where that was not known: it may be what was freed before its birth.
+        """Record that memory is on the device, if this was unknown. It may reuse memory freed before its allocation.
 
         Args:
-            stream: that uses it; its owner if nobody has seen it allocated.
+            memory: Memory.
+            stream: Stream that uses it, which becomes its owner if its allocation was not recorded.
         """
         if memory.owner is not None or memory.on_host:
             return
-        if memory.birth is None:  # it was there before anything was looked at
+        if memory.birth is None:  # allocated before the simulation started
             memory.owner = stream
             return
-        stream, behind, freed = memory.birth
+        stream, birth_clock, freed = memory.birth
         memory.owner = stream
         pool = self._free.pop(stream, [])
         self._free[stream] = [item for item in pool if item[2] >= freed]
         for before, clock, number in pool:
             if number < freed:
-                merge(clock, behind)
-                self._races.end(clock, before, f"using it again for {memory.name} ({stream.name}), once it was freed,")
+                merge(clock, birth_clock)
+                self._races.end(clock, before, f"reuse for {memory.name} ({stream.name}) after it was freed")
 
     def release(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage gives its memory back, and lives on."""
-        self._bury()
+        """Record that a storage releases its memory, but continues to exist."""
+        self._process_deleted()
         memory = self._storages.get(storage._cdata)
         if memory is not None:
             self._to_pool(memory, dict(self._clock()))
             self._storages[storage._cdata] = Memory(memory.name)
 
-    def _note_end(self, storage: int) -> None:
-        self._gone.append((storage, dict(self._clock())))
+    def _record_deleted(self, storage: int) -> None:
+        self._deleted.append((storage, dict(self._clock())))
 
-    def _bury(self) -> None:
-        while self._gone:
-            storage, clock = self._gone.popleft()
+    def _process_deleted(self) -> None:
+        while self._deleted:
+            storage, clock = self._deleted.popleft()
             memory = self._storages.pop(storage, None)
             if memory is not None:
                 self._to_pool(memory, clock)

@@ -1,4 +1,4 @@
-"""The simulated device: what is launched on it, and what it is given in place of `torch.cpu`'s streams."""
+"""The simulated device: dispatch of operations, and replacements for the streams of `torch.cpu`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from infinity import torch_private
-from infinity.memory import device as room
+from infinity.memory import device as device_module
 from infinity.memory.device import AcceleratorDevice, Pinned
 from infinity.run import run
 from support.device import threads
@@ -26,7 +26,7 @@ from support.device.memory import MemoryMap
 from support.device.streams import LOOKS, Stream, Streams
 
 KINDS = {"order": (False, False), "late": (True, False), "order-updates": (False, True), "late-updates": (True, True)}
-"""Simulated devices: whether copies are late, and whether pages are updated there."""
+"""Kinds of simulated devices: whether copies are delayed, and whether updates run on the device."""
 POISON = 0xEE
 aten, c10d = torch.ops.aten, torch.ops.c10d
 _ONLY_ALLOCATE = (
@@ -37,23 +37,22 @@ _ONLY_ALLOCATE = (
     aten.new_empty_strided.default,
 )
 _WAITING = (aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default)
-"""Operations whose result is on the host, so that they wait for the current stream."""
+"""Operations with a result on the host, which wait for the current stream."""
 _WRITTEN_FIRST = (c10d._allgather_base_.default, c10d._reduce_scatter_base_.default)
-"""Collectives that write their first argument and read the second, which their schemas do not say."""
+"""Collectives that write their first argument and read the second. Their schemas do not declare this."""
 _CHANGED = (c10d.allreduce_.default, c10d.broadcast_.default)
-"""Collectives that read and write what they are given."""
+"""Collectives that read and write their first argument."""
 
 
 class Simulation:
-    """Everything about one simulated device. Bits and results are those of the CPU.
+    """A simulated device. Operations are executed on the CPU.
 
     Args:
-        late: copies between pinned memory and the device happen when something that is ordered behind them does, and
-            not before; until then their targets are poisoned. Otherwise they happen at once, which their order permits
-            too.
-        updates: whether pages are updated on it.
-        seed: of how often marks are looked at in vain.
-        looks: a mark has been passed at the latest when it is looked at so often.
+        late: Whether copies between pinned memory and the device are delayed until an operation depends on them. Until
+            then, their targets contain `POISON`. Otherwise, copies run immediately, which is also a valid order.
+        updates: Whether updates run on the device.
+        seed: Seed of the number of event queries that return ``False``.
+        looks: Maximum number of queries until an event has completed.
     """
 
     def __init__(self, *, late: bool, updates: bool = False, seed: int = 0, looks: int = LOOKS) -> None:
@@ -62,21 +61,23 @@ class Simulation:
         self.streams = Streams(seed, looks)
         self.memory = MemoryMap(self.races, lambda: self.streams.thread.clock)
         self.lock = self.streams.lock
-        self.copies = 0  # between pinned memory and the device
-        self.delayed = 0  # of those, how many happened behind the call
-        self._targets: list[tuple[int, int]] = []  # addresses of what late copies have yet to read: not to be poisoned
-        self._local = threading.local()  # by thread, whether operations are the simulation's own, and only of the host
+        self.copies = 0  # number of copies between pinned memory and the device
+        self.delayed = 0  # number of these copies that were delayed
+        self._targets: list[
+            tuple[int, int]
+        ] = []  # address ranges that delayed copies have not read yet, which must not be poisoned
+        self._local = threading.local()  # state of each thread: `quiet` and `host_only`
 
-    # What threads do #
+    # Threads #
 
     @property
     def quiet(self) -> bool:
-        """Whether this thread does something for the simulation itself."""
+        """Whether this thread executes an operation of the simulation itself."""
         return getattr(self._local, "quiet", False)
 
     @contextmanager
     def silence(self) -> Iterator[None]:
-        """Let operations of this thread not be looked at."""
+        """Do not track operations of this thread inside of the block."""
         before, self._local.quiet = self.quiet, True
         try:
             yield
@@ -85,21 +86,21 @@ class Simulation:
 
     @property
     def host_only(self) -> bool:
-        """Whether this is a thread of the package, which computes on the host, but for what it gives a stream."""
+        """Whether this is a thread of the package, which runs operations on the host unless it uses a stream."""
         return getattr(self._local, "host_only", False)
 
     @property
     def updating(self) -> bool:
-        """Whether this is a thread of the package that has made a stream current: it computes on the device."""
+        """Whether this is a thread of the package with a current stream, so that its operations run on the device."""
         return self.host_only and self.streams.current() is not self.streams.default
 
     def enter_thread(self) -> None:
-        """Look at the operations of a thread of the package until it ends."""
+        """Track the operations of a thread of the package until it ends."""
         if threading.current_thread() is not threading.main_thread():
             self._local.host_only = True
             _Mode(self).__enter__()
 
-    # What is done #
+    # Operations #
 
     def operate(
         self,
@@ -110,21 +111,21 @@ class Simulation:
         *,
         waits: bool,
     ) -> Any:
-        """Run an operation on the device or, where its memory is there, on the host; note what it accesses.
+        """Run an operation on the device or, if its memory is host memory, on the host; record its accesses.
 
         Args:
-            name: of it.
-            reads: what it reads.
-            writes: what it changes; what it returns is found here.
-            act: does it.
-            waits: whether the host has the result when it returns.
+            name: Name of the operation.
+            reads: Tensors that it reads.
+            writes: Tensors that it modifies. Returned tensors are determined from the result.
+            act: Function that executes the operation.
+            waits: Whether the result is on the host when the operation returns.
         """
         with self.lock:
             stream = self.streams.current()
             read = [part for tensor in reads for part in self.memory.of(tensor)]
             written = [part for tensor in writes for part in self.memory.of(tensor)]
             used = [span.memory for span in (*read, *written)]
-            there = self.updating  # numbers, such as counts of steps, are moved where they are needed
+            there = self.updating  # numbers, such as step counts, are moved to the device that uses them
             on_host = not there and (self.host_only or any(part.on_host for part in used))
             on_device = [part for part in used if part.owner is not None]
             mine = not on_host and (bool(on_device) or there)
@@ -146,7 +147,9 @@ class Simulation:
                 return result  # a view
             if on_host and on_device:
                 self.races.mixed(name, on_device[0], next((part for part in used if part.on_host), None))
-            if on_host and name != "aten.copy_.default":  # all of it is on the host, or an accelerator would refuse
+            if (
+                on_host and name != "aten.copy_.default"
+            ):  # all operands are on the host, because an accelerator would raise an error otherwise
                 for part in used:
                     part.on_host = part.on_host or part.owner is None
             actor = stream if mine else self.streams.thread
@@ -165,9 +168,9 @@ class Simulation:
         return result
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between host and device on the current stream, without waiting for it.
+        """Copy between host and device on the current stream without waiting for the copy.
 
-        Memory that is not pinned is read, or written, before this returns, as on an accelerator.
+        As on an accelerator, host memory that is not pinned is read or written before this method returns.
         """
         with self.lock:
             stream = self.streams.current()
@@ -196,27 +199,30 @@ class Simulation:
                 self._delay(target, source, stream, to_host=to_host, kept=ordered)
 
     def is_of_host(self, *tensors: torch.Tensor) -> bool:
-        """Whether some memory is of the host: a copy is one between host and device, and not an operation there."""
+        """Return whether a tensor is in host memory, so that a copy is a transfer between host and device."""
         with self.lock:
             return any(span.memory.on_host for tensor in tensors for span in self.memory.of(tensor))
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Do as `record_stream`."""
+        """Implement `record_stream`."""
         with self.lock:
             for part in self.memory.of(tensor):
                 part.memory.kept.add(stream)
             if self.late:
-                stream.push(lambda: tensor)  # it lives until the stream has come here
+                stream.push(lambda: tensor)  # keep the tensor alive until the stream reaches this point
 
     def _is_pinned(self, memory: Memory) -> bool:
         return any(memory in pinned.pieces for pinned in self.memory.pinned)
 
     def _delay(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, *, to_host: bool, kept: bool) -> None:
-        """Queue a copy. The queue does not keep the tensor on the device, as that of an accelerator does not.
+        """Queue a copy. As on an accelerator, the queue does not keep the device tensor alive.
 
         Args:
-            to_host: which way.
-            kept: whether the memory of `source` is not used again before it has been read: what would is behind that.
+            target: Target of the copy.
+            source: Source of the copy.
+            stream: Stream of the copy.
+            to_host: Whether the target is in host memory.
+            kept: Whether the memory of `source` cannot be reused before the copy, because reuse is ordered after it.
         """
         self.delayed += 1
         span = source.data_ptr(), source.data_ptr() + source.numel() * source.itemsize
@@ -232,7 +238,7 @@ class Simulation:
             with self.silence(), torch.no_grad():
                 other = on_device.tensor()
                 if other is None and to_host:
-                    self._poison(host)  # the memory has gone to somebody else
+                    self._poison(host)  # the memory has been reused
                 elif other is not None:
                     (host if to_host else other).copy_(other if to_host else host)
 
@@ -244,12 +250,12 @@ class Simulation:
         if tensor.is_contiguous() and not any(a < stop and start < b for a, b in self._targets):
             tensor.reshape(-1).view(torch.uint8).fill_(POISON)
 
-    # What it is put in place of #
+    # Replacements #
 
     @contextmanager
     def __call__(self) -> Iterator[Simulation]:
-        """Be the device of this process; the training thread enters."""
-        streams, before = self.streams, dict(room.KINDS)
+        """Replace the device of this process. Must be entered by the training thread."""
+        streams, before = self.streams, dict(device_module.KINDS)
         resize, lazy_init = torch.UntypedStorage.resize_, FSDPCommContext.lazy_init
 
         def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
@@ -269,7 +275,7 @@ class Simulation:
                 if isinstance(stream, Stream):
                     stream.name = f"FSDP2's {name}"
 
-        room.open_device.cache_clear()
+        device_module.open_device.cache_clear()
         with ExitStack() as stack:
             for name, value in {
                 "Stream": streams.make_stream,
@@ -280,26 +286,24 @@ class Simulation:
             }.items():
                 stack.enter_context(patch.object(torch.cpu, name, value))
             stack.enter_context(patch.object(torch.accelerator, "current_stream", streams.current))
-            stack.enter_context(patch.dict(room.KINDS, {"cpu": lambda name: SimulatedDevice(name, self)}))
+            stack.enter_context(patch.dict(device_module.KINDS, {"cpu": lambda name: SimulatedDevice(name, self)}))
             stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
             stack.enter_context(patch.object(FSDPCommContext, "lazy_init", named))
-            # The CPU reduces into memory of its own, which the host hands out; an accelerator does not.
+            # On the CPU, FSDP2 reduces into reused host buffers, which an accelerator does not have.
             stack.enter_context(patch.object(torch_private, "reuse_reduce_buffers", lambda groups: lambda: None))
-            chosen = patch.object(
-                run, "choose_update_device", lambda *_, **__: (self.updates, "the simulation says so")
-            )
+            chosen = patch.object(run, "choose_update_device", lambda *_, **__: (self.updates, "set by the simulation"))
             stack.enter_context(chosen)
-            stack.enter_context(threads.followed(self))
+            stack.enter_context(threads.tracked(self))
             stack.enter_context(_Mode(self))
             try:
                 yield self
             finally:
-                room.open_device.cache_clear()
-        assert before == room.KINDS
+                device_module.open_device.cache_clear()
+        assert before == device_module.KINDS
 
 
 class SimulatedDevice(AcceleratorDevice):
-    """The device of the package, over the simulated streams."""
+    """Device of the package that uses simulated streams."""
 
     def __init__(self, name: torch.device, simulation: Simulation) -> None:
         super().__init__(name)
@@ -323,7 +327,7 @@ class SimulatedDevice(AcceleratorDevice):
             return any(pinned.at(low, low + 1) for pinned in self._simulation.memory.pinned)
 
     def spare_bytes(self) -> int:
-        return 0  # what is used is set: `memory.device_bytes`
+        return 0  # tests set `memory.device_bytes`
 
     def pin(self, memory: memoryview, piece: int) -> Pinned:
         frame: Any = sys._getframe(1)
@@ -335,7 +339,7 @@ class SimulatedDevice(AcceleratorDevice):
 
 
 class _Mode(TorchDispatchMode):
-    """Looks at every operation of a thread."""
+    """Dispatch mode that tracks all operations of a thread."""
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__()
@@ -347,7 +351,7 @@ class _Mode(TorchDispatchMode):
         kwargs = kwargs or {}
         made = [kind for kind in types if kind not in (torch.Tensor, torch.nn.Parameter)]
         if made and FakeTensor not in made:
-            return NotImplemented  # a tensor that is made of others: what it does with them comes here
+            return NotImplemented  # a wrapper subclass, whose inner operations are dispatched separately
         if made or self._simulation.quiet:
             return func(*args, **kwargs)
         queued = func is aten.copy_.default and ((len(args) > 2 and args[2]) or kwargs.get("non_blocking"))
@@ -362,7 +366,7 @@ _ALLOCATING = {str(func) for func in _ONLY_ALLOCATE}
 
 
 def _plain(values: Any) -> list[torch.Tensor]:
-    """Return the tensors among some values that have memory of their own."""
+    """Return the plain CPU tensors with memory in a tree of values."""
     return [
         value
         for value in tree_leaves(values)
@@ -376,7 +380,7 @@ def _plain(values: Any) -> list[torch.Tensor]:
 def _accesses(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return what an operation reads and what it writes."""
+    """Return the tensors that an operation reads, and those that it writes."""
     if func in _WRITTEN_FIRST:
         return _plain(args[1]), _plain(args[0])
     if func in _CHANGED:
@@ -394,7 +398,7 @@ def _accesses(
 
 
 class _Weak:
-    """A tensor whose memory is only referred to, unless it is to be kept."""
+    """A weak reference to a tensor's memory or, if `keep`, a strong one."""
 
     def __init__(self, tensor: torch.Tensor, *, keep: bool) -> None:
         self._kept = tensor if keep else None
@@ -404,7 +408,7 @@ class _Weak:
         self._nbytes = tensor.untyped_storage().nbytes()
 
     def tensor(self) -> torch.Tensor | None:
-        """Return it, or None where its memory has been given back."""
+        """Return the tensor, or ``None`` if its memory has been released."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None or storage.nbytes() < self._nbytes:
             return None
@@ -412,6 +416,6 @@ class _Weak:
 
 
 def simulation(kind: str, seed: int = 0, looks: int = LOOKS) -> AbstractContextManager[Simulation]:
-    """Return a context in which the CPU is a simulated device: one of `KINDS`, see `Simulation`."""
+    """Return a context in which the CPU is a simulated device of one of `KINDS`. See `Simulation`."""
     late, updates = KINDS[kind]
     return Simulation(late=late, updates=updates, seed=seed, looks=looks)()

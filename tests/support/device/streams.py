@@ -1,4 +1,4 @@
-"""Streams and events with the meaning that they have on an accelerator, under the names that `torch.cpu` has."""
+"""Streams and events with the semantics of an accelerator and the API of `torch.cpu`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any
 from support.device.clocks import Actor, Clock
 
 LOOKS = 4
-"""An event has been passed at the latest when it is looked at so often."""
+"""Maximum number of queries until an event has completed."""
 
 
 class Streams:
-    """The streams of one simulated device; what is asked under `lock` belongs to all threads."""
+    """Streams of a simulated device. `lock` protects data that threads share."""
 
     def __init__(self, seed: int, looks: int) -> None:
-        self.looks = looks  # an event has been passed at the latest when it is looked at so often
+        self.looks = looks  # maximum number of queries until an event has completed
         self.lock = threading.RLock()
-        self.chance = random.Random(seed)  # says how often an event is looked at in vain
+        self.chance = random.Random(seed)  # determines how many queries of an event return False
         self.default = Stream(self, "the stream of the computation")
-        self._local = threading.local()  # by thread, its actor and its current stream
+        self._local = threading.local()  # actor and current stream of each thread
 
     @property
     def thread(self) -> Actor:
-        """This thread."""
+        """Actor of this thread."""
         actor = getattr(self._local, "actor", None)
         if actor is None:
             actor = self._local.actor = Actor(f"thread {threading.current_thread().name}")
@@ -39,7 +39,7 @@ class Streams:
 
     @contextmanager
     def on(self, stream: Stream | None) -> Iterator[None]:
-        """Make a stream current."""
+        """Make a stream the current one."""
         before = self.current()
         self._local.stream = stream or before
         try:
@@ -48,34 +48,34 @@ class Streams:
             self._local.stream = before
 
     def make_stream(self, *_: Any, **__: Any) -> Stream:
-        """Return a new stream, as `torch.cpu.Stream` does."""
+        """Replacement for `torch.cpu.Stream`."""
         return Stream(self, "a stream")
 
     def make_event(self, *_: Any, **__: Any) -> Event:
-        """Return a new event, as `torch.cpu.Event` does."""
+        """Replacement for `torch.cpu.Event`."""
         return Event(self)
 
     def synchronize(self, device: Any = None) -> None:
-        """Let this thread wait for its current stream."""
+        """Make this thread wait for its current stream."""
         self.current().synchronize()
 
 
 class Stream(Actor):
-    """A queue of the device. What may be late waits in it until something that is ordered behind it runs."""
+    """A stream, with a queue of delayed operations that run when a later operation depends on them."""
 
     def __init__(self, streams: Streams, name: str) -> None:
         super().__init__(name)
         self._streams = streams
-        self._queue: deque[Callable[[], object]] = deque()  # what has not run
-        self._given = 0  # what was ever queued
-        self._ran = 0  # how much of that has run
+        self._queue: deque[Callable[[], object]] = deque()  # operations that have not run
+        self._given = 0  # number of operations ever queued
+        self._ran = 0  # number of operations that have run
 
     def launch(self) -> None:
-        """Be behind what this thread has done so far: it gives the stream something to do."""
+        """Order later operations of the stream after all accesses of this thread, which launches them."""
         self.follow(self._streams.thread.clock)
 
     def push(self, action: Callable[[], object]) -> None:
-        """Queue what may be late."""
+        """Queue a delayed operation."""
         self._queue.append(action)
         self._given += 1
 
@@ -87,16 +87,16 @@ class Stream(Actor):
                 self._queue.popleft()()
 
     def has_run(self, number: int) -> bool:
-        """Whether as much has run."""
+        """Return whether the first `number` operations have run."""
         return self._ran >= number
 
     @property
     def given(self) -> int:
-        """How much was ever queued."""
+        """Number of operations ever queued."""
         return self._given
 
     def wait_event(self, event: Event | None) -> None:
-        """Let what is launched from now on wait for an event."""
+        """Make operations that are launched later wait for an event."""
         with self._streams.lock:
             if event is not None and event.stream is not None:
                 self.launch()
@@ -106,34 +106,34 @@ class Stream(Actor):
                     self.push(lambda: stream.run(number))
 
     def wait_stream(self, stream: Stream) -> None:
-        """Let what is launched from now on wait for all that a stream was given."""
+        """Make operations that are launched later wait for all operations of a stream."""
         self.wait_event(stream.record_event())
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Return an event behind all that was launched."""
+        """Record an event after all launched operations."""
         return (event or Event(self._streams)).record(self)
 
     def synchronize(self) -> None:
-        """Let this thread wait for all that was launched."""
+        """Make this thread wait for all launched operations."""
         self.record_event().synchronize()
 
     def query(self) -> bool:
-        """Whether all has run."""
+        """Return whether all launched operations have run."""
         return self.record_event().query()
 
 
 class Event:
-    """A point on a stream; it takes some looks until it has been passed."""
+    """A point on a stream. Several queries may return ``False`` before it has completed."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self.stream: Stream | None = None  # none before `record`
-        self.number = 0  # how much the stream has to have run
-        self.clock: Clock = {}  # what it is behind
-        self._looks = 0  # that are left in vain
+        self.stream: Stream | None = None  # None before `record`
+        self.number = 0  # number of operations that must have run
+        self.clock: Clock = {}  # accesses that precede the event
+        self._looks = 0  # remaining queries that return False
 
     def record(self, stream: Stream | None = None) -> Event:
-        """Put it behind all that a stream was given."""
+        """Record the event after all operations of a stream."""
         with self._streams.lock:
             self.stream = stream or self._streams.current()
             self.stream.launch()
@@ -142,15 +142,15 @@ class Event:
         return self
 
     def delay(self, looks: int) -> None:
-        """Let it be looked at so often in vain."""
+        """Make the next `looks` queries return ``False``."""
         self._looks = looks
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let a stream wait for it."""
+        """Make a stream wait for the event."""
         (stream or self._streams.current()).wait_event(self)
 
     def query(self) -> bool:
-        """Whether the device has come there; this thread is behind it then."""
+        """Return whether the event has completed. If so, this thread is ordered after it."""
         with self._streams.lock:
             if self.stream is None:
                 return True
@@ -161,7 +161,7 @@ class Event:
             return True
 
     def synchronize(self) -> None:
-        """Let this thread wait for it."""
+        """Make this thread wait for the event."""
         with self._streams.lock:
             if self.stream is not None:
                 self.stream.run(self.number)

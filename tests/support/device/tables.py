@@ -1,4 +1,4 @@
-"""What devices are tried with, simulated ones and real ones: recipes, and pagings of each kind."""
+"""Recipes and pagings for tests on simulated and real devices."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import replace
 from support.train import Paging, Recipe
 
 SOME = 120 << 10
-"""Bytes of the device that are enough to stage weights of a `Toy`, and to keep none."""
+"""Device memory, in bytes, that suffices to prefetch weights of a `Toy`, but not to keep any."""
 FEW = 620 << 10
-"""Bytes that have room for slots, and for one or two FSDP modules of a `Toy` with their state."""
+"""Device memory, in bytes, for prefetch slots and one or two FSDP modules of a `Toy` with their state."""
 ALL = 64 << 20
-"""Bytes that have room for everything."""
+"""Device memory, in bytes, for all weights and states of a `Toy`."""
 RECIPES = {
     "plain": Recipe(model="toy", steps=4),
     "clip": Recipe(model="toy", steps=4, clip=0.5),
@@ -36,20 +36,20 @@ PAGINGS = {
     "middle-forward": Paging(update_schedule="in_forward"),
     "least-after": Paging(host_cache="least", update_schedule="after_backward"),
     "all-auto": Paging(host_cache="all"),
-    "least-auto-staged": Paging(host_cache="least", device=SOME),
+    "least-auto-prefetched": Paging(host_cache="least", device=SOME),
     "least-forward-kept": Paging(host_cache="least", update_schedule="in_forward", device=ALL),
-    "all-after-staged": Paging(host_cache="all", update_schedule="after_backward", device=SOME),
+    "all-after-prefetched": Paging(host_cache="all", update_schedule="after_backward", device=SOME),
     "least-forward-no-worker": Paging(host_cache="least", update_schedule="in_forward", cores=0),
 }
 LARGE = Recipe(model="wide", steps=6, sequences=64)
-"""54M parameters: a kernel of its takes long enough for others to run beside it, which those of a `Toy` do not."""
+"""54M parameters. Its kernels run long enough to overlap with others, unlike those of a `Toy`."""
 LARGE_PAGINGS = {
-    "least-staged": Paging(host_cache="least", page=1 << 20, device=96 << 20),
-    "middle-staged": Paging(page=1 << 20, device=96 << 20),
-    "least-some-at-home": Paging(host_cache="least", page=1 << 20, device=400 << 20),
-    "all-at-home": Paging(host_cache="least", page=1 << 20, device=4 << 30),
-    "forward-staged": Paging(host_cache="least", page=1 << 20, device=96 << 20, update_schedule="in_forward"),
-    "after-at-home": Paging(host_cache="least", page=1 << 20, device=4 << 30, update_schedule="after_backward"),
+    "least-prefetched": Paging(host_cache="least", page=1 << 20, device=96 << 20),
+    "middle-prefetched": Paging(page=1 << 20, device=96 << 20),
+    "least-some-gpu-resident": Paging(host_cache="least", page=1 << 20, device=400 << 20),
+    "all-gpu-resident": Paging(host_cache="least", page=1 << 20, device=4 << 30),
+    "forward-prefetched": Paging(host_cache="least", page=1 << 20, device=96 << 20, update_schedule="in_forward"),
+    "after-gpu-resident": Paging(host_cache="least", page=1 << 20, device=4 << 30, update_schedule="after_backward"),
 }
 GPU_RESIDENT_PAGES = {
     "some-auto": Paging(host_cache="least", device=FEW, gpu_resident_pages="some"),
@@ -61,9 +61,9 @@ GPU_RESIDENT_PAGES = {
         host_cache="least", update_schedule="in_forward", device=ALL, cores=0, gpu_resident_pages="all"
     ),
 }
-"""With FSDP modules that live on the device, where it updates."""
+"""Pagings with GPU-resident FSDP modules and updates on the device."""
 MANY = Recipe(model="toy", steps=4, sequences=44)
-"""Its layers are called with two or three pages."""
+"""The activations of each layer occupy two or three pages."""
 ACTIVATION_RECIPES = {
     "plain": MANY,
     "checkpointing": replace(MANY, checkpointing=True),
@@ -75,11 +75,11 @@ ACTIVATION_RECIPES = {
     "slices": replace(MANY, slices=4),
     "slices-clip": replace(MANY, slices=2, clip=0.5),
 }
-"""Of which activations are pages."""
+"""Recipes for tests of paged activations."""
 ACTIVATIONS = {
     "nvme-least": Paging(host_cache="least", activations="nvme"),
     "host": Paging(activations="host"),
     "nvme-forward-delays": Paging(update_schedule="in_forward", activations="nvme", delays=True),
     "nvme-two-paths": Paging(update_schedule="after_backward", activations="nvme", paths=2),
 }
-"""Where activations wait, in the least room, late and on several drives."""
+"""Pagings with activations in host memory or on NVMe, with the smallest host cache, delays and several drives."""

@@ -1,7 +1,7 @@
-"""What orders the threads of the package, and what reaches its cache slots without torch: the store.
+"""Synchronization between threads of the package, and accesses of the page store to cache slots.
 
-Threads are ordered by the pager's lock, by the queue of the worker of updates, and by nothing else. A transfer of the
-store uses its cache slot from when it is started until its end is told, on whatever thread.
+Threads are ordered only by the pager's lock and by the queue of the update thread. A transfer of the page store
+accesses its cache slot from its start until its completion callback, which may run in any thread.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 Done = Callable[[Exception | None], None]
 _HOST = torch.device("meta")
-"""Stands for the host in `gradient._Number`, which looks copies up by where they are: here both are "cpu"."""
+"""Represents the host in `gradient._Number`, which finds copies by device. In the simulation, both are on ``cpu``."""
 
 
 @contextmanager
-def followed(simulation: Simulation) -> Iterator[None]:
-    """Follow the threads of runs that begin inside."""
+def tracked(simulation: Simulation) -> Iterator[None]:
+    """Track the threads of runs that start inside of the block."""
     with ExitStack() as stack:
         for owner, name, value in (
             (transfers, "_Lock", lambda: _as_in_runs(_Lock(simulation))),
@@ -49,11 +49,11 @@ def followed(simulation: Simulation) -> Iterator[None]:
 
 
 _as_in_runs: Any = transfers._Lock
-"""Makes the one lock of `Transfers` of a lock that can be taken again."""
+"""Class that creates the lock of `Transfers` from a reentrant lock."""
 
 
 class _Lock:
-    """A lock that can be taken again; who takes it is behind who gave it back before."""
+    """A reentrant lock that orders each thread that acquires it after the thread that released it."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -82,7 +82,7 @@ class _Lock:
     def _leave(self) -> None:
         merge(self._clock, self._simulation.streams.thread.clock)
 
-    # What `threading.Condition` asks of a lock that can be taken again.
+    # Methods that `threading.Condition` requires of a reentrant lock.
 
     def _is_owned(self) -> bool:
         return self._lock._is_owned()  # type: ignore[attr-defined]
@@ -97,12 +97,12 @@ class _Lock:
 
 
 class _Executor(ThreadPoolExecutor):
-    """A job is behind who submits it; who waits for it, or for the end of all, is behind the job."""
+    """An executor that orders jobs after their submission, and threads that wait for jobs after them."""
 
     def __init__(self, simulation: Simulation, *args: Any) -> None:
         super().__init__(*args)
         self._simulation = simulation
-        self._ended: Clock = {}  # behind all jobs; they run one after the other
+        self._ended: Clock = {}  # clock after all jobs, which run sequentially
 
     def submit(self, job: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         before = dict(self._simulation.streams.thread.clock)
@@ -120,13 +120,13 @@ class _Executor(ThreadPoolExecutor):
         future = super().submit(run)
         result = future.result
 
-        def followed(timeout: float | None = None) -> Any:
+        def tracked_result(timeout: float | None = None) -> Any:
             try:
                 return result(timeout)
             finally:
                 self._simulation.streams.thread.follow(ended)
 
-        future.clock, future.result = ended, followed  # type: ignore[attr-defined, method-assign]
+        future.clock, future.result = ended, tracked_result  # type: ignore[attr-defined, method-assign]
         return future
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
@@ -135,7 +135,7 @@ class _Executor(ThreadPoolExecutor):
 
 
 def _wait(simulation: Simulation, futures: Iterable[Future[Any]], timeout: float | None = None) -> Any:
-    """Wait for jobs, as `concurrent.futures.wait`."""
+    """Replacement for `concurrent.futures.wait`."""
     found = wait(list(futures), timeout)
     for future in found.done:
         simulation.streams.thread.follow(future.clock)  # type: ignore[attr-defined]
@@ -175,13 +175,13 @@ def _number(simulation: Simulation, original: Any) -> Any:
 
 
 class _OnDevice:
-    """A number of the device: the host has to have it copied. On the CPU the two have the same name."""
+    """A number on the device, which must be copied to the host, although both are on ``cpu`` in the simulation."""
 
     def __init__(self, simulation: Simulation, value: torch.Tensor) -> None:
         self._simulation, self._value = simulation, value
 
     def to(self, device: torch.device) -> torch.Tensor:
-        """Copy it on the current stream, wait for that, and return it as the host has it."""
+        """Copy the number on the current stream, wait for the copy, and return it."""
         streams = self._simulation.streams
         with self._simulation.lock:
             stream = streams.current()
