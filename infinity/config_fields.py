@@ -7,7 +7,9 @@ node daemon. Every field carries its documentation, from which the reference pag
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
+import textwrap
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -148,15 +150,15 @@ class Settings(Generic[T]):
             "",
         ]
         for section, of in typing.get_type_hints(self._kind).items():
-            lines += [f"## [{section}]", "", (of.__doc__ or "").strip(), ""]
-            lines += ["| setting | default | range | description |", "|---|---|---|---|"]
+            lines += [f"## [{section}]", "", inspect.getdoc(of) or "", ""]
             defaults = of()
             for item in fields(of):
                 value = getattr(defaults, item.name)
                 default = str(list(value)) if isinstance(value, tuple) else repr(value)
                 bounded = isinstance(value, int | float) and not isinstance(value, bool)
-                bounds = _range(item.metadata) if bounded else ""
-                lines.append(f"| `{item.name}` | `{default}` | {bounds} | {item.metadata['doc']} |")
+                bounds = f"; {_range(item.metadata)}" if bounded else ""
+                text = f"`{item.name}` (default `{default}`{bounds}): {item.metadata['doc']}"
+                lines += textwrap.wrap(text, 120, initial_indent="- ", subsequent_indent="  ", break_long_words=False)
             lines.append("")
         return "\n".join(lines)
 

@@ -85,7 +85,7 @@ class DevicesCollector:
 
     def known_paths(self) -> tuple[str, ...]:
         """Return the configured paths and the paths of all ranks with a stats file, without duplicates."""
-        used = (path for snapshot in self._stats_files.scan().snapshots for path in snapshot.header.paths)
+        used = (path for snapshot in self._stats_files.scan().exported for path in snapshot.header.paths)
         return tuple(dict.fromkeys((*self.paths, *used)))
 
     def _counters(self, drives: Mapping[str, Drive]) -> dict[str, Samples]:
@@ -109,7 +109,7 @@ class DevicesCollector:
             yield {"device": name}, reserved.get(name, 0)
 
     def _owners(self, places: Mapping[str, Place]) -> Samples:
-        for snapshot in self._stats_files.scan().snapshots:
+        for snapshot in self._stats_files.scan().exported:
             who = {"run": snapshot.header.run_id, "rank": str(snapshot.header.rank)}
             for device, path in zip(snapshot.header.devices, snapshot.header.paths, strict=False):
                 if path in places:

@@ -1,4 +1,4 @@
-"""`ranks` collector: all metrics of the ranks, and the number of stats files."""
+"""`ranks` collector: all metrics of the ranks, the number of stats files, and the dead ranks of each run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity_daemon.stats_files import StatsFiles
 
 
 class RanksCollector:
-    """Collector of the metrics of the ranks and ``daemon_ranks``."""
+    """Collector of the metrics of the ranks, ``daemon_ranks`` and ``daemon_dead_ranks``."""
 
     name = "ranks"
 
@@ -24,10 +24,17 @@ class RanksCollector:
     def collect(self) -> Iterator[Family]:
         """Yield the metric families of the ranks that are live or have exited recently."""
         found = self._stats_files.scan()
-        yield from StatsCollector(lambda: found.snapshots).collect()
+        yield from StatsCollector(lambda: found.exported).collect()
         counts = Counter({"broken": found.broken})
         counts.update(snapshot.status for snapshot in found.snapshots)
         ranks = new_family(BY_NAME["daemon_ranks"])
         for status in STATS_FILE_STATUSES:
             ranks.add_sample(ranks.name, {"status": status}, counts[status])
         yield ranks
+        dead = new_family(BY_NAME["daemon_dead_ranks"])
+        runs = Counter(
+            (snapshot.header.run_id, snapshot.header.name) for snapshot in found.snapshots if snapshot.status == "dead"
+        )
+        for (run, name), count in runs.items():
+            dead.add_sample(dead.name, {"run": run, "name": name}, count)
+        yield dead

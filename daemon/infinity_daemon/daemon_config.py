@@ -48,7 +48,11 @@ class StatsFilesConfig:
         "Runtime folder that contains the stats files. Changes take effect when the daemon is restarted. Empty: the "
         "default of `telemetry.runtime_dir`.",
     )
-    keep_dead_seconds: int = setting(900, "Time for which the metrics of a rank are still exported after it has died.")
+    keep_dead_seconds: int = setting(
+        900,
+        "Time for which the metrics of a rank are still exported after it has died. The rank is reported as dead until "
+        "its run is resumed or removed.",
+    )
     keep_ended_seconds: int = setting(
         120,
         "Time for which the metrics of a rank are still exported after it has ended. Allow for at least two scrapes.",

@@ -10,7 +10,7 @@ _LOG = logging.getLogger("infinityd")
 _PLAIN = re.compile(r"[\w./:+-]+")
 
 
-def event(level: int, name: str, **values: object) -> None:
+def event(level: int, name: str, /, **values: object) -> None:
     """Log an event with the given values."""
     _LOG.log(level, "%s", " ".join([name, *(f"{key}={_quoted(value)}" for key, value in values.items())]))
 

@@ -38,6 +38,7 @@ from infinity_daemon.log import event
 from infinity_daemon.node_state import NodeState
 from infinity_daemon.requests import Requests
 from infinity_daemon.reservations import Reservations
+from infinity_daemon.run_log import RunLog
 from infinity_daemon.server import SocketServer
 from infinity_daemon.stale import StaleRuns
 from infinity_daemon.stats_files import StatsFiles
@@ -70,6 +71,7 @@ class Daemon:
         self._config, self._token = config, token
         self._started = time.time()
         self._stats_files = StatsFiles(config.runtime_dir, 0, 0)
+        self._run_log = RunLog()
         self._reservations = Reservations()
         self._profile = Profiles(state)
         self._measuring = Measuring(self._profile, self._reservations)
@@ -188,7 +190,7 @@ class Daemon:
     async def _work_until(self, stop: asyncio.Event) -> None:
         threads = [
             Background("measure", self._measuring.look, drive_measurement.LOOK_SECONDS),
-            Background("stale", self._stale.look, stale.LOOK_SECONDS),
+            Background("stale", self._look_for_stale_files, stale.LOOK_SECONDS),
         ]
         try:
             for thread in threads:
@@ -199,12 +201,17 @@ class Daemon:
             for thread in threads:
                 await asyncio.to_thread(thread.close)
 
+    def _look_for_stale_files(self) -> None:
+        self._stale.look()
+        self._stats_files.remove_expired()
+
     async def _sweep_until(self, stop: asyncio.Event) -> None:
         """Update reservations, stats files, bandwidth limits and the state once per second, until `stop` is set."""
         while not stop.is_set():
             for entry in self._reservations.expire(self._server.is_alive):
                 event(logging.INFO, "space.expired", run=entry.run_id, bytes=entry.size, pid=entry.owner.pid)
             found = await asyncio.to_thread(self._stats_files.scan)
+            self._run_log.observe(found.snapshots)
             live = [snapshot for snapshot in found.snapshots if snapshot.alive]
             now = time.monotonic()
             used = await asyncio.to_thread(usages, live, _drive_of)

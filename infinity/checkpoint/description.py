@@ -148,7 +148,7 @@ def _check_layout(fsdp_modules: tuple[FSDPModuleSpec, ...], formats: dict[str, S
             raise ValueError(f"FSDP modules: {brief(shard)} is not a valid shard")
         fmt = formats[shard.segment_key]
         if shard.trainable != bool(fmt.grads):
-            raise ValueError(f"FSDP modules: {brief(shard)} does not match the format {brief(fmt)}")
+            raise ValueError(f"fsdp_modules: shard {brief(shard)} is invalid for the state format {brief(fmt)}")
         nbytes += (shard.padded + RANGE_ALIGNMENT) * (fmt.state_bytes + sum(ITEMSIZE[dtype] for dtype in fmt.grads))
         number += 2 + len(fmt.grads)
     # `layout` divides pages about evenly, so all but one per role and segment are at least one eighth full.

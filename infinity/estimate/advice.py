@@ -1,4 +1,4 @@
-"""Suggestions for reducing the step time. Each suggestion is a single change to the run, with its own estimate."""
+"""Suggestions for reducing the step time and SSD wear. Each is a single change to the run, with its own estimate."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from infinity.budget import device_update_bytes
 from infinity.config import Config
 from infinity.content.format import FORMATS
 from infinity.errors import InfinityError
-from infinity.estimate.estimate import Estimate, Workload, estimate
+from infinity.estimate.estimate import Estimate, Workload, estimate, spare_bytes, working_bytes
 from infinity.estimate.machine import Machine
 from infinity.units import MIB, align_up, format_setting, format_size
 
@@ -29,34 +30,76 @@ class Change:
     """Estimate of the run with the change."""
     saved: float
     """Fraction of the time per token that the change saves."""
+    writes_saved: float
+    """Fraction of the bytes that are written to the drives per token that the change saves, which extends their life
+    accordingly.
+    """
 
 
 def best_changes(before: Estimate, number: int = 3) -> list[Change]:
-    """Return the changes that save the most time per token, best first.
+    """Return the changes that save the most time or the most drive writes per token, largest time savings first.
+
+    Up to `number` changes save time. If none of them is the one that saves the most writes, that change is added,
+    provided that it does not increase the time per token.
 
     Args:
         before: Estimate of the unchanged run.
-        number: Maximum number of changes.
+        number: Maximum number of changes that save time.
     """
     found = []
-    each = before.seconds.step / before.workload.batch_tokens
+    each, written = _step_seconds(before) / before.workload.batch_tokens, _written(before)
     for what, price, one in _changes(before):
+        if _least_seconds(before, one) / one.workload.batch_tokens > each:
+            continue  # no plan can make up for this
         try:
             after = _after(before, one)
         except InfinityError:  # this change is not possible for this run
             continue
-        saved = 1 - after.step_seconds(after.workload.batch_tokens) / after.workload.batch_tokens / each
-        if saved >= LEAST_GAIN and len(after.problems) <= len(before.problems):
-            found.append(Change(what=what, price=price, result=after, saved=saved))
-    return sorted(found, key=lambda change: -change.saved)[:number]
+        saved = 1 - _step_seconds(after) / after.workload.batch_tokens / each
+        writes_saved = 1 - _written(after) / written if written else 0.0
+        if len(after.problems) <= len(before.problems):
+            found.append(Change(what=what, price=price, result=after, saved=saved, writes_saved=writes_saved))
+    found.sort(key=lambda change: -change.saved)
+    best = [change for change in found if change.saved >= LEAST_GAIN][:number]
+    gentle = [change for change in found if change.saved >= 0 and change.writes_saved >= LEAST_GAIN]
+    gentlest = max(gentle, key=lambda change: change.writes_saved, default=None)
+    return best if gentlest is None or gentlest in best else [*best, gentlest]
+
+
+def _step_seconds(of: Estimate) -> float:
+    return of.step_seconds(of.workload.batch_tokens)
+
+
+def _written(of: Estimate) -> float:
+    """Return the number of bytes written to the drives of all nodes per token."""
+    return of.traffic.written_bytes * of.workload.world_size / of.workload.batch_tokens
+
+
+def _least_seconds(before: Estimate, one: _Inputs) -> float:
+    """Return a lower bound of the step time for changed inputs that requires no plan."""
+    work, machine, form = one.workload, one.machine, one.settings.state.format
+    computation = work.flops(before.model) / machine.device.flops
+    if form == "fp32":  # updates may run on the device
+        return computation
+    return max(computation, before.model.trainable_parameters / work.world_size * machine.update(form))
 
 
 def _after(before: Estimate, one: _Inputs) -> Estimate:
-    """Return the estimate for changed inputs. The plan is reused if only the hardware speeds or the batch changed."""
-    same = one.settings is before.settings and one.workload.layer_major == before.workload.layer_major
-    if same and one.machine.threaded == before.machine.threaded:
+    """Return the estimate for changed inputs. The plan is reused if its inputs are the same."""
+    same = one.settings is before.settings and one.workload.passes == before.workload.passes
+    same = same and one.workload.layer_major == before.workload.layer_major
+    if same and one.machine.threaded == before.machine.threaded and _spare(before, one) == before.device_bytes:
         return replace(before, workload=one.workload, machine=one.machine)
     return estimate(before.model, one.workload, one.machine, one.settings)
+
+
+def _spare(before: Estimate, one: _Inputs) -> int:
+    """Return the device memory for prefetched and GPU-resident pages with a different batch or machine."""
+    if one.settings.memory.device_bytes or not one.machine.device.link:
+        return before.device_bytes
+    updates = device_update_bytes(before.layout) if before.updates_on_device else 0
+    paged = one.settings.activations.tier != "device"
+    return spare_bytes(before.model, one.workload, one.machine, updates, paged=paged)
 
 
 class _Inputs(NamedTuple):
@@ -84,10 +127,20 @@ def _changes(of: Estimate) -> Iterator[tuple[str, str, _Inputs]]:
     if cores := of.machine.update_cores:
         faster = before._replace(machine=replace(of.machine, update_cores=2 * cores))
         yield f"update.cores = {2 * cores}", f"cores for updates: +{cores}", faster
-    larger = replace(work, batch_tokens=2 * work.batch_tokens)
-    yield f"{larger.batch_tokens} tokens per step", "different batch size", before._replace(workload=larger)
+    larger, price = _with_twice_the_tokens(of)
+    yield f"{larger.batch_tokens:,} tokens per step", price, before._replace(workload=larger)
     if not work.layer_major and work.micro_batches > 1:
         layers = replace(work, layer_major=True)
         yield "infinity.micro_batches", "sums are rounded differently", before._replace(workload=layers)
     if settings.update.schedule != "auto":
         yield 'update.schedule = "auto"', "bitwise equal", before.setting("update.schedule", "auto")
+
+
+def _with_twice_the_tokens(of: Estimate) -> tuple[Workload, str]:
+    """Return the workload with twice the tokens per step, in micro-batches that fit device memory, and its cost."""
+    larger = replace(of.workload, batch_tokens=2 * of.workload.batch_tokens)
+    memory, paged = of.machine.device.memory_bytes, of.settings.activations.tier != "device"
+    if memory and working_bytes(of.model, larger, paged=paged) > memory:
+        more = replace(larger, micro_batches=2 * larger.micro_batches)
+        return more, f"changes the batch size; {more.micro_batches} micro-batches"
+    return larger, "changes the batch size"

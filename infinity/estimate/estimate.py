@@ -22,7 +22,7 @@ from infinity.estimate.machine import Machine
 from infinity.estimate.model import OPTIMIZERS, FSDPModuleShape, ModelShape
 from infinity.memory.limits import device_margin
 from infinity.schedule.link import UPDATE_BYTES, LinkTraffic, link_traffic, share_that_stays
-from infinity.schedule.planner import Plan, Traffic, predict_seconds
+from infinity.schedule.planner import Plan, Simulation, Traffic
 from infinity.schedule.predicted_trace import expected_events
 from infinity.schedule.schedule_choice import choose_plan, resolve_schedule
 from infinity.schedule.stack import activation_page, moved_bytes, page_lengths
@@ -197,6 +197,10 @@ class Estimate:
     """Whether updates run on the device."""
     plan: Plan
     """Plan that the pager would follow."""
+    simulation: Simulation
+    """Simulation of the plan."""
+    link_traffic: LinkTraffic
+    """Bytes per step that are copied between host and device in each direction, excluding activations."""
 
     @property
     def layout(self) -> Layout:
@@ -233,11 +237,6 @@ class Estimate:
         for page in self.layout.pages:
             by_fsdp_module[page.fsdp_module] += page.nbytes if page.role is Role.PARAM else 0
         return sum(by_fsdp_module[event.fsdp_module] for event in self.events if event.kind is EventKind.GATHER)
-
-    @cached_property
-    def link_traffic(self) -> LinkTraffic:
-        """Bytes per step that are copied between host and device in each direction, excluding activations."""
-        return link_traffic(self.events, self.layout, self.resolved_schedule, update_on_device=self.updates_on_device)
 
     @cached_property
     def seconds(self) -> Seconds:
@@ -282,31 +281,44 @@ class Estimate:
             batch_tokens: Tokens per step, summed over all ranks.
             without: Resources that are assumed to take no time, named as in `Seconds`.
         """
+        key = batch_tokens, without
+        if key not in self._step_seconds:
+            bandwidth, resources, activations, computation = self._loads(batch_tokens, *without)
+            self._step_seconds[key] = self.simulation.seconds(
+                bandwidth=bandwidth, computation=computation, resources=resources, activations=activations
+            )
+        return self._step_seconds[key]
+
+    @cached_property
+    def _step_seconds(self) -> dict[tuple[int, tuple[str, ...]], float]:
+        return {}
+
+    def _least_seconds(self, batch_tokens: int) -> float:
+        """Return a lower bound of `step_seconds`, without a simulation."""
+        bandwidth, resources, activations, _ = self._loads(batch_tokens)
+        return self.simulation.least_seconds(bandwidth=bandwidth, resources=resources, activations=activations)
+
+    def _loads(self, batch_tokens: int, *without: str) -> tuple[float, OtherResources, float, float]:
+        """Return the bandwidth, the other resources, the bytes of activations and the computation time of a step."""
         work = replace(self.workload, batch_tokens=batch_tokens)
         activations = _activations(self.model, work, self.settings, self.budget)
         traffic = self._traffic(activations)
         busy = self._busy(work, activations) | dict.fromkeys(without, 0.0)
         hash_rate = self.machine.hash_rate if busy["hashing"] else 0.0
         read, changed = self._update_copies if busy["updates"] else (0.0, 0.0)
-        return predict_seconds(
-            self.plan,
-            self.layout,
-            bandwidth=_UNLIMITED_BANDWIDTH if "drives" in without else self._bandwidth(traffic),
-            computation=busy["computation"] + busy["collectives"] + busy["fixed"],
-            resources=OtherResources(
-                updates=0.0 if self.updates_on_device else busy["updates"],
-                weights=busy["weights"],
-                gradients=busy["gradients"],
-                read=read,
-                changed=changed,
-                verifying=traffic.read_bytes / hash_rate if hash_rate else 0.0,
-                hashing=traffic.written_bytes / hash_rate if hash_rate else 0.0,
-                interpreter=busy["interpreter"],
-                update_limit=BEHIND,
-            ),
-            activations=2 * activations.moved,
-            threaded=self.machine.threaded,
+        resources = OtherResources(
+            updates=0.0 if self.updates_on_device else busy["updates"],
+            weights=busy["weights"],
+            gradients=busy["gradients"],
+            read=read,
+            changed=changed,
+            verifying=traffic.read_bytes / hash_rate if hash_rate else 0.0,
+            hashing=traffic.written_bytes / hash_rate if hash_rate else 0.0,
+            interpreter=busy["interpreter"],
+            update_limit=BEHIND,
         )
+        bandwidth = _UNLIMITED_BANDWIDTH if "drives" in without else self._bandwidth(traffic)
+        return bandwidth, resources, 2 * activations.moved, busy["computation"] + busy["collectives"] + busy["fixed"]
 
     @property
     def _update_copies(self) -> tuple[float, float]:
@@ -346,7 +358,11 @@ class Estimate:
         return high
 
     def _is_hidden(self, batch_tokens: int) -> bool:
-        return self.step_seconds(batch_tokens) <= HIDDEN * self.step_seconds(batch_tokens, *STORAGE)
+        without = self.step_seconds(batch_tokens, *STORAGE)
+        # The lower bound saves most simulations of small batches.
+        if self._least_seconds(batch_tokens) > HIDDEN * without:
+            return False
+        return self.step_seconds(batch_tokens) <= HIDDEN * without
 
     @property
     def drive_bytes(self) -> int:
@@ -656,4 +672,6 @@ def estimate(model: ModelShape, workload: Workload, machine: Machine, settings: 
         device_bytes=device_bytes,
         updates_on_device=on_device,
         plan=plan,
+        simulation=Simulation(plan, budget.layout, threaded=machine.threaded),
+        link_traffic=link_traffic(events, budget.layout, update_schedule, update_on_device=on_device),
     )

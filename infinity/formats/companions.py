@@ -128,7 +128,7 @@ def _keep_adapters(folder: Path, model: nn.Module) -> None:
     except OSError:
         raise
     except Exception as error:  # PEFT raises various errors for adapters that it can train but not save
-        _log.warning("adapters cannot be saved for exports (%s: %s); call model.save_pretrained() during training",
+        _log.warning("this run cannot store the adapter configuration that `infinity export` needs (%s: %s); call model.save_pretrained() during training to save the adapter",
                      type(error).__name__, error)  # fmt: skip
 
 

@@ -158,6 +158,8 @@ class Cycle:
         """All pages that the step uses."""
         self.nbytes = [page.nbytes for page in layout.pages]
         """Size of every page of the layout, in bytes."""
+        self.used_bytes = sum(self.nbytes[page] for page in self.used)
+        """Total size of the pages that the step uses, in bytes."""
         self.then = [uses.places[use] for use in uses.after[:number]]
         """For each use, the position of the next use of the same page. Positions continue into the next cycle."""
         self._after = [use % number for use in uses.after[:number]]

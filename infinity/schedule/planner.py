@@ -43,14 +43,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from statistics import mean
 
 from infinity.content.format import Role
 from infinity.content.layout import Layout
 from infinity.errors import BudgetError
 from infinity.schedule.cycle import Cycle, Moves, Uses, windows, windows_of_all
-from infinity.schedule.timing import NOTHING, OtherResources, StagedComputation, Timing
+from infinity.schedule.timing import NOTHING, OtherResources, SimulatedTransfers, StagedComputation, Timing
 from infinity.schedule.trace import Access
 from infinity.units import format_setting, format_size
 
@@ -68,6 +68,8 @@ is a quarter of the cache slots.
 """
 _ABOUT = 1.02
 """Maximum ratio of the step times of two plans that count as equally fast."""
+_ROUNDING = 1e-9
+"""Relative margin of lower bounds for rounding errors."""
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
 _WRITING = 6
 """Number of streaming cache slots for each cache slot that is reserved for pages that are being written."""
@@ -230,10 +232,10 @@ def make_plan(
     timing = Timing(cycle, threaded=threaded, prefetched=prefetched)
     drafts = _drafts(cycle, cache_slots, streaming)
     least = drafts[0].moves.total_bytes
-    found: list[tuple[float, _Draft]] = []
+    found: list[_Candidate] = []
     while True:
-        found += [(_slowness(draft, timing, least), draft) for draft in drafts]
-        _, quickest = min(found, key=lambda pair: pair[0])
+        found += [_Candidate(draft, timing, least) for draft in drafts]
+        quickest = _quickest(found).draft
         tried = max(min(cache_slots // 4, _TRIED), _WIDER * quickest.streaming)
         if streaming >= min(tried, most):
             draft = _preferred(found)
@@ -414,34 +416,76 @@ def preferred(plans: Sequence[Plan], layout: Layout, *, threaded: bool) -> Plan:
 def _most_preferred(drafts: Sequence[_Draft], timings: Sequence[Timing]) -> _Draft:
     """Return the preferred candidate by the rule of `preferred`. `timings` has one item per candidate."""
     least = min(draft.moves.total_bytes for draft in drafts)
-    return _preferred([(_slowness(draft, timing, least), draft) for draft, timing in zip(drafts, timings, strict=True)])
+    return _preferred([_Candidate(draft, timing, least) for draft, timing in zip(drafts, timings, strict=True)])
 
 
-def _preferred(found: Sequence[tuple[float, _Draft]]) -> _Draft:
-    # Traffic decides between plans of similar speed, because writes wear out drives and every byte costs CPU time.
-    most = _ABOUT * min(slowness for slowness, _ in found)
-    about = [(slowness, draft) for slowness, draft in found if slowness <= most]
-    return min(about, key=lambda pair: (pair[1].moves.total_bytes, pair[0]))[1]
-
-
-def _slowness(draft: _Draft, timing: Timing, least: float) -> float:
-    """Return the mean relative step time of a candidate in four cases. Smaller is better.
+class _Candidate:
+    """A draft, with its mean relative step time in four cases, the slowness. Smaller is better.
 
     The cases differ in the computation time of a step: zero, so that only the traffic matters; the time to transfer
     `least` bytes; twice that time; and longer than all possible transfers, so that only waits matter. Step times are
     divided by reference values that are the same for all candidates.
 
-    Args:
-        draft: candidate to evaluate.
-        timing: simulation of the candidate's trace.
-        least: traffic per step of a plan with few streaming cache slots, in bytes. It serves as the unit of time.
+    Each case takes a simulation, but a comparison is often decided by a lower bound: a step takes at least as long as
+    its computation. Therefore the cases are simulated only as far as a comparison requires.
     """
-    least = max(1, least)  # avoid a division by zero if no page is transferred
-    each = 2 * sum(draft.cycle.nbytes[page] for page in draft.cycle.used)  # bytes to read and write every page once
-    works = (least, 2 * least, 2 * each)
-    found = timing.lengths(_transfers(draft, timing), works)
-    ratios = [length / work for length, work in zip(found, works, strict=True)]
-    return mean([draft.moves.total_bytes / least, *ratios])
+
+    def __init__(self, draft: _Draft, timing: Timing, least: float) -> None:
+        """Start with the bound that requires no simulation.
+
+        Args:
+            draft: candidate to evaluate.
+            timing: simulation of the candidate's trace.
+            least: traffic per step of a plan with few streaming cache slots, in bytes. It serves as the unit of time.
+        """
+        self.draft, self._timing = draft, timing
+        least = max(1, least)  # avoid a division by zero if no page is transferred
+        self._works = [least, 2 * least, 4 * draft.cycle.used_bytes]  # the last one reads and writes all pages twice
+        self._ratios = [draft.moves.total_bytes / least]
+        self._transfers: SimulatedTransfers | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether `slowness` is exact; otherwise it is a lower bound."""
+        return len(self._ratios) > len(self._works)
+
+    @property
+    def slowness(self) -> float:
+        """Slowness as far as it is known."""
+        if self.exact:
+            return mean(self._ratios)
+        unknown = len(self._works) + 1 - len(self._ratios)
+        return (sum(self._ratios) + unknown) / (len(self._works) + 1) * (1 - _ROUNDING)
+
+    def simulate(self) -> None:
+        """Simulate the next case."""
+        if self._transfers is None:
+            self._transfers = _transfers(self.draft, self._timing)
+        work = self._works[len(self._ratios) - 1]
+        (length,) = self._timing.lengths(self._transfers, [work])
+        self._ratios.append(length / work)
+
+
+def _quickest(found: Sequence[_Candidate]) -> _Candidate:
+    """Return the candidate with the smallest slowness, which is exact afterwards."""
+    while not (quickest := min(found, key=lambda candidate: (candidate.slowness, candidate.exact))).exact:
+        quickest.simulate()
+    return quickest
+
+
+def _preferred(found: Sequence[_Candidate]) -> _Draft:
+    # Traffic decides between plans of similar speed, because writes wear out drives and every byte costs CPU time.
+    most = _ABOUT * _quickest(found).slowness
+    best: _Candidate | None = None
+    for candidate in sorted(found, key=lambda candidate: candidate.draft.moves.total_bytes):
+        if best is not None and candidate.draft.moves.total_bytes > best.draft.moves.total_bytes:
+            break
+        while not candidate.exact and candidate.slowness <= most:
+            candidate.simulate()
+        if candidate.slowness <= most and (best is None or candidate.slowness < best.slowness):
+            best = candidate
+    assert best is not None
+    return best.draft
 
 
 def _moving(draft: _Draft) -> int:
@@ -449,23 +493,74 @@ def _moving(draft: _Draft) -> int:
     return draft.cache_slots - len(draft.resident) - len(draft.moves.staying)
 
 
+def _transfers(draft: _Draft, timing: Timing) -> SimulatedTransfers:
+    return timing.transfers(draft.reach, draft.moves, _moving(draft))
+
+
+class Simulation:
+    """Simulation of a plan with different speeds. All values that do not depend on speeds are computed once."""
+
+    def __init__(self, plan: Plan, layout: Layout, *, threaded: bool) -> None:
+        """Prepare the simulation.
+
+        Args:
+            plan: plan to simulate; it must not have a prefix.
+            layout: pages of this rank.
+            threaded: whether updates run on their own thread.
+        """
+        self._plan, self._layout, self._threaded = plan, layout, threaded
+
+    @cached_property
+    def _prepared(self) -> tuple[Timing, SimulatedTransfers]:
+        draft = _draft_of(self._plan, self._layout)
+        timing = Timing(draft.cycle, threaded=self._threaded, prefetched=self._plan.prefetched)
+        return timing, _transfers(draft, timing)
+
+    def lengths(self, works: Sequence[float], resources: OtherResources = NOTHING) -> list[float]:
+        """Return the duration of a steady step for each given computation time. See `Timing.lengths`.
+
+        Args:
+            works: computation times of a step, each expressed as the number of bytes that the drive transfers in that
+                time.
+            resources: other resources that take time.
+        """
+        if not self._plan.trace:  # all FSDP modules are GPU-resident
+            return list(works)
+        timing, transfers = self._prepared
+        return timing.lengths(transfers, works, resources)
+
+    def least_seconds(
+        self, *, bandwidth: float, resources: OtherResources = NOTHING, activations: float = 0.0
+    ) -> float:
+        """Return a lower bound of `seconds`, without a simulation."""
+        return max((self._plan.traffic.total_bytes + activations) / bandwidth, resources.longest)
+
+    def seconds(
+        self, *, bandwidth: float, computation: float, resources: OtherResources = NOTHING, activations: float = 0.0
+    ) -> float:
+        """Return the predicted duration of a steady step, in seconds.
+
+        Args:
+            bandwidth: bandwidth of the drives for reads and writes together, in bytes per second.
+            computation: computation time of the training thread per step, excluding waits, in seconds.
+            resources: other resources that take time, in seconds.
+            activations: bytes of activations that the drives read and write per step, in addition to the traffic of the
+                plan. They are assumed to be distributed over the step like its computation, so each transfer of the
+                plan slows down in proportion.
+        """
+        total = self._plan.traffic.total_bytes
+        least = self.least_seconds(bandwidth=bandwidth, resources=resources, activations=activations)
+        if activations:
+            bandwidth *= total / (total + activations) if total else 1.0
+        (length,) = self.lengths([computation * bandwidth], resources.times(bandwidth))
+        return max(max(length, total) / bandwidth, least)
+
+
 def lengths(
     plan: Plan, layout: Layout, works: Sequence[float], *, resources: OtherResources = NOTHING, threaded: bool
 ) -> list[float]:
-    """Return the duration of a steady step for each given computation time. See `Timing.lengths`.
-
-    Args:
-        plan: plan to simulate; it must not have a prefix.
-        layout: pages of this rank.
-        works: computation times of a step, each expressed as the number of bytes that the drive transfers in that time.
-        resources: other resources that take time.
-        threaded: whether updates run on their own thread.
-    """
-    if not plan.trace:  # all FSDP modules are GPU-resident
-        return list(works)
-    draft = _draft_of(plan, layout)
-    timing = Timing(draft.cycle, threaded=threaded, prefetched=plan.prefetched)
-    return timing.lengths(draft.reach, draft.moves, _moving(draft), works, resources)
+    """Return the result of `Simulation.lengths` for one plan."""
+    return Simulation(plan, layout, threaded=threaded).lengths(works, resources)
 
 
 def predict_seconds(
@@ -478,29 +573,10 @@ def predict_seconds(
     activations: float = 0.0,
     threaded: bool,
 ) -> float:
-    """Return the predicted duration of a steady step, in seconds.
-
-    Args:
-        plan: plan to simulate; it must not have a prefix.
-        layout: pages of this rank.
-        bandwidth: bandwidth of the drives for reads and writes together, in bytes per second.
-        computation: computation time of the training thread per step, excluding waits, in seconds.
-        resources: other resources that take time, in seconds.
-        activations: bytes of activations that the drives read and write per step, in addition to the traffic of the
-            plan. They are assumed to be distributed over the step like its computation, so each transfer of the plan
-            slows down in proportion.
-        threaded: whether updates run on their own thread.
-    """
-    total = plan.traffic.total_bytes
-    if activations:
-        least = (total + activations) / bandwidth
-        bandwidth *= total / (total + activations) if total else 1.0
-    else:
-        least = 0.0
-    (length,) = lengths(
-        plan, layout, [computation * bandwidth], resources=resources.times(bandwidth), threaded=threaded
+    """Return the result of `Simulation.seconds` for one plan."""
+    return Simulation(plan, layout, threaded=threaded).seconds(
+        bandwidth=bandwidth, computation=computation, resources=resources, activations=activations
     )
-    return max(max(length, total) / bandwidth, least, resources.longest)
 
 
 def prepend(prefix: Sequence[Access], plan: Plan, layout: Layout) -> Plan:

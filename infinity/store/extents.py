@@ -322,10 +322,10 @@ class ExtentAllocator:
             self._freed.notify_all()
 
     def drain(self, classes: Sequence[SlotClass]) -> bool:
-        """If all slots are free, remove them. Return whether they were.
+        """Remove all slots if all of them are free. Return whether they were removed.
 
         Args:
-            classes: all existing slots.
+            classes: all existing slot classes.
         """
         with self._freed:
             if sum(map(len, self._free.values())) < sum(item.count for item in classes):

@@ -273,7 +273,13 @@ class Ledger:
         return _Stretch(self, phase, "", phase, what)
 
     def part(self, part: str, what: str = "", *, name: str = "") -> AbstractContextManager[None]:
-        """Return a context manager that enters a part. The timeline shows it as `name`, which defaults to `part`."""
+        """Return a context manager that accounts the time spent in its block to `part`.
+
+        Args:
+            part: part of the step, e.g. ``copy``.
+            what: label of the span in the timeline, e.g. the FSDP module.
+            name: name of the span in the timeline; `part` by default.
+        """
         return _Stretch(self, "", part, name or part, what)
 
     def _switch(self, phase: str, part: str) -> None:

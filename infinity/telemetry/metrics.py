@@ -83,6 +83,7 @@ _CAUSE = Label(name="cause", values=CAUSES)
 _PART = Label(name="part", values=PARTS)
 _DEVICE = Label(name="device")
 _RUN = Label(name="run")
+_NAME = Label(name="name")
 _COLLECTOR = Label(name="collector", values=COLLECTORS)
 
 _REQUEST_BUCKETS = (
@@ -343,6 +344,13 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Stats files by status: the rank is running (`live`), has ended normally (`ended`) or died (`dead`), or the "
         "file is unreadable (`broken`).",
         Label(name="status", values=STATS_FILE_STATUSES),
+    ),
+    _daemon(
+        "daemon_dead_ranks",
+        "gauge",
+        "Ranks of a run that died on this node, until the run is resumed or removed.",
+        _RUN,
+        _NAME,
     ),
     _daemon("daemon_collector_success", "gauge", "1 if the collector's last run succeeded, 0 otherwise.", _COLLECTOR),
     _daemon(

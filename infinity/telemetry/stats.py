@@ -34,6 +34,7 @@ from infinity.telemetry.stats_file import (
     process_start,
     read_stats_file,
     remove_stats_file,
+    run_exists,
     stats_file_name,
 )
 from infinity.untrusted_files import own_folder
@@ -263,12 +264,15 @@ def _new_file(folder: Path, name: str, head: bytes, size: int) -> tuple[int, mma
 def _remove_closed(folder: Path, run_id: str) -> None:
     """Remove the stats files of ranks that finished or died long ago, in case no daemon does.
 
-    Files of the current run are kept, because its ranks replace them when they start.
+    Files of the current run are kept, because its ranks replace them when they start. Files of dead ranks are kept
+    until their run is resumed or removed, because they record that the run has failed.
     """
     for file in find_stats_files(folder):
         with contextlib.suppress(OSError, StatsFileError):
             about, snapshot = file.stat(follow_symlinks=False), read_stats_file(file)
             stepped = snapshot.value("step_last_completed_timestamp_seconds")
             last = snapshot.values[CLOSED_CELL] if snapshot.status == "ended" else max(about.st_mtime, stepped)
-            if not snapshot.alive and time.time() - last >= KEEP_CLOSED_SECONDS and snapshot.header.run_id != run_id:
+            if snapshot.alive or time.time() - last < KEEP_CLOSED_SECONDS or snapshot.header.run_id == run_id:
+                continue
+            if snapshot.status == "ended" or not run_exists(snapshot.header):
                 remove_stats_file(file, about)

@@ -60,7 +60,8 @@ class StatsHeader:
     `started` is the Unix time at which the file was created. `process_started` (clock ticks since boot) and
     `pid_namespace` (an inode number) distinguish the rank from a later process with the same PID; 0 means unknown.
     `devices` holds the values of the ``device`` label. `info` maps names to texts: ``version``, ``torch_version``,
-    ``io_engine``, ``paths`` (a JSON list of the configured paths, in the order of `devices`) and ``weight``.
+    ``io_engine``, ``paths`` (a JSON list of the configured paths, in the order of `devices`), ``weight``, ``name`` and
+    ``user``.
     """
 
     run_id: str
@@ -85,6 +86,11 @@ class StatsHeader:
         if not isinstance(found, list) or not all(isinstance(path, str) and path.isprintable() for path in found):
             return ()
         return tuple(found[:MAX_DEVICES])
+
+    @property
+    def name(self) -> str:
+        """Name of the run (`run.name`); the run id if it was not recorded."""
+        return self.info.get("name") or self.run_id
 
     @property
     def weight(self) -> float:
@@ -302,6 +308,11 @@ def find_stats_files(folder: str | os.PathLike[str]) -> list[Path]:
         return sorted(path for path in Path(folder).iterdir() if _is_stats_file(path.name))
     except OSError:
         return []
+
+
+def run_exists(header: StatsHeader) -> bool:
+    """Return ``True`` if a folder of the rank's run still exists. May block if a drive does not respond."""
+    return any(os.path.lexists(os.path.join(path, header.run_id)) for path in header.paths)
 
 
 def remove_stats_file(path: Path, about: os.stat_result) -> bool:

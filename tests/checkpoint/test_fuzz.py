@@ -369,10 +369,10 @@ FORGED_MANIFESTS = {
     "different run": (_set("run_id", to="20260101-000000-000000"), "20260101-000000-000000"),
     "different format": (_set("format", to=1), r"has format 1\b.*\b2\b"),
     "boolean format": (_set("format", to=True), "has format True"),
-    "unknown path": (_set("pages", "0", 0, to=1), "page 0 cannot be .* of path 1"),
+    "unknown path": (_set("pages", "0", 0, to=1), r"page 0 .*\bpath 1\b"),
     "unaligned offset": (_set("pages", "0", 1, to=512), r"pages\.0\.1 = 512 is not a multiple of 4096"),
     "different length": (_set("pages", "0", 2, to=4096), "its pages .*layout"),
-    "beyond the end": (_set("pages", "0", 1, to=1 << 40), "names .* bytes of .*rank00000.pages, which has"),
+    "beyond the end": (_set("pages", "0", 1, to=1 << 40), r"\b10995\d{8,} bytes of .*rank00000\.pages"),
     "overlapping pages": (_overlap, "two pages share the bytes"),
     "duplicate page": (
         lambda body: body["pages"].update({"00": body["pages"]["0"]}),
@@ -488,7 +488,7 @@ def test_missing_or_short_data_file_is_rejected(size: int | None, stored: Stored
         if size is not None:
             data.write_bytes(bytes(size))
         for use in (export, read_for_resume):
-            with pytest.raises(CheckpointError, match=rf"rank00000.pages, which has {size or 0}"):
+            with pytest.raises(CheckpointError, match=rf"rank00000\.pages, .*\b{size or 0}$"):
                 use(stored)
     finally:
         kept.replace(data)

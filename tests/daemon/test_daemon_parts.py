@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import json
 import os
+import re
 import threading
 import time
 
@@ -22,6 +23,7 @@ from infinity_daemon.collect_ranks import RanksCollector
 from infinity_daemon.collection import Collection
 from infinity_daemon.drive_wear import WearWatch
 from infinity_daemon.reservations import Owner, Reservations
+from infinity_daemon.run_log import RunLog
 from infinity_daemon.server import SocketServer
 from infinity_daemon.stats_files import StatsFiles
 
@@ -313,10 +315,81 @@ def test_only_stats_files_of_dead_ranks_are_removed(tmp_path, monkeypatch):
     (tmp_path / ".run.rank2.stats.123").write_text("left by a killed rank")
     with monkeypatch.context() as patch:
         patch.setattr(stats_file, "process_start", lambda pid: 0)
-        StatsFiles(tmp_path, 0, 60).scan()
+        stats_files = StatsFiles(tmp_path, 0, 60)
+        stats_files.scan()
+        stats_files.remove_expired()
     assert os.listdir(tmp_path) == [live.path.name]
     assert [snapshot.status for snapshot in StatsFiles(tmp_path, 0, 0).scan().snapshots] == ["live"]
     live.close()
+
+
+def test_a_dead_rank_is_reported_until_its_run_is_resumed_or_removed(tmp_path, monkeypatch):
+    """Its other metrics expire, and neither the daemon nor a starting rank removes its stats file."""
+    runtime, drive = tmp_path / "runtime", tmp_path / "drive"
+    runtime.mkdir()
+
+    def start(run_id, name="tiny"):
+        (drive / run_id).mkdir(parents=True, exist_ok=True)
+        info = {"paths": json.dumps([str(drive)]), "name": name}
+        return Stats.create(runtime, run_id=run_id, rank=0, local_rank=0, world_size=1, devices=["nvme0"], info=info)
+
+    def kill(stats):
+        fcntl.flock(stats._file, fcntl.LOCK_UN)  # as the operating system does when a process ends
+
+    # As in a different container, only locks tell which ranks are live.
+    monkeypatch.setattr("infinity.telemetry.stats.pid_namespace", lambda: 0)
+    monkeypatch.setattr("infinity.telemetry.stats.KEEP_CLOSED_SECONDS", 0)
+    kill(start("first"))
+    kill(start("second"))
+    stats_files = StatsFiles(runtime, 0, 0)
+    _, text = scrape(RanksCollector(stats_files))
+
+    def dead():
+        stats_files.remove_expired()
+        start("other").close(keep=False)
+        return re.findall(r'infinity_daemon_dead_ranks{name="tiny",run="(.*)"} 1.0', text())
+
+    assert dead() == ["first", "second"]
+    assert dead() == ["first", "second"]
+    assert "infinity_steps_total{" not in text()
+    assert 'infinity_daemon_ranks{status="dead"} 2.0' in text()
+    resumed = start("first")
+    assert dead() == ["second"]
+    (drive / "second").rmdir()
+    assert dead() == []
+    assert os.listdir(runtime) == [resumed.path.name]
+    resumed.close()
+
+
+def test_starts_ends_and_deaths_of_runs_are_logged(tmp_path, monkeypatch, caplog):
+    """The first reading logs the runs that it finds, and later ones only changes."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr("infinity.telemetry.stats.pid_namespace", lambda: 0)
+    log, stats_files = RunLog(), StatsFiles(tmp_path, 900, 120)
+
+    def logged():
+        caplog.clear()
+        log.observe(stats_files.scan().snapshots)
+        log.observe(stats_files.scan().snapshots)
+        return [(record.levelname, record.message.replace(f"={os.getpid()}", "=PID")) for record in caplog.records]
+
+    first = make(tmp_path, 0, "first")
+    assert logged() == [("INFO", "run.found run=first name=first status=live world_size=8 steps=0")]
+    second, third, peer = make(tmp_path, 0, "second"), make(tmp_path, 0, "third"), make(tmp_path, 1, "third")
+    assert logged() == [("INFO", f"run.started run={run} name={run} world_size=8") for run in ("second", "third")]
+    first.counter("steps_total").add(7)
+    first.close()
+    second.close(keep=False)
+    fcntl.flock(third._file, fcntl.LOCK_UN)
+    assert logged() == [
+        ("INFO", "run.ended run=first name=first world_size=8 steps=7"),
+        ("WARNING", "run.died run=third name=third world_size=8 steps=0 dead_ranks=0 dead_pids=PID"),
+        ("INFO", "run.ended run=second steps=0"),
+    ]
+    resumed = make(tmp_path, 0, "third")
+    assert logged() == [("INFO", "run.started run=third name=third world_size=8")]
+    for stats in (resumed, peer):
+        stats.close()
 
 
 # Connections

@@ -14,7 +14,7 @@ from infinity.content.layout import Layout
 from infinity.schedule.planner import Plan, lengths, make_plan, predict_seconds, preferred
 from infinity.schedule.schedule_choice import choose_plan
 from infinity.schedule.tier import SLOTS, fsdp_module_bytes
-from infinity.schedule.timing import BACKWARD, Clockwork, OtherResources, computation, staged_computation, updating
+from infinity.schedule.timing import BACKWARD, OtherResources, computation, simulate, staged_computation, updating
 from infinity.schedule.trace import Access
 from infinity.schedule.update_schedule import UpdateSchedule, expand
 from support.layouts import transformer, transformer_step
@@ -112,17 +112,16 @@ def test_cache_slots_for_one_fsdp_module_keep_the_drive_busy(threaded: bool) -> 
     assert preferred([narrow, wide], layout, threaded=threaded) is wide
 
 
+TRAINING_ACCESS = (0, 0, 1, 0, [True], 0.0, [PAGE])
+"""Access of the training thread that reads one page and modifies it."""
+
+
 def test_drive_transfers_pages_one_at_a_time() -> None:
-    """A read without a free cache slot waits for a page that is being written."""
-    clockwork = Clockwork([PAGE], 1)
-    clockwork.wanted = 2
-    clockwork.advance(0.0)
-    assert clockwork.enter([True], 0.0) == PAGE
-    clockwork.advance(3.0 * PAGE)
-    clockwork.leave([PAGE])
-    assert clockwork.enter([True], 3.0 * PAGE) == 5.0 * PAGE
-    clockwork.leave([0])
-    assert clockwork.enter([False], 7.0) == 7.0
+    """A read without a free cache slot waits for the page that is being written."""
+    assert simulate([TRAINING_ACCESS], [PAGE], 1, [0.0], [()]) == 2 * PAGE
+    assert simulate([TRAINING_ACCESS], [PAGE], 1, [5.0 * PAGE], [()]) == 7 * PAGE
+    unmodified = (*TRAINING_ACCESS[:-1], [0])
+    assert simulate([unmodified], [PAGE], 1, [0.0], [()]) == PAGE
 
 
 def test_equally_fast_plans_are_compared_by_bytes() -> None:
@@ -365,14 +364,10 @@ def test_python_time_counts_on_the_thread_that_needs_pages() -> None:
 
 def test_verification_delays_reads_and_hashing_delays_free_slots() -> None:
     """Checksums run one after the other while the drive continues."""
-    clockwork = Clockwork([PAGE], 2, verifying=2.0, hashing=3.0)
-    clockwork.wanted = 2
-    clockwork.advance(0.0)
-    assert clockwork.enter([True], 0.0) == 3 * PAGE
-    assert clockwork.enter([True], 0.0) == 5 * PAGE
-    clockwork.advance(5 * PAGE)
-    clockwork.leave([PAGE])
-    assert clockwork.enter([False], 0.0) == 8 * PAGE
+    two = [(0, 0, 1, 0, [True], 0.0, [0]), (0, 0, 2, 1, [True], 0.0, [0])]
+    assert simulate(two, [PAGE, PAGE], 2, [0.0, 0.0], [(), ()], verifying=2.0) == 4 * PAGE
+    # Read and verified at 3, hashed at 6; then the slot is free for a read that is verified 3 later.
+    assert simulate([TRAINING_ACCESS], [PAGE], 1, [0.0], [()], verifying=2.0, hashing=3.0) == 6 * PAGE
 
 
 def test_checksums_slower_than_the_drive_determine_the_step_time() -> None:

@@ -109,8 +109,8 @@ def train(
     eval_split: Annotated[
         str,
         typer.Option(
-            help="Dataset split to evaluate on, from --eval-data or else from --data. [default: validation, "
-            "test, eval or the only split of --eval-data]",
+            help="Dataset split to evaluate on, from --eval-data or else from --data. [default: the "
+            "first of validation, test and eval that exists, or the only split of --eval-data]",
             rich_help_panel=_DATA,
             show_default=False,
         ),
@@ -160,7 +160,7 @@ def train(
         int | None,
         typer.Option(
             callback=setting("run.seed"),
-            help="Random seed of the initialization and the batches. [default: 0]",
+            help="Random seed for initialization and batch order. [default: 0]",
             rich_help_panel=_DATA,
         ),
     ] = None,

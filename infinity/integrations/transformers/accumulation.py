@@ -92,7 +92,7 @@ def accumulation_of(trainer: Any, wanted: bool | None) -> Accumulation | None:
             reason = str(error)
         else:
             if trainer.args.activation_checkpointing:
-                _log.info("activations are recomputed slice by slice; the Trainer's own checkpointing is disabled")
+                _log.info("activations are recomputed slice by slice; the Trainer's gradient checkpointing is disabled")
                 trainer.args.activation_checkpointing = trainer.args.gradient_checkpointing = False
             return accumulation
     if wanted:

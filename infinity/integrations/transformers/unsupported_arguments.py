@@ -56,8 +56,8 @@ UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "optim",
         lambda trainer: trainer.optimizer is None and str(trainer.args.optim.value).startswith(_WHOLE),
-        "it runs updates in backward itself, needs full matrices, or stores its state in its own tensor type, so it "
-        'cannot update page by page; use adamw_torch_fused, and set state.format = "8bit" to reduce the state',
+        "it runs updates in backward, needs full matrices, or has its own tensor type, so it cannot update page by "
+        'page; use adamw_torch_fused, and state.format = "8bit" for a smaller state',
     ),
     (
         "enable_jit_checkpoint",

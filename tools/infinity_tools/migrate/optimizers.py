@@ -64,7 +64,7 @@ BY_HAND = {
     "muon": (
         "infinity.offload(model, [torch.optim.Muon(matrices, ...), torch.optim.AdamW(rest, ...)], ...)",
         "DeepSpeed uses Muon for matrices whose names contain neither embed nor lm_head; select them in your code "
-        '(examples/muon.py). adjust_lr_fn="original" gives the same scale; torch implements ns_method "standard"',
+        '(examples/muon.py). Pass adjust_lr_fn="original"; torch implements ns_method "standard"',
     ),
 }
 """Supported optimizers that require code that cannot be derived from the configuration: the code and the reason."""

@@ -84,8 +84,8 @@ def measure(
     need = (whole.root.numel + _LAYERS[-1] * max(layer.numel for layer in whole.layers)) * _BYTES_EACH
     if need > available_memory():
         raise ConfigError(
-            f"measuring three layers of {source.name} takes about {format_size(need)} of memory, but only "
-            f"{format_size(available_memory())} are available; pass --gpu, or --tflops for this processor"
+            f"measuring three layers of {source.name} requires about {format_size(need)} of memory, but only "
+            f"{format_size(available_memory())} is available; pass --gpu, or --tflops for this processor"
         )
     found, threads = [], torch.get_num_threads()
     torch.set_num_threads(max(1, threads // ranks))

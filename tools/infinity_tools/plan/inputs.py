@@ -365,11 +365,11 @@ def assumptions_of(found: Estimate, asked: Asked, sources: Mapping[str, str]) ->
     if not found.updates_on_device:
         updates = f"updates take {update}"
     elif found.settings.update.device == "auto":
-        updates = f"updates run on the GPU, because copying state there is faster than updating on the CPU ({update})"
+        updates = f"updates run on the GPU, which is estimated to be faster than updates on the CPU ({update})"
     else:
         updates = "updates run on the GPU (update.device)"
     lines = [
-        f"drives per node: {_giga(drives.read)}B/s read, {_giga(drives.write)}B/s write, {mixed} "
+        f"NVMe bandwidth per node: {_giga(drives.read)}B/s read, {_giga(drives.write)}B/s write, {mixed} "
         f"({sources.get('drives', 'from --nvme-bandwidth')})",
         f"computation: {format_number(device.flops / 1e12)} TFLOP/s achieved per rank on {device.name} "
         f"({sources.get('computation') or _how_fast(asked)})",
