@@ -66,7 +66,7 @@ class DrivesConfig:
     paths: tuple[str, ...] = setting(
         (),
         "Folders on NVMe drives, usually the same as `storage.paths` of runs. The daemon reports and measures their "
-        "drives, and searches the folders for stale runs. It also reports drives used by live ranks.",
+        "drives, and searches the folders and up to three levels of subfolders for stale runs. It also reports drives used by live ranks.",
     )
     endurance: Mapping[str, int] = setting(
         {},
@@ -108,7 +108,7 @@ class MeasureConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StaleConfig:
-    """Runs in `drives.paths` without a live process. By default, they are reported but never removed."""
+    """Interrupted runs in `drives.paths` and their subfolders. By default, they are reported but never removed."""
 
     remove_after_seconds: int = setting(
         0, "Remove a stale run without a checkpoint if it has not changed for this time. 0: never."
@@ -181,7 +181,7 @@ def load_daemon_config(source: str | os.PathLike[str] | None, given: Mapping[str
     config = _SETTINGS.with_values(_SETTINGS.load(source), given)
     if 0 < (grace := config.stale.remove_checkpointed_after_seconds) < _DAY:
         raise ConfigError(
-            f"stale.remove_checkpointed_after_seconds = {grace} would soon delete the checkpoints of a finished run; "
+            f"stale.remove_checkpointed_after_seconds = {grace} would soon delete checkpoints that could be resumed; "
             f"set it to at least {_DAY} (one day), or to 0 to keep them"
         )
     for name, paths in (("paths", config.drives.paths), ("endurance", config.drives.endurance)):

@@ -1,4 +1,7 @@
-"""Detection and optional removal of stale runs, which are runs without a live process.
+"""Detection and optional removal of stale runs.
+
+A run is stale if no live process uses it and it was interrupted. A run that was closed after a checkpoint has finished,
+and is not stale.
 
 [Note: removal of stale runs] A run without a checkpoint cannot be resumed, so removing it loses nothing. A run with a
 checkpoint may be all that is left of a training run, and only its user knows whether it is still needed. The two kinds
@@ -9,10 +12,12 @@ and never removed, if one of its folders is not among the daemon's paths or if i
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import stat
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,8 +26,8 @@ from typing import Final
 
 from infinity.errors import ConfigError, FolderBusyError
 from infinity.io.block_devices import locate
-from infinity.store.folder import RunFolder, holder_of, no_starts
-from infinity.store.marker import FoundRun, look_for_runs
+from infinity.store.folder import RESERVED_SUFFIX, RunFolder, holder_of, no_starts
+from infinity.store.marker import FoundRun, is_run_id, look_for_runs
 from infinity_daemon.daemon_config import StaleConfig
 from infinity_daemon.log import event
 
@@ -30,11 +35,15 @@ LOOK_SECONDS: Final = 60.0
 """Interval between two searches for stale runs."""
 _SURE_SECONDS: Final = 600.0
 """Minimum time for which the daemon must have observed that a run is unused, because file times depend on the clock."""
+_MOST_LEVELS: Final = 3
+"""Number of levels of subfolders that are searched."""
+_MOST_ENTRIES: Final = 20_000
+"""Maximum number of files and folders to look at per path, so that a search of a folder with a data set is quick."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StaleRun:
-    """Run that no process uses."""
+    """Interrupted run that no process uses."""
 
     run_id: str
     roots: tuple[Path, ...]
@@ -52,7 +61,7 @@ class StaleRun:
 
 
 class StaleRuns:
-    """Stale runs in `paths`. One thread calls `look`; other threads may read `found` and `drives`.
+    """Stale runs in `paths` and their subfolders. One thread calls `look`; other threads may read `found` and `drives`.
 
     `settings` and `paths` are replaced when the settings are reloaded.
     """
@@ -105,10 +114,41 @@ class StaleRuns:
 
 def _stale(drives: Mapping[str, str]) -> Iterator[StaleRun]:
     """Yield the stale runs in some folders. `drives` maps each folder to the name of its drive."""
-    for run in look_for_runs([path for path in drives if os.access(path, os.R_OK | os.X_OK)])[0]:
+    folders = {folder: drive for path, drive in drives.items() for folder in _with_runs(path)}
+    for run in look_for_runs(list(folders))[0]:
         with suppress(OSError, ConfigError):  # the run has been removed, or its locks cannot be read
-            if holder_of(RunFolder(run.run_id, run.in_order)) is None:
-                yield _described(run, drives)
+            if not _is_finished(run) and holder_of(RunFolder(run.run_id, run.in_order)) is None:
+                yield _described(run, folders)
+
+
+def _with_runs(path: str) -> Iterator[str]:
+    """Yield the folders that contain runs: `path` and its subfolders on the same file system, without links."""
+    left = _MOST_ENTRIES
+    places = deque([(path, 0)])  # breadth first, so that folders near `path` are found in any case
+    while places and left > 0:
+        place, level = places.popleft()
+        with suppress(OSError), os.scandir(place) as listing:  # an error is raised for another user's folder
+            entries = list(itertools.islice(listing, left))
+            left -= len(entries)
+            if os.access(place, os.R_OK | os.X_OK) and any(is_run_id(entry.name) for entry in entries):
+                yield place
+            if level < _MOST_LEVELS:
+                device = os.stat(place).st_dev
+                places += [
+                    (entry.path, level + 1)
+                    for entry in entries
+                    if entry.is_dir(follow_symlinks=False)
+                    and not is_run_id(entry.name)
+                    and entry.stat(follow_symlinks=False).st_dev == device
+                ]
+
+
+def _is_finished(run: FoundRun) -> bool:
+    """Return ``True`` if a run was closed and has a checkpoint. Only an interrupted run has reserved space."""
+    if 0 not in run.roots:
+        return False
+    checkpoints = run.roots[0] / "checkpoints"
+    return _may_have_checkpoints(checkpoints) and not any(checkpoints.glob(f"*{RESERVED_SUFFIX}"))
 
 
 def _described(run: FoundRun, drives: Mapping[str, str]) -> StaleRun:

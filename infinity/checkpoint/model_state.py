@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load, save
 from torch import nn
 
+from infinity import torch_private
+from infinity.checkpoint.module_state import assign, packed_state
 from infinity.errors import CheckpointError, UnsupportedError
 
 _BUFFER, _TORCH, _CUDA, _NUMPY = "buffer.", "random.torch", "random.cuda.", "random.numpy"
@@ -21,25 +23,32 @@ _BUFFER, _TORCH, _CUDA, _NUMPY = "buffer.", "random.torch", "random.cuda.", "ran
 class ResumedState:
     """Training state outside the pages.
 
-    `scalars` contains the scalar optimizer states by shard, `extra` the user data, and `own` the persistent attributes
-    of the optimizer object.
+    `scalars` contains the scalar optimizer states by shard, `extra` the user data, `own` the persistent attributes of
+    the optimizer object, and `modules` the result of `saved_state`, or None if the source has no such state.
     """
 
     step: int
     scalars: dict[int, dict[str, Any]]
     extra: dict[str, Any]
     own: dict[str, Any] = field(default_factory=dict)
+    modules: dict[str, Any] | None = None
 
 
-def save_tensors(model: nn.Module) -> bytes:
-    """Return the model's buffers and the random states of torch and NumPy as safetensors data."""
+def save_tensors(model: nn.Module, outermost: nn.Module) -> bytes:
+    """Return the state of modules and of the random generators of torch and NumPy as safetensors data.
+
+    Args:
+        model: Sharded model, whose buffers are saved.
+        outermost: Module that contains `model`, or `model` itself. See `module_state`.
+    """
     tensors = {_BUFFER + name: buffer.detach().cpu().contiguous() for name, buffer in _named_buffers(model)}
     tensors[_TORCH] = torch.get_rng_state()
     if torch.cuda.is_available():
         for index, state in enumerate(torch.cuda.get_rng_state_all()):
             tensors[f"{_CUDA}{index}"] = state
     tensors[_NUMPY] = torch.from_numpy(_numpy_state()[1].astype(np.int64))
-    return bytes(save({name: tensor.clone() for name, tensor in tensors.items()}))
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    return bytes(save(tensors | packed_state(outermost, model)))
 
 
 def _named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -75,10 +84,14 @@ def check_buffers(model: nn.Module) -> None:
 def load_buffers(data: bytes, model: nn.Module, persistent: Collection[str]) -> None:
     """Restore the buffers in the data that `save_tensors` returned. Raises the same exceptions as `saved_buffers`."""
     saved = saved_buffers(data, model, persistent)
-    with torch.no_grad():
-        for name, buffer in _named_buffers(model):
-            if name in saved:
-                buffer.copy_(saved[name])
+    for name, buffer in _named_buffers(model):
+        if name in saved:
+            try:
+                assign(buffer, saved[name])
+            except RuntimeError as error:
+                raise CheckpointError(
+                    f"buffer {name} cannot be restored from its value in the checkpoint: {error}"
+                ) from error
 
 
 def saved_buffers(data: bytes, model: nn.Module, persistent: Collection[str]) -> dict[str, torch.Tensor]:
@@ -94,8 +107,9 @@ def saved_buffers(data: bytes, model: nn.Module, persistent: Collection[str]) ->
 
     Raises:
         ValueError: if the data are malformed.
-        CheckpointError: if a persistent buffer is missing or has a different shape.
+        CheckpointError: if the model has other persistent buffers, or one has a different shape.
     """
+    check_persistent(model, persistent)
     tensors = load_tensors(data)
     found = {}
     for name, buffer in _named_buffers(model):
@@ -109,6 +123,25 @@ def saved_buffers(data: bytes, model: nn.Module, persistent: Collection[str]) ->
                 "the same model as for the checkpoint."
             )
     return found
+
+
+def check_persistent(model: nn.Module, names: Collection[str]) -> None:
+    """Check that a model has the persistent buffers that a checkpoint describes.
+
+    Args:
+        model: Sharded model.
+        names: Names of the persistent buffers in the checkpoint.
+
+    Raises:
+        CheckpointError: if the names differ. The message contains one of them.
+    """
+    here = torch_private.persistent_buffers(model)
+    if different := sorted(set(here) ^ set(names)):
+        place, other = ("model", "checkpoint") if different[0] in here else ("checkpoint", "model")
+        raise CheckpointError(
+            f"the {place} has the persistent buffer {different[0]}, but the {other} does not. Register persistent "
+            "buffers before infinity.offload, and build the same model as for the checkpoint."
+        )
 
 
 def saved_buffer(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:

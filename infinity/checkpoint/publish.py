@@ -33,6 +33,7 @@ from infinity.checkpoint.description import RunDescription
 from infinity.checkpoint.durable import write_durably
 from infinity.checkpoint.manifest import CheckpointName, Manifest
 from infinity.checkpoint.model_state import ResumedState
+from infinity.checkpoint.module_state import load_state, saved_state
 from infinity.checkpoint.reserved_space import CheckpointSpace
 from infinity.content.format import Role
 from infinity.content.layout import Layout
@@ -94,6 +95,8 @@ class CheckpointWriter:
         """Identity of the last checkpoint that was attempted or published. The next identity must be greater."""
         self._not_flushed: list[Mapping[int, Version]] = []
         """Page versions of checkpoints that are not retained but whose files may exist. [Note: withdrawing]"""
+        self._read_back = False
+        """``True`` once the state of modules has been restored from the data of a checkpoint."""
 
     def reserve(self) -> None:
         """Reserve space for the files of future checkpoints. Raises `BudgetError` or `StorageError`."""
@@ -112,6 +115,7 @@ class CheckpointWriter:
         self,
         step: int,
         model: nn.Module,
+        outermost: nn.Module,
         scalars: Mapping[int, Mapping[str, Any]],
         groups: list[dict[str, Any]],
         extra: dict[str, Any],
@@ -122,7 +126,8 @@ class CheckpointWriter:
 
         Args:
             step: Number of completed optimizer steps.
-            model: Model whose buffers are saved.
+            model: Sharded model.
+            outermost: Module that contains `model`, or `model` itself.
             scalars: Scalar optimizer states, by shard index.
             groups: Parameter groups of the optimizer.
             extra: User data to save with the checkpoint.
@@ -130,7 +135,8 @@ class CheckpointWriter:
             prefer: Steps of earlier checkpoints to retain in preference to newer ones.
 
         Raises:
-            CheckpointError: if a value cannot be saved as plain data.
+            CheckpointError: if a value cannot be saved, or if the state of a module cannot be restored from the first
+                checkpoint.
             StorageError: if a drive fails.
             InfinityError: if the checkpoint failed on another rank, or if another rank was lost.
 
@@ -145,7 +151,13 @@ class CheckpointWriter:
         self._not_flushed.append(versions)
 
         def write() -> None:
-            data = model_state.save_tensors(model)
+            model_state.check_persistent(model, self._described.buffers)
+            data = model_state.save_tensors(model, outermost)
+            if not self._read_back:
+                # A value that cannot be restored would otherwise be noticed only when the run resumes.
+                model_state.load_buffers(data, model, self._described.buffers)
+                load_state(saved_state(model_state.load_tensors(data)), outermost, model)
+                self._read_back = True
             manifest = Manifest(
                 run_id=self._folder.run_id,
                 step=step,
@@ -423,7 +435,7 @@ def restore(
     *,
     random: bool = True,
 ) -> ResumedState:
-    """Restore buffers and group settings and return the remaining state.
+    """Restore buffers and group settings, and return the remaining state.
 
     Args:
         found: Manifest of the checkpoint.
@@ -439,9 +451,14 @@ def restore(
     data = files.read_state_file(folder.checkpoints, found)
     with files.using(folder.checkpoints / found.state_file):
         model_state.load_buffers(data, model, found.description.buffers)
+        modules = saved_state(model_state.load_tensors(data))
         if random:
             model_state.load_random(found.random, data)
     model_state.load_groups(found.groups, groups, held)
     return ResumedState(
-        found.step, model_state.load_scalars(found.scalars), found.extra, model_state.load_settings(found.own)
+        found.step,
+        model_state.load_scalars(found.scalars),
+        found.extra,
+        model_state.load_settings(found.own),
+        modules,
     )

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from infinity.checkpoint.description import RunDescription
+from infinity.checkpoint.module_state import packed_state
 from infinity.content.format import Role
 from infinity.store.folder import reserve
 from infinity.units import KIB, align_up
@@ -28,8 +29,17 @@ _EXTRA = 64 * KIB  # allowance for growth of the user's `extra` and of the optim
 _PAGE, _SHARD, _BUFFER = 96, 512, 256  # bytes per entry; the entry of a shard includes its scalars
 
 
-def checkpoint_bytes(described: RunDescription, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> int:
-    """Return the maximum size of a checkpoint's manifest and state file in bytes, including 64 KiB for `extra`."""
+def checkpoint_bytes(
+    described: RunDescription, model: nn.Module, outermost: nn.Module, groups: Sequence[Mapping[str, Any]]
+) -> int:
+    """Return the maximum size of a checkpoint's manifest and state file in bytes, including 64 KiB for `extra`.
+
+    Args:
+        described: Description of the pages of this rank.
+        model: Sharded model.
+        outermost: Module that contains `model`, or `model` itself.
+        groups: Parameter groups of the optimizer.
+    """
     layout = described.layout
     text = json.dumps(json.dumps(described.plain, separators=(",", ":")))
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -37,6 +47,7 @@ def checkpoint_bytes(described: RunDescription, model: nn.Module, groups: Sequen
     manifest = len(text) + 2 * len(repr(settings)) + pages * _PAGE + len(layout.shards) * _SHARD
     buffers = model.named_buffers(remove_duplicate=False)  # a shared buffer is saved under each of its names
     state = sum(buffer.nbytes + _BUFFER for _, buffer in buffers)
+    state += sum(packed.nbytes + _BUFFER for packed in packed_state(outermost, model).values())
     return manifest + state + _RANDOM + _EXTRA + 4 * _BLOCK  # partially used blocks and directory entries
 
 

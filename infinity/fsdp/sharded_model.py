@@ -62,10 +62,16 @@ class ShardedModel:
     """Compute device."""
     on_meta: bool
     """Whether any parameter is on the meta device."""
+    outermost: nn.Module
+    """Module that contains the model, such as a LightningModule, or the model itself."""
 
     @classmethod
-    def inspect(cls, model: nn.Module) -> ShardedModel:
+    def inspect(cls, model: nn.Module, outermost: nn.Module | None = None) -> ShardedModel:
         """Find the FSDP modules of a model.
+
+        Args:
+            model: Model on which `fully_shard` was called.
+            outermost: Module that contains the model. Default: the model itself.
 
         Raises:
             UnsupportedError: If the model is not sharded, if a parameter does not belong to any FSDP module, or if this
@@ -129,6 +135,7 @@ class ShardedModel:
             members=tuple(members),
             device=found[0][1].device,
             on_meta="meta" in devices,
+            outermost=outermost or model,
         )
 
     @property

@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.profiler import record_function
 
 from infinity import interrupts, torch_private
 from infinity.checkpoint.description import RunDescription, TensorSpec
 from infinity.checkpoint.extra import save_extra
 from infinity.checkpoint.model_state import check_buffers, save_settings
+from infinity.checkpoint.module_state import check_state_dict
 from infinity.checkpoint.publish import CheckpointWriter, check_tensors, remove_checkpoints
 from infinity.checkpoint.reserved_space import CheckpointSpace, checkpoint_bytes
 from infinity.errors import StorageError
@@ -45,18 +45,22 @@ def make_checkpoint_writer(
         BudgetError, StorageError: if there is not enough space.
         CheckpointError: if the resumed checkpoint belongs to a different model, or a param group setting cannot be
             saved.
-        UnsupportedError: if a buffer cannot be saved.
+        UnsupportedError: if a buffer or another entry of `state_dict()` cannot be saved.
     """
     if run.settings.run.retained_checkpoints:
         check_buffers(sharded.model)
+        check_state_dict(sharded.outermost, sharded.model)
         for group in optimizer.param_groups:  # tensors can always be saved; skipping them avoids copies
             save_settings(
                 {key: value for key, value in group.items() if not torch.is_tensor(value) and key != "params"}
             )
     if run.directory.found is not None:
         run.ranks.together("comparing the checkpoint", partial(check_tensors, run.directory.found, described))
-    file = run.folder.checkpoints / f"rank{run.ranks.rank:05d}.reserved.tmp"
-    space = CheckpointSpace(file, checkpoint_bytes(described, sharded.model, optimizer.param_groups))
+    file = run.folder.reserved_file(run.ranks.rank)
+    nbytes = 0
+    if run.settings.run.retained_checkpoints:
+        nbytes = checkpoint_bytes(described, sharded.model, sharded.outermost, optimizer.param_groups)
+    space = CheckpointSpace(file, nbytes)
     name, directory = name_of(optimizer), run.directory
     checkpoint_writer = CheckpointWriter(
         run.folder,
@@ -92,13 +96,14 @@ class Checkpointer:
     def __init__(
         self,
         run: Run,
-        model: nn.Module,
+        sharded: ShardedModel,
         base_optimizer: BaseOptimizer,
         runner: StepRunner,
         attachment: Attachment,
         checkpoint_writer: CheckpointWriter,
     ) -> None:
-        self._run, self._model, self._base_optimizer = run, model, base_optimizer
+        self._run, self._base_optimizer = run, base_optimizer
+        self._model, self._outermost = sharded.model, sharded.outermost
         self._runner, self._attachment, self._checkpoint_writer = runner, attachment, checkpoint_writer
 
     def save_checkpoint(self, extra: dict[str, Any], prefer: Collection[int]) -> None:
@@ -109,7 +114,8 @@ class Checkpointer:
             prefer: steps of earlier checkpoints to retain in preference to newer ones.
 
         Raises:
-            CheckpointError: if `extra` contains an unsupported value. Nothing is written in that case.
+            CheckpointError: if `extra` contains an unsupported value, or the state of a module cannot be saved or
+                restored. No checkpoint is written in that case.
             UnsupportedError: if a weight was replaced, so the checkpoint would not contain the weights in use.
             StorageError: if a write fails.
             InfinityError: if another rank failed.
@@ -126,7 +132,7 @@ class Checkpointer:
             try:
                 with interrupts.held():  # an interrupt between publishing and freeing would leave old extents allocated
                     self._checkpoint_writer.publish(
-                        updates.step, self._model, updates.scalars, groups, extra, own, prefer
+                        updates.step, self._model, self._outermost, updates.scalars, groups, extra, own, prefer
                     )
             except OSError as error:
                 file = error.filename or str(run.folder.checkpoints)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.checkpoint.model_state import ResumedState
+from infinity.checkpoint.module_state import load_state
 from infinity.checkpoint.publish import checkpointed_buffers, restore
 from infinity.errors import StorageError
 from infinity.formats.companions import carry_companions, keep_companions
@@ -94,8 +96,16 @@ class Filling:
         if source is not None:
             together("writing the initial values", partial(self._write, source, shards))
         together("storing files for exports", self._keep_companions)
-        if source is not None:
-            restored = partial(source.restore, model, self._members, groups)
+        resumed = self._restore(groups)
+        if resumed is not None and resumed.modules is not None:
+            load = partial(load_state, resumed.modules, sharded.outermost, model)
+            together("restoring the state of modules", load)
+        return resumed
+
+    def _restore(self, groups: list[dict[str, Any]]) -> ResumedState | None:
+        run, model, together = self._run, self._sharded.model, self._run.ranks.together
+        if self._source is not None:
+            restored = partial(self._source.restore, model, self._members, groups)
             return together("restoring training progress", restored)
         found = run.directory.found
         if found is None:

@@ -114,6 +114,21 @@ def check_optimizer(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> 
                 )
 
 
+def no_updates(sharded: ShardedModel) -> torch.optim.Optimizer:
+    """Return an optimizer for a model that is not trained.
+
+    Raises:
+        UnsupportedError: if a parameter requires a gradient. The message names it.
+    """
+    for member in sharded.shards:
+        if member.param.sharded_param.requires_grad:
+            raise UnsupportedError(
+                f"the optimizer is None, but {member.names[0]} requires a gradient. Pass an optimizer, or freeze the "
+                "model with requires_grad_(False) before infinity.offload."
+            )
+    return torch.optim.SGD(sharded.model.parameters(), lr=0.0)
+
+
 def _discovering(kernel: UpdateKernel, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], StateSpec]:
     group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     return lambda param: kernel.discover(param, group_of[id(param)])
@@ -242,7 +257,7 @@ def check_exchange(settings: Config, kernel: UpdateKernel) -> None:
             'forward before the others do. Set "auto", "in_backward" or "after_backward".'
         )
     if settings.update.device == "cuda":
-        raise ConfigError(f'update.device = "cuda" requires a single rank here: {why}. Set "auto" or "cpu".')
+        raise ConfigError(f'update.device = "cuda" requires a single rank here: {why}. Set update.device to "auto" or "cpu".')
 
 
 def give_shapes(kernel: UpdateKernel, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:

@@ -41,6 +41,7 @@ from infinity.run.inspection import (
     check_exchange,
     check_optimizer,
     give_shapes,
+    no_updates,
     plan_memory,
     prepare_encodings,
     shared_slices,
@@ -60,7 +61,7 @@ _LOAD_LIMIT = 256 * MIB
 
 def offload(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     weights: str | os.PathLike[str] | None = None,
@@ -78,8 +79,9 @@ def offload(
         optimizer: optimizer of any class for the parameters of `model`, before its first step. Its update must not
             depend on how parameters are split into pages; this is tested on small copies before any data is written. A
             sequence of optimizers, each for a part of the parameters, is also supported: the returned optimizer
-            contains the param groups of all of them, and its `step` steps all of them. Schedulers may be created for
-            these optimizers or for the returned one.
+            contains the param groups of all of them, and its `step` steps all of them. ``None`` for a model that is
+            not trained, such as a frozen reference model. Create schedulers before calling `offload`: the constructor
+            of a scheduler sets the learning rate, which a run that resumes restores from the checkpoint.
         config: settings, as the path of a TOML file, a nested mapping, or a `Config`. `storage.paths` is required.
         weights: folder from which the weights of a model on the meta device are streamed, one FSDP module at a time. By
             default, the folder that `infinity.from_pretrained` recorded for `model`, if any. It may be a safetensors
@@ -117,11 +119,32 @@ def offload(
         >>> optimizer.zero_grad()
         >>> optimizer.close()
     """
+    return offload_inside(model, model, optimizer, config, weights=weights, strict=strict, init=init)
+
+
+def offload_inside(
+    outermost: nn.Module,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None,
+    *,
+    weights: str | os.PathLike[str] | None,
+    strict: bool,
+    init: InitFunction | None,
+) -> PagedOptimizer:
+    """Offload a model that is part of another module, whose buffers and extra state checkpoints also contain.
+
+    Args:
+        outermost: module that contains `model` and no further parameters, such as a LightningModule.
+        model: see `offload`, like all other arguments, return value and exceptions.
+    """
     settings = load_config(config)
     check_config(settings)
     settings = with_absolute_paths(settings)  # the working directory may change later
     # Inspect: report errors in the model, the optimizer and the arguments before changing anything.
-    sharded = ShardedModel.inspect(model)
+    sharded = ShardedModel.inspect(model, outermost)
+    if optimizer is None:
+        optimizer = no_updates(sharded)
     if isinstance(optimizer, Sequence):
         optimizer = Optimizers(optimizer) if len(optimizer) != 1 else optimizer[0]
     if isinstance(optimizer, PagedOptimizer):
@@ -250,7 +273,7 @@ def _attach(run: Run, sharded: ShardedModel, steps: _Steps, resumed: ResumedStat
     if run.activations is not None:
         run.undo.push(SavedActivations(sharded, run.activations).detach)
     run.undo.push(save_whole_adapters(sharded.model))
-    checkpointer = Checkpointer(run, sharded.model, base_optimizer, runner, attachment, steps.checkpoint_writer)
+    checkpointer = Checkpointer(run, sharded, base_optimizer, runner, attachment, steps.checkpoint_writer)
     base_optimizer.optimizer.state.clear()
     if resumed is not None:
         runner.resume(resumed.step, resumed.scalars)

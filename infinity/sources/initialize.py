@@ -186,4 +186,5 @@ def _replace_buffers(model: nn.Module, new: Mapping[int, torch.Tensor]) -> None:
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and id(buffer) in new:
+                vars(new[id(buffer)]).update(vars(buffer))  # the user's attributes
                 module._buffers[key] = new[id(buffer)]

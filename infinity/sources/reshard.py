@@ -160,4 +160,4 @@ class ReshardSource(FirstValues):
         found = restore(manifest, self._reader.folder, model, groups, held, random=was_there)
         scalars = self._reader.scalars()
         by_shard = {shard: scalars[index] for shard, index in enumerate(indices) if index in scalars}
-        return ResumedState(found.step, by_shard, found.extra, found.own)
+        return replace(found, scalars=by_shard)

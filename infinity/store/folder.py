@@ -40,6 +40,8 @@ from infinity.units import format_size
 from infinity.untrusted_files import open_own, open_regular, own_folder, sync_folder, whose_folder
 
 LOCK_NAME = "infinity.lock"
+RESERVED_SUFFIX = ".reserved.tmp"
+"""End of the name of `RunFolder.reserved_file`."""
 _LOCK_FILE = re.compile(rf"{re.escape(LOCK_NAME)}\.\d+", re.ASCII)
 _UNKNOWN = "unknown"
 _MOST_BYTES = 1 << 16
@@ -79,6 +81,10 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Folder for the manifests."""
         return self.roots[0] / "checkpoints"
+
+    def reserved_file(self, rank: int) -> Path:
+        """Return the file that reserves space for a rank's future checkpoints. It exists until the run is closed."""
+        return self.checkpoints / f"rank{rank:05d}{RESERVED_SUFFIX}"
 
     def create(self) -> None:
         """Create the folders, or check existing ones, and write their markers.

@@ -305,7 +305,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     _daemon(
         "device_stale_runs",
         "gauge",
-        "Stale runs (without a live process) in the configured folders on a drive; `infinity status` lists them.",
+        "Stale runs (interrupted and without a live process) in the configured folders on a drive and their "
+        "subfolders; `infinity status` lists them.",
         _DEVICE,
     ),
     _daemon("device_stale_bytes", "gauge", "Bytes used by stale runs on a drive.", _DEVICE),

@@ -114,6 +114,18 @@ def persistent_buffers(model: nn.Module) -> tuple[str, ...]:
     )
 
 
+def modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the key in `state_dict`, and the module, for every module that defines `get_extra_state`."""
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{name}._extra_state" if name else "_extra_state", module
+
+
+def restores_extra_state(module: nn.Module) -> bool:
+    """Return whether a module defines `set_extra_state`."""
+    return type(module).set_extra_state is not nn.Module.set_extra_state
+
+
 def replace_apply(module: nn.Module, function: Callable[..., nn.Module]) -> None:
     """Make `Module.to` and similar methods of `module` call `function` instead of `_apply(fn, recurse=True)`."""
     module.__dict__["_apply"] = function

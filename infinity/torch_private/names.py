@@ -269,6 +269,7 @@ def replace_local_tensor(param: Any, shard: torch.Tensor) -> None:
     # A parameter cannot be moved to another device in place. Swapping its contents with a new parameter keeps its
     # identity, so that existing references, such as the optimizer's param groups, refer to the trained parameter.
     new = nn.Parameter(param.to_sharded_dtensor(shard), requires_grad=current.requires_grad)
+    vars(new).update(vars(current))  # the user's attributes, which the swap would replace
     torch.utils.swap_tensors(current, new)  # type: ignore[no-untyped-call]
 
 

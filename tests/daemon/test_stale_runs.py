@@ -43,14 +43,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def make_run(*paths: Path, checkpointed: bool = False) -> RunFolder:
-    """Create an ended run with a data file of 1 MiB on each path."""
+def make_run(*paths: Path, checkpointed: bool = False, closed: bool = False) -> RunFolder:
+    """Create an interrupted or a closed run with a data file of 1 MiB on each path."""
     for path in paths:
-        path.mkdir(exist_ok=True)
+        path.mkdir(exist_ok=True, parents=True)
     run = RunFolder.of(paths, new_run_id())
     run.create()
     for number in range(len(paths)):
         run.data_file(number, 0).write_bytes(bytes(MIB))
+    if not closed:
+        run.reserved_file(0).write_bytes(b"")
     if checkpointed:
         (run.checkpoints / "step000000000001.rank00000-of-00008.json").write_text("{}")
     return run
@@ -94,6 +96,42 @@ def test_stale_runs_are_listed_with_their_size(tmp_path: Path) -> None:
     drive = locate(str(tmp_path)).drive.name
     assert stale.by_drive(runs.drives, runs.found) == {drive: (2, first.nbytes + second.nbytes)}
     assert len(look(runs)) == 3
+
+
+def test_a_finished_run_is_neither_stale_nor_removed(tmp_path: Path, clock: Clock) -> None:
+    """A closed run without a checkpoint cannot be resumed, so it is stale."""
+    finished = make_run(tmp_path, checkpointed=True, closed=True)
+    useless = make_run(tmp_path, closed=True)
+    runs = make_stale_runs(BOTH, tmp_path)
+    assert look(runs) == [useless.run_id]
+    clock.offset = 100 * DAY
+    assert look(runs) == []
+    assert os.listdir(tmp_path) == [finished.run_id]
+
+
+def test_subfolders_are_searched(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links are not followed, and the number of levels and of entries is limited."""
+    path, elsewhere = tmp_path / "nvme", tmp_path / "elsewhere"
+    first = make_run(path / "alice" / "project" / "runs")
+    both = make_run(path / "bob" / "a", path / "bob" / "b", checkpointed=True)
+    make_run(path / "1" / "2" / "3" / "4")
+    make_run(first.roots[0] / "inside")
+    make_run(elsewhere)
+    (path / "link").symlink_to(elsewhere)
+    runs = make_stale_runs(BOTH, path)
+    assert look(runs) == [first.run_id, both.run_id]
+    assert runs.found[1].complete
+    clock.offset = 100 * DAY
+    assert look(runs) == []
+    assert not any(root.exists() for root in (*first.roots, *both.roots))
+    assert len(os.listdir(elsewhere)) == 1
+    near, far = make_run(path), make_run(path / "alice")
+    for number in range(10):
+        (path / f"file{number}").write_text("")
+    monkeypatch.setattr(stale, "_MOST_ENTRIES", 20)
+    assert look(runs) == [near.run_id, far.run_id]
+    monkeypatch.setattr(stale, "_MOST_ENTRIES", 15)
+    assert look(runs) == [near.run_id]
 
 
 def test_by_default_no_run_is_removed(tmp_path: Path, clock: Clock) -> None:

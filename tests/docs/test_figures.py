@@ -302,7 +302,7 @@ def test_readme_limits_match_the_results() -> None:
     few, many = (rows["| 114M, drive, 2 of 2", tokens][1] for tokens in ("32", "1024"))
     assert re.search(rf"{few} times as long as .* at 32 tokens per step, and {many} times as long at 1,024", limits)
     state = f"{stored('step-354m')['devices']['drive']['state_bytes'] / 1e9:.2f}"
-    assert f"its state, which is {state} GB for 355M parameters" in limits
+    assert f"for 355M parameters, the state is {state} GB" in limits
     written = f"{1000 * stored('checkpoint')['bytes_per_step'] / 1e12:.2f}"
     assert f"up to {written} TB in 1,000 steps for 114M parameters" in limits
     assert set(re.findall(r"\d+\.\d+", limits)) == {few, many, state, written}

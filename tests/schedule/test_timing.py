@@ -119,7 +119,7 @@ TRAINING_ACCESS = (0, 0, 1, 0, [True], 0.0, [PAGE])
 def test_drive_transfers_pages_one_at_a_time() -> None:
     """A read without a free cache slot waits for the page that is being written."""
     assert simulate([TRAINING_ACCESS], [PAGE], 1, [0.0], [()]) == 2 * PAGE
-    assert simulate([TRAINING_ACCESS], [PAGE], 1, [5.0 * PAGE], [()]) == 7 * PAGE
+    assert simulate([TRAINING_ACCESS], [PAGE], 1, [5.0 * PAGE], [()]) == 5 * PAGE
     unmodified = (*TRAINING_ACCESS[:-1], [0])
     assert simulate([unmodified], [PAGE], 1, [0.0], [()]) == PAGE
 
@@ -364,8 +364,8 @@ def test_python_time_counts_on_the_thread_that_needs_pages() -> None:
 
 def test_verification_delays_reads_and_hashing_delays_free_slots() -> None:
     """Checksums run one after the other while the drive continues."""
-    two = [(0, 0, 1, 0, [True], 0.0, [0]), (0, 0, 2, 1, [True], 0.0, [0])]
-    assert simulate(two, [PAGE, PAGE], 2, [0.0, 0.0], [(), ()], verifying=2.0) == 4 * PAGE
+    two = [(0, 0, 2, position, [True], 0.0, [0]) for position in range(2)]
+    assert simulate(two, [PAGE, PAGE], 2, [0.0, 0.0], [(), ()], verifying=2.0) == 5 * PAGE
     # Read and verified at 3, hashed at 6; then the slot is free for a read that is verified 3 later.
     assert simulate([TRAINING_ACCESS], [PAGE], 1, [0.0], [()], verifying=2.0, hashing=3.0) == 6 * PAGE
 

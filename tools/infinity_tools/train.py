@@ -75,7 +75,7 @@ def train(
     text_column: Annotated[
         str,
         typer.Option(
-            help="Dataset column with texts or chats. [default: the first of these that exist: messages; "
+            help="Dataset column with texts or chats. [default: the first of these that exists: messages; "
             "prompt and completion; text; the only text column]",
             rich_help_panel=_DATA,
             show_default=False,
