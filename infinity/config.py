@@ -185,6 +185,10 @@ class ActivationsConfig:
     )
 
 
+MOST_NAME: Final = 200
+"""Maximum length of `run.name`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Random seed, resuming, and checkpoint retention. If the number of ranks, the page size or the paths differ from
@@ -214,6 +218,11 @@ class RunConfig:
         "Number of most recent checkpoints to keep. Each one takes as much NVMe space as the state. 0: no space is "
         "reserved for checkpoints, and `save_checkpoint()` raises an error.",
         minimum=0,
+    )
+    name: str = setting(
+        "",
+        "Name of the run in `infinity top`, the dashboard, metrics, alerts and trackers. Empty: the name of the model "
+        "and the last part of the first storage path, or of `--out` for `infinity train`.",
     )
     keep: Literal["auto", "always", "never"] = setting(
         "auto",
@@ -332,6 +341,11 @@ def check_config(config: Config) -> None:
     for path in config.run.resume_paths:
         if not os.path.isdir(path):
             raise ConfigError(f"run.resume_paths: {path!r} is not a folder. Set it to the folder that stores the run.")
+    if len(config.run.name) > MOST_NAME or not config.run.name.isprintable():
+        raise ConfigError(
+            f"run.name = {config.run.name!r:.80} is not a name of at most {MOST_NAME} printable characters. Choose "
+            "another name."
+        )
     if config.run.resume_paths and not config.run.resume:
         raise ConfigError(
             'run.resume_paths is set, but run.resume is empty. Set run.resume to "latest" or to a run id.'

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pwd
 import secrets
 import stat
 from collections.abc import Iterator
@@ -205,3 +206,11 @@ def why_not_written(file: Path) -> str:
     if not folder.is_dir():
         return f"{str(folder)!r} is not a folder"
     return "" if os.access(folder, os.W_OK | os.X_OK) else f"{str(folder)!r} is not writable by this user"
+
+
+def user_name(uid: int) -> str:
+    """Return the name of a user, or the user id if it has no name."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)

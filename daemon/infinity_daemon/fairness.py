@@ -2,9 +2,9 @@
 
 The goal is weighted max-min fairness. Among the runs that are stalled on a drive, the *slowest run* is the one with the
 least bandwidth relative to its weight. It is not limited, and no other run may have more bandwidth relative to its own
-weight. This method does not need to know the bandwidth of the drive, leaves no bandwidth unused, and never limits a run that has
-the drive to itself. Limits move towards the goal gradually, by 5% per second. A run that mostly computes stalls only
-occasionally, so it gets the bandwidth it needs, and the other runs get the rest.
+weight. This method does not need to know the bandwidth of the drive, leaves no bandwidth unused, and never limits a run
+that has the drive to itself. Limits move towards the goal gradually, by 5% per second. A run that mostly computes
+stalls only occasionally, so it gets the bandwidth it needs, and the other runs get the rest.
 """
 
 from __future__ import annotations

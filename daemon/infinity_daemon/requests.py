@@ -25,6 +25,7 @@ from typing import Any, Final
 from infinity.errors import BudgetError, ConfigError, InfinityError
 from infinity.io.block_devices import Drive, locate, space
 from infinity.schema import Mismatch, Rule, at, integer, one_of, printable, record, sequence, table
+from infinity.untrusted_files import user_name
 from infinity_daemon.drive_bandwidth import LOADS, Measured, Profile, Profiles, Rates, rates
 from infinity_daemon.drive_wear import DriveWear
 from infinity_daemon.log import event
@@ -108,11 +109,13 @@ class Requests:
             "ranks": [
                 {
                     "run_id": snapshot.header.run_id,
+                    "name": snapshot.header.name,
+                    "user": user_name(snapshot.uid),
                     "rank": snapshot.header.rank,
                     "world_size": snapshot.header.world_size,
                     "pid": snapshot.header.pid,
                     "status": snapshot.status,
-                    "steps": snapshot.value("steps_total"),
+                    "steps": snapshot.header.steps_before + snapshot.value("steps_total"),
                 }
                 for snapshot in found.snapshots
             ],

@@ -1,8 +1,8 @@
 """State of modules that is neither in pages nor in a buffer of the sharded model.
 
-`state_dict()` also contains the return values of `get_extra_state`. If the sharded model is part of another module, such
-as a LightningModule, it contains the buffers of that module, too. Checkpoints store these entries under their keys in
-the `state_dict()` of the outermost module. Entries that are none of these are reported when a run starts.
+`state_dict()` also contains the return values of `get_extra_state`. If the sharded model is part of another module, for
+example a LightningModule, it contains the buffers of that module, too. Checkpoints store these entries under their keys
+in the `state_dict()` of the outermost module. Entries that are none of these are reported when a run starts.
 """
 
 from __future__ import annotations
@@ -114,9 +114,7 @@ def load_state(saved: Mapping[str, Any], outermost: nn.Module, model: nn.Module)
     setters |= {key: module.set_extra_state for key, module in torch_private.modules_with_extra_state(outermost)}
     if different := sorted(setters.keys() ^ saved.keys()):
         where = "the checkpoint" if different[0] in saved else "the model"
-        raise CheckpointError(
-            f"only {where} has {different[0]}. Build the same model as for the checkpoint."
-        )
+        raise CheckpointError(f"only {where} has {different[0]}. Build the same model as for the checkpoint.")
     for key, value in saved.items():
         try:
             setters[key](value)
@@ -130,9 +128,7 @@ def _outer_buffers(outermost: nn.Module, model: nn.Module) -> dict[str, torch.Te
     """Return the persistent buffers of modules around the model, by name."""
     inside = {id(buffer) for buffer in model.buffers()}
     found = dict(outermost.named_buffers(remove_duplicate=False))
-    return {
-        name: found[name] for name in torch_private.persistent_buffers(outermost) if id(found[name]) not in inside
-    }
+    return {name: found[name] for name in torch_private.persistent_buffers(outermost) if id(found[name]) not in inside}
 
 
 def _unpacked(name: str, tensor: torch.Tensor) -> Any:
@@ -144,5 +140,5 @@ def _unpacked(name: str, tensor: torch.Tensor) -> Any:
 
 
 def _on_this_device(storage: Any, location: str) -> Any:
-    """Move the storage of a saved GPU tensor to the current GPU, which may have another number than when it was saved."""
+    """Move the storage of a saved GPU tensor to the current GPU, whose index may have changed."""
     return storage.cuda() if location.startswith("cuda") else storage

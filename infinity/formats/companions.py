@@ -6,11 +6,10 @@ the model's class nor the folder from which the initial weights were loaded.
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import stat
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ _log = logging.getLogger(__name__)
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _FOLDER, _NAMES, _ADAPTERS = "model", "names.json", "adapters.json"
 _SUFFIXES = {".json", ".txt", ".jinja", ".model", ".spm", ".tiktoken", ".codes", ".bpe", ".vocab"}
+_FOLDERS = ("additional_chat_templates", "custom_generate")  # subfolders that transformers loads files from
 _LEFT = {CONFIG, _NAMES, _ADAPTERS, "trainer_state.json", ADAPTER_CONFIG}
 _MOST = 256 << 20  # maximum size of a file, in bytes; tokenizers have tens of MiB
 
@@ -38,7 +38,7 @@ class Companions:
     """Files and names that accompany the weights of a run in an export."""
 
     config: dict[str, Any] | None  # content of config.json; None for models that are not from transformers
-    files: tuple[Path, ...]  # tokenizer, generation_config.json and similar files
+    files: Mapping[str, Path]  # tokenizer, generation_config.json and similar files, by name in the export
     loaded_from: tuple[str, ...] | None  # names of the tensors in the initial weights, if any
     adapters: tuple[Adapter, ...]  # PEFT adapters that the run trains
 
@@ -53,7 +53,7 @@ class Companions:
         config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
         found = read_json(folder / _NAMES).get("names") if (folder / _NAMES).is_file() else None
         loaded = tuple(map(str, found)) if isinstance(found, list) else None
-        return cls(config, tuple(companion_files(folder)), loaded, _find_adapters(folder / _ADAPTERS))
+        return cls(config, companion_files(folder), loaded, _find_adapters(folder / _ADAPTERS))
 
 
 def _find_adapters(file: Path) -> tuple[Adapter, ...]:
@@ -65,22 +65,35 @@ def _find_adapters(file: Path) -> tuple[Adapter, ...]:
         raise ConfigError(f"{file} is malformed: {error}") from error
 
 
-def companion_files(folder: Path) -> Iterator[Path]:
-    """Yield the files in a weight folder that an export copies: tokenizer, generation config, preprocessor, license.
+def companion_files(folder: Path) -> dict[str, Path]:
+    """Return the files in a weight folder that an export copies, by their names relative to the folder.
+
+    These are the tokenizer, chat templates, generation config, preprocessor and license. If a configuration in the
+    folder refers to Python code (``auto_map``), the Python files are included.
 
     Raises:
         OSError: if the folder cannot be read.
     """
     if not folder.is_dir():
-        return
-    for file in sorted(folder.iterdir()):
-        known = file.suffix in _SUFFIXES and not file.name.endswith(".index.json") and file.name not in _LEFT
-        if not known or file.name.startswith(".") or not file.is_file():
-            continue
-        if file.stat().st_size > _MOST:
-            _log.warning("%s is too large to be copied for exports; copy it to each export yourself", file)
-        else:
-            yield file
+        return {}
+    suffixes = _SUFFIXES | {".py"} if _refers_to_code(folder) else _SUFFIXES
+    found = {}
+    for place in (folder, *(folder / name for name in _FOLDERS)):
+        for file in sorted(place.iterdir()) if place.is_dir() else ():
+            known = file.suffix in suffixes or (file.suffix == ".py" and place.name == "custom_generate")
+            known = known and not file.name.endswith(".index.json") and file.name not in _LEFT
+            if not known or file.name.startswith(".") or not file.is_file():
+                continue
+            if file.stat().st_size > _MOST:
+                _log.warning("%s is too large to be copied for exports; copy it to each export yourself", file)
+            else:
+                found[file.relative_to(folder).as_posix()] = file
+    return found
+
+
+def _refers_to_code(folder: Path) -> bool:
+    configs = (file for file in folder.glob("*config.json") if file.is_file() and file.stat().st_size <= _MOST)
+    return any(b'"auto_map"' in file.read_bytes() for file in configs)
 
 
 def keep_companions(checkpoints: Path, model: nn.Module, weights: WeightFiles | None) -> None:
@@ -96,29 +109,45 @@ def keep_companions(checkpoints: Path, model: nn.Module, weights: WeightFiles | 
     """
     folder = checkpoints / _FOLDER
     folder.mkdir(exist_ok=True)
-    for file in companion_files(weights.folder) if weights is not None else ():
-        write_durably(folder / file.name, file.read_bytes())
+    for name, file in (companion_files(weights.folder) if weights is not None else {}).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_durably(folder / name, file.read_bytes())
     if weights is not None:
         write_durably(folder / _NAMES, json.dumps({"names": sorted(weights.tensors)}).encode())
     if peft_model(model) is not None:
         _keep_adapters(folder, model)
         return
-    inner = names.pretrained_model(model)
-    if inner is None:
+    keep_configs(checkpoints, model)
+
+
+def keep_configs(checkpoints: Path, model: nn.Module) -> None:
+    """Store the current configuration, generation config and custom code of a transformers model for exports.
+
+    The user or a training framework may change them during training. Files that have not changed are not written.
+
+    Args:
+        checkpoints: checkpoint folder of the run.
+        model: model in training.
+
+    Raises:
+        OSError: if a file cannot be read or written.
+    """
+    folder, inner = checkpoints / _FOLDER, names.pretrained_model(model)
+    if inner is None or peft_model(model) is not None:
         return
     try:
-        config = copy.deepcopy(inner.config)
-        config.architectures = [names.class_name(model)]
-        config.dtype = str(inner.dtype).removeprefix("torch.")
-        write_durably(folder / CONFIG, config.to_json_string().encode())
-        if not (folder / GENERATION).exists() and inner.can_generate():
-            write_durably(folder / GENERATION, inner.generation_config.to_json_string().encode())
+        files = names.saved_configs(model, default_generation=not (folder / GENERATION).exists())
     except (TypeError, ValueError, AttributeError) as error:  # the configuration cannot be written as JSON
         _log.warning(
             "config.json cannot be saved for exports (%s: %s); pass a config.json to the export",
             type(error).__name__,
             error,
         )
+        return
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        if not (folder / name).is_file() or (folder / name).read_bytes() != content:
+            write_durably(folder / name, content)
 
 
 def _keep_adapters(folder: Path, model: nn.Module) -> None:
@@ -128,7 +157,8 @@ def _keep_adapters(folder: Path, model: nn.Module) -> None:
     except OSError:
         raise
     except Exception as error:  # PEFT raises various errors for adapters that it can train but not save
-        _log.warning("this run cannot store the adapter configuration that `infinity export` needs (%s: %s); call model.save_pretrained() during training to save the adapter",
+        _log.warning("this run cannot store the adapter configuration that `infinity export` needs (%s: %s); call "
+                     "model.save_pretrained() during training to save the adapter",
                      type(error).__name__, error)  # fmt: skip
 
 
@@ -137,7 +167,12 @@ def carry_companions(old: Path, new: Path) -> None:
     if not (old / _FOLDER).is_dir():
         return
     (new / _FOLDER).mkdir(exist_ok=True)
-    for file in sorted((old / _FOLDER).iterdir()):
-        if file.suffix != ".tmp" and stat.S_ISREG(file.lstat().st_mode):
-            write_durably(new / _FOLDER / file.name, read_regular(file, _MOST))
+    for place in (Path(), *map(Path, _FOLDERS)):
+        source, target = old / _FOLDER / place, new / _FOLDER / place
+        if source.is_symlink() or not source.is_dir():
+            continue
+        target.mkdir(exist_ok=True)
+        for file in sorted(source.iterdir()):
+            if file.suffix != ".tmp" and stat.S_ISREG(file.lstat().st_mode):
+                write_durably(target / file.name, read_regular(file, _MOST))
     sync_folder(new)

@@ -116,18 +116,18 @@ def export_safetensors(
     if kept.adapters:
         return _export_adapters(reader, kept.adapters, folder, dtype, advance)
     config = kept.config if config is None else config
-    beside = kept.files if companions is None else tuple(companion_files(companions))
+    beside = kept.files if companions is None else companion_files(companions)
     outgoing = _Outgoing(reader, config, kept.loaded_from, dtype, advance)
     with NewFolder(folder, sum(tensor.nbytes for _, _, tensor in outgoing.tensors)) as partial:
         written = _write_safetensors(outgoing, partial, config, beside, dtype, file_bytes)
-    return [folder / file.name for file in written]
+    return [folder / file.relative_to(partial) for file in written]
 
 
 def _write_safetensors(
     outgoing: _Outgoing,
     folder: Path,
     config: Mapping[str, Any] | None,
-    beside: Sequence[Path],
+    beside: Mapping[str, Path],
     dtype: torch.dtype | None,
     file_bytes: int,
 ) -> list[Path]:
@@ -140,13 +140,14 @@ def _write_safetensors(
         _save(tensors, folder / name)
         weight_map.update(dict.fromkeys(tensors, name))
         written.append(folder / name)
-    for file in beside:
+    for name, file in beside.items():
         try:
             content = file.read_bytes()
         except OSError as error:
             raise ConfigError(f"{file} cannot be read: {error.strerror}; remove the file, or repair it") from error
-        _write(folder / file.name, content)
-        written.append(folder / file.name)
+        (folder / name).parent.mkdir(exist_ok=True)
+        _write(folder / name, content)
+        written.append(folder / name)
     if config is not None:
         config = {**config, "dtype": str(dtype).removeprefix("torch.")} if dtype is not None else config
         _write(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import re
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -112,6 +114,47 @@ def class_name(model: nn.Module) -> str:
     inner = base_model(model)
     with torch_private.classes_of_before(inner):
         return type(inner).__name__
+
+
+def saved_configs(model: nn.Module, *, default_generation: bool) -> dict[str, bytes]:
+    """Return the files, by name, that `save_pretrained` would write for a model next to the weights and the tokenizer.
+
+    These are config.json, generation_config.json and, for custom code, the Python files.
+
+    Args:
+        model: transformers model.
+        default_generation: whether to include a generation config that was derived from the configuration and has not
+            been modified since.
+
+    Raises:
+        OSError: if a Python file cannot be read.
+        TypeError, ValueError, AttributeError: if a configuration cannot be written as JSON.
+    """
+    inner = base_model(model)
+    config = deepcopy(inner.config)
+    config.architectures = [class_name(model)]
+    config.dtype = str(inner.dtype).removeprefix("torch.")
+    with tempfile.TemporaryDirectory() as folder:
+        with torch_private.classes_of_before(inner):
+            for own in (inner, config):
+                if getattr(own, "_auto_class", None) is not None:
+                    _save_code(own, folder, config)
+        files = {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+    files["config.json"] = config.to_json_string().encode()
+    if inner.can_generate():
+        generation = inner.generation_config
+        derived = getattr(generation, "_from_model_config", False)
+        modified = getattr(generation, "_original_object_hash", None) != hash(generation)
+        if default_generation or modified or not derived:
+            files["generation_config.json"] = generation.to_json_string().encode()
+    return files
+
+
+def _save_code(own: Any, folder: str, config: Any) -> None:
+    """Write the Python files that define the class of a model or configuration, and register the class in `config`."""
+    from transformers.dynamic_module_utils import custom_object_save
+
+    custom_object_save(own, folder, config=config)
 
 
 def converts() -> bool:

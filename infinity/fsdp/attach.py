@@ -71,12 +71,15 @@ class Attachment:
 
             # Only the outermost FSDP module notifies the listener, because activation checkpointing runs inner modules
             # under no_grad and recomputes them in backward.
-            def begin(module: nn.Module, args: Any) -> None:
+            def entered(module: nn.Module) -> None:
                 again = module is sharded.model or any(other is module for other in running)
                 if again and not torch_private.in_backward():
                     running.clear()  # left by an interrupted forward: torch calls `end` only after an `Exception`
                 if not running:
                     listener.forward(torch.is_grad_enabled())
+
+            def begin(module: nn.Module, args: Any) -> None:
+                entered(module)
                 running.append(module)
 
             def end(module: nn.Module, args: Any, output: Any) -> None:
@@ -87,6 +90,7 @@ class Attachment:
                 if torch_private.is_sharded_module(module):
                     undo.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
                     undo.callback(module.register_forward_hook(end, always_call=True).remove)
+                    undo.callback(torch_private.before_forward_methods(module, partial(entered, module)))
             unchanged = torch.compiler.disable(lambda module, args: self.check())  # type: ignore[no-untyped-call]
             undo.callback(sharded.model.register_forward_pre_hook(unchanged, prepend=True).remove)
             self._undo = undo.pop_all()

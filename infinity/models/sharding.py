@@ -9,9 +9,10 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterator
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from infinity.errors import UnsupportedError
 
@@ -75,6 +76,18 @@ def shard(
         if not shares:
             fully_shard(layer, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard_after_forward)
+    register_generate(model)
+
+
+def register_generate(model: nn.Module) -> None:
+    """Let FSDP2 gather the root FSDP module during `generate`, unless the model has no such method or it is registered.
+
+    The `generate` method of an encoder-decoder calls the encoder on its own, whose embedding belongs to the root.
+    """
+    if "generate" not in vars(model) and hasattr(model, "generate"):
+        register_fsdp_forward_method(model, "generate")
+        # The gather is then part of an evaluation, as all other gathers of `generate` are.
+        model.generate = torch.no_grad()(model.generate)
 
 
 def _candidates(model: nn.Module) -> list[tuple[nn.Module, bool]]:

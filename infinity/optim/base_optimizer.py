@@ -57,6 +57,9 @@ class BaseOptimizer:
         self._state: object = None  # `state` attribute of the base optimizer since `hand_over`
         # Group settings and attributes when the first gradient of this step arrived; None before.
         self._noted: tuple[list[dict[str, Any]], Own] | None = None
+        # Group settings of the checkpoint until the first step, and whether there was a scheduler when they were
+        # restored; None in a new run.
+        self._resumed: tuple[list[dict[str, Any]], bool] | None = None
 
     @property
     def name(self) -> str:
@@ -127,7 +130,7 @@ class BaseOptimizer:
         if self._noted is None:
             self.check()
             self.kernel.check_steps()
-            self._noted = [snapshot(group) for group in self.optimizer.param_groups], self.kernel.own()
+            self._noted = self._settings(), self.kernel.own()
 
     def forget_settings(self) -> None:
         """Discard the recorded settings at the end of a step."""
@@ -139,11 +142,8 @@ class BaseOptimizer:
             return ""
         groups, own = self._noted
         for before, now in zip(groups, self.optimizer.param_groups, strict=False):
-            for key, value in before.items():
-                if key not in now:
-                    return f"{key} was removed"
-                if not same_setting(now[key], value):
-                    return f"{key} was changed from {value} to {now[key]}"
+            if changed := _changed(before, now):
+                return changed
             if added := now.keys() - before.keys() - {"params"}:
                 return f"{min(added)} was added"
         return f"an attribute of {self.name} was changed" if self.kernel.own() is not own else ""
@@ -159,6 +159,34 @@ class BaseOptimizer:
                 f"{changed} between backward and step(), but updates already ran in backward; change it before "
                 'backward, or set update.schedule = "after_backward"'
             )
+
+    def note_resumed(self) -> None:
+        """Record the settings that were restored from a checkpoint."""
+        self._resumed = self._settings(), torch_private.has_scheduler(self.optimizer)
+
+    def changed_since_resuming(self, paged: torch.optim.Optimizer) -> str:
+        """Return a description of a setting that a new scheduler has changed since the run resumed, or "".
+
+        The constructor of a scheduler sets the learning rate of the first step. If it is called after settings were
+        restored from a checkpoint, `load_state_dict` of the scheduler does not restore them again. Only the first call
+        checks this.
+
+        Args:
+            paged: optimizer that `infinity.offload` returned.
+        """
+        if self._resumed is None:
+            return ""
+        (groups, had_scheduler), self._resumed = self._resumed, None
+        created = torch_private.has_scheduler(self.optimizer) and not had_scheduler
+        if not (created or torch_private.has_scheduler(paged)):
+            return ""  # any change was made by the training loop itself
+        for number, (before, now) in enumerate(zip(groups, self.optimizer.param_groups, strict=False)):
+            if changed := _changed(before, now):
+                return f"param group {number}: {changed}"
+        return ""
+
+    def _settings(self) -> list[dict[str, Any]]:
+        return [snapshot(group) for group in self.optimizer.param_groups]
 
     # Replaced attributes #
 
@@ -217,6 +245,15 @@ class BaseOptimizer:
                 f"{name}() of {self.name} would have to change weights or states, which are stored on NVMe"
                 f"{hint}; to evaluate weights other than the trained ones, load an exported checkpoint"
             )
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    for key, value in before.items():
+        if key not in now:
+            return f"{key} was removed"
+        if not same_setting(now[key], value):
+            return f"{key} was changed from {value} to {now[key]}"
+    return ""
 
 
 def _reject_step_of_base(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

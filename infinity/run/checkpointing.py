@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from functools import partial
 from typing import Any
@@ -17,12 +18,15 @@ from infinity.checkpoint.module_state import check_state_dict
 from infinity.checkpoint.publish import CheckpointWriter, check_tensors, remove_checkpoints
 from infinity.checkpoint.reserved_space import CheckpointSpace, checkpoint_bytes
 from infinity.errors import StorageError
+from infinity.formats.companions import keep_configs
 from infinity.fsdp.attach import Attachment
 from infinity.fsdp.sharded_model import Member, ShardedModel
 from infinity.optim.base_optimizer import BaseOptimizer
 from infinity.optim.multi_optimizer import name_of
 from infinity.optim.step import StepRunner
 from infinity.run.run import Run
+
+_log = logging.getLogger("infinity")
 
 
 def describe(run: Run, sharded: ShardedModel) -> RunDescription:
@@ -127,6 +131,8 @@ class Checkpointer:
             run.pager.flush()
             run.ledger.linked(*run.device.take_copied())  # not part of a step
             self._attachment.check()
+            if run.ranks.rank == 0:
+                self._keep_configs()
             updates, own = self._runner.updates, self._base_optimizer.kernel.persistent_attributes
             groups = self._base_optimizer.groups_by_shard()
             try:
@@ -137,6 +143,13 @@ class Checkpointer:
             except OSError as error:
                 file = error.filename or str(run.folder.checkpoints)
                 raise StorageError("checkpoint", file, 0, 0, error.errno) from error
+
+    def _keep_configs(self) -> None:
+        """Store the model's current configuration for exports. If this fails, the checkpoint is still written."""
+        try:
+            keep_configs(self._run.folder.checkpoints, self._model)
+        except OSError as error:
+            _log.warning("exports will contain an earlier configuration of the model: %s", error)
 
     def forget_others(self) -> None:
         """Remove all checkpoints that the resumed run does not retain.

@@ -257,7 +257,9 @@ def check_exchange(settings: Config, kernel: UpdateKernel) -> None:
             'forward before the others do. Set "auto", "in_backward" or "after_backward".'
         )
     if settings.update.device == "cuda":
-        raise ConfigError(f'update.device = "cuda" requires a single rank here: {why}. Set update.device to "auto" or "cpu".')
+        raise ConfigError(
+            f'update.device = "cuda" requires a single rank here: {why}. Set update.device to "auto" or "cpu".'
+        )
 
 
 def give_shapes(kernel: UpdateKernel, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:

@@ -21,6 +21,7 @@ from infinity.checkpoint.model_state import load_scalars, read_groups, save_grou
 from infinity.content.format import MASTER
 from infinity.content.views import torch_dtype
 from infinity.errors import LostRankError
+from infinity.formats.companions import keep_configs
 from infinity.fsdp.attach import Attachment
 from infinity.fsdp.shard_io import ShardIO
 from infinity.optim.base_optimizer import BaseOptimizer
@@ -224,6 +225,8 @@ class LiveSaves:
         save_extra(extra)
         self._runner.flush_updates()
         self._attachment.check()
+        if self._run.ranks.rank == 0:
+            keep_configs(self._run.folder.checkpoints, self._model)
         return save_scalars(self._runner.updates.scalars), save_groups(self._base_optimizer.groups_by_shard())
 
     def _take_part(self, state: LiveState, write: Callable[[FullState], list[Path]]) -> list[Path]:

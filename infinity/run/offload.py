@@ -51,6 +51,7 @@ from infinity.run.live_state import LiveSaves
 from infinity.run.optimizer import PagedOptimizer
 from infinity.run.run import Run
 from infinity.run.run_directory import RunDirectory, page_bytes_of_checkpoint
+from infinity.run.run_name import with_name
 from infinity.sources.dcp import DcpFolder
 from infinity.sources.initialize import InitFunction
 from infinity.units import MIB
@@ -141,6 +142,7 @@ def offload_inside(
     settings = load_config(config)
     check_config(settings)
     settings = with_absolute_paths(settings)  # the working directory may change later
+    settings = with_name(settings, model, settings.storage.paths[0])
     # Inspect: report errors in the model, the optimizer and the arguments before changing anything.
     sharded = ShardedModel.inspect(model, outermost)
     if optimizer is None:

@@ -82,6 +82,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         super().__init__(self._base_optimizer.param_groups, self._base_optimizer.defaults)
         del vars(self)["defaults"]  # looked up on the base optimizer, like its other attributes
         base_optimizer.hand_over(self, self._states)
+        if resumed is not None:
+            base_optimizer.note_resumed()
         self._made = True
 
     # The torch.optim.Optimizer interface #
@@ -132,6 +134,12 @@ class PagedOptimizer(torch.optim.Optimizer):
         runner = self._runner
         runner.check_open()
         self._own.check()
+        if changed := self._own.changed_since_resuming(self):
+            _log.warning(
+                "%s by a scheduler that was created after the run had resumed. Create schedulers before "
+                "infinity.offload, for the optimizer that you pass to it.",
+                changed,
+            )
         if args or named or (closure is not None and self._own.kernel.uses_closure):
             what = "a closure" if not (args or named) else "an argument other than a closure"
             raise UnsupportedError(
@@ -402,7 +410,9 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         return self._saves.write("save_dcp", self.check_between, {} if extra is None else extra, write)
 
-    def report(self, *, loss: float | torch.Tensor | None = None, tokens: int = 0) -> None:
+    def report(
+        self, *, loss: float | torch.Tensor | None = None, tokens: int = 0, total_steps: int | None = None
+    ) -> None:
         """Publish, as metrics of this rank, values that only the training loop knows.
 
         The learning rate, gradient norm, step count and timings are published automatically. Call it once per step.
@@ -410,15 +420,19 @@ class PagedOptimizer(torch.optim.Optimizer):
         Args:
             loss: loss of the step. Passing a tensor synchronizes with its device.
             tokens: number of tokens that this rank has processed since the last call.
+            total_steps: number of steps (`steps`) at which training will end, to show the remaining time.
 
         Raises:
-            ConfigError: if `tokens` is negative or not finite.
+            ConfigError: if `tokens` is negative or not finite, or `total_steps` is negative.
         """
         if not 0 <= tokens < math.inf:
             raise ConfigError(
                 f"tokens = {tokens} is out of range. Pass the number of tokens since the last report, 0 or more."
             )
-        self._run.ledger.reported(loss.item() if isinstance(loss, torch.Tensor) else loss, tokens)
+        if total_steps is not None and total_steps < 0:
+            raise ConfigError(f"total_steps = {total_steps} is out of range. Pass the step at which training will end.")
+        target = None if total_steps is None else max(0, total_steps - self._began)
+        self._run.ledger.reported(loss.item() if isinstance(loss, torch.Tensor) else loss, tokens, target)
 
     @property
     def steps(self) -> int:

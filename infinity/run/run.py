@@ -214,7 +214,7 @@ class Run:
             engine = PacedEngine(moving)
             self.undo.push(partial(self._close_engine, engine))
             loads = PathLoads(len(files))
-            stats = _stats_file(settings, self.ranks, folder.run_id, engine.name, self.directory.paths)
+            stats = _stats_file(settings, self.ranks, self.directory, engine.name)
             self.undo.push_under(partial(_close_page, stats))  # closed last, because the engine updates it
             timeline = _timeline(settings, self.ranks, layout)
             ledger = Ledger(stats, timeline)
@@ -325,9 +325,7 @@ class Run:
 
     def _choose_update_device(self, worker: UpdateWorker) -> bool:
         """Return whether pages are updated on the device, and log the reason."""
-        continued = self.directory.found or (
-            self.directory.source.reader if self.directory.source is not None else None
-        )
+        continued = self.directory.continued
         before = continued.updated_on if continued is not None else None
         on_device, why = choose_update_device(
             self.settings, self.device, self.layout, worker, before, exchanges=self._exchanges
@@ -441,12 +439,13 @@ def _timeline(settings: Config, ranks: Ranks, layout: Layout) -> Timeline | None
     return Timeline(Path(wanted.timeline), rank=ranks.rank, limit=wanted.timeline_events, page_name=layout.page_name)
 
 
-def _stats_file(settings: Config, ranks: Ranks, run_id: str, engine: str, folders: Sequence[str]) -> Stats:
+def _stats_file(settings: Config, ranks: Ranks, directory: RunDirectory, engine: str) -> Stats:
     """Create this rank's stats file. If there is no usable folder, the counters stay private to this process."""
-    paths = [str(Path(path).resolve()) for path in folders]
+    paths = [str(Path(path).resolve()) for path in directory.paths]
+    continued = directory.continued
     create = partial(
         Stats.create,
-        run_id=run_id,
+        run_id=directory.folder.run_id,
         rank=ranks.rank,
         local_rank=ranks.local_rank,
         world_size=ranks.world_size,
@@ -457,6 +456,8 @@ def _stats_file(settings: Config, ranks: Ranks, run_id: str, engine: str, folder
             "io_engine": engine,
             "paths": json.dumps(paths),
             "weight": str(settings.storage.bandwidth_weight),
+            "name": settings.run.name,
+            "steps_before": str(continued.step if continued is not None else 0),
         },
     )
     try:

@@ -63,6 +63,11 @@ class RunDirectory:
         return self.checkpoints[-1] if self.checkpoints else None
 
     @property
+    def continued(self) -> Manifest | CheckpointReader | None:
+        """Checkpoint from which training continues, of this run or of another one; None for a new run."""
+        return self.found or (self.source.reader if self.source is not None else None)
+
+    @property
     def rates(self) -> list[float]:
         """Bandwidth of each path in bytes per second; 0 for paths that were not measured."""
         return [stripe_weight if stripe_weight > _LEAST_RATE else 0.0 for stripe_weight in self.stripe_weights]

@@ -57,8 +57,8 @@ def choose_update_device(
         )
     if wanted == "cuda" and encoded:
         raise ConfigError(
-            f'update.device = "cuda" requires state.format = "fp32", but it is "{settings.state.format}". Set "auto" '
-            'or "cpu".'
+            f'update.device = "cuda" requires state.format = "fp32", but it is "{settings.state.format}". '
+            'Set update.device to "auto" or "cpu".'
         )
     if wanted != "auto":
         return wanted == "cuda", f'update.device = "{wanted}"'

@@ -23,7 +23,6 @@ import fnmatch
 import json
 import logging
 import os
-import pwd
 import re
 import shutil
 import socket
@@ -37,7 +36,7 @@ from pathlib import Path
 from infinity.errors import BudgetError, ConfigError, FolderBusyError, StorageError
 from infinity.store.marker import MARKER_NAME, Marker, write_marker
 from infinity.units import format_size
-from infinity.untrusted_files import open_own, open_regular, own_folder, sync_folder, whose_folder
+from infinity.untrusted_files import open_own, open_regular, own_folder, sync_folder, user_name, whose_folder
 
 LOCK_NAME = "infinity.lock"
 RESERVED_SUFFIX = ".reserved.tmp"
@@ -445,16 +444,9 @@ class Holder:
 
     def __str__(self) -> str:
         if not self.known:
-            return f"a run of user {_user_name(self.uid)}"
+            return f"a run of user {user_name(self.uid)}"
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"run {self.run_id} (process {self.pid} on {self.host}, since {since})"
-
-
-def _user_name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 @contextmanager

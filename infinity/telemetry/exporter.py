@@ -11,6 +11,7 @@ from infinity.telemetry.http_server import LOOPBACK, HTTPServer, Route, Stream, 
 from infinity.telemetry.metrics import METRICS, PREFIX, Metric
 from infinity.telemetry.stats_cells import label_sets
 from infinity.telemetry.stats_file import Snapshot
+from infinity.untrusted_files import user_name
 
 with needs("daemon", "serving metrics"):
     from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -74,6 +75,8 @@ def _info(metric: Metric, snapshot: Snapshot) -> tuple[str, ...]:
     known: Mapping[str, str] = {
         **snapshot.header.info,
         "world_size": str(snapshot.header.world_size),
+        "name": snapshot.header.name,
+        "user": user_name(snapshot.uid),
     }
     return tuple(known.get(name, "unknown") for name in metric.label_names)
 

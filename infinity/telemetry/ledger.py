@@ -141,6 +141,7 @@ class Ledger:
         }
         self._loss = stats.gauge("training_loss")
         self._tokens = stats.counter("training_tokens_total")
+        self._target_steps = stats.gauge("training_target_steps")
         self._learning_rate = stats.gauge("training_learning_rate")
         self._gradient_norm = stats.gauge("training_gradient_norm")
         self._predicted = {op: stats.gauge("plan_predicted_bytes_per_step", op=op) for op in OPS}
@@ -247,10 +248,12 @@ class Ledger:
 
     # Training metrics #
 
-    def reported(self, loss: float | None, tokens: int) -> None:
-        """Record the number of tokens and, if it is not None, the loss."""
+    def reported(self, loss: float | None, tokens: int, target_steps: int | None) -> None:
+        """Record the number of tokens and, if they are not None, the loss and the number of steps to take."""
         if loss is not None:
             self._loss.set(loss)
+        if target_steps is not None:
+            self._target_steps.set(target_steps)
         self._tokens.add(tokens)
 
     def learned_at(self, rate: float) -> None:

@@ -113,8 +113,10 @@ METRICS: Final[tuple[Metric, ...]] = (
     _rank(
         "run_info",
         "info",
-        "World size of the run; the value is always 1.",
+        "World size, name (`run.name`) and user of the run; the value is always 1.",
         Label(name="world_size"),
+        Label(name="name"),
+        Label(name="user"),
     ),
     _rank(
         "io_bytes_total",
@@ -250,6 +252,11 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Total gradient norm before the most recent gradient clipping; 0 before the first one.",
     ),
     _rank("training_tokens_total", "counter", "Tokens processed by this rank, as reported by the training loop."),
+    _rank(
+        "training_target_steps",
+        "gauge",
+        "Value of `infinity_steps_total` at which training will end, if the training loop reports it; 0 otherwise.",
+    ),
     _daemon("device_read_bytes_total", "counter", "Bytes read from a drive by all processes since boot.", _DEVICE),
     _daemon("device_written_bytes_total", "counter", "Bytes written to a drive by all processes since boot.", _DEVICE),
     _daemon(

@@ -8,6 +8,7 @@ the total duration of the steps that ended within the last ten seconds, or of th
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from infinity.telemetry.metrics import BY_NAME, CACHE_SLOT_STATUSES, FETCH_RESUL
 from infinity.telemetry.stats_cells import label_sets
 from infinity.telemetry.stats_file import Snapshot
 from infinity.telemetry.trees import Tree, known
+from infinity.untrusted_files import user_name
 
 DriveOf = Callable[[str], str | None]
 
@@ -168,13 +170,16 @@ def _look_at(run: _Run, snapshots: Iterable[Snapshot], now: float) -> None:
     if any(rank.stepped for rank in ranks):
         stretches = [rank.last_stretch("training_tokens_total") for rank in ranks]
         tokens = [count / seconds for count, seconds in stretches if count > 0 and seconds > 0]
-        run.history.add((_steps(ranks), _loss(ranks), sum(tokens) if tokens else None, _stalled(ranks)))
+        steps = ranks[0].last.snapshot.header.steps_before + _steps(ranks)
+        run.history.add((steps, _loss(ranks), sum(tokens) if tokens else None, _stalled(ranks)))
 
 
 def _run_tree(name: str, run: _Run, limits: Mapping[str, float], drive_of: DriveOf, unix: float) -> Tree:
     ranks = list(run.ranks.values())
     first = ranks[0].last.snapshot.header
     steps, seconds = _steps(ranks), _mean(_per_step(rank) for rank in ranks)
+    target = max(rank.total("training_target_steps") for rank in ranks)
+    target = target if math.isfinite(target) and target > 0 else 0.0
     last_step = _least(rank.total("step_last_completed_timestamp_seconds") or None for rank in ranks)
     running = any(rank.last.snapshot.alive for rank in ranks)
     idle = bool(
@@ -182,12 +187,16 @@ def _run_tree(name: str, run: _Run, limits: Mapping[str, float], drive_of: Drive
     )  # fmt: skip
     return known(
         id=name,
+        name=first.name,
+        user=user_name(ranks[0].last.snapshot.uid),
         status=_status(ranks),
         started=first.started,
         world_size=first.world_size,
         version=first.info.get("version"),
         io_engine=first.info.get("io_engine"),
-        steps=steps,
+        steps=first.steps_before + steps,
+        target_steps=first.steps_before + target if target else None,
+        remaining_seconds=max(0.0, target - steps) * seconds if running and not idle and target and seconds else None,
         steps_skipped=max(rank.total("steps_skipped_total") for rank in ranks),
         step_seconds=seconds,
         last_step=last_step,
@@ -219,7 +228,7 @@ def _rank_tree(rank: _Rank, unix: float) -> Tree:
         rank=header.rank,
         pid=header.pid,
         status=rank.last.snapshot.status,
-        steps=rank.total("steps_total"),
+        steps=header.steps_before + rank.total("steps_total"),
         step_seconds=_per_step(rank),
         last_step=rank.total("step_last_completed_timestamp_seconds") or None,
         tokens_per_second=_tokens_per_second(rank),

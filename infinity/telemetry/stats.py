@@ -28,6 +28,7 @@ from infinity.telemetry.stats_file import (
     Snapshot,
     StatsFileError,
     StatsHeader,
+    Status,
     encode_head,
     find_stats_files,
     pid_namespace,
@@ -188,7 +189,8 @@ class Stats:
     def snapshot(self) -> Snapshot:
         """Return the current values, for an exporter in this process."""
         values = tuple(self._cells)
-        return Snapshot(header=self._header, values=values, status="ended" if values[CLOSED_CELL] else "live")
+        status: Status = "ended" if values[CLOSED_CELL] else "live"
+        return Snapshot(header=self._header, values=values, status=status, uid=os.geteuid())
 
     def close(self, *, keep: bool = True) -> None:
         """Mark the file as closed, and remove it if `keep` is ``False``. Idempotent."""

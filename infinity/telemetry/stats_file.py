@@ -60,8 +60,8 @@ class StatsHeader:
     `started` is the Unix time at which the file was created. `process_started` (clock ticks since boot) and
     `pid_namespace` (an inode number) distinguish the rank from a later process with the same PID; 0 means unknown.
     `devices` holds the values of the ``device`` label. `info` maps names to texts: ``version``, ``torch_version``,
-    ``io_engine``, ``paths`` (a JSON list of the configured paths, in the order of `devices`), ``weight``, ``name`` and
-    ``user``.
+    ``io_engine``, ``paths`` (a JSON list of the configured paths, in the order of `devices`), ``weight``, ``name``
+    and ``steps_before``.
     """
 
     run_id: str
@@ -93,6 +93,12 @@ class StatsHeader:
         return self.info.get("name") or self.run_id
 
     @property
+    def steps_before(self) -> int:
+        """Number of steps before the checkpoint that this process resumed from; 0 if it was not recorded."""
+        told = self.info.get("steps_before", "")
+        return int(told) if told.isascii() and told.isdigit() and len(told) <= 15 else 0
+
+    @property
     def weight(self) -> float:
         """Bandwidth weight relative to other runs (`storage.bandwidth_weight`); 1 if it was not recorded."""
         told = self.info.get("weight", "")
@@ -109,11 +115,15 @@ class HistogramValue:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Contents of a stats file at one point in time: its header and the values of its cells (see `stats_cells.py`)."""
+    """Contents of a stats file at one point in time: its header and the values of its cells (see `stats_cells.py`).
+
+    `uid` is the user id of the file's owner.
+    """
 
     header: StatsHeader
     values: tuple[float, ...]
     status: Status
+    uid: int
 
     @property
     def alive(self) -> bool:
@@ -209,7 +219,8 @@ def _read_open_file(descriptor: int) -> Snapshot:
         raise ValueError(f"the file has {about.st_size} bytes instead of {offset + 8 * cells.length}")
     values = _read_cells(descriptor, offset, cells.length)
     check_values(cells, values)
-    return Snapshot(header=header, values=values, status=_status(header, values[CLOSED_CELL], descriptor))
+    status = _status(header, values[CLOSED_CELL], descriptor)
+    return Snapshot(header=header, values=values, status=status, uid=about.st_uid)
 
 
 def _read_exactly(descriptor: int, length: int, offset: int) -> bytes:

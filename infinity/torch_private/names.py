@@ -32,7 +32,7 @@ NO_TORCH_FUNCTION = _disabled_torch_function_impl
 
 # Attributes of FSDP2 objects that this module reads, by class. "a|b" means one of the two, depending on the release.
 _NAMES = {
-    "FSDPState": ("_fsdp_param_groups|_fsdp_param_group",),  # 2.11 has at most one group per state
+    "FSDPState": ("_fsdp_param_groups|_fsdp_param_group", "_pre_forward"),  # 2.11 has at most one group per state
     "FSDPParamGroup": (
         "fsdp_params",
         "device",
@@ -309,6 +309,29 @@ def reshard(module: Any) -> None:
     module.reshard()
 
 
+def before_forward_methods(module: Any, call: Callable[[], None]) -> Callable[[], None]:
+    """Call a function before each method that `register_fsdp_forward_method` registered, and before its gather.
+
+    Forward hooks do not run before such a method.
+
+    Args:
+        module: module on which `fully_shard` was called.
+        call: function to call.
+
+    Returns:
+        Function that stops the calls.
+    """
+    state = module._get_fsdp_state()
+    pre_forward = state._pre_forward  # `fully_shard` has registered it as the hook of `forward`, which stays unchanged
+
+    def notified(*args: Any, **named: Any) -> Any:
+        call()
+        return pre_forward(*args, **named)
+
+    state._pre_forward = notified
+    return lambda: vars(state).pop("_pre_forward", None)
+
+
 def in_backward() -> bool:
     """Return whether the autograd engine is running on this thread."""
     return bool(_current_graph_task_id() != -1)
@@ -387,6 +410,11 @@ def is_bookkeeping(name: str, value: Any) -> bool:
         or is_hooks(name)
         or (name == "step" and hasattr(value, "_wrapped_by_lr_sched"))
     )
+
+
+def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a learning rate scheduler was created for an optimizer."""
+    return hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
 
 
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import infinity
+from infinity.checkpoint.reader import CheckpointReader
+from infinity.formats.safetensors import export_safetensors
 from infinity.integrations.transformers.exports import move_export
 from support.ranks import RankPool
 from support.tables import WIDE
@@ -66,6 +71,37 @@ def test_save_model_replaces_the_previous_export(tmp_path: Path) -> None:
         assert len(named) == 1 or "model.safetensors" not in named
         assert last is None or last in named
     assert (out / "model.txt").exists()
+    trainer.end()
+
+
+def test_saves_contain_the_current_configuration(tmp_path: Path) -> None:
+    """Changes to the config and the generation config reach exports, checkpoint folders and `infinity export`."""
+    out = tmp_path / "out"
+    build("plain").save_pretrained(tmp_path / "model")
+    model = infinity.from_pretrained(tmp_path / "model", mp_policy=MixedPrecisionPolicy())
+    trainer = make(out, model, nvme=tmp_path / "nvme", save_strategy="steps", save_steps=3)
+    model.generation_config.eos_token_id = 7  # as the Trainer does for a tokenizer with a different end token
+    trainer.train()
+    model.config.note = "changed"
+    trainer.save_model(tmp_path / "live")
+    trainer.optimizer.optimizer.save_checkpoint()
+    export_safetensors(CheckpointReader(trainer.optimizer.optimizer.run.folder), tmp_path / "export", file_bytes=1 << 30)
+    for folder in (out / "checkpoint-6", tmp_path / "live", tmp_path / "export"):
+        assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 7
+    for folder in (tmp_path / "live", tmp_path / "export"):
+        assert json.loads((folder / "config.json").read_text())["note"] == "changed"
+    trainer.end()
+
+
+def test_save_model_replaces_folders_of_the_previous_export(tmp_path: Path) -> None:
+    build("plain").save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "additional_chat_templates").mkdir()
+    (tmp_path / "model" / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    model = infinity.from_pretrained(tmp_path / "model", mp_policy=MixedPrecisionPolicy())
+    trainer = make(tmp_path / "out", model, nvme=tmp_path / "nvme")
+    for _ in range(2):
+        trainer.save_model()
+        assert (tmp_path / "out" / "additional_chat_templates" / "tools.jinja").read_text() == "{{ messages }}"
     trainer.end()
 
 

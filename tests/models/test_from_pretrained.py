@@ -16,7 +16,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import infinity
 from infinity import torch_private
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import ConfigError, InfinityError, UnsupportedError
+from infinity.formats.safetensors import export_safetensors
 from support import fine_tune
 from support.wide_models import GQA, VISION, build
 
@@ -263,6 +265,46 @@ def test_remote_code_requires_trust_remote_code(tmp_path: Path, monkeypatch: pyt
     assert type(model).__name__.endswith("OwnForCausalLM")
     assert len(list(torch_private.parameter_groups(model))) == 3
     assert same_weights(model, original, tmp_path / "run")
+
+
+def test_saves_contain_custom_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves contain the Python files of models, processors and generation, and load in transformers."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = tmp_path / "model"
+    original = saved(folder)
+    (folder / "configuration_kept.py").write_text(
+        "from transformers import LlamaConfig\nclass KeptConfig(LlamaConfig):\n    model_type = 'kept'\n"
+    )
+    (folder / "modeling_kept.py").write_text(
+        "from transformers import LlamaForCausalLM\nfrom .configuration_kept import KeptConfig\n"
+        "class KeptForCausalLM(LlamaForCausalLM):\n    config_class = KeptConfig\n"
+    )
+    (folder / "processing_kept.py").write_text("")
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text("def generate(model):\n    pass\n")
+    changed(
+        folder,
+        model_type="kept",
+        architectures=["KeptForCausalLM"],
+        # the form of references in a configuration that was loaded from the Hub
+        auto_map={
+            "AutoConfig": "configuration_kept.KeptConfig",
+            "AutoModelForCausalLM": f"{folder}--modeling_kept.KeptForCausalLM",
+        },
+    )
+    expected = {file.name for file in folder.rglob("*.py")}
+    model = infinity.from_pretrained(folder, trust_remote_code=True)
+    (folder / "modeling_kept.py").unlink()  # not downloaded next to the weights; transformers has it in its cache
+    with fine_tune.offload(model, tmp_path / "run", keep="never") as optimizer:
+        optimizer.save_pretrained(tmp_path / "live")
+        optimizer.save_checkpoint()
+        export_safetensors(CheckpointReader(optimizer.run.folder), tmp_path / "export", file_bytes=1 << 30)
+    shutil.rmtree(folder)
+    for out in (tmp_path / "live", tmp_path / "export"):
+        assert {file.name for file in out.rglob("*.py")} == expected
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
+        assert all(torch.equal(value, loaded.get_parameter(name)) for name, value in original.named_parameters())
 
 
 def test_parameters_frozen_by_the_class_remain_frozen(tmp_path: Path) -> None:

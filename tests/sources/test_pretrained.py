@@ -385,17 +385,24 @@ def test_export_includes_companion_files(folder: Path, tmp_path: Path) -> None:
         (folder / name).write_text(f'{{"of": "{name}"}}')
     for name in ("trainer_state.json", "model.safetensors.index.json", ".hidden.json", "pytorch_model.bin", "x.gguf"):
         (folder / name).write_text("{}")
+    (folder / "tokenization_own.py").write_text("")
+    assert "tokenization_own.py" not in companion_files(folder)  # no configuration refers to code
+    (folder / "tokenizer_config.json").write_text('{"auto_map": {}, "of": "tokenizer_config.json"}')
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
     wanted = {"tokenizer.json", "spiece.model", "chat_template.jinja", "generation_config.json", "vocab.txt"}
-    assert {file.name for file in companion_files(folder)} == wanted
+    wanted |= {"tokenizer_config.json", "tokenization_own.py", "additional_chat_templates/tools.jinja"}
+    assert companion_files(folder).keys() == wanted
     with offload(on_meta(Toy), tmp_path, weights=folder) as optimizer:
         optimizer.save_checkpoint()
         run = optimizer.run.folder
-        for file in folder.iterdir():
-            file.unlink()
+        for file in folder.rglob("*"):
+            if file.is_file():
+                file.unlink()
     with offload(on_meta(Toy), tmp_path, run={**LATEST, "retained_checkpoints": 2}) as optimizer:
         optimizer.save_checkpoint()
         written = export_safetensors(CheckpointReader(run), tmp_path / "out", file_bytes=1 << 20)
-        assert {file.name for file in written} == {"model.safetensors", *wanted}
+        assert {file.relative_to(tmp_path / "out").as_posix() for file in written} == {"model.safetensors", *wanted}
         assert (tmp_path / "out" / "spiece.model").read_text() == '{"of": "spiece.model"}'
         (folder / "merges.txt").write_text("a b")
         written = export_safetensors(CheckpointReader(run), tmp_path / "b", companions=folder, file_bytes=1 << 20)
@@ -406,11 +413,15 @@ def carried(folder: str) -> list[str]:
     """Resume from a checkpoint of one rank and list its companion files. Runs on every rank."""
     with offload(on_meta(Toy), Path(folder), run=LATEST) as optimizer:
         run = optimizer.run.folder
-        return sorted(file.name for file in (run.checkpoints / "model").iterdir())
+        kept = run.checkpoints / "model"
+        return sorted(file.relative_to(kept).as_posix() for file in kept.rglob("*") if file.is_file())
 
 
 def test_resharded_run_copies_the_companion_files(folder: Path, tmp_path: Path, pair: RankPool) -> None:
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
     with offload(on_meta(Toy), tmp_path, weights=folder) as optimizer:
         optimizer.save_checkpoint()
-    assert pair.run(carried, str(tmp_path))[0] == ["names.json", "tokenizer.json"]
+    expected = ["additional_chat_templates/tools.jinja", "names.json", "tokenizer.json"]
+    assert pair.run(carried, str(tmp_path))[0] == expected

@@ -724,6 +724,7 @@ class Content:
     groups: list[dict[str, Any]]
     own: dict[str, Any]
     buffers: dict[str, np.ndarray]
+    module_state: dict[str, bytes]
     extra: dict[str, Any]
 
 
@@ -753,7 +754,8 @@ def read(checkpoint: Checkpoint) -> Content:
     groups = [group | {"params": [names[shard][0] for shard in group["params"]]} for group in first["groups"]]
     state = dict(safetensors.deserialize(ranks[0].state))
     buffers = {name: buffer(state, name) for name in first["description"]["buffers"]}
-    return Content(checkpoint.step, names, parameters, scalars, groups, first["own"], buffers, first["extra"])
+    modules = {name.removeprefix("state."): saved(value) for name, value in state.items() if name.startswith("state.")}
+    return Content(checkpoint.step, names, parameters, scalars, groups, first["own"], buffers, modules, first["extra"])
 
 
 def joined(slices: list[np.ndarray], dim: int) -> np.ndarray:
@@ -778,3 +780,9 @@ def buffer(state: dict[str, Any], name: str) -> np.ndarray:
     names = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL")
     code = dict(zip(names, DTYPES.values(), strict=True))[found["dtype"]]
     return np.frombuffer(found["data"], code).reshape(found["shape"])
+
+
+def saved(tensor: dict[str, Any]) -> bytes:
+    """Return the bytes that `torch.save` has written for the state of a module."""
+    require(tensor["dtype"] == "U8" and len(tensor["shape"]) == 1, "the state of a module does not consist of bytes")
+    return bytes(tensor["data"])

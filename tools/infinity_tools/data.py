@@ -58,7 +58,8 @@ class Corpus:
         if closed := [file for file in files if not os.access(file, os.R_OK, effective_ids=True)]:
             raise ConfigError(f"{option}: {closed[0]} cannot be read: permission denied; omit it or change its mode")
         if not corpus.size:
-            raise ConfigError(f"{option}: no text in {', '.join(map(str, names))}" if names else f"{option}: no file is given")
+            found = f"no text in {', '.join(map(str, names))}" if names else "no file is given"
+            raise ConfigError(f"{option}: {found}")
         return corpus
 
     @classmethod

@@ -121,6 +121,7 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True)
         view.doing(f"writing {short(parameters)} parameters to NVMe")
+        settings = with_name(settings, source.name, out)
         paged = stack.enter_context(_offload(model, optimizer, settings, source, strict=options.strict))
         source.config.architectures = [architecture]
         facts = {
@@ -147,8 +148,8 @@ def run_training(options: TrainOptions, settings: Config) -> int:
         pages.run_id = paged.run.folder.run_id
         view.say(_heading(f"{source.name}, {dtype}", _counted(model), training, settings, data.said))
         names, told = options.log if ranks.rank == 0 else (), {**facts, "recipe": kept(recipe)}
-        run_id, first = paged.run.folder.run_id, training.first_step
-        trackers = ranks.together("opening the trackers", lambda: Trackers(names, out, run_id, first, told))
+        run_id, title, first = paged.run.folder.run_id, settings.run.name, training.first_step
+        trackers = ranks.together("opening the trackers", lambda: Trackers(names, out, run_id, title, first, told))
         training.trackers = stack.enter_context(trackers)
         training.train()
         summary = _summarize(training, source.name, dtype, parameters)
@@ -296,7 +297,8 @@ class Training:
             self.gradient_norm = float(self.optimizer.clip_grad_norm_(self.recipe.max_grad_norm))
         self.lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
-        self.optimizer.report(loss=self.losses[-1], tokens=inputs["input_ids"].numel())
+        tokens = inputs["input_ids"].numel()
+        self.optimizer.report(loss=self.losses[-1], tokens=tokens, total_steps=self.options.steps)
         self.optimizer.zero_grad()
         self.scheduler.step()
         self.kernel.end()

@@ -57,10 +57,10 @@ def _tables(found: Mapping[str, Any]) -> tuple[Table, ...]:
 
 def _ranks(found: Mapping[str, Any]) -> Table:
     rows = (
-        (one["run_id"], f"{one['rank']} of {one['world_size']}", one["status"], f"{one['steps']:.0f}", str(one["pid"]))
+        (one["run_id"], one["name"], one["user"], f"{one['rank']} of {one['world_size']}", one["status"], f"{one['steps']:.0f}", str(one["pid"]))
         for one in found["ranks"]
     )
-    return table("ranks", ("run", "rank", "", ">steps", ">process"), rows)
+    return table("ranks", ("run", "name", "user", "rank", "", ">steps", ">process"), rows)
 
 
 def _drives(found: Mapping[str, Any]) -> Table:

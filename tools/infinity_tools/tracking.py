@@ -44,12 +44,15 @@ def check_trackers(names: Sequence[str]) -> None:
 class Trackers:
     """All trackers of a run. A context manager that closes them on exit."""
 
-    def __init__(self, names: Sequence[str], out: Path, run_id: str, first_step: int, facts: Mapping[str, Any]) -> None:
+    def __init__(
+        self, names: Sequence[str], out: Path, run_id: str, name: str, first_step: int, facts: Mapping[str, Any]
+    ) -> None:
         """Open the trackers.
 
         Args:
             names: Names from `TRACKERS`.
             out: Output folder of the run, which also receives the logs.
+            name: Name of the run (`run.name`).
             run_id: Id of the run. A resumed run continues the log with the same id.
             first_step: First step to be logged. Existing entries from this step on are replaced.
             facts: Description of the run: model, data and options.
@@ -62,11 +65,11 @@ class Trackers:
         """Trackers by name. A tracker that fails, for example because the drive is full, is dropped and training
         continues.
         """
-        for name in names:
-            make = _TensorBoard if name == "tensorboard" else _WeightsAndBiases
-            tracker: Tracker = make(out, run_id, first_step, facts)
-            self._stack.callback(_close, name, tracker)
-            self._open[name] = tracker
+        for kind in names:
+            make = _TensorBoard if kind == "tensorboard" else _WeightsAndBiases
+            tracker: Tracker = make(out, run_id, name, first_step, facts)
+            self._stack.callback(_close, kind, tracker)
+            self._open[kind] = tracker
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Log all numeric values in a line of steps.jsonl."""
@@ -101,11 +104,12 @@ def _name(key: str) -> str:
 
 
 class _TensorBoard:
-    def __init__(self, out: Path, run_id: str, first_step: int, facts: Mapping[str, Any]) -> None:
+    def __init__(self, out: Path, run_id: str, name: str, first_step: int, facts: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         try:
             self._writer: Any = SummaryWriter(str(out / "tensorboard" / run_id), purge_step=first_step)  # type: ignore
+            self._writer.add_text("run/name", name, first_step)
         except OSError as error:
             raise ConfigError(f"--log tensorboard: {out} cannot be written: {error.strerror}") from error
 
@@ -118,13 +122,14 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    def __init__(self, out: Path, run_id: str, first_step: int, facts: Mapping[str, Any]) -> None:
+    def __init__(self, out: Path, run_id: str, name: str, first_step: int, facts: Mapping[str, Any]) -> None:
         import wandb
 
         try:
             self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", _PROJECT),
                 id=run_id,
+                name=os.environ.get("WANDB_NAME") or name,
                 resume="allow",
                 dir=str(out),
                 config=dict(facts),

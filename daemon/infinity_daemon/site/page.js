@@ -174,7 +174,7 @@ function identified(element) {
 
 class RunView {
   constructor(run) {
-    this.name = identified(make("h3", {}, run.id));
+    this.name = identified(make("h3", {}, run.name));
     this.badge = make("span.badge");
     this.about = make("span.muted");
     this.notices = make("ul.notices");
@@ -185,7 +185,9 @@ class RunView {
         (r) => ifKnown(r.tokens, (tokens) => `${count(tokens)} in total`)],
       ["Loss", (r) => ifKnown(r.loss, plain),
         (r) => ifKnown(r.gradient_norm, (norm) => `gradient norm ${plain(norm, 3)}`)],
-      ["Steps", (r) => count(r.steps), (r) => ifKnown(since(r.last_step), (ago) => `last ended ${ago}`)],
+      ["Steps", (r) => (r.target_steps ? `${count(r.steps)} of ${count(r.target_steps)}` : count(r.steps)),
+        (r) => ifKnown(since(r.last_step), (ago) => `last ended ${ago}`)],
+      ["Remaining time", (r) => ifKnown(r.remaining_seconds, whole), () => "at the current step time"],
       ["Step time", (r) => ifKnown(r.step_seconds, duration),
         (r) => ifKnown(r.stalled, (stalled) => `${share(stalled)} stalled on storage`)],
       ["Read", (r) => ifKnown(r.io.read, rate),
@@ -206,7 +208,7 @@ class RunView {
     this.stored = make("p.aside");
     this.hostCache.element.append(this.stored);
     this.ranks = new Table(
-      `Ranks of ${run.id}`,
+      `Ranks of ${run.name}`,
       [
         ["Rank", (rank) => rank.rank, "words"],
         ["Status", (rank) => STATUSES[rank.status][0], "words"],
@@ -240,7 +242,7 @@ class RunView {
     const [word, kind] = run.idle ? ["idle", "warning"] : STATUSES[run.status];
     badge(this.badge, word, kind);
     const begun = run.status === "live" ? `started ${whole(now - run.started)} ago` : undefined;
-    put(this.about, [ranksOf(run), begun, run.io_engine, run.version].filter(Boolean).join(" · "));
+    put(this.about, [run.name === run.id ? "" : run.id, run.user, ranksOf(run), begun, run.io_engine, run.version].filter(Boolean).join(" · "));
     keep(this.notices, noticesOf(run, now), (notice) => notice, (notice) => {
       return { element: make("li", {}, notice), show: () => {} };
     });

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 from infinity.formats.weight_files import INDEX, SINGLE
@@ -29,5 +30,7 @@ def move_export(export: Path, folder: Path) -> None:
         if file.name not in new and (file.name == SINGLE or _PART.fullmatch(file.name)):
             file.unlink()
     for name in sorted(new, key=lambda name: (name in (SINGLE, INDEX), name)):
+        if (folder / name).is_dir():  # a non-empty folder cannot be replaced
+            shutil.rmtree(folder / name)
         (export / name).replace(folder / name)
     export.rmdir()

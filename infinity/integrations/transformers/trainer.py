@@ -22,13 +22,14 @@ from infinity.checkpoint.reader import CheckpointReader
 from infinity.config import Config, check_config, load_config
 from infinity.errors import CheckpointError, ConfigError, InfinityError, UnsupportedError
 from infinity.formats.adapters import peft_model
-from infinity.formats.companions import CONFIG, Companions
+from infinity.formats.companions import CONFIG, GENERATION, Companions, keep_configs
 from infinity.fsdp.sharded_model import ShardedModel
 from infinity.integrations.resume_points import with_resume_point
 from infinity.integrations.run_folders import make_durable
 from infinity.integrations.transformers import trainer_checkpoints, unsupported_arguments
 from infinity.integrations.transformers.exports import move_export
 from infinity.integrations.transformers.trainer_checkpoints import Checkpoint
+from infinity.models.sharding import register_generate
 from infinity.optional_dependencies import needs
 from infinity.ranks import Ranks
 from infinity.run.offload import offload
@@ -102,6 +103,7 @@ def attach(
     check_config(settings)
     unsupported_arguments.check(trainer)
     ShardedModel.inspect(own.model)
+    register_generate(own.model)
     settings = _with_limit(settings, own.args)
     accumulation = accumulation_of(trainer, layer_major)
     kind = type(trainer)
@@ -231,7 +233,7 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log the given values, and report the loss as a metric of the run."""
         if "loss" in logs and self._infinity.paged is not None:
-            self._infinity.paged.report(loss=logs["loss"])
+            self._infinity.paged.report(loss=logs["loss"], total_steps=self.state.max_steps)
         super().log(logs, start_time)
 
     # Checkpoints #
@@ -317,9 +319,13 @@ class OffloadedTrainer(Trainer):  # type: ignore[misc]
         ranks.on_first("moving the export", partial(move_export, apart, folder))
 
     def _write_config(self, folder: Path) -> None:
-        config = Companions.of_run(self._begin().run.folder.checkpoints).config
-        if config is not None:
-            (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        checkpoints = self._begin().run.folder.checkpoints
+        keep_configs(checkpoints, self.model)
+        companions = Companions.of_run(checkpoints)
+        if companions.config is not None:
+            (folder / CONFIG).write_text(json.dumps(companions.config, indent=2) + "\n")
+        if GENERATION in companions.files:
+            shutil.copyfile(companions.files[GENERATION], folder / GENERATION)
 
     # Resuming #
 

@@ -18,6 +18,7 @@ Bars = Literal["all", "runs", "chosen", "none"]
 BARS: Final[tuple[Bars, ...]] = ("all", "runs", "chosen", "none")
 
 _MOST_ID: Final = 22
+_NAME_RANK: Final = 12
 _STYLES: Final = {"live": "green", "idle": "yellow", "dead": "bold red", "ended": "dim"}
 _LEAST_BAR: Final = 10
 
@@ -69,6 +70,7 @@ def window(table: Table, room: int) -> list[Text]:
 def _columns(state: State) -> tuple[Column[Run], ...]:
     now = state.snapshot.time
     longest = max((len(run.id) for run in state.runs), default=0)
+    longest_name = max((len(run.name) for run in state.runs), default=0)
 
     def checkpoint(run: Run) -> str:
         if run.checkpointed is None:
@@ -76,10 +78,15 @@ def _columns(state: State) -> tuple[Column[Run], ...]:
         took = "" if run.checkpoint_seconds is None else f" ({decimal(run.checkpoint_seconds)} s)"
         return ago(now - run.checkpointed) + took
 
+    name = Column[Run](
+        heading="name", rank=_NAME_RANK, width=min(_MOST_ID, max(4, longest_name)), left=True, cell=lambda run: run.name
+    )
+    named = (name,) if longest_name else ()
     return (
         Column(
             heading="  run", rank=0, width=2 + min(_MOST_ID, max(8, longest)), left=True, cell=lambda run: f"  {run.id}"
         ),
+        *named,
         Column(heading="", rank=3, width=5, left=True, cell=lambda run: run.status),
         Column(heading="step", rank=1, width=7, cell=lambda run: whole(run.step)),
         Column(heading="s/step", rank=2, width=6, cell=lambda run: decimal(run.step_seconds)),
